@@ -1,0 +1,51 @@
+"""Random draws that are pure functions of (seed, purpose, coordinates).
+
+Nothing in fedsim draws from a shared stream. Every draw has a purpose ("cohort", "batches", "dropout", ...) and
+coordinates (usually round and worker), and its generator is seeded by a hash of these alone. So the order in which
+workers run cannot matter, a worker can be run again with the same result, and two runs that differ in one setting
+meet the same cohorts, the same batches and the same start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+
+def draw_key(seed: int, purpose: str, *coordinates: int) -> int:
+    """A 63-bit integer that depends on all arguments; equal arguments give equal keys on every machine."""
+    text = "/".join([str(seed), purpose, *map(str, coordinates)])
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def numpy_generator(seed: int, purpose: str, *coordinates: int) -> np.random.Generator:
+    """A fresh NumPy generator for one draw (or one short sequence of draws)."""
+    return np.random.default_rng(draw_key(seed, purpose, *coordinates))
+
+
+def torch_generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
+    """A fresh CPU torch generator; draws from it are the same whatever device they are moved to."""
+    return torch.Generator().manual_seed(draw_key(seed, purpose, *coordinates))
+
+
+def seed_layers(device: torch.device, seed: int, *coordinates: int) -> None:
+    """Seed the global generator that dropout and its like draw from, on `device`.
+
+    `torch.manual_seed` does this for every backend and takes a hundred times longer, too long for once a step.
+    """
+    key = draw_key(seed, "layers", *coordinates)
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(key)
+    else:
+        torch.get_device_module(device).manual_seed(key)
+
+
+def sample_cohort(seed: int, round: int, n_workers: int, size: int) -> np.ndarray:
+    """The workers that take part in a round: `size` of `n_workers` without replacement, ascending, int64 [size]."""
+    if size == n_workers:
+        return np.arange(n_workers)
+    chosen = numpy_generator(seed, "cohort", round).choice(n_workers, size, replace=False, shuffle=False)
+    return np.sort(chosen)
