@@ -1,0 +1,76 @@
+"""Models that an experiment can name; any other comes in as "package.module:factory".
+
+A factory returns an `nn.Module` that maps a batch of inputs to logits or log-probabilities [batch, classes] (which of
+the two is found out, see `fedsim.training.loss_for`). Its parameters are the configuration: `model = {name = "net",
+dropout = 0.0}`. The networks here take images [batch, channels, 28, 28].
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch.nn.functional as F
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+
+from fedsim.registry import Registry
+
+model = Registry("model", given=False)
+
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+@model("net")
+class Net(nn.Module):
+    """Small convolutional network with dropout, known from PyTorch's Hogwild example (21,840 parameters).
+
+    Convolutions 10 and 20 of 5x5, each pooled by 2; channel dropout; fully connected 50 and 10; log-softmax.
+    """
+
+    def __init__(self, *, dropout: Probability = 0.5, channels: PositiveInt = 1, classes: PositiveInt = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 10, kernel_size=5)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.drop_channels = nn.Dropout2d(dropout)
+        self.fc1 = nn.Linear(320, 50)
+        self.drop = nn.Dropout(dropout)
+        self.fc2 = nn.Linear(50, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = F.relu(F.max_pool2d(self.conv1(images), 2))
+        hidden = F.relu(F.max_pool2d(self.drop_channels(self.conv2(hidden)), 2))
+        hidden = self.drop(F.relu(self.fc1(hidden.flatten(1))))
+        return F.log_softmax(self.fc2(hidden), dim=1)
+
+
+@model("cnn")
+def cnn(*, channels: PositiveInt = 1, classes: PositiveInt = 10) -> nn.Module:
+    """The convolutional network of McMahan et al. 2017 (FedAvg): 1,663,370 parameters on MNIST.
+
+    "Same" convolutions 32 and 64 of 5x5, each pooled by 2; fully connected 512 and 10; logits.
+    """
+    # Pooling before the ReLU gives the same values and gradients as the reverse, from a quarter of the ReLUs.
+    return nn.Sequential(
+        *(nn.Conv2d(channels, 32, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Conv2d(32, 64, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(64 * 7 * 7, 512), nn.ReLU(), nn.Linear(512, classes)),
+    )
+
+
+@model("2nn")
+def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Module:
+    """The multilayer perceptron of McMahan et al. 2017: 784-200-200-10, 199,210 parameters; logits."""
+    return nn.Sequential(
+        *(nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU()),
+        *(nn.Linear(hidden, hidden), nn.ReLU()),
+        nn.Linear(hidden, classes),
+    )
+
+
+@model("logistic")
+def logistic(*, inputs: PositiveInt = 784, classes: PositiveInt = 10) -> nn.Module:
+    """Multinomial logistic regression, started at zero: 7,850 parameters on MNIST; logits."""
+    linear = nn.Linear(inputs, classes)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return nn.Sequential(nn.Flatten(), linear)
