@@ -1,0 +1,61 @@
+"""MNIST's IDX files, where torchvision puts them.
+
+Reading them here spares every run the import of torchvision, which takes longer than reading the data; torchvision
+is asked only to download what is missing (see `fedsim.data.vision`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.errors import DataError
+
+PARTS = {
+    True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Which of the four files are neither in `folder` nor there with a suffix .gz."""
+    names = [name for pair in PARTS.values() for name in pair]
+    return [name for name in names if _find(folder, name) is None]
+
+
+def read_images_and_labels(folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
+    """Images uint8 [n, 1, height, width] and labels int64 [n]. Raises DataError for a damaged file."""
+    images, labels = (_read(folder, name) for name in PARTS[train])
+    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+        raise DataError(f"{folder}: images {images.shape} and labels {labels.shape} do not belong together")
+    return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+
+
+def _read(folder: Path, name: str) -> np.ndarray:
+    """One IDX file of unsigned bytes: two zero bytes, the type 8, the number of dimensions, then each dimension."""
+    path = _find(folder, name)
+    if path is None:
+        raise DataError(f"{folder / name}: no such file")
+    try:
+        if path.suffix == ".gz":
+            content = np.frombuffer(bytearray(gzip.decompress(path.read_bytes())), np.uint8)  # writable, for torch
+        else:
+            content = np.fromfile(path, np.uint8)
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    if len(content) < 4 or content[:3].tolist() != [0, 0, 8]:
+        raise DataError(f"{path}: is not an IDX file of unsigned bytes")
+    start = 4 + 4 * int(content[3])
+    shape = tuple(content[4:start].view(">u4").tolist()) if len(content) >= start else ()
+    if len(content) != start + math.prod(shape):
+        raise DataError(f"{path}: is damaged: {len(content)} bytes, {start + math.prod(shape)} expected for {shape}")
+    return content[start:].reshape(shape)

@@ -1,0 +1,120 @@
+"""Workers' shards as subsets of one data set that nobody copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from fedsim.data.partitions import partition
+from fedsim.data.tensors import TensorData
+
+CHUNK_BYTES = 1 << 20  # gathered and normalised at once: many small batches share the calls, and it stays in cache
+
+
+class CustomSubset(Subset):
+    """The samples of a map-style data set at `indices`, seen through a transform of this subset's own.
+
+    A real `torch.utils.data.Subset`: it works in a DataLoader, which fetches whole batches through `__getitems__`.
+    Where the data set is tensors (TensorData, TensorDataset), batches are gathered from them directly.
+
+    Args:
+        dataset: any map-style data set of (input, target) samples.
+        indices: positions in `dataset`, in this subset's order.
+        subset_transform: applied to each input; to a whole batch of them at once if it has an attribute `batched`
+            that is true.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        indices: Sequence[int] | np.ndarray | Tensor,
+        subset_transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        positions = torch.as_tensor(indices, dtype=torch.long)
+        super().__init__(dataset, positions)  # type: ignore[arg-type]  # a tensor is the sequence that gathers fast
+        self.subset_transform = subset_transform
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+        """The samples at these positions of the subset, as a list: what a DataLoader's fetcher calls."""
+        positions = self.indices[torch.as_tensor(indices)]
+        fetch = getattr(self.dataset, "__getitems__", None)
+        numbers = positions.tolist()
+        samples = fetch(numbers) if fetch else [self.dataset[number] for number in numbers]
+        if self.subset_transform is None:
+            return list(samples)
+        inputs = self._transform([sample[0] for sample in samples])
+        return [(x, sample[1]) for x, sample in zip(inputs, samples, strict=True)]
+
+    def gather(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The inputs [batch, ...] and targets [batch] at these positions of the subset, as two tensors."""
+        if isinstance(self.dataset, TensorData):
+            inputs, targets = self.dataset.gather(self.indices[positions])
+        elif isinstance(self.dataset, TensorDataset):
+            inputs, targets = (t.index_select(0, self.indices[positions]) for t in self.dataset.tensors)
+        else:
+            return tuple(default_collate(self.__getitems__(positions.tolist())))  # type: ignore[return-value]
+        if self.subset_transform is None:
+            return inputs, targets
+        transformed = self._transform(inputs)
+        return transformed if isinstance(transformed, Tensor) else torch.stack(list(transformed)), targets
+
+    def batches(self, batch_size: int, order: np.ndarray | Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """All samples once, as (inputs, targets) batches of `batch_size`; the last may be smaller.
+
+        Args:
+            order: a permutation of range(len(self)); the subset's own order where it is left out.
+        """
+        order = torch.arange(len(self)) if order is None else torch.as_tensor(order)
+        chunk = batch_size * max(1, CHUNK_BYTES // (batch_size * self._sample_bytes()))
+        for start in range(0, len(order), chunk):
+            inputs, targets = self.gather(order[start : start + chunk])
+            yield from zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
+
+    def _transform(self, inputs: Any) -> Any:
+        transform = self.subset_transform
+        assert transform is not None
+        if getattr(transform, "batched", False):
+            return transform(inputs if isinstance(inputs, Tensor) else torch.stack(inputs))
+        return [transform(x) for x in inputs]
+
+    def _sample_bytes(self) -> int:
+        if isinstance(self.dataset, TensorData):
+            return self.dataset.inputs[0].numel() * self.dataset.dtype.itemsize
+        return CHUNK_BYTES  # unknown: gather batch by batch
+
+
+def dataset_split(
+    dataset: Dataset,
+    n_workers: int,
+    strategy: str = "contiguous",
+    seed: int = 0,
+    subset_transform: Callable[[Any], Any] | None = None,
+    **params: Any,
+) -> list[CustomSubset]:
+    """Cut a map-style data set into one CustomSubset per worker, with a partition strategy (see `partition`)."""
+    shards = partition(labels_of(dataset), n_workers, strategy, seed, **params)
+    return [CustomSubset(dataset, shard, subset_transform) for shard in shards]
+
+
+def labels_of(dataset: Any) -> np.ndarray:
+    """The class label of every sample, [n]: the data set's `targets` or `labels`, else read sample by sample."""
+    if isinstance(dataset, Subset):
+        return labels_of(dataset.dataset)[np.asarray(dataset.indices)]
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors[1].cpu().numpy()
+    for name in ("targets", "labels"):
+        labels = getattr(dataset, name, None)
+        if labels is not None:
+            return labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
+    return np.array([int(dataset[index][1]) for index in range(len(dataset))])
