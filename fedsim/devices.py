@@ -1,0 +1,75 @@
+"""Everything that depends on the device: the only module that asks what hardware there is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from fedsim.errors import ExperimentError, show
+
+PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
+
+PROCESS_BYTES_ON_CARD = 1.5e9  # context, library workspaces and activations of one process, generously
+MOST_PROCESSES_ON_CARD = 4  # processes on one card take turns; more of them mostly cost memory
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the accelerator where there is one, else the CPU.
+
+    Raises ExperimentError where PyTorch cannot use that device here.
+    """
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        return torch.device(here.type, 0) if here else torch.device("cpu")
+    allowed = "auto, cpu"
+    if here:
+        allowed += "".join(f", {here.type}:{index}" for index in range(torch.accelerator.device_count()))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ExperimentError(f"device = {show(name)}: no such device; allowed here: {allowed}") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if here is None or device.type != here.type or (device.index or 0) >= torch.accelerator.device_count():
+        raise ExperimentError(f"device = {show(name)}: this PyTorch sees no such device; allowed here: {allowed}")
+    return torch.device(device.type, device.index or 0)
+
+
+def shares_memory(device: torch.device) -> bool:
+    """Whether several processes can work on the same tensors of this device."""
+    return device.type in ("cpu", "cuda")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished what this process asked of it, so that other processes see the results."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its CPU affinity, cut to the container's CPU quota if it has one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such file, or "max": no quota
+        return cores
+
+
+def default_processes(device: torch.device, cohort: int, threads_per_process: int) -> int:
+    """How many processes train a cohort: what the cores bear, and on a card what its free memory bears too."""
+    processes = min(cohort, max(1, usable_cores() // threads_per_process))
+    if device.type != "cpu":
+        free, _ = torch.get_device_module(device).mem_get_info(device)
+        processes = min(processes, MOST_PROCESSES_ON_CARD, max(1, int(0.8 * free / PROCESS_BYTES_ON_CARD)))
+    return processes
+
+
+def describe_device(device: torch.device) -> str:
+    """The device's name and, for an accelerator, its model."""
+    if device.type == "cpu":
+        return "cpu"
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    return f"{device} ({name_of(device)})" if name_of else str(device)

@@ -1,0 +1,13 @@
+"""Engines: who trains the rows of a cohort, and where."""
+
+from fedsim.engines.engine import Engine
+from fedsim.engines.job import Memory, Schedule, Task
+from fedsim.engines.serial import SerialEngine
+from fedsim.engines.spawn import SpawnEngine
+from fedsim.registry import Registry
+
+engine = Registry("engine", given=True)
+engine("serial")(SerialEngine)
+engine("spawn")(SpawnEngine)
+
+__all__ = ["Engine", "Memory", "Schedule", "SerialEngine", "SpawnEngine", "Task", "engine"]

@@ -1,0 +1,123 @@
+"""A barrier for processes that may die.
+
+`multiprocessing.Barrier` is built on locks, and a lock stays taken when its owner is killed: the peers of a process
+that dies inside `wait()` then hang past their timeout. Here nobody holds anything. Each process has a line of counters
+in shared memory that only it writes; crossing the barrier means: count up one's own arrivals, then watch the others'
+until all have come as far. The parent process, which sees deaths, raises a flag that everybody who waits looks at.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from multiprocessing.context import BaseContext
+
+LINE = 16  # int64 a process: 128 bytes, so that no two processes write to one cache line
+ARRIVALS, BEATS, WORKER, ROUND = range(4)  # places in a process's line
+
+SPINS = 100  # looks at a peer's counter before the processor is offered to others, about 10 microseconds
+YIELDS = 500  # offers before sleeping
+SLEEP = 0.0002  # seconds
+
+
+class AbortedError(RuntimeError):
+    """The parent called everything off, because another process failed."""
+
+
+class DeadlineError(RuntimeError):
+    """A peer did not come, and showed no sign of life, for as long as one waits."""
+
+
+class Board:
+    """Shared counters of a group of processes: one line each, that only its owner writes, and the parent's flag.
+
+    Besides arrivals at the barrier a line holds beats (signs of life, counted up as work goes on) and what the process
+    is working on, so that the parent can say so when it dies. Can be sent to another process while that is started.
+    """
+
+    def __init__(self, count: int, context: BaseContext | None = None) -> None:
+        self.count = count
+        self._cells = (context or multiprocessing.get_context("spawn")).RawArray("q", LINE * (count + 1))
+
+    def read(self, index: int, place: int) -> int:
+        return self._cells[LINE * index + place]
+
+    def write(self, index: int, place: int, value: int) -> None:
+        self._cells[LINE * index + place] = value
+
+    def beat(self, index: int) -> None:
+        """A sign of life of process `index`; called by itself alone."""
+        self._cells[LINE * index + BEATS] += 1
+
+    def abort(self) -> None:
+        """Make everybody who waits, now or later, raise AbortedError."""
+        self._cells[LINE * self.count] = 1
+
+    @property
+    def aborted(self) -> bool:
+        return bool(self._cells[LINE * self.count])
+
+
+class Barrier:
+    """Where process `index` of a board's group waits until all of them have come.
+
+    What a process wrote to shared memory before `wait` is seen by all after it.
+    """
+
+    def __init__(self, board: Board, index: int, timeout: float) -> None:
+        self._board, self._index, self._timeout = board, index, timeout
+        self._crossings = board.read(index, ARRIVALS)
+        self._peers = [peer for peer in range(board.count) if peer != index]
+        self._fence_lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Block until every process of the group has called `wait` as often as this one.
+
+        Raises AbortedError when the parent calls it off, and DeadlineError when a missing peer gives no sign of life
+        for `timeout` seconds.
+        """
+        self._crossings += 1
+        self._fence()
+        self._board.write(self._index, ARRIVALS, self._crossings)
+        for peer in self._peers:
+            if self._board.read(peer, ARRIVALS) < self._crossings:
+                self._watch(peer)
+        self._fence()
+
+    def _watch(self, peer: int) -> None:
+        """Wait for one peer: spin, then yield the processor, then sleep."""
+        board, goal = self._board, self._crossings
+        for _ in range(SPINS):
+            if board.read(peer, ARRIVALS) >= goal:
+                return
+        looks, beats, last_sign = 0, board.read(peer, BEATS), time.monotonic()
+        while board.read(peer, ARRIVALS) < goal:
+            if board.aborted:
+                raise AbortedError("called off")
+            looks += 1
+            if looks < YIELDS:
+                _yield_processor()
+                continue
+            time.sleep(SLEEP)
+            if board.read(peer, BEATS) != beats:
+                beats, last_sign = board.read(peer, BEATS), time.monotonic()
+            elif time.monotonic() - last_sign > self._timeout:
+                raise DeadlineError(f"process {peer} has not come and has made no step for {self._timeout:g} s")
+
+    def _fence(self) -> None:
+        """Order memory accesses before and after, on processors that would reorder them (x86 would not).
+
+        Taking and releasing a lock twice does: nothing moves down past a release, nothing moves up past an acquire.
+        """
+        for _ in range(2):
+            with self._fence_lock:
+                pass
+
+
+def _yield_processor() -> None:
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+    else:
+        time.sleep(0)

@@ -1,0 +1,274 @@
+"""A crew: P spawn processes, started once, that carry out calls together until they are dismissed.
+
+The parent sends each call down a pipe and waits on the pipes AND on the processes themselves, so a death is noticed
+at once, wherever the process was. Small things (what to call, its arguments and results) go through the pipes; what is
+large lies in shared memory. The processes among themselves meet at a Barrier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+from fedsim.engines.barrier import ARRIVALS, BEATS, ROUND, WORKER, AbortedError, Barrier, Board
+from fedsim.errors import FedsimError, WorkerError
+
+START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and report for work
+GRACE = 2.0  # seconds for a process to go by itself before it is killed
+NOBODY = -1
+
+
+@dataclass
+class Seat:
+    """The place of one process in its group; what it calls "mine" follows from `index` and `count`."""
+
+    index: int
+    count: int
+    board: Board
+    barrier: Barrier
+    belongings: dict[str, Any] = field(default_factory=dict)  # what calls leave there for later calls
+
+    @classmethod
+    def alone(cls) -> Seat:
+        """The seat of a process that works without peers."""
+        board = Board(1)
+        return cls(0, 1, board, Barrier(board, 0, timeout=0.0))
+
+    def beat(self) -> None:
+        """Say that work goes on."""
+        self.board.beat(self.index)
+
+    @contextlib.contextmanager
+    def working_on(self, worker: int, round: int) -> Iterator[None]:
+        """Note what is being worked on; the note stays where an exception (or a death) ends the work."""
+        self.board.write(self.index, WORKER, worker)
+        self.board.write(self.index, ROUND, round)
+        yield
+        self.board.write(self.index, WORKER, NOBODY)
+
+    def whereabouts(self) -> str:
+        """`worker 3 in round 2`, as far as is known."""
+        return whereabouts(self.board, self.index)
+
+
+def whereabouts(board: Board, index: int) -> str:
+    worker, round = board.read(index, WORKER), board.read(index, ROUND)
+    when = f" in round {round}" if round else ""
+    return f"worker {worker}{when}" if worker != NOBODY else f"no worker{when}"
+
+
+class Crew:
+    """P spawn processes that carry out calls together.
+
+    Args:
+        count: number of processes.
+        threads: threads that PyTorch uses in each.
+        timeout: seconds without a sign of life after which a process counts as hanging.
+
+    The first failure (an exception in a process, its death, its silence) ends the whole crew with one WorkerError.
+    Use it in a `with` block, or call `close`; a crew whose parent dies goes by itself.
+    """
+
+    def __init__(self, count: int, threads: int = 1, timeout: float = 300.0) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.count, self._timeout = count, timeout
+        self._board = Board(count, context)
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        self._ready = False
+        with _interrupts_ignored():  # children inherit that: Ctrl-C is the parent's business
+            for index in range(count):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve,
+                    args=(index, self._board, theirs, threads, timeout),
+                    name=f"fedsim-{index}",
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run `function(seat, *arguments)` in every process; the results in order of the processes.
+
+        `function` must be importable, `arguments` and results picklable (tensors travel by handle).
+        Raises WorkerError if any process fails, and closes the crew.
+        """
+        try:
+            if not self._ready:
+                self._collect(START_TIMEOUT)  # each process reports for work once
+                self._ready = True
+            message = (function, arguments)
+            for index, pipe in enumerate(self._pipes):
+                try:
+                    pipe.send(message)
+                except (BrokenPipeError, ConnectionResetError):
+                    raise self._death(index) from None
+            return self._collect(self._timeout)
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Dismiss the processes and wait until they are gone; those that do not go are killed."""
+        self._board.abort()
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if at_once:
+                process.terminate()
+            else:
+                with contextlib.suppress(OSError):
+                    pipe.send(None)
+        deadline = time.monotonic() + GRACE
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(at_once=kind is not None)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        """One answer from every process."""
+        answers: dict[int, Any] = {}
+        watch = _LifeSigns(self._board, timeout)
+        while len(answers) < self.count:
+            pending = [index for index in range(self.count) if index not in answers]
+            pipes = {self._pipes[index]: index for index in pending}
+            sentinels = {self._processes[index].sentinel: index for index in range(self.count)}
+            ready = wait([*pipes, *sentinels], timeout=min(1.0, timeout))
+            for item in ready:
+                if item in pipes:
+                    answers[pipes[item]] = self._receive(pipes[item])
+            for item in ready:
+                index = sentinels.get(item)
+                # A process whose answer is still in its pipe is asked once more; dead without an answer it has failed.
+                if index is not None and (index in answers or not self._pipes[index].poll()):
+                    raise self._death(index)
+            silent = watch.silent([index for index in pending if index not in answers])
+            if silent is not None:
+                raise WorkerError(
+                    f"process {silent} has given no sign of life for {timeout:g} s "
+                    f"({whereabouts(self._board, silent)}); a step that takes longer needs a larger `timeout`"
+                )
+        return [answers[index] for index in range(self.count)]
+
+    def _receive(self, index: int) -> Any:
+        try:
+            kind, content = self._pipes[index].recv()
+        except (EOFError, ConnectionResetError):
+            raise self._death(index) from None
+        if kind == "result":
+            return content
+        if kind == "aborted":  # a peer has failed; its own message, or its sentinel, says how
+            return None
+        summary, trace = content
+        raise WorkerError(f"{whereabouts(self._board, index)} failed (process {index}): {summary}\n{trace}")
+
+    def _death(self, index: int) -> WorkerError:
+        process = self._processes[index]
+        process.join(GRACE)
+        code = process.exitcode
+        if code is None:
+            how = "closed its pipe"
+        elif code < 0:
+            how = f"was killed by {_signal_name(-code)} (exit code {code})"
+        else:
+            how = f"ended with exit code {code} before its work was done"
+        hint = ""
+        if not self._ready:
+            hint = ' while it started (a script that runs experiments needs `if __name__ == "__main__":`)'
+        return WorkerError(f"process {index}, working on {whereabouts(self._board, index)}, {how}{hint}")
+
+
+class _LifeSigns:
+    """Watches the beats of processes that still owe an answer."""
+
+    def __init__(self, board: Board, timeout: float) -> None:
+        self._board, self._timeout = board, timeout
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def silent(self, pending: list[int]) -> int | None:
+        """Whom the others wait for, if NONE of `pending` has given a sign of life for the timeout."""
+        now = time.monotonic()
+        for index in pending:
+            beats = self._board.read(index, BEATS)
+            if index not in self._seen or self._seen[index][0] != beats:
+                self._seen[index] = beats, now
+        if pending and all(now - self._seen[index][1] > self._timeout for index in pending):
+            return min(pending, key=lambda index: self._board.read(index, ARRIVALS))
+        return None
+
+
+def _serve(index: int, board: Board, pipe: Connection, threads: int, timeout: float) -> None:
+    """The life of one process of a crew."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    board.write(index, WORKER, NOBODY)
+    seat = Seat(index, board.count, board, Barrier(board, index, timeout + GRACE))  # the parent speaks up first
+    pipe.send(("result", None))  # reports for work
+    while (message := pipe.recv()) is not None:
+        function, arguments = message
+        del message
+        pipe.send(_answer(seat, function, arguments))
+        del function, arguments
+    seat.belongings.clear()
+
+
+def _answer(seat: Seat, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
+    try:
+        return "result", function(seat, *arguments)
+    except AbortedError:
+        return "aborted", None
+    except Exception as error:
+        summary = str(error) if isinstance(error, FedsimError) else f"{type(error).__name__}: {error}"
+        return "failed", (summary, traceback.format_exc())
+
+
+def _follow_parent() -> None:
+    """End this process when its parent is gone, whatever it is doing."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,72 @@
+"""What an engine is: a number of processes that share one Memory and run the same Station code."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from fedsim.engines.job import Memory, Task
+
+
+class Engine(ABC):
+    """Trains cohorts of rows. Made once, then given one task after another; a context manager that cleans up.
+
+    Args:
+        processes: how many processes work.
+        threads: threads that PyTorch uses in each.
+        timeout: seconds without a sign of life after which a process counts as hanging.
+    """
+
+    one_process: ClassVar[bool] = False  # whether it is always one
+    memory: Memory
+
+    @abstractmethod
+    def __init__(self, processes: int, threads: int, timeout: float) -> None: ...
+
+    @abstractmethod
+    def begin(self, task: Task, memory: Memory) -> None:
+        """Take on a task; what was taken on before is forgotten."""
+
+    @abstractmethod
+    def _each(self, method: str, *arguments: object) -> None:
+        """Call a method of every process's Station, and wait for all; raises WorkerError if one fails."""
+
+    @abstractmethod
+    def close(self, *, at_once: bool = False) -> None:
+        """End the processes, if there are any; `at_once` when their work does not matter any more."""
+
+    def pull_down(self, cohort: Sequence[int]) -> None:
+        """Every member of the cohort gets the global model."""
+        self._each("pull_down", cohort)
+
+    def train(self, cohort: Sequence[int], round: int) -> None:
+        """Every member of the cohort trains its row on its shard."""
+        self._each("train", cohort, round)
+
+    def aggregate(self, cohort: Sequence[int]) -> None:
+        """The global row moves along the aggregate of the cohort's updates."""
+        self._each("aggregate", cohort)
+
+    def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> None:
+        """One round of synchronous SGD: the cohort's gradients are aggregated at every step."""
+        self._each("train_on_averaged_gradients", cohort, round)
+
+    def test(self) -> tuple[float, float]:
+        """Loss and accuracy of the global model on the test data."""
+        self._each("test")
+        loss_sum, correct = self.memory.test_sums.sum(0).tolist()
+        return loss_sum / len(self.memory.test), correct / len(self.memory.test)
+
+    def train_loss(self, samples: Sequence[int]) -> float:
+        """Mean training loss per sample of the last round; `samples` are what each member of the cohort saw."""
+        weights = torch.tensor(samples, dtype=torch.double)
+        return float(weights @ self.memory.train_loss / weights.sum())
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(at_once=kind is not None)

@@ -1,0 +1,195 @@
+"""What the engines are asked to do: a description that every process gets, and the memory they all work on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsim.aggregation import BoundRule, ServerStep
+from fedsim.data import TensorData
+from fedsim.errors import ExperimentError
+from fedsim.local import Solver, State
+from fedsim.randomness import draw_key
+from fedsim.rows import Layout, new_rows
+from fedsim.training import Loss, loss_for, probe_outputs
+
+BufferPolicy = Literal["average", "local", "server", "error"]
+Augmentation = Callable[[Tensor, torch.Generator], Tensor]
+
+TEST_BATCH_ON_CPU = 250  # faster than 1,000 on a CPU, where it stays in cache
+TEST_BATCH_ON_CARD = 2_000
+PROBE_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How far a worker goes between two synchronisations: whole local epochs, or a number of steps."""
+
+    batch_size: int
+    epochs: int | None = 1
+    steps: int | None = None
+
+    def steps_for(self, n_samples: int) -> int:
+        """Steps that a worker with this many samples takes in one round."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * -(-n_samples // self.batch_size)
+
+    def samples_for(self, n_samples: int) -> int:
+        """Samples that a worker with this many goes through in one round, repetitions counted."""
+        epochs, steps = divmod(self.steps_for(n_samples), -(-n_samples // self.batch_size))
+        return epochs * n_samples + steps * self.batch_size
+
+    def batch_size_at(self, step: int, n_samples: int) -> int:
+        """Samples in a worker's batch number `step` (from 0) of a round; 0 when its round is over by then."""
+        if step >= self.steps_for(n_samples):
+            return 0
+        full_batches, remainder = divmod(n_samples, self.batch_size)
+        place = step % (full_batches + bool(remainder))
+        return self.batch_size if place < full_batches else remainder
+
+
+@dataclass(frozen=True)
+class Task:
+    """The part of an experiment that every process needs to know; pickles to a few hundred bytes."""
+
+    seed: int
+    sync: Literal["parameters", "gradients"]
+    model: Callable[[], nn.Module]
+    schedule: Schedule
+    solver: Solver
+    rule: BoundRule
+    weights: Literal["uniform", "samples"] | tuple[float, ...]
+    server: ServerStep
+    buffers: BufferPolicy
+    augment: tuple[Augmentation, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def stepper(self) -> Solver | ServerStep:
+        """What moves the global row: the server optimizer along updates, or the solver along gradients."""
+        return self.server if self.sync == "parameters" else self.solver
+
+    def new_module(self) -> nn.Module:
+        """The model at its start, the same in every process; the global random state is left as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(draw_key(self.seed, "model"))
+            return self.model().to(self.device, self.dtype)
+
+
+@dataclass
+class Memory:
+    """The tensors that all processes of an engine work on.
+
+    Attributes:
+        train, test: the data, once.
+        shards: all workers' sample positions, one shard after another, int64.
+        shard_ends: where each worker's shard ends in `shards`, int64 [workers].
+        global_row: [d], the global model.
+        rows: [cohort, d], one row for each member of the cohort (its gradient with sync = "gradients").
+        global_buffers, buffers: the same for buffers, float64 [b] and [cohort, b].
+        own_buffers: [workers, b], where workers keep their own (policy "local"), else [0, b].
+        state: what the server optimizer (or, with sync = "gradients", the solver) keeps, tensors [d].
+        train_loss: mean training loss of each member of the cohort, float64 [cohort], on the host.
+        test_sums: sum of losses and count of correct answers per test batch, float64 [batches, 2], on the host.
+        loss: the loss that fits the model.
+    """
+
+    train: TensorData
+    test: TensorData
+    shards: Tensor
+    shard_ends: Tensor
+    global_row: Tensor
+    rows: Tensor
+    global_buffers: Tensor
+    buffers: Tensor
+    own_buffers: Tensor
+    state: State
+    train_loss: Tensor
+    test_sums: Tensor
+    loss: Loss = field(repr=False)
+
+    @classmethod
+    def allocate(
+        cls,
+        task: Task,
+        cohort: int,
+        train: TensorData,
+        test: TensorData,
+        shards: list[np.ndarray],
+    ) -> Memory:
+        """Room for a cohort, with the global row at the model's start.
+
+        Raises ExperimentError where the model does not fit the data.
+        """
+        module = task.new_module()
+        layout = Layout.of(module)
+        train, test = train.to(task.device, task.dtype), test.to(task.device, task.dtype)
+        global_row = new_rows(1, layout.d, task.dtype, task.device)[0]
+        global_row.copy_(layout.read(module))
+        global_buffers = layout.read_buffers(module).to(task.device)
+        n_buffer_values = layout.n_buffer_values
+        own = len(shards) if task.buffers == "local" else 0
+        return cls(
+            train=train,
+            test=test,
+            shards=torch.from_numpy(np.concatenate(shards)),
+            shard_ends=torch.from_numpy(np.cumsum([len(shard) for shard in shards])),
+            global_row=global_row,
+            rows=new_rows(cohort, layout.d, task.dtype, task.device),
+            global_buffers=global_buffers,
+            buffers=new_rows(cohort, n_buffer_values, torch.double, task.device),
+            own_buffers=global_buffers.repeat(own, 1),
+            state=task.stepper.start(global_row),
+            train_loss=torch.zeros(cohort, dtype=torch.double),
+            test_sums=torch.zeros(-(-len(test) // test_batch_size(task.device)), 2, dtype=torch.double),
+            loss=_fitting_loss(module, train),
+        )
+
+    def share(self) -> Memory:
+        """Move what lies on the host to memory that other processes can map, in place."""
+        self.train.share()
+        self.test.share()
+        for value in (getattr(self, item.name) for item in fields(self)):
+            if isinstance(value, Tensor):
+                value.share_memory_()
+        for tensor in self.state.values():
+            tensor.share_memory_()
+        return self
+
+    @property
+    def message_bytes(self) -> int:
+        """Size of one model (or gradient) with its buffers, as a real network would carry it."""
+        return self.global_row.nbytes + self.global_buffers.numel() * self.global_row.element_size()
+
+    def shard_of(self, worker: int) -> Tensor:
+        """The positions of one worker's samples."""
+        ends = self.shard_ends
+        return self.shards[(ends[worker - 1] if worker else 0) : ends[worker]]
+
+
+def _fitting_loss(module: nn.Module, train: TensorData) -> Loss:
+    """The loss that fits the model, which is tried on a few samples first."""
+    inputs, _ = train.gather(torch.arange(min(PROBE_SAMPLES, len(train))))
+    try:
+        outputs = probe_outputs(module, inputs)
+        loss = loss_for(outputs)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ExperimentError(f"model: does not work on inputs of shape {tuple(inputs.shape)}: {reason}") from error
+    if int(train.targets.max()) >= outputs.shape[1]:
+        raise ExperimentError(
+            f"model: tells {outputs.shape[1]} classes apart, but the labels go up to {int(train.targets.max())}"
+        )
+    return loss
+
+
+def test_batch_size(device: torch.device) -> int:
+    return TEST_BATCH_ON_CPU if device.type == "cpu" else TEST_BATCH_ON_CARD

@@ -1,0 +1,41 @@
+"""The engine `serial`: this process trains one row after another. The reference for all others."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+
+from fedsim.engines.crew import Seat
+from fedsim.engines.engine import Engine
+from fedsim.engines.job import Memory, Task
+from fedsim.engines.station import Station
+from fedsim.errors import FedsimError, WorkerError
+
+
+class SerialEngine(Engine):
+    """One process, one row after another."""
+
+    one_process = True
+
+    def __init__(self, processes: int, threads: int, timeout: float) -> None:
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+
+    def begin(self, task: Task, memory: Memory) -> None:
+        self.memory = memory
+        self._seat = Seat.alone()
+        self._station = Station(self._seat, task, memory)
+
+    def _each(self, method: str, *arguments: object) -> None:
+        try:
+            getattr(self._station, method)(*arguments)
+        except FedsimError:
+            raise
+        except Exception as error:
+            summary = f"{type(error).__name__}: {error}"
+            where = self._seat.whereabouts()
+            raise WorkerError(f"{where} failed: {summary}\n{traceback.format_exc()}") from error
+
+    def close(self, *, at_once: bool = False) -> None:
+        torch.set_num_threads(self._threads_before)
