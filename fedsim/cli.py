@@ -1,0 +1,150 @@
+"""The command line: `fedsim run`, `fedsim list`; `run_experiment.py` is `fedsim run`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tqdm import tqdm
+
+import fedsim
+from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, show
+from fedsim.listing import PLUGS, list_plugs
+from fedsim.loading import load_experiment, to_toml
+from fedsim.preparation import Setting
+from fedsim.records import RoundRecord, new_folder_name
+from fedsim.report import HEADER, headline, table_line
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+app = typer.Typer(
+    name="fedsim",
+    help="Simulate N workers of distributed or federated SGD on one GPU, or one CPU.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG.toml] [KEY=VALUE]...",
+        help="An experiment, and what to change in it: rounds=5 local.lr=0.1 partition.strategy=iid. "
+        "Without CONFIG.toml: the default experiment.",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def run(
+    words: Words = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the records, new or empty.", show_default="runs/NAME-DATE-TIME")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved experiment and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
+) -> None:
+    """Run an experiment and keep its records in a folder."""
+    with _errors_as_lines():
+        source, overrides = _source_and_overrides(words or [])
+        experiment = load_experiment(source, overrides)
+        if dry_run:
+            print(to_toml(experiment), end="")
+            return
+        folder = out or new_folder_name(experiment.name)
+        with Display(experiment.rounds, quiet=quiet) as display:
+            result = fedsim.run(experiment, folder, on_start=display.start, on_round=display.round)
+            display.finish(result.test_accuracy)
+        print(folder)
+
+
+@app.command("list")
+def list_command(
+    kind: Annotated[str | None, typer.Argument(help=f"One of: {', '.join(PLUGS)}.", show_default=False)] = None,
+) -> None:
+    """List every plug with its parameters, their defaults and what it does in one line."""
+    with _errors_as_lines():
+        if kind is not None and kind not in PLUGS:
+            raise ExperimentError(f"{show(kind)}: no such kind of plug; {nearest(kind, PLUGS)}")
+        print(list_plugs([kind] if kind else list(PLUGS)))
+
+
+class Display:
+    """What a run shows: a headline, a line of a table per round, and a progress bar where somebody is watching."""
+
+    def __init__(self, rounds: int, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._begun = time.perf_counter()
+        self._bar = tqdm(total=rounds, unit="round", leave=False, disable=quiet or not sys.stderr.isatty())
+
+    def start(self, setting: Setting) -> None:
+        self._print(headline(setting))
+        self._print(HEADER)
+        self._started = time.perf_counter()
+        self._bar.reset()
+
+    def round(self, record: RoundRecord) -> None:
+        self._print(table_line(record))
+        self._bar.set_postfix_str(f"accuracy {record['test_accuracy']:.4f}", refresh=False)
+        self._bar.update()
+
+    def finish(self, accuracy: float) -> None:
+        seconds = time.perf_counter() - self._started
+        self._print(
+            f"final test accuracy {accuracy:.4f} after {self._bar.total} rounds in {seconds:.1f} s "
+            f"(and {self._started - self._begun:.1f} s to start)"
+        )
+
+    def _print(self, line: str) -> None:
+        if not self._quiet:
+            with tqdm.external_write_mode():
+                print(line, flush=True)
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+def _source_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:
+    """The configuration's path, if there is one among the words, and the key=value words."""
+    paths = [word for word in words if "=" not in word or Path(word).is_file()]
+    if len(paths) > 1:
+        raise ExperimentError(f"{show(paths[1])}: expected key=value, since {paths[0]} is the experiment already")
+    return (paths[0] if paths else None), [word for word in words if word not in paths]
+
+
+@contextlib.contextmanager
+def _errors_as_lines() -> Iterator[None]:
+    """Errors as lines on stderr and an exit code, without a traceback of fedsim's own."""
+    try:
+        yield
+    except WorkerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(FAILED) from None
+    except FedsimError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        raise typer.Exit(BAD_INPUT) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def main() -> None:
+    """The console script `fedsim`."""
+    app()
+
+
+def run_main() -> None:
+    """The script `run_experiment.py`: `fedsim run` without the word."""
+    single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    single.command()(run)
+    single()

@@ -1,0 +1,211 @@
+"""The description of an experiment: what a TOML file, a dict or the command line may say, checked.
+
+Keys, types, bounds and defaults stand here once. A table that names a plug (`partition.strategy`, `aggregate.rule`,
+...) also takes that plug's own parameters, which are checked against its signature.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from fedsim.aggregation import bind_rule, rule, server_optimizer
+from fedsim.augmentation import augmentation
+from fedsim.data import dataset, partition_strategy
+from fedsim.devices import PRECISIONS
+from fedsim.engines import engine
+from fedsim.errors import ExperimentError, explain
+from fedsim.local import solver
+from fedsim.models import model
+from fedsim.registry import Plug, Registry
+
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class Table(BaseModel):
+    """A table of the experiment: strict types, no unknown keys, frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class PlugTable(Table):
+    """A table whose key `named_by` names a plug; its further keys are that plug's parameters.
+
+    A bare string stands for the table with that name alone: `partition = "iid"`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    place: ClassVar[str]
+    named_by: ClassVar[str]
+    registry: ClassVar[Registry]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {cls.named_by: value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> PlugTable:
+        own = [key for key in type(self).model_fields if key != self.named_by]
+        checked = self.plug.check(self.params, self.place, beside=[self.named_by, *own])
+        self.plug.bind(checked)  # a dataclass checks what concerns several of its fields as it is made
+        self.params.update(checked)
+        return self
+
+    @property
+    def plug(self) -> Plug:
+        return self.registry.get(getattr(self, self.named_by), f"{self.place}.{self.named_by}")
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The plug's parameters, defaults included."""
+        return cast(dict[str, Any], self.__pydantic_extra__)
+
+    def bind(self) -> Any:
+        """The plug with its parameters."""
+        return self.plug.bind(self.params)
+
+
+class Model(PlugTable):
+    place, named_by, registry = "model", "name", model
+
+    name: str = "net"
+
+
+class Augment(PlugTable):
+    place, named_by, registry = "data.augment", "name", augmentation
+
+    name: str
+
+
+class Data(PlugTable):
+    place, named_by, registry = "data", "dataset", dataset
+
+    dataset: str = "mnist5k"
+    root: str | None = None  # folder of downloaded data sets; None: $FEDSIM_DATA, else the user's cache folder
+    augment: list[Augment] = []  # of training batches, in this order
+
+
+class Partition(PlugTable):
+    place, named_by, registry = "partition", "strategy", partition_strategy
+
+    strategy: str = "iid"
+
+
+class Local(PlugTable):
+    """What a worker does between two synchronisations: `epochs` or `steps`, not both."""
+
+    place, named_by, registry = "local", "solver", solver
+    alternatives: ClassVar[tuple[str, ...]] = ("epochs", "steps")
+
+    solver: str = "sgd"
+    epochs: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    batch_size: PositiveInt = 10
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_measure(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            given = [key for key in cls.alternatives if value.get(key) is not None]
+            if len(given) > 1:
+                raise ExperimentError("local: give epochs or steps, not both")
+            if not given:
+                return {**value, "epochs": 1}
+        return value
+
+
+class Aggregate(PlugTable):
+    """`weights`: None means sample counts for a rule that needs weights, and equal ones for any other."""
+
+    place, named_by, registry = "aggregate", "rule", rule
+
+    rule: str = "weighted_mean"
+    weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
+
+
+class Server(PlugTable):
+    place, named_by, registry = "server", "optimizer", server_optimizer
+
+    optimizer: str = "sgd"
+
+
+class Records(Table):
+    """What a run folder holds besides the experiment, the environment and the metrics."""
+
+    model: bool = True  # model.safetensors
+    curve: bool = True  # curve.png
+
+
+class Experiment(Table):
+    """An experiment, checked as a whole; the defaults are the default experiment."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "mnist5k_sync_sgd"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    rounds: PositiveInt = 10
+    workers: PositiveInt = 4
+    cohort: PositiveInt | None = None  # workers that take part in a round; None: all
+    engine: str = "spawn"
+    processes: PositiveInt | None = None  # None: by cores, and by free memory on a card
+    threads_per_process: PositiveInt = 1
+    timeout: PositiveFloat = 300.0  # seconds without a sign of life after which a process counts as hanging
+    device: str = "auto"
+    precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
+    sync: Literal["parameters", "gradients"] = "parameters"
+    buffers: Literal["average", "local", "server", "error"] = "average"
+    model: Model = Model()
+    data: Data = Data()
+    partition: Partition = Partition()
+    local: Local = Local(epochs=1)
+    aggregate: Aggregate = Aggregate()
+    server: Server = Server()
+    records: Records = Records()
+
+    @model_validator(mode="after")
+    def _check_as_a_whole(self) -> Experiment:
+        lines = []
+        if self.cohort is not None and self.cohort > self.workers:
+            lines.append(f"cohort = {self.cohort}: must be at most workers, {self.workers}")
+        engine_class = engine.get(self.engine, "engine").target
+        if engine_class.one_process and self.processes not in (None, 1):
+            lines.append(
+                f'processes = {self.processes}: the engine "{self.engine}" works in one; engine=spawn has more'
+            )
+        if self.sync == "gradients" and self.server != Server():
+            lines.append(
+                f'server.optimizer = "{self.server.optimizer}": with sync = "gradients" the local solver takes the '
+                "step (local.*), so leave [server] out"
+            )
+        lines.extend(self._problems_with_weights())
+        if lines:
+            raise ExperimentError(*lines)
+        return self
+
+    def _problems_with_weights(self) -> list[str]:
+        weights = self.aggregate.weights
+        if weights is None:
+            return []
+        bound = bind_rule(self.aggregate.plug, self.aggregate.params)
+        if not bound.takes_weights:
+            return [f"aggregate.weights: the rule {bound.name} has no weighted form; leave them out"]
+        if isinstance(weights, list) and (len(weights) != self.workers or not any(weights)):
+            return [f"aggregate.weights: must be {self.workers} numbers, one per worker, not all zero"]
+        return []
+
+    @property
+    def cohort_size(self) -> int:
+        return self.cohort or self.workers
+
+    @classmethod
+    def check(cls, description: dict[str, Any]) -> Experiment:
+        """The experiment that nested tables describe; raises ExperimentError, one line per problem."""
+        try:
+            return cls.model_validate(description)
+        except ValidationError as error:
+            raise ExperimentError(*explain(error, cls)) from None
+
+    def resolved(self) -> dict[str, Any]:
+        """All keys with their values, defaults included, as nested tables; keys that are unset are left out."""
+        return self.model_dump(exclude_none=True)

@@ -1,0 +1,55 @@
+"""All plugs as text: names, parameters with defaults, one line of description."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from fedsim.aggregation import rule, server_optimizer
+from fedsim.augmentation import augmentation
+from fedsim.data import dataset, partition_strategy
+from fedsim.engines import engine
+from fedsim.errors import show
+from fedsim.local import solver
+from fedsim.models import model
+from fedsim.registry import Plug, Registry
+
+PLUGS: dict[str, tuple[str, Registry]] = {  # what `fedsim list` calls a kind: the key that names one, the registry
+    "models": ("model.name", model),
+    "datasets": ("data.dataset", dataset),
+    "augmentations": ("data.augment", augmentation),
+    "partitions": ("partition.strategy", partition_strategy),
+    "solvers": ("local.solver", solver),
+    "rules": ("aggregate.rule", rule),
+    "servers": ("server.optimizer", server_optimizer),
+    "engines": ("engine", engine),
+}
+
+
+def list_plugs(kinds: Iterable[str]) -> str:
+    """The plugs of these kinds, as lines."""
+    blocks = []
+    for kind in kinds:
+        key, registry = PLUGS[kind]
+        lines = [f"{kind} ({key})"]
+        for plug in registry:
+            lines.append(f"  {plug.name:<16} {plug.summary}")
+            if described := describe_parameters(plug):
+                lines.append(textwrap.indent(described, " " * 19))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def describe_parameters(plug: Plug) -> str:
+    """`name = default` for each parameter, one a line."""
+    return "\n".join(
+        name if field.is_required() else f"{name} = {show_toml(field.default)}"
+        for name, field in plug.parameters.model_fields.items()
+    )
+
+
+def show_toml(value: object) -> str:
+    """A default as an experiment file would say it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "unset" if value is None else show(value)

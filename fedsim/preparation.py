@@ -1,0 +1,160 @@
+"""From an experiment to an engine that is ready for the first round."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedsim.aggregation import bind_rule
+from fedsim.data import TensorData, load_dataset, partition
+from fedsim.devices import PRECISIONS, default_processes, describe_device, resolve_device, shares_memory
+from fedsim.engines import Engine, Memory, Schedule, Task
+from fedsim.engines import engine as engines
+from fedsim.errors import ExperimentError, show
+from fedsim.experiment import Experiment
+from fedsim.rows import Layout
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known before the first round: what runs where, on what."""
+
+    experiment: Experiment
+    task: Task
+    device: str
+    processes: int
+    parameters: int
+    train_samples: int
+    test_samples: int
+    shard_sizes: list[int]
+    loss: str
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.task.schedule
+
+    def facts(self) -> dict[str, Any]:
+        """What the run folder says of all this, beyond the experiment itself."""
+        return {
+            "device": self.device,
+            "processes": self.processes,
+            "parameters": self.parameters,
+            "train_samples": self.train_samples,
+            "test_samples": self.test_samples,
+            "smallest_shard": min(self.shard_sizes),
+            "largest_shard": max(self.shard_sizes),
+            "loss": self.loss,
+        }
+
+
+@contextlib.contextmanager
+def prepare(experiment: Experiment) -> Iterator[tuple[Setting, Engine]]:
+    """The setting of an experiment and its engine, which ends with the `with` block.
+
+    Raises ExperimentError or DataError where the experiment cannot be run here.
+    """
+    device = resolve_device(experiment.device)
+    processes = _processes(experiment, device)
+    make_engine = engines.get(experiment.engine, "engine").target
+    with (
+        _random_state_kept(device),
+        make_engine(processes, experiment.threads_per_process, experiment.timeout) as engine,
+    ):  # the engine first: its processes start while the data loads
+        task = task_of(experiment, device)
+        train, test = load_dataset(experiment.data.dataset, experiment.data.root, **experiment.data.params)
+        shards = _shards(experiment, train)
+        memory = Memory.allocate(task, experiment.cohort_size, train, test, shards)
+        engine.begin(task, memory)
+        setting = Setting(
+            experiment=experiment,
+            task=task,
+            device=describe_device(device),
+            processes=processes,
+            parameters=len(memory.global_row),
+            train_samples=len(train),
+            test_samples=len(test),
+            shard_sizes=[len(shard) for shard in shards],
+            loss=memory.loss.__name__,
+        )
+        yield setting, engine
+
+
+def task_of(experiment: Experiment, device: torch.device) -> Task:
+    """What every process needs to know of an experiment. Raises ExperimentError where the model cannot be made."""
+    local, aggregate = experiment.local, experiment.aggregate
+    rule = bind_rule(aggregate.plug, aggregate.params)
+    weights = aggregate.weights or ("samples" if rule.needs_weights else "uniform")
+    task = Task(
+        seed=experiment.seed,
+        sync=experiment.sync,
+        model=experiment.model.bind(),
+        schedule=Schedule(local.batch_size, local.epochs, local.steps),
+        solver=local.bind(),
+        rule=rule,
+        weights=tuple(weights) if isinstance(weights, list) else weights,
+        server=experiment.server.bind(),
+        buffers=experiment.buffers,
+        augment=tuple(augment.bind() for augment in experiment.data.augment),
+        device=device,
+        dtype=PRECISIONS[experiment.precision],
+    )
+    _check_model(experiment, task)
+    return task
+
+
+def finished_model(setting: Setting, engine: Engine) -> nn.Module:
+    """The global model as a module of its own, on the CPU and in evaluation mode."""
+    module = setting.task.new_module()
+    layout = Layout.of(module)
+    layout.write(engine.memory.global_row, module)
+    layout.write_buffers(engine.memory.global_buffers, module)
+    return module.cpu().eval()
+
+
+def _check_model(experiment: Experiment, task: Task) -> None:
+    where = f"model.name = {show(experiment.model.name)}"
+    try:
+        module = task.new_module()
+    except Exception as error:
+        raise ExperimentError(f"{where}: cannot be made: {type(error).__name__}: {error}") from error
+    layout = Layout.of(module)
+    if not layout.d:
+        raise ExperimentError(f"{where}: has no trainable parameters")
+    if task.buffers == "error" and layout.buffers:
+        names = ", ".join(entry.name for entry in layout.buffers)
+        raise ExperimentError(f'buffers = "error": {where} has buffers ({names}); use average, local or server')
+
+
+def _processes(experiment: Experiment, device: torch.device) -> int:
+    if engines.get(experiment.engine, "engine").target.one_process:
+        return 1
+    if not shares_memory(device):
+        raise ExperimentError(
+            f'engine = "{experiment.engine}": processes cannot share memory of the device {device}; use engine=serial'
+        )
+    most = experiment.cohort_size
+    default = default_processes(device, most, experiment.threads_per_process)
+    return min(most, experiment.processes or default)
+
+
+def _shards(experiment: Experiment, train: TensorData) -> list[np.ndarray]:
+    labels = train.targets.cpu().numpy()
+    chosen = experiment.partition
+    return partition(labels, experiment.workers, chosen.strategy, experiment.seed, **chosen.params)
+
+
+@contextlib.contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """Leave PyTorch's global random state as it was: training draws dropout from it."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device.index], device_type=device.type):
+            yield

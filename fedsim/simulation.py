@@ -1,0 +1,130 @@
+"""The simulation itself. Read this first: everything else is a plug that takes rows and gives rows."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedsim.engines import Engine
+from fedsim.experiment import Experiment
+from fedsim.loading import load_experiment
+from fedsim.preparation import Setting, finished_model, prepare
+from fedsim.randomness import sample_cohort
+from fedsim.records import RoundRecord, RunFolder
+
+
+def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
+    """The rounds, one after another, on an engine that has begun."""
+    experiment, schedule = setting.experiment, setting.schedule
+    for round in range(1, experiment.rounds + 1):
+        cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
+        clock = Stopwatch()
+        with clock("pull_down"):
+            engine.pull_down(cohort)
+        if experiment.sync == "parameters":
+            with clock("train"):
+                engine.train(cohort, round)
+            with clock("aggregate"):
+                engine.aggregate(cohort)
+        else:  # every step is a synchronisation, so the two cannot be told apart
+            with clock("train"):
+                engine.train_on_averaged_gradients(cohort, round)
+        with clock("test"):
+            test_loss, test_accuracy = engine.test()
+        sizes = [setting.shard_sizes[worker] for worker in cohort]
+        exchanges = len(cohort) if experiment.sync == "parameters" else sum(map(schedule.steps_for, sizes))
+        yield RoundRecord(
+            round=round,
+            test_loss=test_loss,
+            test_accuracy=test_accuracy,
+            train_loss=engine.train_loss([schedule.samples_for(size) for size in sizes]),
+            seconds=clock.seconds,
+            cohort=cohort,
+            bytes_up=exchanges * engine.memory.message_bytes,
+            bytes_down=exchanges * engine.memory.message_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+        experiment: as resolved.
+        history: one record per round.
+        model: the global model, on the CPU, in evaluation mode.
+        global_row: its parameters as one row [d], on the CPU.
+        folder: the run folder, if one was asked for.
+    """
+
+    experiment: Experiment
+    history: list[RoundRecord]
+    model: nn.Module
+    global_row: Tensor
+    folder: Path | None
+
+    @property
+    def test_accuracy(self) -> float:
+        """Accuracy after the last round."""
+        return self.history[-1]["test_accuracy"]
+
+
+def run(
+    experiment: Experiment | Mapping[str, Any] | str | Path | None = None,
+    out: str | Path | None = None,
+    *,
+    on_start: Callable[[Setting], object] | None = None,
+    on_round: Callable[[RoundRecord], object] | None = None,
+) -> Result:
+    """Run an experiment.
+
+    Args:
+        experiment: an Experiment, nested tables, the path of a TOML file, or None for the default experiment.
+        out: a new or empty folder for the records; none are kept where it is left out.
+        on_start, on_round: called with the Setting before the first round, and with each round's record after it.
+
+    Raises:
+        ExperimentError: the experiment cannot be run as described.
+        DataError: its data is missing.
+        RecordError: the folder holds something already, or cannot be written.
+        WorkerError: a worker failed, or the process that ran it.
+    """
+    experiment = load_experiment(experiment)
+    history: list[RoundRecord] = []
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(Path(out))) if out is not None else None
+        setting, engine = stack.enter_context(prepare(experiment))
+        if folder:
+            folder.begin(experiment, **setting.facts())
+        if on_start:
+            on_start(setting)
+        for record in simulate(setting, engine):
+            history.append(record)
+            if folder:
+                folder.round(record)
+            if on_round:
+                on_round(record)
+        model = finished_model(setting, engine)
+        global_row = engine.memory.global_row.cpu().clone()
+        if folder:
+            folder.finish(history, model)
+    return Result(experiment, history, model, global_row, folder.path if folder else None)
+
+
+class Stopwatch:
+    """Adds up seconds by phase: `with clock("train"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds = {"pull_down": 0.0, "train": 0.0, "aggregate": 0.0, "test": 0.0}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
