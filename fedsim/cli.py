@@ -59,7 +59,11 @@ def run(
             return
         folder = out or new_folder_name(experiment.name)
         with Display(experiment.rounds, quiet=quiet) as display:
-            result = fedsim.run(experiment, folder, on_start=display.start, on_round=display.round)
+            try:
+                result = fedsim.run(experiment, folder, on_start=display.start, on_round=display.round)
+            except BaseException:
+                display.leave(folder)
+                raise
             display.finish(result.test_accuracy)
         print(folder)
 
@@ -80,6 +84,7 @@ class Display:
 
     def __init__(self, rounds: int, *, quiet: bool) -> None:
         self._quiet = quiet
+        self._done = 0
         self._begun = time.perf_counter()
         self._bar = tqdm(total=rounds, unit="round", leave=False, disable=quiet or not sys.stderr.isatty())
 
@@ -90,6 +95,7 @@ class Display:
         self._bar.reset()
 
     def round(self, record: RoundRecord) -> None:
+        self._done = record["round"]
         self._print(table_line(record))
         self._bar.set_postfix_str(f"accuracy {record['test_accuracy']:.4f}", refresh=False)
         self._bar.update()
@@ -100,6 +106,12 @@ class Display:
             f"final test accuracy {accuracy:.4f} after {self._bar.total} rounds in {seconds:.1f} s "
             f"(and {self._started - self._begun:.1f} s to start)"
         )
+
+    def leave(self, folder: Path) -> None:
+        """Say what an unfinished run has left behind."""
+        self._bar.close()
+        if self._done:
+            self._print(f"{self._done} of {self._bar.total} rounds are in {folder}")
 
     def _print(self, line: str) -> None:
         if not self._quiet:

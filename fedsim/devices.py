@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from fedsim.errors import ExperimentError, show
 
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 
+SHARED_MEMORY = Path("/dev/shm")
 PROCESS_BYTES_ON_CARD = 1.5e9  # context, library workspaces and activations of one process, generously
 MOST_PROCESSES_ON_CARD = 4  # processes on one card take turns; more of them mostly cost memory
 
@@ -42,10 +44,22 @@ def shares_memory(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
+def require_shared_memory(nbytes: int) -> None:
+    """Raise ExperimentError unless the shared-memory file system has room for so many bytes."""
+    if not SHARED_MEMORY.is_dir():
+        return  # not Linux: there is no such limit to look up
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if nbytes > free:
+        raise ExperimentError(
+            f"shared memory: this run needs {nbytes / 1e6:,.0f} MB in {SHARED_MEMORY}, where {free / 1e6:,.0f} MB are "
+            "free; enlarge it (mount -o remount,size=..., docker run --shm-size=...) or use engine=serial"
+        )
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished what this process asked of it, so that other processes see the results."""
     if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
+        torch.accelerator.synchronize(device)
 
 
 def usable_cores() -> int:

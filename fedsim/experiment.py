@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from fedsim.aggregation import bind_rule, rule, server_optimizer
 from fedsim.augmentation import augmentation
@@ -140,7 +149,10 @@ class Records(Table):
 
 
 class Experiment(Table):
-    """An experiment, checked as a whole; the defaults are the default experiment."""
+    """An experiment, checked as a whole; the defaults are the default experiment.
+
+    `Experiment(workers=8, local={"lr": 0.1})` takes nested tables. Raises ExperimentError, one line per problem.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "mnist5k_sync_sgd"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -163,12 +175,23 @@ class Experiment(Table):
     server: Server = Server()
     records: Records = Records()
 
+    def __init__(self, **tables: Any) -> None:
+        try:
+            super().__init__(**tables)
+        except ValidationError as error:
+            raise ExperimentError(*explain(error, type(self))) from None
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_exists(cls, name: str) -> str:
+        return engine.get(name, "engine").name
+
     @model_validator(mode="after")
     def _check_as_a_whole(self) -> Experiment:
         lines = []
         if self.cohort is not None and self.cohort > self.workers:
             lines.append(f"cohort = {self.cohort}: must be at most workers, {self.workers}")
-        engine_class = engine.get(self.engine, "engine").target
+        engine_class = engine.get(self.engine).target
         if engine_class.one_process and self.processes not in (None, 1):
             lines.append(
                 f'processes = {self.processes}: the engine "{self.engine}" works in one; engine=spawn has more'
@@ -197,14 +220,6 @@ class Experiment(Table):
     @property
     def cohort_size(self) -> int:
         return self.cohort or self.workers
-
-    @classmethod
-    def check(cls, description: dict[str, Any]) -> Experiment:
-        """The experiment that nested tables describe; raises ExperimentError, one line per problem."""
-        try:
-            return cls.model_validate(description)
-        except ValidationError as error:
-            raise ExperimentError(*explain(error, cls)) from None
 
     def resolved(self) -> dict[str, Any]:
         """All keys with their values, defaults included, as nested tables; keys that are unset are left out."""

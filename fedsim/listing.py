@@ -43,7 +43,7 @@ def list_plugs(kinds: Iterable[str]) -> str:
 def describe_parameters(plug: Plug) -> str:
     """`name = default` for each parameter, one a line."""
     return "\n".join(
-        name if field.is_required() else f"{name} = {show_toml(field.default)}"
+        f"{name} (required)" if field.is_required() else f"{name} = {show_toml(field.default)}"
         for name, field in plug.parameters.model_fields.items()
     )
 

@@ -39,7 +39,7 @@ def load_experiment(
     for word in overrides:
         _override(description, *_parse(word))
     try:
-        return Experiment.check(description)
+        return Experiment(**description)
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
             raise

@@ -61,7 +61,7 @@ def prepare(experiment: Experiment) -> Iterator[tuple[Setting, Engine]]:
     """
     device = resolve_device(experiment.device)
     processes = _processes(experiment, device)
-    make_engine = engines.get(experiment.engine, "engine").target
+    make_engine = engines.get(experiment.engine).target
     with (
         _random_state_kept(device),
         make_engine(processes, experiment.threads_per_process, experiment.timeout) as engine,
@@ -132,7 +132,7 @@ def _check_model(experiment: Experiment, task: Task) -> None:
 
 
 def _processes(experiment: Experiment, device: torch.device) -> int:
-    if engines.get(experiment.engine, "engine").target.one_process:
+    if engines.get(experiment.engine).target.one_process:
         return 1
     if not shares_memory(device):
         raise ExperimentError(

@@ -39,8 +39,12 @@ def seed_layers(device: torch.device, seed: int, *coordinates: int) -> None:
     key = draw_key(seed, "layers", *coordinates)
     if device.type == "cpu":
         torch.default_generator.manual_seed(key)
+        return
+    backend = torch.get_device_module(device)
+    if hasattr(backend, "default_generators"):
+        backend.default_generators[device.index].manual_seed(key)
     else:
-        torch.get_device_module(device).manual_seed(key)
+        backend.manual_seed(key)
 
 
 def sample_cohort(seed: int, round: int, n_workers: int, size: int) -> np.ndarray:

@@ -79,11 +79,10 @@ class TensorData(Dataset):
         """The same data on `device`, handing out inputs of `dtype`."""
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device), dtype=dtype)
 
-    def share(self) -> TensorData:
-        """Move the tensors to memory that other processes can map, in place; they then travel by handle."""
-        self.inputs.share_memory_()
-        self.targets.share_memory_()
-        return self
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """What the data set keeps in memory."""
+        return self.inputs, self.targets
 
 
 def as_tensor_data(data: Any) -> TensorData:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedsim.aggregation import BoundRule, ServerStep
 from fedsim.data import TensorData
+from fedsim.devices import require_shared_memory
 from fedsim.errors import ExperimentError
 from fedsim.local import Solver, State
 from fedsim.randomness import draw_key
@@ -154,13 +155,15 @@ class Memory:
         )
 
     def share(self) -> Memory:
-        """Move what lies on the host to memory that other processes can map, in place."""
-        self.train.share()
-        self.test.share()
-        for value in (getattr(self, item.name) for item in fields(self)):
-            if isinstance(value, Tensor):
-                value.share_memory_()
-        for tensor in self.state.values():
+        """Move what lies on the host to memory that other processes can map, in place.
+
+        Raises ExperimentError where there is not enough of it: writing to it all the same would kill the process.
+        """
+        tensors = [value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)]
+        tensors += [*self.state.values(), *self.train.tensors, *self.test.tensors]
+        on_host = [tensor for tensor in tensors if tensor.device.type == "cpu" and not tensor.is_shared()]
+        require_shared_memory(sum(tensor.untyped_storage().nbytes() for tensor in on_host))
+        for tensor in on_host:
             tensor.share_memory_()
         return self
 

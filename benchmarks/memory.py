@@ -1,0 +1,92 @@
+"""Peak memory of the whole process tree, for 4 and 64 workers, and how often the data set is in it.
+
+Sampled is the proportional set size (PSS) of all processes together, in which a page that k processes share counts
+once. The baseline is the same experiment on a few of the same images: what MNIST adds to the peak, divided by MNIST's
+size, is the number of times it is in memory.
+
+    FEDSIM_DATA=... python benchmarks/memory.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import median, report
+
+from fedsim.data import TensorData, load_dataset
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPERIMENT = ROOT / "experiments" / "mnist_sync_sgd.toml"
+SMALL = 5_000  # images of the baseline
+
+
+def small_mnist(root: Path) -> tuple[TensorData, TensorData]:
+    """The first images of MNIST: the baseline's data set, named by import path."""
+    parts = load_dataset("mnist", root)
+    train, test = (TensorData(p.inputs[:SMALL].clone(), p.targets[:SMALL].clone(), p.scale, p.shift) for p in parts)
+    return train, test
+
+
+def peak_pss(*overrides: str) -> float:
+    """Highest PSS of a run's process tree, in MB."""
+    with tempfile.TemporaryDirectory() as parent:
+        command = [sys.executable, str(ROOT / "run_experiment.py"), str(EXPERIMENT), "rounds=2", *overrides]
+        process = subprocess.Popen(
+            [*command, "--out", f"{parent}/run"], stdout=subprocess.DEVNULL, cwd=Path(__file__).parent
+        )
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, sum(map(_pss, _tree(process.pid))))
+            time.sleep(0.02)
+        assert process.returncode == 0, command
+    return peak / 1e6
+
+
+def _tree(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        children = []
+    return [pid, *(each for child in children for each in _tree(int(child)))]
+
+
+def _pss(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+
+
+def _megabytes(parts: tuple[TensorData, TensorData]) -> float:
+    return sum(part.inputs.nbytes + part.targets.nbytes for part in parts) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    repeats = parser.parse_args().repeats
+    data, small = load_dataset("mnist"), small_mnist(None)  # type: ignore[arg-type]
+    extra = _megabytes(data) - _megabytes(small)
+    four = [peak_pss("workers=4") for _ in range(repeats)]
+    sixty_four = [peak_pss("workers=64") for _ in range(repeats)]
+    baseline = [peak_pss("workers=4", "data.dataset=memory:small_mnist") for _ in range(repeats)]
+    report(
+        "memory",
+        peak_mb_4_workers=median(four),
+        peak_mb_64_workers=median(sixty_four),
+        ratio_64_to_4=median([b / a for a, b in zip(four, sixty_four, strict=True)]),
+        baseline_mb=median(baseline),
+        data_mb=round(_megabytes(data), 1),
+        data_copies=median([(a - b) / extra for a, b in zip(four, baseline, strict=True)]),
+        repeats=repeats,
+    )
+
+
+if __name__ == "__main__":
+    main()

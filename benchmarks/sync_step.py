@@ -1,0 +1,115 @@
+"""Steps per second of synchronous SGD with two processes: fedsim against DistributedDataParallel on gloo.
+
+Both take the same steps on the same batches of the embedded MNIST images, from the same start, one thread to a
+process; their final parameters must agree up to rounding. Timed are the steps alone, not start-up and not tests.
+
+    python benchmarks/sync_step.py [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from common import median, report
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fedsim
+from fedsim.data import CustomSubset, load_dataset, partition
+from fedsim.models import model as models
+from fedsim.randomness import draw_key, numpy_generator
+from fedsim.rows import Layout
+
+PROCESSES, BATCH, LR, MOMENTUM, SEED = 2, 64, 0.01, 0.9, 0
+STEPS = {"2nn": 300, "cnn": 20, "net": 100}
+NO_DROPOUT = {"net": {"dropout": 0.0}}  # DDP's processes would draw other masks
+
+
+def fedsim_steps(name: str) -> tuple[float, Tensor]:
+    """Seconds a step, and the final row."""
+    result = fedsim.run(
+        {
+            "model": {"name": name, **NO_DROPOUT.get(name, {})},
+            "sync": "gradients",
+            "workers": PROCESSES,
+            "processes": PROCESSES,
+            "rounds": 2,
+            "seed": SEED,
+            "partition": "iid",
+            "local": {"steps": STEPS[name], "batch_size": BATCH, "lr": LR, "momentum": MOMENTUM},
+        }
+    )
+    return result.history[-1]["seconds"]["train"] / STEPS[name], result.global_row
+
+
+def ddp_steps(name: str) -> tuple[float, Tensor]:
+    """The same with DistributedDataParallel, started the usual way."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_ddp_worker, (name, folder), nprocs=PROCESSES)
+        done = torch.load(Path(folder) / "result.pt", weights_only=True)
+    return done["seconds"], done["row"]
+
+
+def _ddp_worker(rank: int, name: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
+    train, _ = load_dataset("mnist5k")
+    shard = CustomSubset(train, partition(train.targets, PROCESSES, "iid", SEED)[rank])
+    torch.default_generator.manual_seed(draw_key(SEED, "model"))
+    module = models.get(name).target(**NO_DROPOUT.get(name, {}))
+    parallel = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
+    loss = F.nll_loss if name == "net" else F.cross_entropy
+    for round in (1, 2):  # the first round warms up, and is timed over
+        batches = _preloaded_batches(shard, round, rank, STEPS[name])
+        torch.distributed.barrier()
+        started = time.perf_counter()
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss(parallel(inputs), targets).backward()
+            optimizer.step()
+        torch.distributed.barrier()
+        seconds = (time.perf_counter() - started) / STEPS[name]
+    if rank == 0:
+        torch.save({"seconds": seconds, "row": Layout.of(module).read(module)}, Path(folder) / "result.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _preloaded_batches(shard: CustomSubset, round: int, worker: int, steps: int) -> list[tuple[Tensor, Tensor]]:
+    orders = numpy_generator(SEED, "batches", round, worker)
+    batches: list[tuple[Tensor, Tensor]] = []
+    while len(batches) < steps:
+        batches.extend(shard.batches(BATCH, orders.permutation(len(shard))))
+    return batches[:steps]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    repeats = parser.parse_args().repeats
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    figures: dict[str, Any] = {}
+    for name in STEPS:
+        pairs = [(fedsim_steps(name), ddp_steps(name)) for _ in range(repeats)]
+        (_, ours), (_, theirs) = pairs[0]
+        furthest = float((ours - theirs).abs().max())
+        assert furthest < 1e-4, f"{name}: fedsim and DDP did different work: rows differ by {furthest}"
+        figures[name] = {
+            "fedsim_steps_per_second": median([1 / ours[0] for ours, _ in pairs]),
+            "ddp_steps_per_second": median([1 / theirs[0] for _, theirs in pairs]),
+            "times_faster": median([theirs[0] / ours[0] for ours, theirs in pairs]),
+            "largest_difference": furthest,
+        }
+    report("sync_step", **figures, repeats=repeats)
+
+
+if __name__ == "__main__":
+    main()
