@@ -13,6 +13,7 @@ from fedsim.errors import ExperimentError, show
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 
 SHARED_MEMORY = Path("/dev/shm")
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 PROCESS_BYTES_ON_CARD = 1.5e9  # context, library workspaces and activations of one process, generously
 MOST_PROCESSES_ON_CARD = 4  # processes on one card take turns; more of them mostly cost memory
 
@@ -66,7 +67,7 @@ def usable_cores() -> int:
     """Cores that this process may use: its CPU affinity, cut to the container's CPU quota if it has one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = CPU_QUOTA.read_text().split()
         return max(1, min(cores, int(quota) // int(period)))
     except (OSError, ValueError):  # no such file, or "max": no quota
         return cores

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.plugs import TINY_TEST, TINY_TRAIN
+
+torch.set_num_threads(1)  # tests that compute in several processes must not fight for the cores
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and PyTorch sees none"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind():
+    """Every test must leave as many processes and shared-memory segments as it found."""
+    before = _segments()
+    yield
+    assert multiprocessing.active_children() == []
+    assert _segments() <= before
+
+
+def _segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("*") if path.name.startswith(("torch_", "pym-", "psm_"))}
+
+
+@pytest.fixture
+def tiny_experiment():
+    """A quick experiment on a few real images, as nested tables."""
+    assert (TINY_TRAIN, TINY_TEST) == (203, 90)
+    return {
+        "rounds": 2,
+        "workers": 3,
+        "engine": "serial",
+        "model": "2nn",
+        "data": "tests.plugs:tiny",
+        "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
+    }
+
+
+@pytest.fixture
+def data_root(tmp_path, monkeypatch):
+    """An empty folder for downloads, and no $FEDSIM_DATA."""
+    monkeypatch.delenv("FEDSIM_DATA", raising=False)
+    return tmp_path / "data"

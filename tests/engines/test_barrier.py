@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from fedsim.engines.barrier import AbortedError, Barrier, Board, DeadlineError
+
+
+def meet(board, index, crossings, cells):
+    """After each crossing every cell must show at least this process's own number of crossings."""
+    barrier = Barrier(board, index, timeout=30.0)
+    for crossing in range(1, crossings + 1):
+        cells[index] = crossing
+        barrier.wait()
+        if min(cells) < crossing:
+            os._exit(1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_nobody_passes_before_all_have_come(count):
+    context = multiprocessing.get_context("spawn")
+    board, cells = Board(count, context), context.RawArray("q", count)
+    processes = [context.Process(target=meet, args=(board, index, 2000, cells)) for index in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+
+
+def test_a_peer_that_never_comes_ends_the_wait_at_the_deadline():
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match="process 1 has not come and has made no step for 0.3 s"):
+        Barrier(Board(2), 0, timeout=0.3).wait()
+    assert 0.3 <= time.monotonic() - started < 5
+
+
+def test_a_peer_that_works_is_waited_for_past_the_deadline():
+    board = Board(2)
+
+    def work():
+        for _ in range(10):
+            time.sleep(0.1)
+            board.beat(1)
+        Barrier(board, 1, timeout=1.0).wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    Barrier(board, 0, timeout=0.5).wait()
+    thread.join()
+
+
+def test_abort_wakes_everybody():
+    board = Board(3)
+    outcomes = []
+
+    def wait(index):
+        try:
+            Barrier(board, index, timeout=30.0).wait()
+        except AbortedError:
+            outcomes.append(index)
+
+    threads = [threading.Thread(target=wait, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    board.abort()
+    for thread in threads:
+        thread.join(5)
+    assert sorted(outcomes) == [0, 1]
+
+
+def wait_for_ever(board, index):
+    Barrier(board, index, timeout=60.0).wait()
+
+
+def test_a_process_killed_while_it_waits_leaves_nothing_taken():
+    """What multiprocessing.Barrier fails at: its peers, and abort() itself, would hang."""
+    context = multiprocessing.get_context("spawn")
+    board = Board(3, context)
+    victim, survivor = (context.Process(target=wait_for_ever, args=(board, index)) for index in (0, 1))
+    victim.start()
+    survivor.start()
+    while not all(board.read(index, 0) for index in (0, 1)):
+        time.sleep(0.01)
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join()
+    started = time.monotonic()
+    board.abort()
+    survivor.join(10)
+    assert survivor.exitcode == 1  # AbortedError
+    assert time.monotonic() - started < 5
+
+
+def test_a_new_process_takes_over_where_its_predecessor_was():
+    board = Board(1)
+    Barrier(board, 0, timeout=1.0).wait()
+    Barrier(board, 0, timeout=1.0).wait()
+    assert board.read(0, 0) == 2

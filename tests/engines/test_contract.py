@@ -1,0 +1,94 @@
+"""What every engine must do: give the global rows and the history that `serial` gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedsim
+
+CASES = {
+    "plain averaging": {},
+    "one worker": {"workers": 1},
+    "uneven shards": {"partition": "tests.plugs:uneven"},
+    "partial cohorts": {"workers": 7, "cohort": 3, "rounds": 3},
+    "partial cohorts of uneven shards": {"workers": 6, "cohort": 4, "partition": "tests.plugs:uneven"},
+    "local steps": {"local": {"steps": 5, "batch_size": 16}},
+    "several local epochs": {"local": {"epochs": 2, "batch_size": 50}},
+    "momentum, weight decay": {"local": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
+    "dropout": {"model": "net", "partition": "tests.plugs:uneven"},
+    "a large model": {"model": "cnn", "data": {"dataset": "tests.plugs:tiny", "train": 40}, "rounds": 1},
+    "unweighted": {"aggregate": {"rule": "mean"}, "partition": "tests.plugs:uneven"},
+    "given weights": {"aggregate": {"weights": [1.0, 0.0, 5.0]}},
+    "a rule on whole rows": {"aggregate": {"rule": "tests.plugs:clipped_mean", "c": 0.5}},
+    "server momentum": {"server": {"optimizer": "momentum", "lr": 0.5}},
+    "augmentation": {"data": {"dataset": "tests.plugs:tiny", "augment": ["flip", {"name": "shift", "pixels": 1}]}},
+    "float64": {"precision": "float64"},
+    "buffers averaged": {"model": "tests.plugs:Normalised", "buffers": "average"},
+    "buffers kept by workers": {"model": "tests.plugs:Normalised", "buffers": "local", "workers": 5, "cohort": 2},
+    "buffers of the server": {"model": "tests.plugs:Normalised", "buffers": "server"},
+    "more processes than workers": {"processes": 5},
+}
+
+EXACT = {"spawn": 2}  # engines that give the very same bits on a CPU, with a number of processes that share the work
+
+
+def run_both(engine, tables):
+    serial = fedsim.run({**tables, "engine": "serial", "processes": None})
+    other = fedsim.run({**tables, "engine": engine, "processes": tables.get("processes", EXACT[engine])})
+    return serial, other
+
+
+def without_times(history):
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
+
+
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("engine", EXACT)
+def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_experiment):
+    if sync == "gradients" and "server" in CASES[case]:
+        pytest.skip("with sync = gradients there is no server optimizer")
+    tables = {**tiny_experiment, "sync": sync, **CASES[case]}
+    serial, other = run_both(engine, tables)
+    assert not torch.equal(serial.global_row, torch.zeros_like(serial.global_row))
+    assert torch.equal(serial.global_row, other.global_row)
+    assert without_times(serial.history) == without_times(other.history)
+    for name, value in serial.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("engine", EXACT)
+@pytest.mark.parametrize("processes", [1, 3])
+def test_the_number_of_processes_does_not_show(engine, processes, tiny_experiment):
+    tables = {**tiny_experiment, "workers": 5, "model": "net"}
+    serial = fedsim.run({**tables, "engine": "serial"})
+    other = fedsim.run({**tables, "engine": engine, "processes": processes})
+    assert torch.equal(serial.global_row, other.global_row)
+
+
+@pytest.mark.parametrize("engine", ["serial", *EXACT])
+def test_a_run_repeats_itself_and_follows_its_seed(engine, tiny_experiment):
+    tables = {**tiny_experiment, "engine": engine, "model": "net", "rounds": 1}
+    first, again, other = (fedsim.run({**tables, "seed": seed}) for seed in (1, 1, 2))
+    assert torch.equal(first.global_row, again.global_row)
+    assert not torch.equal(first.global_row, other.global_row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_mnist5k_in_full_gives_the_same_bits(sync):
+    tables = {"rounds": 3, "workers": 7, "cohort": 5, "sync": sync, "partition": "tests.plugs:uneven"}
+    serial, spawn = run_both("spawn", tables)
+    assert torch.equal(serial.global_row, spawn.global_row)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+@pytest.mark.parametrize("case", ["plain averaging", "partial cohorts of uneven shards", "buffers averaged"])
+def test_on_a_card_spawn_agrees_with_serial_and_the_card_with_the_cpu(case, sync, tiny_experiment):
+    tables = {**tiny_experiment, "sync": sync, "precision": "float64", **CASES[case]}
+    on_cpu = fedsim.run({**tables, "device": "cpu"})
+    serial, spawn = run_both("spawn", {**tables, "device": "cuda"})
+    assert torch.allclose(serial.global_row, spawn.global_row, rtol=0, atol=1e-9)
+    assert torch.allclose(serial.global_row, on_cpu.global_row, rtol=0, atol=1e-9)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from fedsim.engines.job import Schedule
+from fedsim.engines.station import deal
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("costs", [[], [5], [1, 1, 1, 1], [9, 1, 8, 2, 7, 3], list(range(20))])
+def test_everything_is_dealt_once(costs, count):
+    hands = deal(costs, count)
+    assert len(hands) == count
+    assert sorted(thing for hand in hands for thing in hand) == list(range(len(costs)))
+
+
+def test_the_burden_is_even_where_it_can_be():
+    assert [sum([9, 1, 8, 2, 7, 3][thing] for thing in hand) for hand in deal([9, 1, 8, 2, 7, 3], 2)] == [15, 15]
+    assert deal([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("n", [1, 9, 10, 11, 25])
+@pytest.mark.parametrize(
+    "measure", [{"epochs": 1}, {"epochs": 3}, {"epochs": None, "steps": 1}, {"epochs": None, "steps": 7}]
+)
+def test_a_schedule_counts_the_batches_that_are_really_drawn(n, measure):
+    schedule = Schedule(batch_size=10, **measure)
+    epoch = [min(10, n - start) for start in range(0, n, 10)]
+    drawn = (epoch * 50)[: schedule.steps_for(n)]
+    if measure["epochs"]:
+        assert drawn == epoch * measure["epochs"]
+    assert [schedule.batch_size_at(step, n) for step in range(len(drawn) + 2)] == [*drawn, 0, 0]
+    assert schedule.samples_for(n) == sum(drawn)

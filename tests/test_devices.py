@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedsim import devices
+from fedsim.errors import ExperimentError
+
+
+def test_the_cpu_is_always_there():
+    assert devices.resolve_device("cpu") == torch.device("cpu")
+    assert devices.shares_memory(torch.device("cpu"))
+    assert devices.describe_device(torch.device("cpu")) == "cpu"
+
+
+def test_auto_is_the_accelerator_where_there_is_one():
+    assert devices.resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "cupy", "gpu", "mps" if not torch.backends.mps.is_available() else "xpu"])
+def test_a_device_that_is_not_there_is_one_clear_line(name):
+    with pytest.raises(ExperimentError, match=f'device = "{name}": .*allowed here: auto, cpu'):
+        devices.resolve_device(name)
+
+
+def test_usable_cores_respect_the_containers_quota(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    for content, cores in (("250000 100000", 2), ("max 100000", 8), ("50000 100000", 1)):
+        quota = tmp_path / "cpu.max"
+        quota.write_text(content)
+        monkeypatch.setattr(devices, "CPU_QUOTA", quota)
+        assert devices.usable_cores() == cores
+    monkeypatch.setattr(devices, "CPU_QUOTA", tmp_path / "missing")
+    assert devices.usable_cores() == 8
+
+
+def test_processes_by_default_never_exceed_the_cohort_or_the_cores(monkeypatch):
+    monkeypatch.setattr(devices, "usable_cores", lambda: 6)
+    cpu = torch.device("cpu")
+    assert devices.default_processes(cpu, 4, 1) == 4
+    assert devices.default_processes(cpu, 100, 1) == 6
+    assert devices.default_processes(cpu, 100, 2) == 3
+    assert devices.default_processes(cpu, 100, 16) == 1
+
+
+def test_too_little_shared_memory_is_told_with_both_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "SHARED_MEMORY", tmp_path)
+    devices.require_shared_memory(1000)
+    with pytest.raises(ExperimentError, match=r"shared memory: this run needs 1,000,000,000,000 MB in .* MB are free"):
+        devices.require_shared_memory(10**18)
+    monkeypatch.setattr(devices, "SHARED_MEMORY", tmp_path / "not here")
+    devices.require_shared_memory(10**18)

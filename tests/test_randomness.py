@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fedsim.randomness import draw_key, numpy_generator, sample_cohort, seed_layers, torch_generator
+
+
+def test_a_key_is_a_pure_function_of_all_its_arguments():
+    assert draw_key(1, "batches", 2, 3) == draw_key(1, "batches", 2, 3)
+    variants = {draw_key(1, "batches", 2, 3), draw_key(2, "batches", 2, 3), draw_key(1, "cohort", 2, 3)}
+    variants |= {draw_key(1, "batches", 3, 2), draw_key(1, "batches", 23), draw_key(1, "batches", 2)}
+    assert len(variants) == 6
+
+
+def test_a_key_is_the_same_on_every_machine():
+    assert draw_key(0, "model") == 5784575990485341678
+
+
+def test_keys_fit_every_generator():
+    for seed in (0, 2**63 - 1):
+        assert 0 <= draw_key(seed, "x") < 2**63
+        numpy_generator(seed, "x")
+        torch_generator(seed, "x")
+
+
+def test_generators_repeat_and_do_not_touch_global_state():
+    before_torch, before_numpy = torch.get_rng_state(), np.random.get_state()[1].copy()
+    assert np.array_equal(numpy_generator(1, "x", 2).permutation(50), numpy_generator(1, "x", 2).permutation(50))
+    a, b = (torch.rand(5, generator=torch_generator(1, "x", 2)) for _ in range(2))
+    assert torch.equal(a, b)
+    assert torch.equal(before_torch, torch.get_rng_state())
+    assert np.array_equal(before_numpy, np.random.get_state()[1])
+
+
+def test_seeding_layers_repeats_dropout():
+    masks = []
+    with torch.random.fork_rng():
+        for worker in (3, 3, 4):
+            seed_layers(torch.device("cpu"), 0, 1, worker)
+            masks.append(torch.nn.functional.dropout(torch.ones(100)))
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+
+
+@pytest.mark.parametrize(("n", "size"), [(10, 3), (10, 10), (1, 1), (1_000_000, 5)])
+def test_a_cohort_is_distinct_workers_in_ascending_order(n, size):
+    cohort = sample_cohort(0, 1, n, size)
+    assert len(set(cohort.tolist())) == size
+    assert np.array_equal(cohort, np.sort(cohort))
+    assert cohort.min() >= 0
+    assert cohort.max() < n
+
+
+def test_cohorts_differ_by_round_and_reach_every_worker():
+    cohorts = [tuple(sample_cohort(0, round, 10, 3)) for round in range(1, 101)]
+    assert len(set(cohorts)) > 50
+    counts = np.bincount(np.concatenate(cohorts), minlength=10)
+    assert counts.min() > 10  # of 30 expected

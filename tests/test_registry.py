@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+from pydantic import Field
+
+from fedsim.errors import ExperimentError
+from fedsim.registry import Registry
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A dataclass plug."""
+
+    rate: float = 0.1
+
+
+@pytest.fixture
+def registry():
+    registry = Registry("gadget", given=True)
+
+    @registry("double")
+    def double(value, *, times: Annotated[int, Field(ge=1)], loud: bool = False):
+        """Says it again.
+
+        And more.
+        """
+        return value * times
+
+    return registry
+
+
+def test_keyword_only_parameters_are_the_configuration(registry):
+    assert list(registry.get("double").parameters.model_fields) == ["times", "loud"]
+    assert registry.get("double").check({"times": 2}) == {"times": 2, "loud": False}
+    assert registry.get("double").bind({"times": 2, "loud": False})("ab") == "abab"
+
+
+def test_the_summary_is_the_first_line(registry):
+    assert registry.get("double").summary == "Says it again."
+
+
+def test_the_decorator_returns_the_function_unchanged():
+    registry = Registry("gadget", given=True)
+
+    def plain(value): ...
+
+    assert registry("plain")(plain) is plain
+
+
+def test_an_unknown_name_names_the_nearest():
+    registry = Registry("gadget", given=True)
+    registry("krum")(lambda x: x)
+    with pytest.raises(ExperimentError, match=r'aggregate.rule = "krumm": no such gadget; did you mean "krum"\?'):
+        registry.get("krumm", "aggregate.rule")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"times": 1, "lound": True}, r'x.lound = True: unknown key \(the gadget is double\); did you mean "loud"\?'),
+        ({"times": 0}, "x.times = 0: must be greater than or equal to 1"),
+        ({"times": "2"}, 'x.times = "2": must be a valid integer'),
+        ({"times": True}, "x.times = True: must be a valid integer"),
+        ({}, "x.times: is required"),
+    ],
+)
+def test_a_wrong_parameter_is_one_line_with_place_and_value(registry, values, message):
+    with pytest.raises(ExperimentError, match=message) as caught:
+        registry.get("double").check(values, "x")
+    assert len(caught.value.lines) == 1
+
+
+def test_all_problems_are_told_at_once(registry):
+    with pytest.raises(ExperimentError) as caught:
+        registry.get("double").check({"times": 0, "a": 1, "b": 2}, "x")
+    assert len(caught.value.lines) == 3
+
+
+def test_a_dataclass_becomes_an_instance_and_every_field_is_configuration():
+    registry = Registry("settings", given=False)
+    registry("s")(Settings)
+    assert registry.get("s").bind(registry.get("s").check({"rate": 0.5})) == Settings(0.5)
+
+
+def test_a_name_with_a_colon_imports(registry):
+    plug = registry.get("tests.plugs:clipped_mean")
+    assert plug.check({"c": 2.0}) == {"c": 2.0}
+    assert pickle.loads(pickle.dumps(plug.bind({"c": 2.0}))).keywords == {"c": 2.0}
+
+
+@pytest.mark.parametrize(
+    "path", ["tests.plugs:missing", "no.such.module:f", "tests.plugs:TINY_TEST", ":f", "tests.plugs:"]
+)
+def test_a_failed_import_is_one_clear_line(registry, path):
+    with pytest.raises(ExperimentError, match=f'x = "{path}": cannot be imported') as caught:
+        registry.get(path, "x")
+    assert len(caught.value.lines) == 1
+
+
+def test_a_name_is_registered_once(registry):
+    with pytest.raises(ValueError, match="registered already"):
+        registry("double")(lambda x: x)

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fedsim
+from fedsim.models import Net, two_nn
+from fedsim.randomness import draw_key, numpy_generator
+from fedsim.rows import Layout
+from tests import plugs
+
+
+def start_of(factory, seed=0, dtype=torch.float64):
+    """The model at the start of a run with this seed, made independently of the engines."""
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(draw_key(seed, "model"))
+        return factory().to(dtype)
+
+
+def local_epoch(model, shard, round, worker, optimizer, batch_size):
+    order = numpy_generator(0, "batches", round, worker).permutation(len(shard))
+    inputs, targets = shard.gather(torch.from_numpy(order))
+    for x, y in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def shards():
+    train, _ = plugs.tiny(None)
+    return fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), 3, "iid", seed=0)
+
+
+def test_model_averaging_is_the_textbook_loop(tiny_experiment, shards):
+    """Every round: copy, train each worker with torch.optim.SGD, average weighted by samples."""
+    result = fedsim.run({**tiny_experiment, "precision": "float64"})
+    model = start_of(two_nn)
+    layout = Layout.of(model)
+    global_row = layout.read(model)
+    for round in (1, 2):
+        rows = []
+        for worker, shard in enumerate(shards):
+            layout.write(global_row, model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+            local_epoch(model, shard, round, worker, optimizer, 16)
+            rows.append(layout.read(model))
+        sizes = torch.tensor([len(shard) for shard in shards], dtype=torch.double)
+        global_row = sizes / sizes.sum() @ torch.stack(rows)
+    assert torch.allclose(result.global_row, global_row, rtol=0, atol=1e-12)
+
+
+def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experiment):
+    """Momentum and weight decay included; uneven shards, so that some workers finish an epoch before others."""
+    local = {"batch_size": 16, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+    tables = {**tiny_experiment, "precision": "float64", "partition": "tests.plugs:uneven", "local": local}
+    result = fedsim.run({**tables, "sync": "gradients"})
+    train, _ = plugs.tiny(None)
+    train = train.to(torch.device("cpu"), torch.float64)
+    shards = fedsim.dataset_split(train, 3, "tests.plugs:uneven", seed=0)
+    assert len({len(shard) for shard in shards}) == 3
+    model = start_of(two_nn)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    for round in (1, 2):
+        orders = [numpy_generator(0, "batches", round, w).permutation(len(shards[w])) for w in range(3)]
+        for start in range(0, max(map(len, shards)), 16):
+            joint = np.concatenate([shards[w].indices[orders[w][start : start + 16]] for w in range(3)])
+            x, y = train.gather(torch.from_numpy(joint))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert torch.allclose(result.global_row, Layout.of(model).read(model), rtol=0, atol=1e-12)
+
+
+def test_one_worker_is_plain_sgd(tiny_experiment):
+    result = fedsim.run({**tiny_experiment, "workers": 1, "rounds": 1, "precision": "float64"})
+    train, _ = plugs.tiny(None)
+    (shard,) = fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), 1, "iid", seed=0)
+    model = start_of(two_nn)
+    local_epoch(model, shard, 1, 0, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), 16)
+    assert torch.allclose(result.global_row, Layout.of(model).read(model), rtol=0, atol=1e-12)
+
+
+def test_a_worker_does_not_feel_what_others_do(tiny_experiment):
+    """Its update, the only one with a weight here, is the same whoever trains before it and for how long."""
+    tables = {**tiny_experiment, "aggregate": {"weights": [0.0, 0.0, 1.0]}, "rounds": 1, "model": "net"}
+    rows = [
+        fedsim.run({**tables, "partition": {"strategy": "tests.plugs:same_last", "first": first}}).global_row
+        for first in (10, 140)
+    ]
+    assert torch.equal(*rows)
+
+
+def test_the_history_has_one_complete_record_per_round(tiny_experiment):
+    result = fedsim.run({**tiny_experiment, "workers": 5, "cohort": 2, "rounds": 3})
+    assert [record["round"] for record in result.history] == [1, 2, 3]
+    for record in result.history:
+        assert set(record) == {
+            *("round", "test_loss", "test_accuracy", "train_loss", "seconds", "cohort", "bytes_up", "bytes_down")
+        }
+        assert set(record["seconds"]) == {"pull_down", "train", "aggregate", "test"}
+        assert len(record["cohort"]) == 2
+        assert record["bytes_up"] == record["bytes_down"] == 2 * 4 * 199_210
+        assert json.loads(json.dumps(record)) == record
+    assert result.test_accuracy == result.history[-1]["test_accuracy"]
+
+
+def test_synchronous_gradients_cost_bytes_at_every_step(tiny_experiment):
+    tables = {**tiny_experiment, "sync": "gradients", "rounds": 1, "local": {"steps": 4}}
+    assert fedsim.run(tables).history[0]["bytes_up"] == 3 * 4 * 4 * 199_210
+
+
+def test_losses_and_accuracy_are_those_of_the_returned_model(tiny_experiment):
+    result = fedsim.run(tiny_experiment)
+    _, test = plugs.tiny(None)
+    tally = fedsim.test(result.model, fedsim.CustomSubset(test, range(len(test))).batches(1000))
+    assert tally.loss == pytest.approx(result.history[-1]["test_loss"], rel=1e-5)
+    assert tally.accuracy == pytest.approx(result.test_accuracy)
+
+
+def test_the_model_is_the_global_row_on_the_cpu_in_evaluation_mode(tiny_experiment):
+    result = fedsim.run({**tiny_experiment, "model": "net"})
+    assert isinstance(result.model, Net)
+    assert not result.model.training
+    assert torch.equal(Layout.of(result.model).read(result.model), result.global_row)
+    assert all(p.grad is None for p in result.model.parameters())
+
+
+def test_train_loss_is_the_mean_per_sample_seen(tiny_experiment):
+    """At a learning rate of 0 nothing moves, so it is the loss of the starting model on all training samples."""
+    local = {"lr": 0.0, "batch_size": 16}
+    for sync in ("parameters", "gradients"):
+        tables = {**tiny_experiment, "local": local, "rounds": 1, "sync": sync, "partition": "tests.plugs:uneven"}
+        loss = fedsim.run(tables).history[0]["train_loss"]
+        train, _ = plugs.tiny(None)
+        with torch.no_grad():
+            x, y = train.gather(torch.arange(len(train)))
+            assert loss == pytest.approx(F.cross_entropy(start_of(two_nn, dtype=torch.float32)(x), y).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["serial", "spawn"])
+def test_a_run_leaves_global_state_as_it_was(engine, tiny_experiment):
+    torch.manual_seed(5)
+    np.random.seed(5)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    numpy_before = np.random.get_state()[1].copy()
+    fedsim.run({**tiny_experiment, "engine": engine, "model": "net", "threads_per_process": 2, "rounds": 1})
+    assert torch.equal(before, torch.get_rng_state())
+    assert np.array_equal(numpy_before, np.random.get_state()[1])
+    assert torch.get_num_threads() == threads
+
+
+def test_batchnorm_statistics_follow_the_policy(tiny_experiment):
+    tables = {**tiny_experiment, "model": "tests.plugs:Normalised", "rounds": 1}
+    averaged = fedsim.run({**tables, "buffers": "average"}).model.layers[2]
+    server = fedsim.run({**tables, "buffers": "server"}).model.layers[2]
+    assert averaged.running_mean.any()
+    assert averaged.num_batches_tracked == 5
+    assert not server.running_mean.any()
+    assert server.num_batches_tracked == 0
+    with pytest.raises(fedsim.ExperimentError, match=r'buffers = "error": .*layers.2.running_mean'):
+        fedsim.run({**tables, "buffers": "error"})
+
+
+def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
+    tables = {**tiny_experiment, "model": "tests.plugs:Normalised", "workers": 1, "rounds": 3, "buffers": "local"}
+    assert fedsim.run(tables).model.layers[2].num_batches_tracked == 3 * 13
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workers": 204}, "workers = 204: must be between 1 and the number of samples, 203"),
+        ({"model": "tests.plugs:Probabilities"}, "the model returns probabilities"),
+        ({"model": "tests.plugs:Frozen"}, "has no trainable parameters"),
+        ({"data": "tests.plugs:colour", "model": "net"}, r"model: does not work on inputs of shape \(8, 3, 28, 28\)"),
+        ({"data": "tests.plugs:many_classes"}, "model: tells 10 classes apart, but the labels go up to 19"),
+        ({"model": {"name": "tests.plugs:Fails", "how": 3}}, "model.how = 3: must be a valid string"),
+        ({"partition": "tests.plugs:lossy"}, "must give each of 203 samples to exactly one worker"),
+        ({"device": "cuda:99"}, "device"),
+    ],
+)
+def test_what_cannot_run_is_one_clear_error(tiny_experiment, change, message):
+    with pytest.raises(fedsim.ExperimentError, match=message):
+        fedsim.run({**tiny_experiment, "workers": 3, **change})
+
+
+def test_an_experiment_comes_as_tables_file_or_object(tiny_experiment, tmp_path):
+    from fedsim.loading import to_toml
+
+    experiment = fedsim.Experiment(**{**tiny_experiment, "rounds": 1})
+    path = tmp_path / "experiment.toml"
+    path.write_text(to_toml(experiment))
+    rows = [fedsim.run(source).global_row for source in (experiment, path, str(path), {**tiny_experiment, "rounds": 1})]
+    assert all(torch.equal(rows[0], row) for row in rows)
+
+
+def test_callbacks_see_the_setting_and_every_round(tiny_experiment):
+    settings, rounds = [], []
+    result = fedsim.run(tiny_experiment, on_start=settings.append, on_round=rounds.append)
+    assert rounds == result.history
+    (setting,) = settings
+    assert sum(setting.shard_sizes) == setting.train_samples == 203
+    assert setting.parameters == 199_210
+    assert setting.processes == 1
