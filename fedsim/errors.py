@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
@@ -50,12 +51,13 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 def explain(error: ValidationError, model: type[BaseModel], place: str = "") -> list[str]:
     """One line per problem that pydantic found in `model`, whose keys stand under `place` in the experiment."""
     lines: list[str] = []
+    wanted: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and what would do instead of it
     for problem in error.errors():
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, ExperimentError):  # raised by one of our own validators: complete already
             lines.extend(cause.lines)
             continue
-        location = [str(part) for part in problem["loc"]]
+        location = [str(part) for part in problem["loc"] if not _is_choice(part)]
         where = ".".join(([place] if place else []) + location)
         if problem["type"] == "extra_forbidden":
             allowed = _keys_at(model, location[:-1])
@@ -63,12 +65,22 @@ def explain(error: ValidationError, model: type[BaseModel], place: str = "") -> 
         elif problem["type"] == "missing":
             lines.append(f"{where}: is required")
         else:
-            lines.append(f"{where} = {show(problem['input'])}: {_requirement(problem['msg'])}")
+            wanted.setdefault(where, (problem["input"], []))[1].append(_requirement(problem["msg"]))
+    for where, (value, requirements) in wanted.items():
+        if not any(other.startswith(f"{where}.") for other in wanted):  # else what is wrong within says more
+            lines.append(f"{where} = {show(value)}: must be {' or '.join(requirements)}")
     return list(dict.fromkeys(lines))
 
 
+def _is_choice(part: int | str) -> bool:
+    """Whether a part of pydantic's location names one type of a union rather than a key."""
+    return isinstance(part, str) and "[" in part
+
+
 def _requirement(message: str) -> str:
-    return message.replace("Input should be", "must be").replace("Value error, ", "").replace("'", '"')
+    """What pydantic's message asks for, in the words of experiment files."""
+    message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
+    return re.sub(r"^(Input should be|Value error,) ", "", message).replace("'", '"')
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:

@@ -49,6 +49,7 @@ class PlugTable(Table):
     place: ClassVar[str]
     named_by: ClassVar[str]
     registry: ClassVar[Registry]
+    alternatives: ClassVar[tuple[str, ...]] = ()  # keys of which only one may be given
 
     @model_validator(mode="before")
     @classmethod
@@ -107,7 +108,7 @@ class Local(PlugTable):
     """What a worker does between two synchronisations: `epochs` or `steps`, not both."""
 
     place, named_by, registry = "local", "solver", solver
-    alternatives: ClassVar[tuple[str, ...]] = ("epochs", "steps")
+    alternatives = ("epochs", "steps")
 
     solver: str = "sgd"
     epochs: PositiveInt | None = None

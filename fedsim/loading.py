@@ -11,7 +11,7 @@ from typing import Any
 import tomli_w
 
 from fedsim.errors import ExperimentError, show
-from fedsim.experiment import Experiment, Local, PlugTable
+from fedsim.experiment import Experiment, PlugTable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,8 +36,8 @@ def load_experiment(
         description = source.resolved()
     else:
         description = copy.deepcopy(dict(source or {}))
-    for word in overrides:
-        _override(description, *_parse(word))
+    for keys, value in sorted(map(_parse, overrides), key=lambda parsed: not _names_a_plug(parsed[0])):
+        _override(description, keys, value)
     try:
         return Experiment(**description)
     except ExperimentError as error:
@@ -74,36 +74,44 @@ def _parse(word: str) -> tuple[list[str], Any]:
     return parts, value
 
 
+def _names_a_plug(keys: list[str]) -> bool:
+    """Whether a key is one that names a plug; those come first, since a plug's parameters belong to its name."""
+    table = PLUG_TABLES.get(keys[0])
+    return table is not None and keys[1:] in ([], [table.named_by])
+
+
 def _override(description: dict[str, Any], keys: list[str], value: Any) -> None:
     """Set one key of nested tables.
 
-    Naming another plug leaves the parameters of the one named before behind, and `local.steps` takes the place of
-    `local.epochs` (and the reverse), because what is on the command line is what is wanted.
+    What is on the command line is what is wanted: naming another plug leaves the parameters of the one named before
+    behind, and `local.steps` takes the place of `local.epochs` (and the reverse).
     """
-    *parents, last = keys
+    plug_table = PLUG_TABLES.get(keys[0])
+    if plug_table and isinstance(description.get(keys[0]), str):
+        description[keys[0]] = {plug_table.named_by: description[keys[0]]}
+    if plug_table and keys[1:] == [] and isinstance(value, str):
+        keys = [keys[0], plug_table.named_by]
     table = description
-    for depth, key in enumerate(parents, start=1):
-        plug = _PLUG_TABLES.get(".".join(keys[:depth]))
-        if plug and isinstance(table.get(key), str):
-            table[key] = {plug.named_by: table[key]}
+    for depth, key in enumerate(keys[:-1], start=1):
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise ExperimentError(f"{'.'.join(keys)} = {show(value)}: {'.'.join(keys[:depth])} is not a table")
-    plug = _PLUG_TABLES.get(".".join(keys))
-    if plug and isinstance(value, str) and isinstance(table.get(last), dict):  # partition=iid
-        table, last = table[last], plug.named_by
-    else:
-        plug = _PLUG_TABLES.get(".".join(parents))
-    if plug and last == plug.named_by and table.get(last, plug.model_fields[last].default) != value:
-        for name in set(table) - set(plug.model_fields):
-            del table[name]
-    if plug is Local and last in Local.alternatives:
-        for name in Local.alternatives:
-            table.pop(name, None)
-    table[last] = value
+    if plug_table and len(keys) == 2:
+        _make_room(table, plug_table, keys[1], value)
+    table[keys[-1]] = value
 
 
-_PLUG_TABLES: dict[str, type[PlugTable]] = {
+def _make_room(table: dict[str, Any], plug_table: type[PlugTable], key: str, value: Any) -> None:
+    """Take out of a plug's table what cannot stand beside `key = value`."""
+    if key == plug_table.named_by and value != table.get(key, plug_table.model_fields[key].default):
+        for parameter in set(table) - set(plug_table.model_fields):
+            del table[parameter]
+    if key in plug_table.alternatives:
+        for other in plug_table.alternatives:
+            table.pop(other, None)
+
+
+PLUG_TABLES: dict[str, type[PlugTable]] = {
     name: item.annotation
     for name, item in Experiment.model_fields.items()
     if isinstance(item.annotation, type) and issubclass(item.annotation, PlugTable)

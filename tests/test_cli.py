@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim.cli import app
+from fedsim.listing import PLUGS
+
+ROOT = Path(__file__).parents[1]
+QUICK = ["engine=serial", "model=2nn", "data=tests.plugs:tiny", "rounds=2"]
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*words):
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    return invoke
+
+
+def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
+    done = cli("run", *QUICK)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    folder = Path(lines[-1])
+    assert folder.parent == Path("runs")
+    assert (folder / "metrics.jsonl").is_file()
+    assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
+    assert lines[2].split()[0] == "round"
+    assert re.match(r"final test accuracy 0\.\d{4} after 2 rounds in \d", lines[-2])
+    assert "tests.plugs:tiny (203 train, 90 test), 2nn (199,210 parameters)" in lines[0]
+
+
+def test_nothing_but_the_result_is_printed_where_nobody_watches(cli):
+    done = cli("run", *QUICK, "--quiet", "--out", "here")
+    assert done.stdout == "here\n"
+    assert done.stderr == ""
+
+
+def test_a_file_and_overrides(cli, tmp_path):
+    (tmp_path / "mine.toml").write_text('rounds = 9\nengine = "serial"\nmodel = "2nn"\n')
+    done = cli("run", "mine.toml", "rounds=1", "data=tests.plugs:tiny", "--out", "x")
+    assert done.exit_code == 0, done.output
+    assert fedsim.load_experiment("x/experiment.toml").rounds == 1
+
+
+def test_a_dry_run_prints_the_resolved_experiment_and_leaves_nothing(cli, tmp_path):
+    done = cli("run", "rounds=3", "--dry-run")
+    assert done.exit_code == 0
+    (tmp_path / "printed.toml").write_text(done.stdout)
+    assert fedsim.load_experiment(tmp_path / "printed.toml") == fedsim.Experiment(rounds=3)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rounds=0"], "error: rounds = 0: must be greater than 0"),
+        (["local.lrr=1"], 'error: local.lrr = 1: unknown key (the local solver is sgd); did you mean "lr"?'),
+        (["nothere.toml"], "error: nothere.toml: no such file"),
+        (["workers=5000"], "error: workers = 5000: must be between 1 and the number of samples, 203"),
+        (["a.toml", "b.toml"], 'error: "b.toml": expected key=value, since a.toml is the experiment already'),
+        (["cohort=5"], "error: cohort = 5: must be at most workers, 4"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(cli, words, message):
+    done = cli("run", *QUICK, *words, "--out", "x")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(message)
+    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.output
+    assert not Path("x").exists()
+
+
+def test_a_taken_folder_is_refused(cli):
+    assert cli("run", *QUICK, "--out", "x").exit_code == 0
+    done = cli("run", *QUICK, "--out", "x")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: x: holds something already")
+
+
+def test_missing_data_is_exit_code_2(cli, data_root, monkeypatch):
+    from fedsim.data import vision
+
+    def fail(dataset, root):
+        raise fedsim.DataError("the download failed")
+
+    monkeypatch.setattr(vision, "download", fail)
+    done = cli("run", "engine=serial", "data.dataset=mnist", f"data.root={data_root}")
+    assert done.exit_code == 2
+    assert "mnist5k" in done.stderr
+
+
+def test_a_failed_worker_is_exit_code_1_with_its_traceback(cli):
+    done = cli("run", *QUICK, "model=tests.plugs:Fails", "--out", "x")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: worker 0 in round 1 failed: ZeroDivisionError: this model divides by zero")
+    assert "plugs.py" in done.stderr
+
+
+def test_list_shows_every_plug_with_parameters_and_description(cli):
+    done = cli("list")
+    assert done.exit_code == 0
+    for kind, (key, registry) in PLUGS.items():
+        assert f"{kind} ({key})" in done.stdout
+        for plug in registry:
+            assert plug.summary, f"{plug.name} has no description"
+            assert re.search(rf"^  {re.escape(plug.name)} +{re.escape(plug.summary)}$", done.stdout, re.M)
+            for parameter in plug.parameters.model_fields:
+                assert re.search(rf"^ +{parameter}( = | \(required\))", done.stdout, re.M)
+
+
+def test_list_takes_a_kind(cli):
+    done = cli("list", "partitions")
+    assert "contiguous" in done.stdout
+    assert "krum" not in done.stdout
+    assert "engines" not in done.stdout
+    wrong = cli("list", "partition")
+    assert wrong.exit_code == 2
+    assert 'did you mean "partitions"?' in wrong.stderr
+
+
+def start(*words, cwd):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_the_front_door_the_module_and_the_script_are_one_program(tmp_path):
+    outputs = []
+    for words in (
+        [str(ROOT / "run_experiment.py"), "rounds=3", "--dry-run"],
+        ["-m", "fedsim", "run", "rounds=3", "--dry-run"],
+        ["-c", "from fedsim.cli import main; main()", "run", "rounds=3", "--dry-run"],
+    ):
+        process = start(*words, cwd=tmp_path)
+        out, error = process.communicate(timeout=60)
+        assert process.returncode == 0, error
+        outputs.append(out)
+    assert len(set(outputs)) == 1
+
+
+def test_the_front_door_runs_the_engine_spawn(tmp_path):
+    process = start(str(ROOT / "run_experiment.py"), "data=tests.plugs:tiny", "rounds=1", "--out", "x", cwd=tmp_path)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    assert out.endswith("x\n")
+    assert error == ""
+
+
+def processes_of_group(group):
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    members = []
+    for pid in pids:
+        try:
+            fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            members.append(pid)
+    return members
+
+
+def assert_none_left(group):
+    """Within a moment: Python's own resource tracker goes only after the program it belongs to."""
+    deadline = time.monotonic() + 3
+    while processes_of_group(group) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_of_group(group) == []
+
+
+@pytest.mark.parametrize("moment", ["starting", "training"])
+def test_ctrl_c_ends_all_processes_at_once_and_says_what_there_is(tmp_path, moment):
+    words = ["data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
+    process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
+    if moment == "training":
+        while not process.stdout.readline().startswith("    3"):
+            pass
+    else:
+        while len(processes_of_group(process.pid)) < 3:  # parent, and children that import PyTorch
+            time.sleep(0.02)
+    interrupted = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=20)
+    assert time.monotonic() - interrupted < 5
+    assert process.returncode == 130
+    assert error.strip() == "interrupted"
+    assert_none_left(process.pid)
+    if moment == "training":
+        assert re.search(r"\d+ of 100000 rounds are in x\n$", out)
+    else:
+        assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            "raise",
+            r"error: worker \d in round 1 failed \(process \d\): ZeroDivisionError: this model divides by zero\n",
+        ),
+        ("kill", r"error: process \d, working on worker \d in round 1, was killed by SIGKILL \(exit code -9\)\n"),
+        (
+            "exit",
+            r"error: process \d, working on worker \d in round 1, ended with exit code 0 before its work was done\n",
+        ),
+        (
+            "leave",
+            r"error: process \d, working on worker \d in round 1, ended with exit code 0 before its work was done\n",
+        ),
+        ("hang", r"error: process \d has given no sign of life for 3 s \(worker \d in round 1\)"),
+    ],
+)
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_a_dead_worker_never_hangs_the_program(tmp_path, how, message, sync):
+    words = [f"model.how={how}", "model.name=tests.plugs:Fails", "data=tests.plugs:tiny", f"sync={sync}", "timeout=3"]
+    process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert re.match(message, error), error
+    assert ("Traceback" in error) == (how == "raise")
+    assert_none_left(process.pid)

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from fedsim import Experiment, ExperimentError
+from fedsim.loading import load_experiment
+
+
+def lines_of(tables):
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment(tables)
+    assert all("\n" not in line for line in caught.value.lines)
+    return caught.value.lines
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        ({"workers": 0}, "workers = 0: must be greater than 0"),
+        ({"rounds": -3}, "rounds = -3: must be greater than 0"),
+        ({"rounds": 1.5}, "rounds = 1.5: must be a valid integer"),
+        ({"rounds": "many"}, 'rounds = "many": must be a valid integer'),
+        ({"rounds": True}, "rounds = True: must be a valid integer"),
+        ({"seed": -1}, "seed = -1: must be greater than or equal to 0"),
+        ({"seed": 2**63}, f"seed = {2**63}: must be less than {2**63}"),
+        ({"cohort": 9}, "cohort = 9: must be at most workers, 4"),
+        ({"cohort": 0}, "cohort = 0: must be greater than 0"),
+        ({"timeout": 0.0}, "timeout = 0.0: must be greater than 0"),
+        ({"timeout": float("inf")}, "timeout = inf: must be a finite number"),
+        ({"precision": "half"}, 'precision = "half": must be "float32" or "float64"'),
+        ({"sync": "weights"}, 'sync = "weights": must be "parameters" or "gradients"'),
+        ({"engine": "spwan"}, 'engine = "spwan": no such engine; did you mean "spawn"?'),
+        ({"engine": "serial", "processes": 2}, 'processes = 2: the engine "serial" works in one'),
+        ({"wrokers": 4}, 'wrokers = 4: unknown key; did you mean "workers"?'),
+        ({"name": "../escape"}, 'name = "../escape":'),
+        ({"model": "nets"}, 'model.name = "nets": no such model; did you mean "net"?'),
+        (
+            {"model": {"name": "net", "drop": 0.1}},
+            'model.drop = 0.1: unknown key (the model is net); did you mean "dropout"?',
+        ),
+        ({"model": {"name": "net", "dropout": 1.0}}, "model.dropout = 1.0: must be less than 1"),
+        ({"model": 3}, "model = 3: must be a table"),
+        ({"data": {"datasett": "mnist"}}, 'data.datasett = "mnist": unknown key'),
+        ({"data": {"augment": ["flop"]}}, 'data.augment.name = "flop": no such augmentation; did you mean "flip"?'),
+        ({"partition": {"strategy": "iid", "alpha": 1}}, "partition.alpha = 1: unknown key"),
+        ({"local": {"lr": "fast"}}, 'local.lr = "fast": must be a valid number'),
+        ({"local": {"lr": -1.0}}, "local.lr = -1.0: must be greater than or equal to 0"),
+        ({"local": {"lr": float("nan")}}, "local.lr = nan: must be a finite number"),
+        (
+            {"local": {"momentun": 0.5}},
+            'local.momentun = 0.5: unknown key (the local solver is sgd); did you mean "momentum"?',
+        ),
+        ({"local": {"epochs": 1, "steps": 2}}, "local: give epochs or steps, not both"),
+        ({"local": {"batch_size": 0}}, "local.batch_size = 0: must be greater than 0"),
+        ({"local": {"nesterov": True}}, "local.nesterov = true: needs local.momentum > 0"),
+        ({"aggregate": {"weights": [1.0]}}, "aggregate.weights: must be 4 numbers"),
+        ({"aggregate": {"weights": [0.0] * 4}}, "aggregate.weights: must be 4 numbers, one per worker, not all zero"),
+        (
+            {"aggregate": {"weights": "smaples"}},
+            'aggregate.weights = "smaples": must be "uniform" or "samples" or a valid list',
+        ),
+        ({"aggregate": {"weights": [1, 1, 1, -1]}}, "aggregate.weights.3 = -1: must be greater than or equal to 0"),
+        (
+            {"aggregate": {"rule": "tests.plugs:clipped_mean", "weights": "samples"}},
+            "aggregate.weights: the rule tests.plugs:clipped_mean has no weighted form; leave them out",
+        ),
+        ({"server": {"optimizer": "sdg"}}, 'server.optimizer = "sdg": no such server optimizer; did you mean "sgd"?'),
+        ({"sync": "gradients", "server": "momentum"}, 'server.optimizer = "momentum": with sync = "gradients"'),
+        ({"records": {"model": "no"}}, 'records.model = "no": must be a valid boolean'),
+        ({"records": {"curves": True}}, 'records.curves = True: unknown key; did you mean "curve"?'),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_wrong_experiment_is_one_line_with_place_value_and_what_is_allowed(tables, line):
+    lines = lines_of(tables)
+    assert any(each.startswith(line) for each in lines), lines
+    assert len(lines) == 1
+
+
+def test_several_problems_are_told_at_once():
+    assert len(lines_of({"workers": 0, "rounds": 0, "local": {"lrr": 1}, "foo": 1})) == 4
+
+
+def test_the_constructor_raises_the_same_error():
+    with pytest.raises(ExperimentError, match="workers = 0"):
+        Experiment(workers=0)
+
+
+def test_defaults_are_the_default_experiment():
+    experiment = Experiment()
+    assert experiment == load_experiment()
+    assert experiment.data.dataset == "mnist5k"
+    assert experiment.local.epochs == 1
+    assert experiment.cohort_size == experiment.workers == 4
+
+
+def test_a_bare_string_names_a_plug():
+    assert Experiment(partition="contiguous") == Experiment(partition={"strategy": "contiguous"})
+    assert Experiment(model="cnn").model.params == {"channels": 1, "classes": 10}
+
+
+def test_parameters_of_a_plug_are_filled_in_with_its_defaults():
+    assert Experiment(server="momentum").server.params == {"lr": 1.0, "momentum": 0.9, "nesterov": False}
+
+
+def test_steps_stand_in_for_epochs():
+    local = Experiment(local={"steps": 5}).local
+    assert (local.epochs, local.steps) == (None, 5)
+
+
+def test_whole_numbers_do_for_numbers():
+    assert Experiment(local={"lr": 1}).local.params["lr"] == 1.0
+
+
+def test_an_experiment_is_frozen_and_can_be_pickled():
+    experiment = Experiment(model="cnn")
+    with pytest.raises(Exception, match="frozen"):
+        experiment.rounds = 5
+    assert pickle.loads(pickle.dumps(experiment)) == experiment
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"local": {"steps": 3}, "cohort": 2, "processes": 2, "server": "momentum"},
+        {"data": {"augment": ["flip", {"name": "shift", "pixels": 3}]}, "aggregate": {"weights": [1, 2, 3, 4]}},
+    ],
+)
+def test_the_resolved_experiment_describes_itself(tables):
+    experiment = Experiment(**tables)
+    assert Experiment(**experiment.resolved()) == experiment

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedsim import Experiment, ExperimentError, load_experiment
+from fedsim.loading import to_toml
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "experiment.toml"
+    path.write_text(
+        """
+        rounds = 7
+        model = "cnn"
+        [local]
+        epochs = 3
+        lr = 0.2
+        [server]
+        optimizer = "momentum"
+        momentum = 0.8
+        """
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("word", "read"),
+    [
+        ("rounds=5", lambda e: e.rounds == 5),
+        ("seed=0x10", lambda e: e.seed == 16),
+        ("engine=serial", lambda e: e.engine == "serial"),
+        ('engine="serial"', lambda e: e.engine == "serial"),
+        ("model=2nn", lambda e: e.model.name == "2nn"),
+        ("model.dropout=0.1", lambda e: e.model.params["dropout"] == 0.1),
+        ("local.lr=1e-3", lambda e: e.local.params["lr"] == 1e-3),
+        ("local.nesterov=false", lambda e: e.local.params["nesterov"] is False),
+        ("aggregate.weights=[1, 2, 3, 4]", lambda e: e.aggregate.weights == [1, 2, 3, 4]),
+        ("partition={strategy = 'iid'}", lambda e: e.partition.strategy == "iid"),
+        ("data.root=~/data", lambda e: e.data.root == "~/data"),
+        ("data.root=/a=b", lambda e: e.data.root == "/a=b"),
+        (" rounds = 5 ", lambda e: e.rounds == 5),
+    ],
+)
+def test_an_override_sets_one_key(word, read):
+    assert read(load_experiment(None, [word]))
+
+
+def test_overrides_come_after_the_file_and_later_ones_win(file):
+    experiment = load_experiment(file, ["rounds=5", "rounds=6", "local.lr=0.3"])
+    assert (experiment.rounds, experiment.local.params["lr"], experiment.local.epochs) == (6, 0.3, 3)
+
+
+def test_a_bare_name_in_the_file_becomes_a_table_where_a_parameter_is_set(file):
+    assert load_experiment(file, ["model.classes=5"]).model.params["classes"] == 5
+
+
+@pytest.mark.parametrize("word", ["server.optimizer=sgd", "server=sgd"])
+def test_naming_another_plug_leaves_the_parameters_of_the_one_before_behind(file, word):
+    assert load_experiment(file, [word]).server == Experiment().server
+
+
+@pytest.mark.parametrize("word", ["server.optimizer=momentum", "server=momentum"])
+def test_naming_the_same_plug_keeps_its_parameters(file, word):
+    assert load_experiment(file, [word]).server.params["momentum"] == 0.8
+
+
+def test_a_tables_own_keys_stay_when_another_plug_is_named():
+    source = {"aggregate": {"rule": "tests.plugs:clipped_mean", "c": 2.0}, "data": {"dataset": "mnist", "root": "/x"}}
+    experiment = load_experiment(source, ["data.dataset=fashion_mnist", "aggregate.rule=mean"])
+    assert experiment.data.root == "/x"
+    assert experiment.aggregate.params == {}
+
+
+def test_steps_on_the_command_line_take_the_place_of_epochs(file):
+    local = load_experiment(file, ["local.steps=9"]).local
+    assert (local.steps, local.epochs, local.params["lr"]) == (9, None, 0.2)
+
+
+def test_the_order_of_a_plugs_name_and_its_parameters_does_not_matter():
+    words = ["server.momentum=0.5", "server=momentum"]
+    assert load_experiment(None, words) == load_experiment(None, words[::-1])
+
+
+def test_overriding_changes_no_source():
+    source = {"local": {"lr": 0.1}}
+    load_experiment(source, ["local.lr=0.2"])
+    assert source == {"local": {"lr": 0.1}}
+    experiment = Experiment()
+    assert load_experiment(experiment, ["rounds=3"]).rounds == 3
+    assert experiment.rounds == 10
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("rounds", '"rounds": expected key=value'),
+        ("=5", '"=5": expected key=value'),
+        ("a..b=5", '"a..b=5": expected key=value'),
+        ("rounds.x=5", "rounds.x = 5: "),
+        ("local.lr.x=5", "local.lr.x = 5: "),
+    ],
+)
+def test_a_wrong_override_is_one_clear_line(word, message, file):
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment(file, [word])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_name_the_file(file):
+    file.write_text("rounds = 0")
+    with pytest.raises(ExperimentError, match=f"^{file}: rounds = 0: must be greater than 0$"):
+        load_experiment(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"rounds = ", "TOML"), (b"\xff\xfe", "TOML"), (None, "no such file")]
+)
+def test_a_file_that_cannot_be_read_is_one_clear_line(tmp_path, content, message):
+    path = tmp_path / "x.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ExperimentError, match=message) as caught:
+        load_experiment(path)
+    assert str(path) in str(caught.value)
+    with pytest.raises(ExperimentError):
+        load_experiment(tmp_path)
+
+
+def test_toml_and_back(file):
+    experiment = load_experiment(file, ["data.augment=['flip']", "aggregate.weights='samples'"])
+    again = file.with_name("again.toml")
+    again.write_text(to_toml(experiment))
+    assert load_experiment(again) == experiment
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "experiments").glob("*.toml")), ids=lambda p: p.name
+)
+def test_every_experiment_of_the_project_loads(path):
+    assert load_experiment(path).name == path.stem

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import fedsim
+from fedsim.errors import RecordError
+from fedsim.records import RunFolder, new_folder_name
+from fedsim.report import HEADER, table_line
+
+
+@pytest.fixture
+def finished(tiny_experiment, tmp_path):
+    return fedsim.run({**tiny_experiment, "cohort": 2}, tmp_path / "a" / "run")
+
+
+def test_a_run_folder_holds_what_it_promises_and_nothing_else(finished):
+    names = {path.name for path in finished.folder.iterdir()}
+    assert names == {"experiment.toml", "environment.json", "metrics.jsonl", "model.safetensors", "curve.png"}
+
+
+def test_the_experiment_can_be_run_again_from_its_folder(finished):
+    again = fedsim.run(finished.folder / "experiment.toml")
+    assert again.experiment == finished.experiment
+    assert torch.equal(again.global_row, finished.global_row)
+
+
+def test_metrics_are_the_history_one_object_a_line(finished):
+    lines = (finished.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == finished.history
+
+
+def test_the_environment_names_versions_device_and_commit(finished):
+    environment = json.loads((finished.folder / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["fedsim"] == fedsim.__version__
+    assert environment["device"] == "cpu"
+    assert environment["processes"] == 1
+    assert environment["parameters"] == 199_210
+    assert environment["git_commit"] is None or re.match(r"[0-9a-f]{40}(\+dirty)?$", environment["git_commit"])
+
+
+def test_the_model_is_the_global_model(finished):
+    state = load_file(finished.folder / "model.safetensors")
+    assert all(torch.equal(value, state[name]) for name, value in finished.model.state_dict().items())
+
+
+def test_the_curve_is_a_picture(finished):
+    with Image.open(finished.folder / "curve.png") as picture:
+        assert picture.size > (600, 300)
+        assert len(picture.convert("L").getcolors()) > 10
+
+
+def test_model_and_curve_can_be_left_out(tiny_experiment, tmp_path):
+    records = {"model": False, "curve": False}
+    folder = fedsim.run({**tiny_experiment, "records": records, "rounds": 1}, tmp_path / "run").folder
+    assert {path.name for path in folder.iterdir()} == {"experiment.toml", "environment.json", "metrics.jsonl"}
+
+
+def test_a_folder_that_holds_anything_is_refused_and_left_alone(finished, tiny_experiment):
+    before = {path.name: path.read_bytes() for path in finished.folder.iterdir()}
+    with pytest.raises(RecordError, match="holds something already, and a run never overwrites"):
+        fedsim.run(tiny_experiment, finished.folder)
+    assert {path.name: path.read_bytes() for path in finished.folder.iterdir()} == before
+
+
+def test_an_empty_folder_is_taken(tiny_experiment, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert fedsim.run({**tiny_experiment, "rounds": 1}, tmp_path / "empty").folder == tmp_path / "empty"
+
+
+def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path):
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    with first, second:
+        first.begin(fedsim.Experiment(seed=1))
+        with pytest.raises(RecordError, match="cannot be written: File exists"):
+            second.begin(fedsim.Experiment(seed=2))
+    assert fedsim.load_experiment(tmp_path / "experiment.toml").seed == 1
+
+
+def test_a_run_that_never_starts_leaves_no_folder(tiny_experiment, tmp_path):
+    with pytest.raises(fedsim.ExperimentError):
+        fedsim.run({**tiny_experiment, "workers": 1000}, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_in_the_way_is_one_clear_line(tiny_experiment, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RecordError, match=f"{out}: cannot be a run folder") as caught:
+            fedsim.run(tiny_experiment, out)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_one_clear_line(tiny_experiment, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(RecordError, match="Permission denied"):
+        fedsim.run(tiny_experiment, tmp_path / "run")
+
+
+def test_metrics_are_on_disk_as_they_happen(tiny_experiment, tmp_path):
+    seen = []
+    fedsim.run(
+        tiny_experiment,
+        tmp_path,
+        on_round=lambda _: seen.append(len((tmp_path / "metrics.jsonl").read_text().split("\n"))),
+    )
+    assert seen == [2, 3]
+
+
+def test_numbers_that_are_not_finite_become_null(tiny_experiment, tmp_path):
+    fedsim.run({**tiny_experiment, "local": {"lr": 1e30}, "rounds": 2}, tmp_path)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["test_loss"] is None
+
+
+def test_a_failed_run_keeps_the_rounds_it_finished(tiny_experiment, tmp_path):
+    model = {"name": "tests.plugs:Fails", "after": 20}
+    with pytest.raises(fedsim.WorkerError):
+        fedsim.run({**tiny_experiment, "model": model, "rounds": 9}, tmp_path)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_new_names_are_never_taken_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for _ in range(4):
+        names.append(new_folder_name("x"))
+        names[-1].mkdir(parents=True)
+    assert len(set(names)) == 4
+    assert all(re.match(r"x-\d{8}-\d{6}(-\d+)?$", name.name) for name in names)
+
+
+def test_the_table_lines_up(finished):
+    lines = [table_line(record) for record in finished.history]
+    assert {len(line) for line in lines} == {len(HEADER)}
+    assert f"{finished.test_accuracy:.4f}" in lines[-1]
