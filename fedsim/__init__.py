@@ -6,8 +6,6 @@
 `fedsim.run` runs an experiment; the other names are the pieces it is made of, for use by themselves.
 """
 
-__version__ = "0.1.0"
-
 from fedsim.aggregation import aggregate
 from fedsim.data import CustomSubset, TensorData, dataset_split, load_dataset, partition
 from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, WorkerError
@@ -16,6 +14,7 @@ from fedsim.loading import load_experiment
 from fedsim.rows import Layout, bind, new_rows, pull_down
 from fedsim.simulation import Result, run
 from fedsim.training import test, train_epoch
+from fedsim.version import __version__
 
 __all__ = [
     "CustomSubset",
@@ -28,6 +27,7 @@ __all__ = [
     "Result",
     "TensorData",
     "WorkerError",
+    "__version__",
     "aggregate",
     "bind",
     "dataset_split",

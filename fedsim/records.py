@@ -19,11 +19,10 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-import fedsim
 from fedsim.errors import RecordError
 from fedsim.experiment import Experiment
 from fedsim.loading import to_toml
-from fedsim.report import draw_curve
+from fedsim.version import __version__
 
 EXPERIMENT, ENVIRONMENT, METRICS = "experiment.toml", "environment.json", "metrics.jsonl"
 MODEL, CURVE = "model.safetensors", "curve.png"
@@ -70,7 +69,6 @@ class RunFolder:
 
     def begin(self, experiment: Experiment, **facts: Any) -> None:
         """Write down the experiment and the environment, with further `facts` of this run."""
-        self._experiment = experiment
         try:
             self._metrics = (self.path / METRICS).open("x", encoding="utf-8")  # "x": of two runs, one gets it
         except OSError as error:
@@ -87,13 +85,14 @@ class RunFolder:
         except OSError as error:
             raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
 
-    def finish(self, history: list[RoundRecord], model: nn.Module) -> None:
-        """Write the model and the curve, as far as they are asked for."""
-        if self._experiment.records.model:
-            state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
-            _write(self.path / MODEL, save(state))
-        if self._experiment.records.curve:
-            _write(self.path / CURVE, draw_curve(history, self._experiment.name))
+    def model(self, model: nn.Module) -> None:
+        """Write the model's parameters and buffers."""
+        state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+        _write(self.path / MODEL, save(state))
+
+    def curve(self, png: bytes) -> None:
+        """Write the picture of the history."""
+        _write(self.path / CURVE, png)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -111,7 +110,7 @@ def describe_environment() -> dict[str, Any]:
     packages = ("torch", "torchvision", "numpy", "pydantic", "safetensors", "mlxtend")
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "fedsim": fedsim.__version__,
+        "fedsim": __version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "packages": {name: metadata.version(name) for name in packages},
@@ -124,7 +123,7 @@ def describe_environment() -> dict[str, Any]:
 
 def _git_commit() -> str | None:
     """The commit of the checkout that fedsim runs from, "+dirty" if files differ; None outside a checkout."""
-    folder = Path(fedsim.__file__).parent
+    folder = Path(__file__).parent
     try:
         described = subprocess.run(
             ["git", "-C", str(folder), "describe", "--always", "--dirty=+dirty", "--abbrev=40", "--exclude=*"],

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fedsim.preparation import Setting
-    from fedsim.records import RoundRecord
+from fedsim.preparation import Setting
+from fedsim.records import RoundRecord
 
 PHASES = ("pull_down", "train", "aggregate", "test")
 HEADER = f"{'round':>5}  {'test loss':>9}  {'accuracy':>8}  {'train loss':>10}" + "".join(
@@ -49,11 +47,9 @@ def draw_curve(history: list[RoundRecord], title: str) -> bytes:
     accuracy, loss = figure.subplots(1, 2)
     marker = "o" if len(rounds) <= 50 else None
     accuracies = [record["test_accuracy"] for record in history]
+    figure.suptitle(f"{title}: test accuracy {accuracies[-1]:.4f} after {rounds[-1]} rounds", fontsize="medium")
     accuracy.plot(rounds, accuracies, marker=marker, markersize=4)
-    accuracy.annotate(
-        f"{accuracies[-1]:.4f}", (rounds[-1], accuracies[-1]), (-4, 6), textcoords="offset points", ha="right"
-    )
-    accuracy.set(xlabel="round", ylabel="test accuracy", title=title)
+    accuracy.set(xlabel="round", ylabel="test accuracy")
     loss.plot(rounds, [record["test_loss"] for record in history], marker=marker, markersize=4, label="test")
     loss.plot(rounds, [record["train_loss"] for record in history], marker=marker, markersize=4, label="train")
     loss.set(xlabel="round", ylabel="loss")

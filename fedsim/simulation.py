@@ -17,6 +17,7 @@ from fedsim.loading import load_experiment
 from fedsim.preparation import Setting, finished_model, prepare
 from fedsim.randomness import sample_cohort
 from fedsim.records import RoundRecord, RunFolder
+from fedsim.report import draw_curve
 
 
 def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
@@ -112,8 +113,10 @@ def run(
                 on_round(record)
         model = finished_model(setting, engine)
         global_row = engine.memory.global_row.cpu().clone()
-        if folder:
-            folder.finish(history, model)
+        if folder and experiment.records.model:
+            folder.model(model)
+        if folder and experiment.records.curve:
+            folder.curve(draw_curve(history, experiment.name))
     return Result(experiment, history, model, global_row, folder.path if folder else None)
 
 
