@@ -1,0 +1,67 @@
+"""The examples of docs/extending.md and of the README, run as they stand there."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim.cli import app
+
+ROOT = Path(__file__).parents[1]
+
+
+def blocks(document, language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def my_plugs(tmp_path, monkeypatch):
+    (tmp_path / "my_plugs.py").write_text(blocks("docs/extending.md", "python")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def command():
+    (text,) = blocks("docs/extending.md", "bash")
+    return shlex.split(text.replace("\\\n", " "))[1:]
+
+
+def test_the_command_of_the_document_runs_and_learns(my_plugs):
+    done = CliRunner().invoke(app, [*command(), "--out", "run"])
+    assert done.exit_code == 0, done.output
+    experiment = fedsim.load_experiment("run/experiment.toml")
+    assert experiment.aggregate.params == {"c": 0.5}
+    assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
+
+
+def test_parameters_of_ones_own_plugs_are_checked(my_plugs):
+    done = CliRunner().invoke(app, [*command(), "aggregate.c=-1", "model.hiden=3"])
+    assert done.exit_code == 2
+    assert "aggregate.c = -1: must be greater than 0" in done.stderr
+    assert 'did you mean "hidden"?' in done.stderr
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_python_of_the_readme_runs(number, tmp_path, capsys):
+    script = tmp_path / "readme.py"
+    script.write_text(blocks("README.md", "python")[number].replace('"rounds": 5', '"rounds": 1, "engine": "serial"'))
+    runpy.run_path(str(script), run_name="__main__")
+    assert 0.1 < float(capsys.readouterr().out.split()[0]) < 1
+
+
+def test_the_readmes_first_two_commands_are_the_promised_ones():
+    install_and_run, test = blocks("README.md", "bash")[0].splitlines()
+    assert install_and_run == "python -m pip install -e . && python run_experiment.py"
+    assert test == "python -m pip install -e '.[test]' && python -m pytest"
+
+
+def test_the_readme_lists_every_key():
+    text = (ROOT / "README.md").read_text()
+    for key in fedsim.Experiment.model_fields:
+        assert re.search(rf"`{key}[`.]", text), key
