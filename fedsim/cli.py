@@ -96,9 +96,9 @@ class Display:
 
     def round(self, record: RoundRecord) -> None:
         self._done = record["round"]
-        self._print(table_line(record))
         self._bar.set_postfix_str(f"accuracy {record['test_accuracy']:.4f}", refresh=False)
         self._bar.update()
+        self._print(table_line(record))
 
     def finish(self, accuracy: float) -> None:
         seconds = time.perf_counter() - self._started

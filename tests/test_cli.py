@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -164,6 +169,30 @@ def test_the_front_door_runs_the_engine_spawn(tmp_path):
     assert process.returncode == 0, error
     assert out.endswith("x\n")
     assert error == ""
+
+
+def test_on_a_terminal_a_bar_shows_rounds_accuracy_and_time_left(tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # tqdm hides in a window of size 0
+    words = [*QUICK, "model=logistic", "rounds=300", "records.curve=false"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "run_experiment.py"), *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+    )
+    os.close(theirs)
+    shown = []
+    with contextlib.suppress(OSError):  # end of a terminal
+        while chunk := os.read(ours, 65536):
+            shown.append(chunk.decode())
+    os.close(ours)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert len(out.splitlines()) == 3 + 300 + 2, "the table goes to stdout, whole"
+    assert re.search(r"\d+/300 \[\d\d:\d\d<\d\d:\d\d, .*accuracy 0\.\d{4}\]", "".join(shown))
 
 
 def processes_of_group(group):
