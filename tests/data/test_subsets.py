@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+import fedsim
+from fedsim.data import CustomSubset, TensorData
+from fedsim.data.subsets import labels_of
+
+
+class Plain(Dataset):
+    """A map-style data set without tensors, batched fetch or labels."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.full((2,), float(index)), index % 3
+
+
+def make(kind):
+    inputs, targets = torch.arange(10.0).unsqueeze(1).expand(10, 2), torch.arange(10) % 3
+    if kind == "TensorData":
+        return TensorData(inputs, targets)
+    return TensorDataset(inputs, targets) if kind == "TensorDataset" else Plain()
+
+
+KINDS = ["TensorData", "TensorDataset", "Plain"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_a_subset_of_any_map_style_data_set(kind):
+    subset = CustomSubset(make(kind), [7, 2, 5])
+    assert isinstance(subset, Subset)
+    assert len(subset) == 3
+    x, y = subset[1]
+    assert x.tolist() == [2, 2]
+    assert int(y) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("transform", [None, lambda x: x + 100], ids=["plain", "transformed"])
+def test_samples_fetched_batches_and_gathered_batches_are_the_same(kind, transform):
+    subset = CustomSubset(make(kind), [7, 2, 5, 1], transform)
+    positions = [3, 0, 1]
+    one_by_one = [subset[position] for position in positions]
+    fetched = subset.__getitems__(positions)
+    inputs, targets = subset.gather(torch.tensor(positions))
+    assert inputs[:, 0].tolist() == [value + (100 if transform else 0) for value in (1, 7, 2)]
+    for (x, y), (fetched_x, fetched_y), gathered_x, gathered_y in zip(one_by_one, fetched, inputs, targets, strict=True):
+        assert torch.equal(x, fetched_x)
+        assert torch.equal(x, gathered_x)
+        assert int(y) == int(fetched_y) == int(gathered_y)
+
+
+def test_the_fast_path_asks_for_no_single_sample(monkeypatch):
+    def refuse(self, index):
+        raise AssertionError("one sample at a time")
+
+    monkeypatch.setattr(TensorData, "__getitem__", refuse)
+    subset = CustomSubset(make("TensorData"), range(10))
+    assert len(list(subset.batches(4))) == 3
+    assert len(list(DataLoader(subset, batch_size=4))) == 3
+
+
+def test_a_batched_transform_gets_whole_batches():
+    shapes = []
+
+    def transform(inputs):
+        shapes.append(inputs.shape)
+        return inputs * 2
+
+    transform.batched = True
+    subset = CustomSubset(make("TensorData"), range(10), transform)
+    inputs, _ = subset.gather(torch.arange(4))
+    assert shapes == [(4, 2)]
+    assert inputs[:, 0].tolist() == [0, 2, 4, 6]
+    assert subset[3][0].tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [1, 3, 10, 64])
+def test_batches_go_through_everything_once_in_the_given_order(kind, batch_size):
+    subset = CustomSubset(make(kind), range(10))
+    order = np.random.default_rng(0).permutation(10)
+    batches = list(subset.batches(batch_size, order))
+    assert [len(y) for _, y in batches[:-1]] == [batch_size] * (len(batches) - 1)
+    assert torch.cat([x for x, _ in batches])[:, 0].tolist() == order.tolist()
+
+
+def test_the_cut_into_chunks_does_not_show():
+    images = TensorData(torch.randint(0, 256, (900, 1, 28, 28), dtype=torch.uint8), torch.arange(900))
+    batches = list(CustomSubset(images, range(900)).batches(7))
+    assert len(batches) == 129
+    inputs, targets = images.gather(torch.arange(900))
+    assert torch.equal(torch.cat([x for x, _ in batches]), inputs)
+    assert torch.equal(torch.cat([y for _, y in batches]), targets)
+
+
+@pytest.mark.parametrize("indices", [[1, 2], np.array([1, 2]), torch.tensor([1, 2]), range(1, 3)])
+def test_indices_may_be_any_sequence(indices):
+    assert [int(y) for _, y in CustomSubset(Plain(), indices)] == [1, 2]
+
+
+def test_a_data_loader_with_workers_reads_it():
+    loader = DataLoader(CustomSubset(make("TensorData"), [3, 1, 2]), batch_size=2, num_workers=0)
+    assert [x[:, 0].tolist() for x, _ in loader] == [[3, 1], [2]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dataset_split_gives_one_subset_per_worker(kind):
+    shards = fedsim.dataset_split(make(kind), 3)
+    assert [len(shard) for shard in shards] == [3, 3, 4]
+    assert all(isinstance(shard, CustomSubset) for shard in shards)
+    assert [x[0].item() for x, _ in shards[2]] == [6, 7, 8, 9]
+
+
+def test_dataset_split_passes_on_strategy_seed_parameters_and_transform():
+    data = make("TensorData")
+    first, again = (fedsim.dataset_split(data, 2, "iid", seed=5, subset_transform=lambda x: -x) for _ in range(2))
+    assert torch.equal(first[0].indices, again[0].indices)
+    assert first[0][0][0][0] <= 0
+    assert len(fedsim.dataset_split(data, 2, "tests.plugs:uneven")[1]) == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_are_found_whatever_the_data_set(kind):
+    expected = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    assert labels_of(make(kind)).tolist() == expected
+    assert labels_of(Subset(make(kind), [2, 4])).tolist() == [2, 1]
+    assert labels_of(CustomSubset(make(kind), [2, 4])).tolist() == [2, 1]

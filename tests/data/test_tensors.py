@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedsim.data import TensorData, as_tensor_data
+
+MEAN, STD = (0.1307,), (0.3081,)
+
+
+@pytest.fixture
+def images():
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (20, 1, 28, 28), dtype=torch.uint8, generator=generator)
+    return TensorData.of_images(pixels, torch.arange(20) % 10, MEAN, STD)
+
+
+def test_images_come_out_as_torchvisions_totensor_and_normalize_make_them(images):
+    inputs, targets = images.gather(torch.tensor([3, 1, 3]))
+    expected = (images.inputs[[3, 1, 3]].float() / 255 - MEAN[0]) / STD[0]
+    assert torch.allclose(inputs, expected, atol=1e-6)
+    assert targets.tolist() == [3, 1, 3]
+
+
+def test_channels_are_normalised_each_by_its_own_mean():
+    pixels = torch.randint(0, 256, (4, 3, 5, 5), dtype=torch.uint8)
+    mean, std = (0.1, 0.5, 0.9), (0.2, 0.3, 0.4)
+    inputs, _ = TensorData.of_images(pixels, torch.zeros(4).long(), mean, std).gather(torch.arange(4))
+    expected = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    assert torch.allclose(inputs, expected, atol=1e-6)
+
+
+def test_batches_of_images_are_in_channels_last_order_on_a_cpu(images):
+    inputs, _ = images.gather(torch.arange(4))
+    assert inputs.stride() == (784, 1, 28, 1)
+
+
+def test_a_sample_is_a_row_of_the_batch(images):
+    inputs, targets = images.gather(torch.arange(20))
+    x, y = images[7]
+    assert torch.equal(x, inputs[7])
+    assert y == targets[7]
+    assert isinstance(y, int)
+    fetched = images.__getitems__([2, 9])
+    assert [y for _, y in fetched] == [2, 9]
+    assert torch.equal(fetched[1][0], inputs[9])
+
+
+def test_a_data_loader_reads_it(images):
+    batches = list(DataLoader(images, batch_size=8))
+    assert [len(y) for _, y in batches] == [8, 8, 4]
+    assert torch.equal(batches[0][0], images.gather(torch.arange(8))[0])
+
+
+def test_gathering_leaves_the_data_alone(images):
+    floats = TensorData(torch.randn(5, 3), torch.arange(5))
+    before = floats.inputs.clone()
+    floats.gather(torch.arange(5))[0].zero_()
+    assert torch.equal(floats.inputs, before)
+
+
+def test_precision_follows_to(images):
+    inputs, _ = images.to(torch.device("cpu"), torch.float64).gather(torch.arange(3))
+    assert inputs.dtype == torch.float64
+
+
+def test_inputs_without_targets_are_refused():
+    with pytest.raises(ValueError, match="3 inputs have 2 targets"):
+        TensorData(torch.zeros(3, 1), torch.zeros(2).long())
+
+
+def test_it_can_be_pickled(images):
+    again = pickle.loads(pickle.dumps(images))
+    assert torch.equal(again.gather(torch.arange(3))[0], images.gather(torch.arange(3))[0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda pixels: [(pixel, k) for k, pixel in enumerate(pixels)],
+        lambda pixels: TensorDataset(pixels, torch.arange(3)),
+        lambda pixels: [(pixel.numpy(), np.int64(k)) for k, pixel in enumerate(pixels)],
+        lambda pixels: [(Image.fromarray(pixel[0].numpy()), k) for k, pixel in enumerate(pixels)],
+    ],
+    ids=["tensors", "TensorDataset", "arrays", "PIL"],
+)
+def test_any_map_style_data_set_becomes_tensors(make):
+    pixels = torch.randint(0, 256, (3, 1, 6, 6), dtype=torch.uint8)
+    data = as_tensor_data(make(pixels))
+    assert torch.equal(data.inputs, pixels)
+    assert data.targets.tolist() == [0, 1, 2]
+    assert torch.allclose(data.gather(torch.arange(3))[0], pixels / 255)
+
+
+def test_colour_pictures_become_channels_first():
+    picture = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+    assert as_tensor_data([(picture, 1)]).inputs.shape == (1, 3, 4, 4)
+
+
+def test_float_inputs_are_handed_out_as_they_are():
+    inputs = torch.randn(3, 7)
+    data = as_tensor_data(TensorDataset(inputs, torch.arange(3)))
+    assert torch.equal(data.gather(torch.arange(3))[0], inputs)
