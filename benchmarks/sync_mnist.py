@@ -34,10 +34,10 @@ from torch.utils.data import DataLoader, Subset
 import fedsim
 from fedsim.data import TensorData, load_dataset
 from fedsim.data.sources import MNIST_MEAN, MNIST_STD, default_root
-from fedsim.data.vision import import_torchvision
 from fedsim.devices import usable_cores
 from fedsim.models import Net
-from fedsim.randomness import draw_key, numpy_generator, seed_layers
+from fedsim.randomness import numpy_generator, seed_everything
+from fedsim.vision import import_torchvision
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = ROOT / "experiments" / "mnist_sync_sgd.toml"
@@ -71,7 +71,7 @@ def floor_run(network: type[Net] = Net) -> dict[str, Any]:
     """The same steps in a bare loop, in this process."""
     torch.set_num_threads(1)
     (inputs, targets), (test_inputs, test_targets) = map(_preloaded, load_dataset("mnist"))
-    torch.default_generator.manual_seed(draw_key(SEED, "model"))
+    seed_everything(torch.device("cpu"), SEED, "model")
     model = network()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     size = len(inputs) // WORKERS
@@ -81,7 +81,7 @@ def floor_run(network: type[Net] = Net) -> dict[str, Any]:
         states = []
         for worker in range(WORKERS):
             order = torch.from_numpy(numpy_generator(SEED, "batches", round, worker).permutation(size)) + worker * size
-            seed_layers(torch.device("cpu"), SEED, round, worker)
+            seed_everything(torch.device("cpu"), SEED, "layers", round, worker)
             states.append(_train(model, state, inputs, targets, order))
         state = {name: torch.stack([each[name] for each in states]).mean(0) for name in state}
         model.load_state_dict(state)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fedsim
 from fedsim.data import CustomSubset, load_dataset, partition
 from fedsim.models import model as models
-from fedsim.randomness import draw_key, numpy_generator
+from fedsim.randomness import numpy_generator, seed_everything
 from fedsim.rows import Layout
 
 PROCESSES, BATCH, LR, MOMENTUM, SEED = 2, 64, 0.01, 0.9, 0
@@ -63,7 +63,7 @@ def _ddp_worker(rank: int, name: str, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
     train, _ = load_dataset("mnist5k")
     shard = CustomSubset(train, partition(train.targets, PROCESSES, "iid", SEED)[rank])
-    torch.default_generator.manual_seed(draw_key(SEED, "model"))
+    seed_everything(torch.device("cpu"), SEED, "model")
     module = models.get(name).target(**NO_DROPOUT.get(name, {}))
     parallel = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)

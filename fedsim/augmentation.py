@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedsim.registry import Registry
 
-augmentation = Registry("augmentation", given=True)
+augmentation = Registry("augmentation", given=("images", "generator"))
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from fedsim.preparation import Setting
 from fedsim.records import RoundRecord, new_folder_name
 from fedsim.report import HEADER, headline, table_line
 
-BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
 app = typer.Typer(
     name="fedsim",
@@ -136,6 +138,8 @@ def _source_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:
 @contextlib.contextmanager
 def _errors_as_lines() -> Iterator[None]:
     """Errors as lines on stderr and an exit code, without a traceback of fedsim's own."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except WorkerError as error:
@@ -148,6 +152,17 @@ def _errors_as_lines() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        raise typer.Exit(TERMINATED) from None
+
+
+class Terminated(BaseException):
+    """SIGTERM, as an exception: what has been opened is closed on the way out."""
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
 
 
 def main() -> None:

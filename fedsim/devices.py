@@ -19,16 +19,18 @@ MOST_PROCESSES_ON_CARD = 4  # processes on one card take turns; more of them mos
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is the accelerator where there is one, else the CPU.
+    """The device called `name`; "auto" is the first CUDA device where there is one, else the CPU.
+
+    Other accelerators are used where they are named: their memory cannot be shared between processes.
 
     Raises ExperimentError where PyTorch cannot use that device here.
     """
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "auto":
-        return torch.device(here.type, 0) if here else torch.device("cpu")
     allowed = "auto, cpu"
     if here:
         allowed += "".join(f", {here.type}:{index}" for index in range(torch.accelerator.device_count()))
+    if name == "auto":
+        return torch.device("cuda", 0) if here and here.type == "cuda" else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -61,6 +63,17 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished what this process asked of it, so that other processes see the results."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def forget_shared_memory(device: torch.device) -> None:
+    """Free device memory that other processes had opened and have let go of."""
+    if device.type == "cuda":
+        torch.cuda.ipc_collect()
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """What sums and weights are kept in: float64, except on devices that have none."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def usable_cores() -> int:

@@ -40,6 +40,11 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def one_line(error: BaseException) -> str:
+    """An exception of somebody else's as `Type: message`, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """`did you mean "x"? allowed: ...` for a name that is not among `allowed`."""
     allowed = list(allowed)

@@ -23,8 +23,8 @@ from fedsim.aggregation import bind_rule, rule, server_optimizer
 from fedsim.augmentation import augmentation
 from fedsim.data import dataset, partition_strategy
 from fedsim.devices import PRECISIONS
-from fedsim.engines import engine
-from fedsim.errors import ExperimentError, explain
+from fedsim.engines import Engine, engine
+from fedsim.errors import ExperimentError, explain, show
 from fedsim.local import solver
 from fedsim.models import model
 from fedsim.registry import Plug, Registry
@@ -53,13 +53,24 @@ class PlugTable(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {cls.named_by: value} if isinstance(value, str) else value
+    def _as_table(cls, value: Any) -> Any:
+        table = {cls.named_by: value} if isinstance(value, str) else value
+        return cls.completed(table) if isinstance(table, dict) else table
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """The table with what goes without saying; for tables where that depends on what is said."""
+        return table
 
     @model_validator(mode="after")
     def _check_parameters(self) -> PlugTable:
         own = [key for key in type(self).model_fields if key != self.named_by]
         checked = self.plug.check(self.params, self.place, beside=[self.named_by, *own])
+        for name, value in checked.items():
+            if value is None and self.plug.parameters.model_fields[name].default is not None:
+                raise ExperimentError(
+                    f"{self.place}.{name} = None: experiment files have no word for that; leave it out"
+                )
         self.plug.bind(checked)  # a dataclass checks what concerns several of its fields as it is made
         self.params.update(checked)
         return self
@@ -115,16 +126,12 @@ class Local(PlugTable):
     steps: PositiveInt | None = None
     batch_size: PositiveInt = 10
 
-    @model_validator(mode="before")
     @classmethod
-    def _one_measure(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            given = [key for key in cls.alternatives if value.get(key) is not None]
-            if len(given) > 1:
-                raise ExperimentError("local: give epochs or steps, not both")
-            if not given:
-                return {**value, "epochs": 1}
-        return value
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        given = [key for key in cls.alternatives if table.get(key) is not None]
+        if len(given) > 1:
+            raise ExperimentError("local: give epochs or steps, not both")
+        return table if given else {**table, "epochs": 1}
 
 
 class Aggregate(PlugTable):
@@ -185,7 +192,10 @@ class Experiment(Table):
     @field_validator("engine")
     @classmethod
     def _engine_exists(cls, name: str) -> str:
-        return engine.get(name, "engine").name
+        target = engine.get(name, "engine").target
+        if not (isinstance(target, type) and issubclass(target, Engine)):
+            raise ExperimentError(f"engine = {show(name)}: must be a subclass of fedsim.engines.Engine")
+        return name
 
     @model_validator(mode="after")
     def _check_as_a_whole(self) -> Experiment:
@@ -197,6 +207,8 @@ class Experiment(Table):
             lines.append(
                 f'processes = {self.processes}: the engine "{self.engine}" works in one; engine=spawn has more'
             )
+        if engine_class.one_process and self.timeout != type(self).model_fields["timeout"].default:
+            lines.append(f'timeout = {self.timeout}: the engine "{self.engine}" waits for nobody; leave it out')
         if self.sync == "gradients" and self.server != Server():
             lines.append(
                 f'server.optimizer = "{self.server.optimizer}": with sync = "gradients" the local solver takes the '
@@ -214,8 +226,10 @@ class Experiment(Table):
         bound = bind_rule(self.aggregate.plug, self.aggregate.params)
         if not bound.takes_weights:
             return [f"aggregate.weights: the rule {bound.name} has no weighted form; leave them out"]
-        if isinstance(weights, list) and (len(weights) != self.workers or not any(weights)):
-            return [f"aggregate.weights: must be {self.workers} numbers, one per worker, not all zero"]
+        if isinstance(weights, list) and len(weights) != self.workers:
+            return [f"aggregate.weights: must be {self.workers} numbers, one per worker, not {len(weights)}"]
+        if isinstance(weights, list) and weights.count(0) >= self.cohort_size:
+            return [f"aggregate.weights: so many are zero that a whole cohort of {self.cohort_size} can be"]
         return []
 
     @property
@@ -224,4 +238,4 @@ class Experiment(Table):
 
     def resolved(self) -> dict[str, Any]:
         """All keys with their values, defaults included, as nested tables; keys that are unset are left out."""
-        return self.model_dump(exclude_none=True)
+        return self.model_dump(mode="json", exclude_none=True)

@@ -30,6 +30,9 @@ def load_experiment(
 
     Raises ExperimentError, one line per problem, each with its place.
     """
+    overrides = list(overrides)
+    if isinstance(source, Experiment) and not overrides:
+        return source
     if isinstance(source, (str, Path)):
         description = read_toml(Path(source))
     elif isinstance(source, Experiment):
@@ -39,7 +42,7 @@ def load_experiment(
     for keys, value in sorted(map(_parse, overrides), key=lambda parsed: not _names_a_plug(parsed[0])):
         _override(description, keys, value)
     try:
-        return Experiment(**description)
+        return Experiment(**{str(key): value for key, value in description.items()})
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
             raise

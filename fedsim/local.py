@@ -17,7 +17,7 @@ from torch import Tensor
 from fedsim.errors import ExperimentError
 from fedsim.registry import Registry
 
-solver = Registry("local solver", given=False)
+solver = Registry("local solver")
 
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -40,6 +40,9 @@ class SGD:
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, as in `torch.optim.SGD`.
 
     g = gradient + weight_decay w;  v = momentum v + g;  w -= lr v  (Nesterov: w -= lr (g + momentum v)).
+
+    One difference: a parameter that a step does not use has gradient 0 here, so it decays and coasts, where
+    `torch.optim.SGD` finds no gradient and passes it over.
     """
 
     lr: NonNegative = 0.05

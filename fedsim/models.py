@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedsim.registry import Registry
 
-model = Registry("model", given=False)
+model = Registry("model")
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 

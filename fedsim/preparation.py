@@ -16,9 +16,13 @@ from fedsim.data import TensorData, load_dataset, partition
 from fedsim.devices import PRECISIONS, default_processes, describe_device, resolve_device, shares_memory
 from fedsim.engines import Engine, Memory, Schedule, Task
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
+from fedsim.randomness import random_state_kept
 from fedsim.rows import Layout
+from fedsim.training import check_outputs
+
+PROBE_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Setting:
     train_samples: int
     test_samples: int
     shard_sizes: list[int]
-    loss: str
+    row_bytes: int  # of one model, or one gradient
+    buffer_bytes: int  # that go with a model, which they do where they are averaged
 
     @property
     def schedule(self) -> Schedule:
@@ -49,7 +54,6 @@ class Setting:
             "test_samples": self.test_samples,
             "smallest_shard": min(self.shard_sizes),
             "largest_shard": max(self.shard_sizes),
-            "loss": self.loss,
         }
 
 
@@ -63,11 +67,12 @@ def prepare(experiment: Experiment) -> Iterator[tuple[Setting, Engine]]:
     processes = _processes(experiment, device)
     make_engine = engines.get(experiment.engine).target
     with (
-        _random_state_kept(device),
+        random_state_kept(device),
         make_engine(processes, experiment.threads_per_process, experiment.timeout) as engine,
     ):  # the engine first: its processes start while the data loads
         task = task_of(experiment, device)
         train, test = load_dataset(experiment.data.dataset, experiment.data.root, **experiment.data.params)
+        _check_fit(experiment, task, train, test)
         shards = _shards(experiment, train)
         memory = Memory.allocate(task, experiment.cohort_size, train, test, shards)
         engine.begin(task, memory)
@@ -80,7 +85,8 @@ def prepare(experiment: Experiment) -> Iterator[tuple[Setting, Engine]]:
             train_samples=len(train),
             test_samples=len(test),
             shard_sizes=[len(shard) for shard in shards],
-            loss=memory.loss.__name__,
+            row_bytes=memory.global_row.nbytes,
+            buffer_bytes=memory.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,
         )
         yield setting, engine
 
@@ -120,15 +126,30 @@ def finished_model(setting: Setting, engine: Engine) -> nn.Module:
 def _check_model(experiment: Experiment, task: Task) -> None:
     where = f"model.name = {show(experiment.model.name)}"
     try:
-        module = task.new_module()
+        layout = Layout.of(task.new_module())
     except Exception as error:
-        raise ExperimentError(f"{where}: cannot be made: {type(error).__name__}: {error}") from error
-    layout = Layout.of(module)
+        raise ExperimentError(f"{where}: cannot be made: {one_line(error)}") from error
     if not layout.d:
         raise ExperimentError(f"{where}: has no trainable parameters")
     if task.buffers == "error" and layout.buffers:
         names = ", ".join(entry.name for entry in layout.buffers)
         raise ExperimentError(f'buffers = "error": {where} has buffers ({names}); use average, local or server')
+
+
+def _check_fit(experiment: Experiment, task: Task, train: TensorData, test: TensorData) -> None:
+    """Whether the model and the data fit each other, found out on a few samples."""
+    where = f"model.name = {show(experiment.model.name)}"
+    inputs, _ = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
+    try:
+        classes = check_outputs(task.new_module(), inputs)
+    except ExperimentError as error:
+        raise ExperimentError(f"{where}: {error}") from None
+    except Exception as error:
+        shape = tuple(inputs.shape)
+        raise ExperimentError(f"{where}: does not work on inputs of shape {shape}: {one_line(error)}") from error
+    highest = int(max(train.targets.max(), test.targets.max()))
+    if highest >= classes:
+        raise ExperimentError(f"{where}: tells {classes} classes apart, but the labels go up to {highest}")
 
 
 def _processes(experiment: Experiment, device: torch.device) -> int:
@@ -147,14 +168,3 @@ def _shards(experiment: Experiment, train: TensorData) -> list[np.ndarray]:
     labels = train.targets.cpu().numpy()
     chosen = experiment.partition
     return partition(labels, experiment.workers, chosen.strategy, experiment.seed, **chosen.params)
-
-
-@contextlib.contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """Leave PyTorch's global random state as it was: training draws dropout from it."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device.index], device_type=device.type):
-            yield

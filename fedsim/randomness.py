@@ -8,7 +8,10 @@ meet the same cohorts, the same batches and the same start.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -31,12 +34,14 @@ def torch_generator(seed: int, purpose: str, *coordinates: int) -> torch.Generat
     return torch.Generator().manual_seed(draw_key(seed, purpose, *coordinates))
 
 
-def seed_layers(device: torch.device, seed: int, *coordinates: int) -> None:
-    """Seed the global generator that dropout and its like draw from, on `device`.
+def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates: int) -> None:
+    """Seed all global generators that a model may draw from: PyTorch's on `device` (dropout), NumPy's and Python's.
 
-    `torch.manual_seed` does this for every backend and takes a hundred times longer, too long for once a step.
+    `torch.manual_seed` does PyTorch's part for every backend, and takes a hundred times longer: too long for each step.
     """
-    key = draw_key(seed, "layers", *coordinates)
+    key = draw_key(seed, purpose, *coordinates)
+    random.seed(key)
+    np.random.seed(key % 2**32)
     if device.type == "cpu":
         torch.default_generator.manual_seed(key)
         return
@@ -45,6 +50,22 @@ def seed_layers(device: torch.device, seed: int, *coordinates: int) -> None:
         backend.default_generators[device.index].manual_seed(key)
     else:
         backend.manual_seed(key)
+
+
+@contextlib.contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Put the global generators back, when the block ends, to where they were."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    if device.type == "cpu":
+        torch_state = torch.random.fork_rng(devices=[])
+    else:
+        torch_state = torch.random.fork_rng(devices=[device.index], device_type=device.type)
+    try:
+        with torch_state:
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def sample_cohort(seed: int, round: int, n_workers: int, size: int) -> np.ndarray:

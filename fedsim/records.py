@@ -17,7 +17,7 @@ from typing import Any, TextIO, TypedDict
 
 import torch
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from fedsim.errors import RecordError
 from fedsim.experiment import Experiment
@@ -86,9 +86,9 @@ class RunFolder:
             raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
 
     def model(self, model: nn.Module) -> None:
-        """Write the model's parameters and buffers."""
-        state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
-        _write(self.path / MODEL, save(state))
+        """Write the model's parameters and buffers (not what else a module may put into its state)."""
+        tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        _write(self.path / MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
 
     def curve(self, png: bytes) -> None:
         """Write the picture of the history."""

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from fedsim.errors import ExperimentError, explain, nearest, show
+from fedsim.errors import ExperimentError, explain, nearest, one_line, show
+from fedsim.vision import import_torchvision
 
 
 @dataclass(frozen=True)
@@ -56,31 +58,55 @@ class Plug:
             for name in unknown
         ]
         try:
-            checked = self.parameters(**{name: value for name, value in values.items() if name not in unknown})
+            checked = self._validated({name: value for name, value in values.items() if name not in unknown})
         except ValidationError as error:
             raise ExperimentError(*lines, *explain(error, self.parameters, place)) from None
         if lines:
             raise ExperimentError(*lines)
-        return {
-            **{name: getattr(checked, name) for name in self.parameters.model_fields},
-            **(checked.model_extra or {}),
-        }
+        named = {name: getattr(checked, name) for name in self.parameters.model_fields}
+        return {**named, **(checked.model_extra or {})}
+
+    def _validated(self, values: dict[str, Any]) -> BaseModel:
+        try:
+            return self.parameters(**values)
+        except ValidationError as error:
+            try:  # a file has arrays for tuples, and strings for paths and enumerations, as JSON does
+                return self.parameters.model_validate_json(json.dumps(values))
+            except (TypeError, ValueError):
+                raise error from None
 
     def bind(self, params: dict[str, Any]) -> Any:
-        """A dataclass becomes an instance, any other a partial: either can be pickled to another process."""
+        """The plug with its parameters, which can be pickled to another process: of a dataclass, an instance."""
         if dataclasses.is_dataclass(self.target):
             return self.target(**params)
+        if ":" in self.name:
+            return Imported(self.name, params)
         return functools.partial(self.target, **params)
+
+
+class Imported:
+    """A plug given by its import path, with its parameters; it travels as that path, and is imported there anew."""
+
+    def __init__(self, path: str, params: dict[str, Any]) -> None:
+        self._path, self._params = path, params
+        self._target = import_object(path)
+
+    def __call__(self, *given: Any) -> Any:
+        return self._target(*given, **self._params)
+
+    def __reduce__(self) -> tuple[type[Imported], tuple[str, dict[str, Any]]]:
+        return Imported, (self._path, self._params)
 
 
 class Registry:
     """All plugs of one kind, by name.
 
-    `given` says whether the simulator passes positional arguments of its own (labels, updates, ...), so that only
-    keyword-only parameters are configuration. For dataclasses and model factories every parameter is.
+    `given` names the positional parameters that the simulator passes itself, of which a plug may leave out the last:
+    only what is keyword-only is configuration then. Of dataclasses and model factories, which are given nothing, every
+    parameter is.
     """
 
-    def __init__(self, kind: str, *, given: bool) -> None:
+    def __init__(self, kind: str, *, given: tuple[str, ...] = ()) -> None:
         self.kind = kind
         self._given = given
         self._plugs: dict[str, Plug] = {}
@@ -114,17 +140,31 @@ class Registry:
             hint = nearest(name, self._plugs)
             raise ExperimentError(f'{where}: no such {self.kind}; {hint}, or your own as "package.module:name"')
         try:
-            return self._plug(name, _import(name))
+            return self._plug(name, import_object(name))
         except Exception as error:
-            raise ExperimentError(f"{where}: cannot be imported: {type(error).__name__}: {error}") from error
+            raise ExperimentError(f"{where}: cannot be imported: {one_line(error)}") from error
 
     def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
-        return Plug(self.kind, name, target, _parameters(target, keyword_only=self._given))
+        positional = positional_parameters(target) if self._given else []
+        if tuple(positional) != self._given[: len(positional)]:
+            raise TypeError(
+                f"takes ({', '.join(positional)}) by position, but what is given to this kind of plug is "
+                f"({', '.join(self._given)}); parameters that configure it come after *"
+            )
+        return Plug(self.kind, name, target, _parameters(target, keyword_only=bool(self._given)))
 
 
-def _import(path: str) -> Callable[..., Any]:
-    """The attribute that "package.module:attribute" names, the working directory's own modules included."""
+def positional_parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of `target` that can be passed by position, by name."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return {name: p for name, p in inspect.signature(target).parameters.items() if p.kind in by_position}
+
+
+def import_object(path: str) -> Callable[..., Any]:
+    """The callable that "package.module:attribute" names, the working directory's own modules included."""
     module, _, attribute = path.partition(":")
+    if module.partition(".")[0] == "torchvision":
+        import_torchvision()
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # console scripts, unlike `python script.py`, start without it
     target = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))

@@ -34,7 +34,7 @@ class Layout:
     """Names, shapes and offsets of a module's trainable parameters and of its persistent buffers.
 
     Parameters that do not require gradients are constants of the module and not part of the row; a parameter that
-    two layers share is one entry. Buffers (BatchNorm statistics and the like) have a row of their own.
+    two layers share is one entry. Buffers (BatchNorm statistics and the like) have a row of their own, in float64.
     """
 
     parameters: tuple[Entry, ...]
@@ -70,12 +70,15 @@ class Layout:
                 values[entry.name].copy_(row[entry.span].view(entry.shape))
 
     def read_buffers(self, module: nn.Module, out: Tensor | None = None) -> Tensor:
-        """The module's buffers as a float64 row (into `out`, else a new one); float64 holds float32 and int exactly."""
+        """The module's buffers as a row, into `out` or else a new one of float64.
+
+        float64 holds float32 exactly, and integers up to 2^53.
+        """
         if out is None:
             out = torch.zeros(self.n_buffer_values, dtype=torch.double)
         if self.buffers:
             values = dict(module.named_buffers())
-            out.copy_(_flat([values[entry.name].double() for entry in self.buffers]))
+            out.copy_(_flat([values[entry.name].to(out.dtype) for entry in self.buffers]))
         return out
 
     def write_buffers(self, row: Tensor, module: nn.Module) -> None:
@@ -102,6 +105,16 @@ class Layout:
             parameter.grad = None  # a gradient of another dtype or device would refuse the new data
             parameter.data = row[entry.span].view(entry.shape)
             parameter.grad = grad_row[entry.span].view(entry.shape)
+
+    def unbound(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> str | None:
+        """The name of a parameter that is not, or whose `.grad` is not, a view of these rows; None if all are."""
+        values = dict(module.named_parameters())
+        for entry in self.parameters:
+            parameter = values[entry.name]
+            for tensor, whole in ((parameter, row), (parameter.grad, grad_row)):
+                if tensor is None or tensor.data_ptr() != whole.data_ptr() + entry.offset * whole.element_size():
+                    return entry.name
+        return None
 
 
 def bind(module: nn.Module, row: Tensor, grad_row: Tensor) -> Layout:

@@ -39,7 +39,8 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
         with clock("test"):
             test_loss, test_accuracy = engine.test()
         sizes = [setting.shard_sizes[worker] for worker in cohort]
-        exchanges = len(cohort) if experiment.sync == "parameters" else sum(map(schedule.steps_for, sizes))
+        rows_sent = len(cohort) if experiment.sync == "parameters" else sum(map(schedule.steps_for, sizes))
+        sent = rows_sent * setting.row_bytes + len(cohort) * setting.buffer_bytes
         yield RoundRecord(
             round=round,
             test_loss=test_loss,
@@ -47,8 +48,8 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
             train_loss=engine.train_loss([schedule.samples_for(size) for size in sizes]),
             seconds=clock.seconds,
             cohort=cohort,
-            bytes_up=exchanges * engine.memory.message_bytes,
-            bytes_down=exchanges * engine.memory.message_bytes,
+            bytes_up=sent,
+            bytes_down=sent,
         )
 
 
@@ -113,10 +114,10 @@ def run(
                 on_round(record)
         model = finished_model(setting, engine)
         global_row = engine.memory.global_row.cpu().clone()
-        if folder and experiment.records.model:
-            folder.model(model)
         if folder and experiment.records.curve:
             folder.curve(draw_curve(history, experiment.name))
+        if folder and experiment.records.model:
+            folder.model(model)
     return Result(experiment, history, model, global_row, folder.path if folder else None)
 
 

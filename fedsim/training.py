@@ -9,8 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedsim.devices import wide_dtype
+from fedsim.errors import ExperimentError
+
 Batches = Iterable[tuple[Tensor, Tensor]]
-Loss = Callable[..., Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+# For logits and for log-probabilities alike: log-softmax leaves log-probabilities as they are, so on them this is the
+# negative log-likelihood, gradients included.
+DEFAULT_LOSS: Loss = F.cross_entropy
 
 
 class Optimizer(Protocol):
@@ -31,6 +38,11 @@ class Tally(NamedTuple):
     correct: Tensor
     samples: int
 
+    @classmethod
+    def zero(cls, device: torch.device) -> Tally:
+        loss_sum, correct = torch.zeros(2, dtype=wide_dtype(device), device=device).unbind()
+        return cls(loss_sum, correct, 0)
+
     @property
     def loss(self) -> float:
         """Mean loss per sample."""
@@ -42,61 +54,29 @@ class Tally(NamedTuple):
         return self.correct.item() / self.samples if self.samples else float("nan")
 
 
-def loss_for(outputs: Tensor) -> Loss:
-    """The loss that fits a model with these outputs [batch, classes]: NLL for log-probabilities, else cross entropy.
-
-    Raises ValueError for probabilities, on which either loss would train something else without a word.
-    """
-    outputs = outputs.detach().double()
-    if outputs.ndim != 2:
-        raise ValueError(f"a classifier returns [batch, classes], not a tensor of shape {tuple(outputs.shape)}")
-    ones = torch.ones(len(outputs), dtype=torch.double, device=outputs.device)
-    if torch.allclose(outputs.exp().sum(1), ones, atol=1e-3):
-        return F.nll_loss
-    if bool((outputs >= 0).all()) and torch.allclose(outputs.sum(1), ones, atol=1e-3):
-        raise ValueError("the model returns probabilities: return logits or log-probabilities (no softmax at the end)")
-    return F.cross_entropy
-
-
-@torch.no_grad()
-def probe_outputs(model: nn.Module, inputs: Tensor) -> Tensor:
-    """What `model` makes of a few `inputs` in evaluation mode, so that no buffer changes."""
-    was_training = model.training
-    model.eval()
-    outputs = model(inputs)
-    model.train(was_training)
-    return outputs
-
-
-def train_epoch(model: nn.Module, batches: Batches, optimizer: Optimizer, loss: Loss | None = None) -> Tally:
+def train_epoch(model: nn.Module, batches: Batches, optimizer: Optimizer, loss: Loss = DEFAULT_LOSS) -> Tally:
     """Train on each batch once, in order.
 
     Args:
         model: any module that maps inputs [batch, ...] to logits or log-probabilities [batch, classes].
         batches: (inputs, targets) pairs on the model's device: a DataLoader, or `CustomSubset.batches(...)`.
         optimizer: any `torch.optim.Optimizer` over the model's parameters.
-        loss: mean loss of (outputs, targets); found out from the outputs where it is left out.
+        loss: mean loss of (outputs, targets); the default fits logits and log-probabilities.
 
     Returns the sum of the losses seen on the way, before each step; `.loss` is their mean.
     """
     model.train()
-    loss_sum: Tensor | None = None
-    samples = 0
+    loss_sum, correct, samples = Tally.zero(_device_of(model))
     for inputs, targets in batches:
-        if loss is None:
-            loss = loss_for(probe_outputs(model, inputs))
         optimizer.zero_grad()
         value = backward(model, inputs, targets, loss)
         optimizer.step()
-        if loss_sum is None:
-            loss_sum = torch.zeros((), dtype=torch.double, device=value.device)
         loss_sum.add_(value, alpha=len(targets))
         samples += len(targets)
-    zero = torch.zeros((), dtype=torch.double)
-    return Tally(zero if loss_sum is None else loss_sum, zero, samples)
+    return Tally(loss_sum, correct, samples)
 
 
-def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss) -> Tensor:
+def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss = DEFAULT_LOSS) -> Tensor:
     """Add the gradient of the loss on one batch to the parameters' `.grad`; returns the loss, detached."""
     value = loss(model(inputs), targets)
     value.backward()
@@ -104,19 +84,40 @@ def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss) -> T
 
 
 @torch.no_grad()
-def test(model: nn.Module, batches: Batches, loss: Loss | None = None) -> Tally:  # noqa: PT028
+def test(model: nn.Module, batches: Batches, loss: Loss = DEFAULT_LOSS) -> Tally:  # noqa: PT028
     """Loss and accuracy of `model` on all batches: `.loss`, `.accuracy`. Leaves the model in evaluation mode."""
     model.eval()
-    loss_sum = correct = torch.zeros((), dtype=torch.double)
-    samples = 0
+    loss_sum, correct, samples = Tally.zero(_device_of(model))
     for inputs, targets in batches:
         outputs = model(inputs)
-        if loss is None:
-            loss = loss_for(outputs)
-        loss_sum = loss_sum.to(outputs.device) + loss(outputs, targets, reduction="sum").double()
-        correct = correct.to(outputs.device) + (outputs.argmax(1) == targets).sum()
+        loss_sum.add_(loss(outputs, targets), alpha=len(targets))
+        correct.add_((outputs.argmax(1) == targets).sum())
         samples += len(targets)
     return Tally(loss_sum, correct, samples)
 
 
 test.__test__ = False  # type: ignore[attr-defined]  # pytest: this is not one of your tests
+
+
+@torch.no_grad()
+def check_outputs(model: nn.Module, inputs: Tensor) -> int:
+    """The number of classes that `model` tells apart, found out on a few `inputs` in evaluation mode.
+
+    Raises ExperimentError where it does not return [batch, classes], and for probabilities, on which the loss would
+    train something else without a word.
+    """
+    was_training = model.training
+    model.eval()
+    outputs = model(inputs)
+    model.train(was_training)
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(inputs):
+        shown = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ExperimentError(f"must return a tensor [batch, classes], for {len(inputs)} inputs not {shown}")
+    sums = outputs.double().cpu().sum(1)
+    if bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+        raise ExperimentError("returns probabilities; must return logits or log-probabilities (no softmax at the end)")
+    return outputs.shape[1]
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import enum
 import os
+import random
 import signal
 import sys
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+import fedsim
 from fedsim.data import TensorData, load_dataset
 
 TINY_TRAIN, TINY_TEST = 203, 90
+
+
+class Level(enum.Enum):
+    LOW = "low"
+    HIGH = "high"
+
+
+def times(value, *, factor: float = 1.0):
+    return value * factor
+
+
+def misplaced(value, factor=2.0):
+    return value * factor
+
+
+def typed(value, *, sizes: tuple[int, ...], folder: Path, level: Level):
+    return sizes, folder, level
+
+
+def sized(*, hidden: tuple[int, ...] = (16,), scale: float | None = 2.0) -> nn.Module:
+    """A model whose parameters TOML has no types for."""
+    widths = [784, *hidden, 10]
+    return nn.Sequential(nn.Flatten(), *(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
 def tiny(root, *, train: int = TINY_TRAIN):
@@ -78,6 +106,121 @@ class Frozen(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.linear(images.flatten(1))
+
+
+class Stateful(nn.Module):
+    """Keeps state that no row holds, of every sort: a worker must not find in it what another has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(784, 10)
+        self.calls, self.seen = 0, []
+        self.register_buffer("ema", torch.zeros(784), persistent=False)
+        features = torch.tensor(np.random.randn(784, 10) / 28, dtype=torch.float32)
+        self.features = nn.Parameter(features, requires_grad=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        if self.training:
+            self.calls += 1
+            self.seen.append(len(flat))
+            self.ema.mul_(0.9).add_(flat.mean(0), alpha=0.1)
+        noise = np.random.rand() + random.random() if self.training else 0.0
+        scale = 1 + 0.1 * self.calls + 0.01 * len(self.seen)
+        return self.linear(flat - self.ema) / scale + noise * (flat @ self.features)
+
+
+class Tied(nn.Module):
+    """Shared parameters, and ones that are never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(784, 10)
+        self.square, self.unused = nn.Linear(10, 10), nn.Linear(3, 3)
+        self.again = self.square
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.again(self.square(self.first(images.flatten(1))).tanh())
+
+
+class LetsGo(nn.Module):
+    """Replaces the data of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(784, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clamp(-1, 1)
+        return self.linear(images.flatten(1))
+
+
+class MovesFrozen(nn.Module):
+    """A momentum encoder: parameters without gradient that are moved by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.slow = nn.Linear(784, 10), nn.Linear(784, 10).requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.slow.weight.lerp_(self.linear.weight, 0.5)
+        return self.linear(images.flatten(1)) + self.slow(images.flatten(1))
+
+
+class WithExtraState(nn.Sequential):
+    """Puts more than tensors into its state."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(784, 10))
+
+    def get_extra_state(self):
+        return {"version": 2}
+
+    def set_extra_state(self, state) -> None:
+        pass
+
+
+class Lazy(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.LazyLinear(10))
+
+
+class Embedded(nn.Module):
+    """Takes token numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(50, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.linear(self.embedding(tokens).mean(1))
+
+
+def tokens(root):
+    samples = [(torch.arange(k, k + 7) % 50, k % 3) for k in range(60)]
+    return samples, samples
+
+
+def negative_labels(root):
+    inputs = torch.zeros(20, 1, 28, 28, dtype=torch.uint8)
+    return TensorData(inputs, torch.arange(20) % 10 - 1), TensorData(inputs, torch.arange(20) % 10)
+
+
+def no_test(root):
+    train, test = tiny(root)
+    return train, TensorData(test.inputs[:0], test.targets[:0])
+
+
+def int32_labels(root):
+    train, test = tiny(root)
+    return TensorData(train.inputs, train.targets.int()), test
+
+
+def refusing(updates: Tensor, *, f: int = 5) -> Tensor:
+    raise fedsim.ExperimentError(f"aggregate.f = {f}: needs more than {2 * f} workers, not {len(updates)}")
 
 
 class Fails(nn.Module):

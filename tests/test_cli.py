@@ -96,7 +96,7 @@ def test_a_taken_folder_is_refused(cli):
 
 
 def test_missing_data_is_exit_code_2(cli, data_root, monkeypatch):
-    from fedsim.data import vision
+    from fedsim import vision
 
     def fail(dataset, root):
         raise fedsim.DataError("the download failed")

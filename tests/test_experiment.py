@@ -56,7 +56,18 @@ def lines_of(tables):
         ({"local": {"batch_size": 0}}, "local.batch_size = 0: must be greater than 0"),
         ({"local": {"nesterov": True}}, "local.nesterov = true: needs local.momentum > 0"),
         ({"aggregate": {"weights": [1.0]}}, "aggregate.weights: must be 4 numbers"),
-        ({"aggregate": {"weights": [0.0] * 4}}, "aggregate.weights: must be 4 numbers, one per worker, not all zero"),
+        ({"aggregate": {"weights": [0.0] * 4}}, "aggregate.weights: so many are zero that"),
+        (
+            {"cohort": 2, "aggregate": {"weights": [0, 0, 1, 1]}},
+            "aggregate.weights: so many are zero that",
+        ),
+        ({"engine": "serial", "timeout": 5.0}, 'timeout = 5.0: the engine "serial" waits for nobody; leave it out'),
+        ({"engine": "tests.plugs:tiny"}, 'engine = "tests.plugs:tiny": cannot be imported: TypeError: takes (root)'),
+        ({"engine": "fedsim.errors:FedsimError"}, 'engine = "fedsim.errors:FedsimError": '),
+        (
+            {"model": {"name": "tests.plugs:sized", "scale": None}},
+            "model.scale = None: experiment files",
+        ),
         (
             {"aggregate": {"weights": "smaples"}},
             'aggregate.weights = "smaples": must be "uniform" or "samples" or a valid list',
@@ -126,6 +137,8 @@ def test_an_experiment_is_frozen_and_can_be_pickled():
     [
         {},
         {"local": {"steps": 3}, "cohort": 2, "processes": 2, "server": "momentum"},
+        {"model": {"name": "tests.plugs:sized", "hidden": (8, 4)}},
+        {"local": "sgd"},
         {"data": {"augment": ["flip", {"name": "shift", "pixels": 3}]}, "aggregate": {"weights": [1, 2, 3, 4]}},
     ],
 )

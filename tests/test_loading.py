@@ -130,6 +130,13 @@ def test_a_file_that_cannot_be_read_is_one_clear_line(tmp_path, content, message
         load_experiment(tmp_path)
 
 
+def test_parameters_that_toml_has_no_type_for_survive_it(file):
+    experiment = load_experiment(file, ["model=tests.plugs:sized", "model.hidden=[8, 4]"])
+    assert experiment.model.params["hidden"] == (8, 4)
+    file.write_text(to_toml(experiment))
+    assert load_experiment(file) == experiment
+
+
 def test_toml_and_back(file):
     experiment = load_experiment(file, ["data.augment=['flip']", "aggregate.weights='samples'"])
     again = file.with_name("again.toml")

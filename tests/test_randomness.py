@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
 
-from fedsim.randomness import draw_key, numpy_generator, sample_cohort, seed_layers, torch_generator
+from fedsim.randomness import (
+    draw_key,
+    numpy_generator,
+    random_state_kept,
+    sample_cohort,
+    seed_everything,
+    torch_generator,
+)
 
 
 def test_a_key_is_a_pure_function_of_all_its_arguments():
@@ -34,14 +43,31 @@ def test_generators_repeat_and_do_not_touch_global_state():
     assert np.array_equal(before_numpy, np.random.get_state()[1])
 
 
-def test_seeding_layers_repeats_dropout():
-    masks = []
-    with torch.random.fork_rng():
+def test_seeding_repeats_whatever_a_model_may_draw_from():
+    draws = []
+    with random_state_kept(torch.device("cpu")):
         for worker in (3, 3, 4):
-            seed_layers(torch.device("cpu"), 0, 1, worker)
-            masks.append(torch.nn.functional.dropout(torch.ones(100)))
-    assert torch.equal(masks[0], masks[1])
-    assert not torch.equal(masks[0], masks[2])
+            seed_everything(torch.device("cpu"), 0, "layers", 1, worker)
+            mask = torch.nn.functional.dropout(torch.ones(100))
+            draws.append([*mask.tolist(), np.random.rand(), random.random()])
+    assert draws[0] == draws[1]
+    assert not {*draws[0][-2:]} & {*draws[2][-2:]}
+    assert draws[0][:100] != draws[2][:100]
+
+
+def test_the_global_random_state_is_put_back_even_after_an_error():
+    def states():
+        return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+    def draw_and_fail():
+        with random_state_kept(torch.device("cpu")):
+            seed_everything(torch.device("cpu"), 5, "x")
+            raise ZeroDivisionError
+
+    before = states()
+    with pytest.raises(ZeroDivisionError):
+        draw_and_fail()
+    assert states() == before
 
 
 @pytest.mark.parametrize(("n", "size"), [(10, 3), (10, 10), (1, 1), (1_000_000, 5)])

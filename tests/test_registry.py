@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -9,6 +10,7 @@ from pydantic import Field
 
 from fedsim.errors import ExperimentError
 from fedsim.registry import Registry
+from tests import plugs
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Settings:
 
 @pytest.fixture
 def registry():
-    registry = Registry("gadget", given=True)
+    registry = Registry("gadget", given=("value",))
 
     @registry("double")
     def double(value, *, times: Annotated[int, Field(ge=1)], loud: bool = False):
@@ -44,7 +46,7 @@ def test_the_summary_is_the_first_line(registry):
 
 
 def test_the_decorator_returns_the_function_unchanged():
-    registry = Registry("gadget", given=True)
+    registry = Registry("gadget", given=("value",))
 
     def plain(value): ...
 
@@ -52,8 +54,8 @@ def test_the_decorator_returns_the_function_unchanged():
 
 
 def test_an_unknown_name_names_the_nearest():
-    registry = Registry("gadget", given=True)
-    registry("krum")(lambda x: x)
+    registry = Registry("gadget", given=("value",))
+    registry("krum")(lambda value: value)
     with pytest.raises(ExperimentError, match=r'aggregate.rule = "krumm": no such gadget; did you mean "krum"\?'):
         registry.get("krumm", "aggregate.rule")
 
@@ -81,15 +83,31 @@ def test_all_problems_are_told_at_once(registry):
 
 
 def test_a_dataclass_becomes_an_instance_and_every_field_is_configuration():
-    registry = Registry("settings", given=False)
+    registry = Registry("settings")
     registry("s")(Settings)
     assert registry.get("s").bind(registry.get("s").check({"rate": 0.5})) == Settings(0.5)
 
 
 def test_a_name_with_a_colon_imports(registry):
-    plug = registry.get("tests.plugs:clipped_mean")
-    assert plug.check({"c": 2.0}) == {"c": 2.0}
-    assert pickle.loads(pickle.dumps(plug.bind({"c": 2.0}))).keywords == {"c": 2.0}
+    plug = registry.get("tests.plugs:times")
+    assert plug.check({"factor": 2.0}) == {"factor": 2.0}
+    assert pickle.loads(pickle.dumps(plug.bind({"factor": 2.0})))(3) == 6
+
+
+def test_what_is_given_by_position_has_its_names(registry):
+    with pytest.raises(
+        ExperimentError, match=r"takes \(value, factor\) by position, but what is given .* is \(value\)"
+    ):
+        registry.get("tests.plugs:misplaced", "x")
+
+
+def test_parameters_that_toml_has_no_type_for_are_given_as_json_gives_them(registry):
+    plug = registry.get("tests.plugs:typed")
+    checked = plug.check({"sizes": [1, 2], "folder": "a/b", "level": "high"})
+    assert checked == {"sizes": (1, 2), "folder": Path("a/b"), "level": plugs.Level.HIGH}
+    assert plug.check(checked) == checked
+    with pytest.raises(ExperimentError, match="x.sizes"):
+        plug.check({"sizes": "12", "folder": "a", "level": "high"}, "x")
 
 
 @pytest.mark.parametrize(

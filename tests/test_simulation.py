@@ -175,10 +175,22 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
     ("change", "message"),
     [
         ({"workers": 204}, "workers = 204: must be between 1 and the number of samples, 203"),
-        ({"model": "tests.plugs:Probabilities"}, "the model returns probabilities"),
+        ({"model": "tests.plugs:Probabilities"}, 'model.name = "tests.plugs:Probabilities": returns probabilities'),
         ({"model": "tests.plugs:Frozen"}, "has no trainable parameters"),
-        ({"data": "tests.plugs:colour", "model": "net"}, r"model: does not work on inputs of shape \(8, 3, 28, 28\)"),
-        ({"data": "tests.plugs:many_classes"}, "model: tells 10 classes apart, but the labels go up to 19"),
+        ({"model": "tests.plugs:Lazy"}, r'model.name = "tests.plugs:Lazy": cannot be made'),
+        ({"model": "tests.plugs:LetsGo"}, "model: replaces the data of linear.weight as it trains"),
+        ({"model": "tests.plugs:MovesFrozen"}, "model: changes slow.weight as it trains, a parameter without gradient"),
+        ({"aggregate": "tests.plugs:refusing"}, "^aggregate.f = 5: needs more than 10 workers, not 3$"),
+        (
+            {"engine": "spawn", "aggregate": "tests.plugs:refusing"},
+            "^aggregate.f = 5: needs more than 10 workers, not 3$",
+        ),
+        ({"aggregate": "tests.plugs:misplaced"}, r"takes \(value, factor\) by position, but what is given"),
+        (
+            {"data": "tests.plugs:colour", "model": "net"},
+            r'model.name = "net": does not work on inputs of shape \(8, 3, 28, 28\)',
+        ),
+        ({"data": "tests.plugs:many_classes"}, "tells 10 classes apart, but the labels go up to 19"),
         ({"model": {"name": "tests.plugs:Fails", "how": 3}}, "model.how = 3: must be a valid string"),
         ({"partition": "tests.plugs:lossy"}, "must give each of 203 samples to exactly one worker"),
         ({"device": "cuda:99"}, "device"),
@@ -187,6 +199,48 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
 def test_what_cannot_run_is_one_clear_error(tiny_experiment, change, message):
     with pytest.raises(fedsim.ExperimentError, match=message):
         fedsim.run({**tiny_experiment, "workers": 3, **change})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("tests.plugs:negative_labels", "has a negative training label, -1"),
+        ("tests.plugs:no_test", "has no test samples"),
+        ("tests.plugs:int32_labels", "targets must be int64"),
+    ],
+)
+def test_data_that_is_no_data_set_is_one_clear_error(tiny_experiment, data, message):
+    with pytest.raises(fedsim.DataError, match=f'data.dataset = "{data}": .*{message}'):
+        fedsim.run({**tiny_experiment, "data": data})
+
+
+def test_a_model_may_have_state_that_is_no_tensor(tiny_experiment, tmp_path):
+    result = fedsim.run({**tiny_experiment, "model": "tests.plugs:WithExtraState"}, tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    assert result.model.get_extra_state() == {"version": 2}
+
+
+def test_workers_find_nothing_of_each_other_in_the_module(tiny_experiment):
+    """With a weight for the last worker alone, nothing that the others do may show."""
+    tables = {
+        **tiny_experiment,
+        "aggregate": {"weights": [0.0, 0.0, 1.0]},
+        "rounds": 2,
+        "model": "tests.plugs:Stateful",
+    }
+    for sync in ("parameters", "gradients"):
+        rows = [
+            fedsim.run(
+                {**tables, "sync": sync, "partition": {"strategy": "tests.plugs:same_last", "first": first}}
+            ).global_row
+            for first in (10, 140)
+        ]
+        assert torch.equal(*rows)
+
+
+def test_a_worker_of_weight_zero_does_not_count_even_when_it_diverges():
+    updates = torch.tensor([[1.0, 2.0], [float("nan"), float("-inf")], [3.0, 4.0]])
+    assert fedsim.aggregate(updates, [1.0, 0.0, 1.0]).tolist() == [2.0, 3.0]
 
 
 def test_an_experiment_comes_as_tables_file_or_object(tiny_experiment, tmp_path):

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fedsim
 from fedsim.models import Net, logistic, two_nn
-from fedsim.training import loss_for
+from fedsim.training import DEFAULT_LOSS, check_outputs
 from tests.plugs import Normalised
 
 
@@ -18,21 +18,50 @@ def batches():
     return [(torch.randn(n, 1, 28, 28), torch.randint(0, 10, (n,))) for n in (8, 8, 3)]
 
 
-def test_log_probabilities_get_nll_and_logits_cross_entropy():
-    logits = torch.randn(6, 10)
-    assert loss_for(logits) is F.cross_entropy
-    assert loss_for(logits.log_softmax(1)) is F.nll_loss
-    assert loss_for(torch.zeros(6, 10)) is F.cross_entropy
+def test_the_default_loss_is_nll_on_log_probabilities_and_cross_entropy_on_logits_gradients_included():
+    logits = torch.randn(6, 10, dtype=torch.double, requires_grad=True)
+    targets = torch.arange(6)
+    for outputs, loss in ((logits, F.cross_entropy), (logits.log_softmax(1), F.nll_loss)):
+        ours, theirs = DEFAULT_LOSS(outputs, targets), loss(outputs, targets)
+        gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (ours, theirs)]
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-14)
+        assert torch.allclose(*gradients, rtol=0, atol=1e-14)
 
 
-def test_probabilities_are_refused():
-    with pytest.raises(ValueError, match="returns probabilities"):
-        loss_for(torch.randn(6, 10).softmax(1))
+def test_logits_that_look_like_log_probabilities_at_the_start_are_trained_as_logits():
+    """A last layer of zeros with the log of the class prior for its bias."""
+    model = logistic()
+    torch.nn.init.constant_(model[1].bias, -2.302585)
+    batches = [(torch.randn(50, 784), torch.randint(0, 10, (50,)))] * 20
+    losses = [fedsim.train_epoch(model, batches, torch.optim.SGD(model.parameters(), lr=1.0)).loss for _ in range(3)]
+    assert min(losses) > 0
 
 
-def test_anything_but_classes_is_refused():
-    with pytest.raises(ValueError, match=r"\[batch, classes\]"):
-        loss_for(torch.randn(6))
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (torch.nn.Softmax(dim=1), "returns probabilities"),
+        (torch.nn.Identity(), None),
+        (torch.nn.LogSoftmax(dim=1), None),
+        (torch.nn.Flatten(0), "must return a tensor"),
+        (torch.nn.LSTM(10, 3), "not tuple"),
+    ],
+    ids=["probabilities", "logits", "log-probabilities", "flat", "tuple"],
+)
+def test_outputs_that_no_classifier_returns_are_refused(model, message):
+    if message is None:
+        assert check_outputs(model, torch.randn(6, 10)) == 10
+    else:
+        with pytest.raises(fedsim.ExperimentError, match=message):
+            check_outputs(model, torch.randn(6, 10))
+
+
+def test_trying_a_model_out_changes_nothing_of_it():
+    model = Normalised()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    check_outputs(model, torch.randn(6, 1, 28, 28))
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("factory", [lambda: Net(dropout=0.0), two_nn])
@@ -60,15 +89,6 @@ def test_train_epoch_takes_a_data_loader():
     model = two_nn()
     tally = fedsim.train_epoch(model, DataLoader(data, batch_size=6), torch.optim.Adam(model.parameters()))
     assert tally.samples == 20
-
-
-def test_finding_out_the_loss_changes_no_buffer(batches):
-    model, reference = Normalised(), Normalised()
-    reference.load_state_dict(model.state_dict())
-    fedsim.train_epoch(model, batches, torch.optim.SGD(model.parameters(), lr=0.0))
-    fedsim.train_epoch(reference, batches, torch.optim.SGD(reference.parameters(), lr=0.0), F.cross_entropy)
-    for a, b in zip(model.buffers(), reference.buffers(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_test_gives_the_mean_loss_and_the_fraction_of_hits(batches):
@@ -100,3 +120,4 @@ def test_a_custom_loss_is_used(batches):
         model, batches, torch.optim.SGD(model.parameters(), lr=0.0), loss=lambda out, y: out.sum() * 0 + 2.0
     )
     assert tally.loss == pytest.approx(2.0)
+    assert fedsim.test(model, batches, nn.CrossEntropyLoss()).loss == pytest.approx(fedsim.test(model, batches).loss)

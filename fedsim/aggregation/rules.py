@@ -1,7 +1,7 @@
 """Aggregation rules: many rows in, one row out.
 
 A rule is a pure function `(updates [n, d], weights [n], *, parameters) -> [d]` that leaves its inputs unchanged and
-keeps their dtype and device. Its positional parameters say what it takes:
+keeps their dtype and device. Its positional parameters, which have these names, say what it takes:
 
     def median(updates, *, ...)            a rule without a weighted form: weights are an error
     def mean(updates, weights=None, ...)   weights are optional
@@ -13,7 +13,6 @@ Such rules run on blocks of columns, several processes at a time.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import ExperimentError
-from fedsim.registry import Plug, Registry
+from fedsim.registry import Plug, Registry, positional_parameters
 
 BLOCK = 16_384  # columns at least: in smaller blocks the calls cost more than the arithmetic
 BLOCKS = 64  # at most, so that the number of calls stays small however long a row is
@@ -42,7 +41,7 @@ class RuleRegistry(Registry):
         return mark
 
 
-rule = RuleRegistry("aggregation rule", given=True)
+rule = RuleRegistry("aggregation rule", given=("updates", "weights"))
 
 
 @rule("mean", columnwise=True)
@@ -59,7 +58,9 @@ def weighted_mean(updates: Tensor, weights: Tensor) -> Tensor:
     """
     total = weights.sum()
     if total <= 0:
-        raise ValueError("weighted_mean: all weights are zero")
+        raise ExperimentError("aggregate.weights: all weights of this cohort are zero")
+    if (weights == 0).any():  # such a row does not count even where it is not finite
+        updates, weights = updates[weights > 0], weights[weights > 0]
     return (weights / total).to(updates.dtype) @ updates
 
 
@@ -81,17 +82,12 @@ class BoundRule:
 
 def bind_rule(plug: Plug, params: dict[str, Any]) -> BoundRule:
     """The rule `plug` with checked `params`, ready to be called and to be pickled to other processes."""
-    positional = [
-        parameter
-        for parameter in inspect.signature(plug.target).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    takes_weights = len(positional) > 1
+    weights = positional_parameters(plug.target).get("weights")
     return BoundRule(
         function=plug.bind(params),
         name=plug.name,
-        takes_weights=takes_weights,
-        needs_weights=takes_weights and positional[1].default is inspect.Parameter.empty,
+        takes_weights=weights is not None,
+        needs_weights=weights is not None and weights.default is weights.empty,
         columnwise=getattr(plug.target, "columnwise", False),
     )
 

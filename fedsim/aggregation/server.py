@@ -16,7 +16,7 @@ from torch import Tensor
 from fedsim.local import NonNegative, State
 from fedsim.registry import Registry
 
-server_optimizer = Registry("server optimizer", given=False)
+server_optimizer = Registry("server optimizer")
 
 
 class ServerStep(Protocol):

@@ -1,7 +1,7 @@
 """MNIST's IDX files, where torchvision puts them.
 
 Reading them here spares every run the import of torchvision, which takes longer than reading the data; torchvision
-is asked only to download what is missing (see `fedsim.data.vision`).
+is asked only to download what is missing (see `fedsim.vision`).
 """
 
 from __future__ import annotations

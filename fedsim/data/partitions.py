@@ -15,7 +15,7 @@ from fedsim.errors import ExperimentError
 from fedsim.randomness import numpy_generator
 from fedsim.registry import Registry
 
-partition_strategy = Registry("partition strategy", given=True)
+partition_strategy = Registry("partition strategy", given=("labels", "n_workers", "rng"))
 
 
 @partition_strategy("contiguous")

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedsim.data import idx, vision
+from fedsim import vision
+from fedsim.data import idx
 from fedsim.data.tensors import TensorData, as_tensor_data
-from fedsim.errors import DataError
+from fedsim.errors import DataError, FedsimError, one_line, show
 from fedsim.registry import Registry
 
-dataset = Registry("data set", given=True)
+dataset = Registry("data set", given=("root",))
 
 MNIST_MEAN, MNIST_STD = (0.1307,), (0.3081,)
 FASHION_MNIST_MEAN, FASHION_MNIST_STD = (0.2860,), (0.3530,)
@@ -40,12 +41,23 @@ def default_root() -> Path:
 def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tuple[TensorData, TensorData]:
     """The training and test samples of the data set called `name`.
 
-    Raises DataError where its files can be neither found nor downloaded.
+    Raises DataError where its files can be neither found nor downloaded, or where it is not what a data set should be.
     """
     plug = dataset.get(name, "data.dataset")
     params = plug.check(params, "data", beside=["dataset", "root"])
-    train, test = plug.target(Path(root).expanduser() if root else default_root(), **params)
-    return as_tensor_data(train), as_tensor_data(test)
+    try:
+        train, test = plug.target(Path(root).expanduser() if root else default_root(), **params)
+        train, test = as_tensor_data(train), as_tensor_data(test)
+    except FedsimError:
+        raise
+    except Exception as error:
+        raise DataError(f"data.dataset = {show(name)}: {one_line(error)}") from error
+    for part, data in (("training", train), ("test", test)):
+        if not len(data):
+            raise DataError(f"data.dataset = {show(name)}: has no {part} samples")
+        if int(data.targets.min()) < 0:
+            raise DataError(f"data.dataset = {show(name)}: has a negative {part} label, {int(data.targets.min())}")
+    return train, test
 
 
 @dataset("mnist5k")

@@ -19,7 +19,7 @@ class TensorData(Dataset):
         inputs: [n, ...]; images are [n, channels, height, width].
         targets: [n], int64 class labels.
         scale, shift: inputs are handed out as `input * scale + shift`; scalars or one value per channel.
-        dtype: floating dtype of the inputs that are handed out.
+        dtype: of the inputs that are handed out.
     """
 
     inputs: Tensor
@@ -31,6 +31,8 @@ class TensorData(Dataset):
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
             raise ValueError(f"{len(self.inputs)} inputs have {len(self.targets)} targets")
+        if self.targets.dtype != torch.long or self.targets.ndim != 1:
+            raise ValueError(f"targets must be int64 [n], not {self.targets.dtype} {list(self.targets.shape)}")
 
     @classmethod
     def of_images(cls, images: Tensor, targets: Tensor, mean: Sequence[float], std: Sequence[float]) -> TensorData:
@@ -76,7 +78,8 @@ class TensorData(Dataset):
         return inputs.add_(self.shift) if self.shift else inputs
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
-        """The same data on `device`, handing out inputs of `dtype`."""
+        """The same data on `device`, handing out floating inputs as `dtype` (token numbers stay what they are)."""
+        dtype = dtype if self.dtype.is_floating_point else self.dtype
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device), dtype=dtype)
 
     @property
@@ -88,15 +91,17 @@ class TensorData(Dataset):
 def as_tensor_data(data: Any) -> TensorData:
     """Any map-style data set of (input, class) samples as tensors, read once, in order.
 
-    Inputs may be tensors, arrays, numbers or (PIL) images; all must have one shape. Images become uint8
-    [channels, height, width] and are handed out divided by 255, as torchvision's ToTensor does.
+    Inputs may be tensors, arrays, numbers or (PIL) images; all must have one shape. uint8 inputs, as images are, are
+    handed out divided by 255, as torchvision's ToTensor does; other integers (tokens) as they are.
     """
     if isinstance(data, TensorData):
         return data
     samples = [data[index] for index in range(len(data))]
     inputs = torch.stack([_as_tensor(sample[0]) for sample in samples])
     targets = torch.tensor([int(sample[1]) for sample in samples])
-    return TensorData(inputs, targets, scale=1.0 if inputs.is_floating_point() else 1 / 255)
+    if inputs.dtype == torch.uint8:
+        return TensorData(inputs, targets, scale=1 / 255)
+    return TensorData(inputs, targets, dtype=torch.float32 if inputs.is_floating_point() else inputs.dtype)
 
 
 def _as_tensor(value: Any) -> Tensor:

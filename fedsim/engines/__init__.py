@@ -6,7 +6,7 @@ from fedsim.engines.serial import SerialEngine
 from fedsim.engines.spawn import SpawnEngine
 from fedsim.registry import Registry
 
-engine = Registry("engine", given=True)
+engine = Registry("engine", given=("processes", "threads", "timeout"))
 engine("serial")(SerialEngine)
 engine("spawn")(SpawnEngine)
 

@@ -48,8 +48,10 @@ class Board:
         self._cells[LINE * index + place] = value
 
     def beat(self, index: int) -> None:
-        """A sign of life of process `index`; called by itself alone."""
+        """A sign of life of process `index`; called by itself alone. Raises AbortedError when work is called off."""
         self._cells[LINE * index + BEATS] += 1
+        if self.aborted:
+            raise AbortedError("called off")
 
     def abort(self) -> None:
         """Make everybody who waits, now or later, raise AbortedError."""
@@ -58,6 +60,25 @@ class Board:
     @property
     def aborted(self) -> bool:
         return bool(self._cells[LINE * self.count])
+
+
+class Silence:
+    """How long a process has given no sign of life, as far as somebody was there to look.
+
+    Time between two looks counts for a second at most: a program that was suspended has not been looking, and its
+    peers were suspended with it.
+    """
+
+    def __init__(self, board: Board, index: int) -> None:
+        self._board, self._index = board, index
+        self._beats, self._looked, self._seconds = board.read(index, BEATS), time.monotonic(), 0.0
+
+    def seconds(self) -> float:
+        """Look, and say."""
+        now, beats = time.monotonic(), self._board.read(self._index, BEATS)
+        self._seconds = self._seconds + min(1.0, now - self._looked) if beats == self._beats else 0.0
+        self._beats, self._looked = beats, now
+        return self._seconds
 
 
 class Barrier:
@@ -92,7 +113,7 @@ class Barrier:
         for _ in range(SPINS):
             if board.read(peer, ARRIVALS) >= goal:
                 return
-        looks, beats, last_sign = 0, board.read(peer, BEATS), time.monotonic()
+        looks, silence = 0, Silence(board, peer)
         while board.read(peer, ARRIVALS) < goal:
             if board.aborted:
                 raise AbortedError("called off")
@@ -101,9 +122,7 @@ class Barrier:
                 _yield_processor()
                 continue
             time.sleep(SLEEP)
-            if board.read(peer, BEATS) != beats:
-                beats, last_sign = board.read(peer, BEATS), time.monotonic()
-            elif time.monotonic() - last_sign > self._timeout:
+            if silence.seconds() > self._timeout:
                 raise DeadlineError(f"process {peer} has not come and has made no step for {self._timeout:g} s")
 
     def _fence(self) -> None:

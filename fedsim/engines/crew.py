@@ -8,6 +8,7 @@ large lies in shared memory. The processes among themselves meet at a Barrier.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -17,17 +18,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import multiprocessing
 
-from fedsim.engines.barrier import ARRIVALS, BEATS, ROUND, WORKER, AbortedError, Barrier, Board
-from fedsim.errors import FedsimError, WorkerError
+from fedsim.engines.barrier import ARRIVALS, ROUND, WORKER, AbortedError, Barrier, Board, Silence
+from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line
 
 START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and report for work
 GRACE = 2.0  # seconds for a process to go by itself before it is killed
 NOBODY = -1
+DISMISSED = b""  # in place of a pickled call
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Seat:
     def alone(cls) -> Seat:
         """The seat of a process that works without peers."""
         board = Board(1)
+        board.write(0, WORKER, NOBODY)
         return cls(0, 1, board, Barrier(board, 0, timeout=0.0))
 
     def beat(self) -> None:
@@ -88,26 +93,31 @@ class Crew:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._ready = False
-        with _interrupts_ignored():  # children inherit that: Ctrl-C is the parent's business
-            for index in range(count):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve,
-                    args=(index, self._board, theirs, threads, timeout),
-                    name=f"fedsim-{index}",
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                self._pipes.append(ours)
-                self._processes.append(process)
+        try:
+            with _interrupts_ignored():  # children inherit that: Ctrl-C is the parent's business
+                for index in range(count):
+                    self._start(context, index, threads)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, context: Any, index: int, threads: int) -> None:
+        ours, theirs = context.Pipe()
+        self._pipes.append(ours)
+        with theirs:
+            arguments = (index, self._board, theirs, threads, self._timeout)
+            process = context.Process(target=_serve, args=arguments, name=f"fedsim-{index}", daemon=True)
+            process.start()
+        self._processes.append(process)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run `function(seat, *arguments)` in every process; the results in order of the processes.
 
         `function` must be importable, `arguments` and results picklable (tensors travel by handle).
-        Raises WorkerError if any process fails, and closes the crew.
+        Raises WorkerError if any process fails, or the ExperimentError that one raised, and closes the crew.
         """
+        if not self.at_work:
+            raise WorkerError("the crew has been dismissed")
         try:
             if not self._ready:
                 self._collect(START_TIMEOUT)  # each process reports for work once
@@ -120,39 +130,44 @@ class Crew:
                     raise self._death(index) from None
             return self._collect(self._timeout)
         except BaseException:
-            self.close(at_once=True)
+            self.close()
             raise
 
-    def close(self, *, at_once: bool = False) -> None:
-        """Dismiss the processes and wait until they are gone; those that do not go are killed."""
+    @property
+    def at_work(self) -> bool:
+        """Whether it has not been dismissed, nor ended by a failure."""
+        return bool(self._processes)
+
+    def close(self) -> None:
+        """Dismiss the processes and wait until they are gone.
+
+        One that works stops at its next step; one that does not go in time is killed.
+        """
         self._board.abort()
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if at_once:
-                process.terminate()
-            else:
+        with _interrupts_ignored():  # half closed would be worse than late
+            for pipe in self._pipes:
                 with contextlib.suppress(OSError):
-                    pipe.send(None)
-        deadline = time.monotonic() + GRACE
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
+                    pipe.send_bytes(DISMISSED)
+            deadline = time.monotonic() + (GRACE if self._ready else 0.0)
+            while self._processes:
+                process = self._processes.pop()
+                process.join(max(0.0, deadline - time.monotonic()))
                 process.kill()
                 process.join()
-            process.close()
-        for pipe in self._pipes:
-            pipe.close()
-        self._pipes, self._processes = [], []
+                process.close()
+            while self._pipes:
+                self._pipes.pop().close()
 
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(at_once=kind is not None)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _collect(self, timeout: float) -> list[Any]:
         """One answer from every process."""
         answers: dict[int, Any] = {}
-        watch = _LifeSigns(self._board, timeout)
+        silences = [Silence(self._board, index) for index in range(self.count)]
         while len(answers) < self.count:
             pending = [index for index in range(self.count) if index not in answers]
             pipes = {self._pipes[index]: index for index in pending}
@@ -166,12 +181,9 @@ class Crew:
                 # A process whose answer is still in its pipe is asked once more; dead without an answer it has failed.
                 if index is not None and (index in answers or not self._pipes[index].poll()):
                     raise self._death(index)
-            silent = watch.silent([index for index in pending if index not in answers])
-            if silent is not None:
-                raise WorkerError(
-                    f"process {silent} has given no sign of life for {timeout:g} s "
-                    f"({whereabouts(self._board, silent)}); a step that takes longer needs a larger `timeout`"
-                )
+            waiting_for = [index for index in pending if index not in answers]
+            if waiting_for and min(silences[index].seconds() for index in waiting_for) > timeout:
+                raise self._silence(waiting_for, timeout)
         return [answers[index] for index in range(self.count)]
 
     def _receive(self, index: int) -> Any:
@@ -183,8 +195,18 @@ class Crew:
             return content
         if kind == "aborted":  # a peer has failed; its own message, or its sentinel, says how
             return None
+        if kind == "refused":
+            raise ExperimentError(*content)
         summary, trace = content
         raise WorkerError(f"{whereabouts(self._board, index)} failed (process {index}): {summary}\n{trace}")
+
+    def _silence(self, pending: list[int], timeout: float) -> WorkerError:
+        """All of `pending` are silent, and wait for the one that has come least far at the barrier."""
+        index = min(pending, key=lambda each: self._board.read(each, ARRIVALS))
+        return WorkerError(
+            f"process {index} has given no sign of life for {timeout:g} s ({whereabouts(self._board, index)}); "
+            "a step that takes longer needs a larger `timeout`"
+        )
 
     def _death(self, index: int) -> WorkerError:
         process = self._processes[index]
@@ -202,57 +224,49 @@ class Crew:
         return WorkerError(f"process {index}, working on {whereabouts(self._board, index)}, {how}{hint}")
 
 
-class _LifeSigns:
-    """Watches the beats of processes that still owe an answer."""
-
-    def __init__(self, board: Board, timeout: float) -> None:
-        self._board, self._timeout = board, timeout
-        self._seen: dict[int, tuple[int, float]] = {}
-
-    def silent(self, pending: list[int]) -> int | None:
-        """Whom the others wait for, if NONE of `pending` has given a sign of life for the timeout."""
-        now = time.monotonic()
-        for index in pending:
-            beats = self._board.read(index, BEATS)
-            if index not in self._seen or self._seen[index][0] != beats:
-                self._seen[index] = beats, now
-        if pending and all(now - self._seen[index][1] > self._timeout for index in pending):
-            return min(pending, key=lambda index: self._board.read(index, ARRIVALS))
-        return None
-
-
 def _serve(index: int, board: Board, pipe: Connection, threads: int, timeout: float) -> None:
     """The life of one process of a crew."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    _go_with_parent()
     torch.set_num_threads(threads)
     board.write(index, WORKER, NOBODY)
     seat = Seat(index, board.count, board, Barrier(board, index, timeout + GRACE))  # the parent speaks up first
     pipe.send(("result", None))  # reports for work
-    while (message := pipe.recv()) is not None:
-        function, arguments = message
-        del message
-        pipe.send(_answer(seat, function, arguments))
-        del function, arguments
+    with contextlib.suppress(EOFError, OSError):  # of the pipe: the parent is gone
+        while (message := pipe.recv_bytes()) != DISMISSED:
+            pipe.send(_answer(seat, message))
     seat.belongings.clear()
 
 
-def _answer(seat: Seat, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
+def _answer(seat: Seat, message: bytes) -> tuple[str, Any]:
+    """Carry out a call, and say what came of it."""
     try:
-        return "result", function(seat, *arguments)
+        function, arguments = ForkingPickler.loads(message)
+        result = function(seat, *arguments)
+        ForkingPickler.dumps(result)  # what cannot be sent is this call's failure too
+        return "result", result
     except AbortedError:
         return "aborted", None
+    except ExperimentError as error:
+        return "refused", error.lines
     except Exception as error:
-        summary = str(error) if isinstance(error, FedsimError) else f"{type(error).__name__}: {error}"
+        summary = str(error) if isinstance(error, FedsimError) else one_line(error)
         return "failed", (summary, traceback.format_exc())
 
 
-def _follow_parent() -> None:
-    """End this process when its parent is gone, whatever it is doing."""
+def _go_with_parent() -> None:
+    """Make this process end when its parent does, whatever it is doing."""
     parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    if parent is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # Linux: by the kernel, even if this process is stopped
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()  # elsewhere, or if it is gone already
+
+
+def _end_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 @contextlib.contextmanager

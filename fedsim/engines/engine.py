@@ -35,8 +35,8 @@ class Engine(ABC):
         """Call a method of every process's Station, and wait for all; raises WorkerError if one fails."""
 
     @abstractmethod
-    def close(self, *, at_once: bool = False) -> None:
-        """End the processes, if there are any; `at_once` when their work does not matter any more."""
+    def close(self) -> None:
+        """End the processes, if there are any."""
 
     def pull_down(self, cohort: Sequence[int]) -> None:
         """Every member of the cohort gets the global model."""
@@ -68,5 +68,5 @@ class Engine(ABC):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(at_once=kind is not None)
+    def __exit__(self, *_: object) -> None:
+        self.close()

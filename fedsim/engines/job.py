@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -12,19 +12,16 @@ from torch import Tensor, nn
 
 from fedsim.aggregation import BoundRule, ServerStep
 from fedsim.data import TensorData
-from fedsim.devices import require_shared_memory
-from fedsim.errors import ExperimentError
+from fedsim.devices import require_shared_memory, wide_dtype
 from fedsim.local import Solver, State
-from fedsim.randomness import draw_key
+from fedsim.randomness import random_state_kept, seed_everything
 from fedsim.rows import Layout, new_rows
-from fedsim.training import Loss, loss_for, probe_outputs
 
 BufferPolicy = Literal["average", "local", "server", "error"]
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
 TEST_BATCH_ON_CPU = 250  # faster than 1,000 on a CPU, where it stays in cache
 TEST_BATCH_ON_CARD = 2_000
-PROBE_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,8 @@ class Task:
 
     def new_module(self) -> nn.Module:
         """The model at its start, the same in every process; the global random state is left as it was."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(draw_key(self.seed, "model"))
+        with random_state_kept(torch.device("cpu")):
+            seed_everything(torch.device("cpu"), self.seed, "model")
             return self.model().to(self.device, self.dtype)
 
 
@@ -100,7 +97,6 @@ class Memory:
         state: what the server optimizer (or, with sync = "gradients", the solver) keeps, tensors [d].
         train_loss: mean training loss of each member of the cohort, float64 [cohort], on the host.
         test_sums: sum of losses and count of correct answers per test batch, float64 [batches, 2], on the host.
-        loss: the loss that fits the model.
     """
 
     train: TensorData
@@ -115,7 +111,6 @@ class Memory:
     state: State
     train_loss: Tensor
     test_sums: Tensor
-    loss: Loss = field(repr=False)
 
     @classmethod
     def allocate(
@@ -126,17 +121,15 @@ class Memory:
         test: TensorData,
         shards: list[np.ndarray],
     ) -> Memory:
-        """Room for a cohort, with the global row at the model's start.
-
-        Raises ExperimentError where the model does not fit the data.
-        """
+        """Room for a cohort, with the global row at the model's start."""
         module = task.new_module()
         layout = Layout.of(module)
         train, test = train.to(task.device, task.dtype), test.to(task.device, task.dtype)
         global_row = new_rows(1, layout.d, task.dtype, task.device)[0]
         global_row.copy_(layout.read(module))
-        global_buffers = layout.read_buffers(module).to(task.device)
-        n_buffer_values = layout.n_buffer_values
+        wide = wide_dtype(task.device)
+        global_buffers = torch.zeros(layout.n_buffer_values, dtype=wide, device=task.device)
+        layout.read_buffers(module, out=global_buffers)
         own = len(shards) if task.buffers == "local" else 0
         return cls(
             train=train,
@@ -146,12 +139,11 @@ class Memory:
             global_row=global_row,
             rows=new_rows(cohort, layout.d, task.dtype, task.device),
             global_buffers=global_buffers,
-            buffers=new_rows(cohort, n_buffer_values, torch.double, task.device),
+            buffers=new_rows(cohort, layout.n_buffer_values, wide, task.device),
             own_buffers=global_buffers.repeat(own, 1),
             state=task.stepper.start(global_row),
             train_loss=torch.zeros(cohort, dtype=torch.double),
             test_sums=torch.zeros(-(-len(test) // test_batch_size(task.device)), 2, dtype=torch.double),
-            loss=_fitting_loss(module, train),
         )
 
     def share(self) -> Memory:
@@ -167,31 +159,10 @@ class Memory:
             tensor.share_memory_()
         return self
 
-    @property
-    def message_bytes(self) -> int:
-        """Size of one model (or gradient) with its buffers, as a real network would carry it."""
-        return self.global_row.nbytes + self.global_buffers.numel() * self.global_row.element_size()
-
     def shard_of(self, worker: int) -> Tensor:
         """The positions of one worker's samples."""
         ends = self.shard_ends
         return self.shards[(ends[worker - 1] if worker else 0) : ends[worker]]
-
-
-def _fitting_loss(module: nn.Module, train: TensorData) -> Loss:
-    """The loss that fits the model, which is tried on a few samples first."""
-    inputs, _ = train.gather(torch.arange(min(PROBE_SAMPLES, len(train))))
-    try:
-        outputs = probe_outputs(module, inputs)
-        loss = loss_for(outputs)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ExperimentError(f"model: does not work on inputs of shape {tuple(inputs.shape)}: {reason}") from error
-    if int(train.targets.max()) >= outputs.shape[1]:
-        raise ExperimentError(
-            f"model: tells {outputs.shape[1]} classes apart, but the labels go up to {int(train.targets.max())}"
-        )
-    return loss
 
 
 def test_batch_size(device: torch.device) -> int:

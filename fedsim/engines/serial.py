@@ -10,7 +10,7 @@ from fedsim.engines.crew import Seat
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.station import Station
-from fedsim.errors import FedsimError, WorkerError
+from fedsim.errors import FedsimError, WorkerError, one_line
 
 
 class SerialEngine(Engine):
@@ -33,9 +33,8 @@ class SerialEngine(Engine):
         except FedsimError:
             raise
         except Exception as error:
-            summary = f"{type(error).__name__}: {error}"
             where = self._seat.whereabouts()
-            raise WorkerError(f"{where} failed: {summary}\n{traceback.format_exc()}") from error
+            raise WorkerError(f"{where} failed: {one_line(error)}\n{traceback.format_exc()}") from error
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self) -> None:
         torch.set_num_threads(self._threads_before)

@@ -6,11 +6,12 @@ import gc
 
 import torch
 
-from fedsim.devices import synchronize
+from fedsim.devices import forget_shared_memory
 from fedsim.engines.crew import Crew, Seat
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.station import Station
+from fedsim.errors import ExperimentError, FedsimError, one_line, show
 
 
 class SpawnEngine(Engine):
@@ -22,27 +23,37 @@ class SpawnEngine(Engine):
 
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         self._crew = Crew(processes, threads, timeout)
-        self._busy = False
+        self._began = False
 
     def begin(self, task: Task, memory: Memory) -> None:
         self._leave()
         self.memory = memory.share()
-        self._busy = True
-        self._crew.call(_take_station, task, self.memory)
+        self._began = True
+        try:
+            self._crew.call(_take_station, task, self.memory)
+        except RuntimeError as error:
+            if isinstance(error, FedsimError) or task.device.type == "cpu":
+                raise
+            raise ExperimentError(
+                f"device = {show(str(task.device))}: its memory cannot be shared between processes here "
+                f"({one_line(error)}); use engine=serial"
+            ) from error
 
     def _each(self, method: str, *arguments: object) -> None:
         self._crew.call(_at_station, method, *arguments)
 
-    def close(self, *, at_once: bool = False) -> None:
-        if not at_once:
+    def close(self) -> None:
+        try:
             self._leave()
-        self._crew.close(at_once=at_once)
+        finally:
+            self._crew.close()
 
     def _leave(self) -> None:
         """Let go of the present task in all processes: CUDA memory must be let go of before its owner frees it."""
-        if self._busy:
+        if self._began and self._crew.at_work:
             self._crew.call(_leave_station)
-            self._busy = False
+            forget_shared_memory(self.memory.global_row.device)
+        self._began = False
 
 
 def _take_station(seat: Seat, task: Task, memory: Memory) -> None:
@@ -56,9 +67,5 @@ def _at_station(seat: Seat, method: str, *arguments: object) -> None:
 
 
 def _leave_station(seat: Seat) -> None:
-    station = seat.belongings.pop("station", None)
-    if station is not None and station.task.device.type != "cpu":
-        device = station.task.device
-        del station
-        gc.collect()
-        synchronize(device)
+    seat.belongings.clear()
+    gc.collect()

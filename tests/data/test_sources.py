@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.data import sources, vision
+from fedsim import vision
+from fedsim.data import sources
 from fedsim.data.idx import PARTS
 from fedsim.errors import DataError, ExperimentError
 

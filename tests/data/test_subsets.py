@@ -49,7 +49,9 @@ def test_samples_fetched_batches_and_gathered_batches_are_the_same(kind, transfo
     fetched = subset.__getitems__(positions)
     inputs, targets = subset.gather(torch.tensor(positions))
     assert inputs[:, 0].tolist() == [value + (100 if transform else 0) for value in (1, 7, 2)]
-    for (x, y), (fetched_x, fetched_y), gathered_x, gathered_y in zip(one_by_one, fetched, inputs, targets, strict=True):
+    for (x, y), (fetched_x, fetched_y), gathered_x, gathered_y in zip(
+        one_by_one, fetched, inputs, targets, strict=True
+    ):
         assert torch.equal(x, fetched_x)
         assert torch.equal(x, gathered_x)
         assert int(y) == int(fetched_y) == int(gathered_y)

@@ -27,6 +27,9 @@ CASES = {
     "buffers averaged": {"model": "tests.plugs:Normalised", "buffers": "average"},
     "buffers kept by workers": {"model": "tests.plugs:Normalised", "buffers": "local", "workers": 5, "cohort": 2},
     "buffers of the server": {"model": "tests.plugs:Normalised", "buffers": "server"},
+    "state that no row holds": {"model": "tests.plugs:Stateful", "workers": 5, "cohort": 4},
+    "shared and unused parameters": {"model": "tests.plugs:Tied", "local": {"weight_decay": 0.1, "momentum": 0.5}},
+    "token numbers": {"model": "tests.plugs:Embedded", "data": "tests.plugs:tokens"},
     "more processes than workers": {"processes": 5},
 }
 

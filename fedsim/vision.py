@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fedsim.errors import DataError
+from fedsim.errors import DataError, one_line
 
 DOWNLOAD_TIMEOUT = 30.0  # seconds without a byte
 
@@ -53,7 +53,6 @@ def download(dataset: str, root: Path) -> None:
     try:
         getattr(torchvision.datasets, dataset)(root, download=True)
     except Exception as error:  # urllib's, the archive's and the file system's own errors alike
-        reason = " ".join(str(error).split())
-        raise DataError(f"the download failed ({type(error).__name__}: {reason})") from error
+        raise DataError(f"the download failed ({one_line(error)})") from error
     finally:
         socket.setdefaulttimeout(before)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.data import vision
+from fedsim import vision
 from fedsim.errors import DataError
 
 
@@ -21,7 +21,7 @@ def in_a_fresh_process(code: str) -> str:
 
 
 def test_torchvision_imports_whatever_build_of_pytorch_it_meets():
-    code = "from fedsim.data.vision import import_torchvision; print(import_torchvision().datasets.MNIST.__name__)"
+    code = "from fedsim.vision import import_torchvision; print(import_torchvision().datasets.MNIST.__name__)"
     assert in_a_fresh_process(code) == "MNIST"
 
 
@@ -30,7 +30,7 @@ def test_schemas_are_declared_where_they_are_missing_and_only_there():
     code = """
 import torch
 {before}
-from fedsim.data import vision
+from fedsim import vision
 vision.import_torchvision()
 print(vision._missing_operators is not None, hasattr(torch.ops.torchvision, "nms"))
 """
