@@ -107,13 +107,13 @@ class RunFolder:
 
 def describe_environment() -> dict[str, Any]:
     """Versions, machine and the source's git commit."""
-    packages = ("torch", "torchvision", "numpy", "pydantic", "safetensors", "mlxtend")
+    packages = ("torchvision", "numpy", "pydantic", "safetensors", "mlxtend")
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "fedsim": __version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in packages},
+        "packages": {"torch": str(torch.__version__), **{name: metadata.version(name) for name in packages}},
         "platform": platform.platform(),
         "processor": _processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from tests.plugs import TINY_TEST, TINY_TRAIN
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it; the tests' must not
 torch.set_num_threads(1)  # tests that compute in several processes must not fight for the cores
 
 

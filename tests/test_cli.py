@@ -136,8 +136,8 @@ def test_list_takes_a_kind(cli):
     assert 'did you mean "partitions"?' in wrong.stderr
 
 
-def start(*words, cwd):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def start(*words, cwd, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=cwd,
@@ -237,6 +237,36 @@ def test_ctrl_c_ends_all_processes_at_once_and_says_what_there_is(tmp_path, mome
         assert re.search(r"\d+ of 100000 rounds are in x\n$", out)
     else:
         assert not (tmp_path / "x").exists()
+
+
+def test_sigterm_ends_all_processes_and_leaves_no_temporary_folder(tmp_path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    words = ["data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
+    process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
+    while not process.stdout.readline().startswith("    3"):
+        pass
+    process.terminate()
+    out, error = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert error.strip() == "terminated"
+    assert re.search(r"\d+ of 100000 rounds are in x\n$", out)
+    assert_none_left(process.pid)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_run_that_was_suspended_goes_on(tmp_path):
+    words = ["data=tests.plugs:tiny", "rounds=30", "timeout=1", "sync=gradients", "workers=3", "--out", "x"]
+    process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
+    while not process.stdout.readline().startswith("    2"):
+        pass
+    for _ in range(3):
+        os.killpg(process.pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        os.killpg(process.pid, signal.SIGCONT)
+        time.sleep(0.2)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
 
 
 @pytest.mark.parametrize(

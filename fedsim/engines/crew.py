@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import parent_process
+from multiprocessing import parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -94,7 +94,7 @@ class Crew:
         self._processes: list[Any] = []
         self._ready = False
         try:
-            with _interrupts_ignored():  # children inherit that: Ctrl-C is the parent's business
+            with _interrupts_held():  # children inherit that: Ctrl-C is the parent's business
                 for index in range(count):
                     self._start(context, index, threads)
         except BaseException:
@@ -144,7 +144,7 @@ class Crew:
         One that works stops at its next step; one that does not go in time is killed.
         """
         self._board.abort()
-        with _interrupts_ignored():  # half closed would be worse than late
+        with _interrupts_held():  # half closed would be worse than late
             for pipe in self._pipes:
                 with contextlib.suppress(OSError):
                     pipe.send_bytes(DISMISSED)
@@ -226,7 +226,9 @@ class Crew:
 
 def _serve(index: int, board: Board, pipe: Connection, threads: int, timeout: float) -> None:
     """The life of one process of a crew."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _go_with_parent()
     torch.set_num_threads(threads)
     board.write(index, WORKER, NOBODY)
@@ -270,15 +272,22 @@ def _end_after(parent: Any) -> None:
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block, where it is raised; processes started inside have it blocked."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # multiprocessing would start it inside, and unblock the signal
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))  # for threads that block nothing
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _signal_name(number: int) -> str:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fedsim.engines.barrier import AbortedError, Barrier, Board, DeadlineError
+from fedsim.engines.barrier import AbortedError, Barrier, Board, DeadlineError, Silence
 
 
 def meet(board, index, crossings, cells):
@@ -53,6 +53,28 @@ def test_a_peer_that_works_is_waited_for_past_the_deadline():
     thread.start()
     Barrier(board, 0, timeout=0.5).wait()
     thread.join()
+
+
+def test_time_in_which_nobody_looked_does_not_count(monkeypatch):
+    """A suspended program must not take its own suspension for its peers' silence."""
+    now = [0.0]
+    monkeypatch.setattr("fedsim.engines.barrier.time.monotonic", lambda: now[0])
+    board = Board(1)
+    silence = Silence(board, 0)
+    now[0] = 3600.0
+    assert silence.seconds() == 1.0
+    now[0] += 0.5
+    assert silence.seconds() == 1.5
+    board.beat(0)
+    assert silence.seconds() == 0.0
+
+
+def test_work_that_is_called_off_stops_at_its_next_sign_of_life():
+    board = Board(2)
+    board.beat(1)
+    board.abort()
+    with pytest.raises(AbortedError):
+        board.beat(1)
 
 
 def test_abort_wakes_everybody():

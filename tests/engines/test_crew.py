@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from fedsim.engines.crew import Crew
-from fedsim.errors import WorkerError
+from fedsim.errors import ExperimentError, WorkerError
 
 
 def who(seat):
@@ -148,6 +149,80 @@ def test_a_result_that_cannot_be_sent_is_an_error_not_a_hang():
         assert "process 0" in fails_within(5, crew, unpicklable)
 
 
+class OnlyHere:
+    """Cannot be unpickled in another process."""
+
+    def __reduce__(self):
+        return import_missing, ()
+
+
+def import_missing():
+    raise ModuleNotFoundError("no module named here_only")
+
+
+def test_a_call_that_cannot_be_unpickled_says_why():
+    with Crew(1) as crew:
+        message = fails_within(60, crew, remember, OnlyHere())
+    assert "failed (process 0): ModuleNotFoundError: no module named here_only" in message
+
+
+def refuse(seat):
+    if seat.index == 1:
+        raise ExperimentError("f = 9: too many", "n = 3: too few")
+    seat.barrier.wait()
+
+
+def test_a_refusal_is_the_same_error_here_as_there():
+    with Crew(2) as crew, pytest.raises(ExperimentError) as caught:
+        crew.call(refuse)
+    assert caught.value.lines == ("f = 9: too many", "n = 3: too few")
+
+
+def test_a_crew_that_has_failed_is_at_work_no_more():
+    crew = Crew(1)
+    assert crew.at_work
+    fails_within(60, crew, misbehave, "exit")
+    assert not crew.at_work
+    assert fails_within(1, crew, who) == "the crew has been dismissed"
+
+
+def open_things():
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), maps.count("/dev/shm") + maps.count("/torch_")
+
+
+def test_neither_descriptors_nor_shared_memory_are_kept():
+    counts = []
+    for _ in range(4):
+        tensor = torch.zeros(2).share_memory_()
+        with Crew(2) as crew:
+            crew.call(add_to, tensor, 1.0)
+        del tensor
+        counts.append(open_things())
+    assert counts[1] == counts[2] == counts[3]
+
+
+def test_survivors_of_a_failure_let_go_of_what_they_have(tmp_path):
+    """They are dismissed, not killed: a CUDA allocation that a killed process had open would never be freed."""
+    with Crew(2) as crew:
+        crew.call(leave_a_note_at_the_end, tmp_path)
+        fails_within(5, crew, misbehave, "kill", 1, False)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+class Note:
+    def __init__(self, path):
+        self.path = path
+
+    def __del__(self):
+        self.path.touch()
+
+
+def leave_a_note_at_the_end(seat, folder):
+    seat.belongings["note"] = Note(folder / str(seat.index))
+
+
 def test_close_can_be_called_twice_and_after_a_failure():
     crew = Crew(2)
     crew.call(who)
@@ -180,28 +255,54 @@ def alive(pid):
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_processes_go_when_their_parent_does(tmp_path, number):
+@pytest.fixture
+def program(tmp_path):
+    """A running program with a crew of two that is at work, and the processes of that crew."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     root = Path(__file__).parents[2]
-    parent = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "PYTHONPATH": str(root)},
         start_new_session=True,
-    )
-    pids = [int(word) for word in parent.stdout.readline().split()]
-    assert len(pids) == 2
-    parent.send_signal(number)
-    parent.wait(10)
+    ) as parent:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        yield parent, pids
+        for pid in (parent.pid, *pids):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def assert_gone(pids):
     deadline = time.monotonic() + 5
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, pids))
-    parent.stdout.close()
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "one stopped"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_processes_go_when_their_parent_does(program, number, stopped):
+    parent, pids = program
+    if stopped:
+        os.kill(pids[0], signal.SIGSTOP)
+    parent.send_signal(number)
+    parent.wait(10)
+    assert_gone(pids)
+
+
+def test_an_impatient_second_ctrl_c_leaves_nothing_behind(program):
+    parent, pids = program
+    os.kill(pids[0], signal.SIGSTOP)  # so that closing takes its time
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    parent.send_signal(signal.SIGINT)
+    parent.wait(10)
+    assert_gone(pids)
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
