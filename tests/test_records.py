@@ -121,11 +121,14 @@ def test_numbers_that_are_not_finite_become_null(tiny_experiment, tmp_path):
     assert last["test_loss"] is None
 
 
-def test_a_failed_run_keeps_the_rounds_it_finished(tiny_experiment, tmp_path):
-    model = {"name": "tests.plugs:Fails", "after": 20}
-    with pytest.raises(fedsim.WorkerError):
-        fedsim.run({**tiny_experiment, "model": model, "rounds": 9}, tmp_path)
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+def test_an_interrupted_run_keeps_the_rounds_it_finished(tiny_experiment, tmp_path):
+    def interrupt(record):
+        if record["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedsim.run({**tiny_experiment, "rounds": 9}, tmp_path, on_round=interrupt)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert not (tmp_path / "model.safetensors").exists()
 
 
