@@ -36,6 +36,7 @@ class Plug:
     name: str
     target: Callable[..., Any]
     parameters: type[BaseModel]
+    takes: dict[str, bool] = dataclasses.field(default_factory=dict)  # what it is given; whether it needs that
 
     @property
     def summary(self) -> str:
@@ -76,12 +77,20 @@ class Plug:
                 raise error from None
 
     def bind(self, params: dict[str, Any]) -> Any:
-        """The plug with its parameters, which can be pickled to another process: of a dataclass, an instance."""
+        """The plug with its parameters, which can be pickled to another process: of a dataclass, an instance.
+
+        What it is given it takes by name: see `given`.
+        """
         if dataclasses.is_dataclass(self.target):
             return self.target(**params)
         if ":" in self.name:
             return Imported(self.name, params)
         return functools.partial(self.target, **params)
+
+
+    def given(self, **menu: Any) -> dict[str, Any]:
+        """Of all that is there to be given, what this plug takes."""
+        return {name: menu[name] for name in self.takes}
 
 
 class Imported:
@@ -91,8 +100,8 @@ class Imported:
         self._path, self._params = path, params
         self._target = import_object(path)
 
-    def __call__(self, *given: Any) -> Any:
-        return self._target(*given, **self._params)
+    def __call__(self, **given: Any) -> Any:
+        return self._target(**given, **self._params)
 
     def __reduce__(self) -> tuple[type[Imported], tuple[str, dict[str, Any]]]:
         return Imported, (self._path, self._params)
@@ -101,9 +110,9 @@ class Imported:
 class Registry:
     """All plugs of one kind, by name.
 
-    `given` names the positional parameters that the simulator passes itself, of which a plug may leave out the last:
-    only what is keyword-only is configuration then. Of dataclasses and model factories, which are given nothing, every
-    parameter is.
+    `given` names what the simulator has to give. A plug takes what it wants of that, in positional parameters of those
+    names, and what is keyword-only is its configuration. Where nothing is given (models, solvers), every parameter is.
+    A dataclass takes what it is given when it is called; its fields are its configuration.
     """
 
     def __init__(self, kind: str, *, given: tuple[str, ...] = ()) -> None:
@@ -145,19 +154,24 @@ class Registry:
             raise ExperimentError(f"{where}: cannot be imported: {one_line(error)}") from error
 
     def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
-        positional = positional_parameters(target) if self._given else []
-        if tuple(positional) != self._given[: len(positional)]:
+        if not self._given:
+            return Plug(self.kind, name, target, _parameters(target, keyword_only=False))
+        is_dataclass = dataclasses.is_dataclass(target)
+        takes = _taken_by_position(target.__call__ if is_dataclass else target)
+        strange = [parameter for parameter in takes if parameter not in self._given]
+        if strange:
             raise TypeError(
-                f"takes ({', '.join(positional)}) by position, but what is given to this kind of plug is "
+                f"takes ({', '.join(takes)}) by position, but what is given to this kind of plug is "
                 f"({', '.join(self._given)}); parameters that configure it come after *"
             )
-        return Plug(self.kind, name, target, _parameters(target, keyword_only=bool(self._given)))
+        return Plug(self.kind, name, target, _parameters(target, keyword_only=not is_dataclass), takes)
 
 
-def positional_parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of `target` that can be passed by position, by name."""
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return {name: p for name, p in inspect.signature(target).parameters.items() if p.kind in by_position}
+def _taken_by_position(target: Callable[..., Any]) -> dict[str, bool]:
+    """The parameters of `target` that can be passed by position, and whether they have to be."""
+    parameters = inspect.signature(target).parameters.values()
+    named = {p.name: p.default is p.empty for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    return {name: needed for name, needed in named.items() if name != "self"}
 
 
 def import_object(path: str) -> Callable[..., Any]:

@@ -91,7 +91,31 @@ def test_a_dataclass_becomes_an_instance_and_every_field_is_configuration():
 def test_a_name_with_a_colon_imports(registry):
     plug = registry.get("tests.plugs:times")
     assert plug.check({"factor": 2.0}) == {"factor": 2.0}
-    assert pickle.loads(pickle.dumps(plug.bind({"factor": 2.0})))(3) == 6
+    assert pickle.loads(pickle.dumps(plug.bind({"factor": 2.0})))(value=3) == 6
+
+
+def test_a_plug_takes_what_it_wants_of_what_is_given():
+    registry = Registry("gadget", given=("value", "other", "third"))
+    registry("two")(lambda third, value=1, *, c=2: (value, third, c))
+    plug = registry.get("two")
+    assert plug.takes == {"third": True, "value": False}
+    assert plug.target(**plug.given(value=5, other=6, third=7)) == (5, 7, 2)
+
+
+def test_a_dataclass_takes_what_it_is_given_when_it_is_called():
+    registry = Registry("gadget", given=("value", "other"))
+
+    @registry("scaled")
+    @dataclass(frozen=True)
+    class Scaled:
+        by: float = 2.0
+
+        def __call__(self, value):
+            return self.by * value
+
+    plug = registry.get("scaled")
+    assert list(plug.parameters.model_fields) == ["by"]
+    assert plug.bind({"by": 3.0})(**plug.given(value=2, other=0)) == 6
 
 
 def test_what_is_given_by_position_has_its_names(registry):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import ExperimentError
-from fedsim.registry import Plug, Registry, positional_parameters
+from fedsim.registry import Plug, Registry
 
 BLOCK = 16_384  # columns at least: in smaller blocks the calls cost more than the arithmetic
 BLOCKS = 64  # at most, so that the number of calls stays small however long a row is
@@ -76,18 +76,17 @@ class BoundRule:
 
     def __call__(self, updates: Tensor, weights: Tensor | None = None) -> Tensor:
         if not self.takes_weights:
-            return self.function(updates)
-        return self.function(updates, weights)
+            return self.function(updates=updates)
+        return self.function(updates=updates, weights=weights)
 
 
 def bind_rule(plug: Plug, params: dict[str, Any]) -> BoundRule:
     """The rule `plug` with checked `params`, ready to be called and to be pickled to other processes."""
-    weights = positional_parameters(plug.target).get("weights")
     return BoundRule(
         function=plug.bind(params),
         name=plug.name,
-        takes_weights=weights is not None,
-        needs_weights=weights is not None and weights.default is weights.empty,
+        takes_weights="weights" in plug.takes,
+        needs_weights=plug.takes.get("weights", False),
         columnwise=getattr(plug.target, "columnwise", False),
     )
 

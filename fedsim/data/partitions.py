@@ -1,7 +1,8 @@
 """Partition strategies: who holds which samples.
 
-A strategy is a function `(labels [n], n_workers, rng, *, parameters) -> list of index arrays`, one per worker. Every
-result is checked to be an exact disjoint cover of range(n) without an empty shard.
+A strategy is a function `(labels [n], n_workers, rng, *, parameters) -> list of index arrays`, one per worker, which
+may leave out what it does not need. Every result is checked to be an exact disjoint cover of range(n) without an empty
+shard.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def partition(
     labels = np.asarray(labels)
     if not 1 <= n_workers <= len(labels):
         raise ExperimentError(f"workers = {n_workers}: must be between 1 and the number of samples, {len(labels)}")
-    shards = plug.target(labels, n_workers, numpy_generator(seed, "partition"), **params)
+    given = plug.given(labels=labels, n_workers=n_workers, rng=numpy_generator(seed, "partition"))
+    shards = plug.target(**given, **params)
     shards = [np.asarray(shard, dtype=np.int64) for shard in shards]
     _check_cover(shards, len(labels), n_workers, strategy)
     return shards

@@ -46,7 +46,8 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     plug = dataset.get(name, "data.dataset")
     params = plug.check(params, "data", beside=["dataset", "root"])
     try:
-        train, test = plug.target(Path(root).expanduser() if root else default_root(), **params)
+        folder = Path(root).expanduser() if root else default_root()
+        train, test = plug.target(**plug.given(root=folder), **params)
         train, test = as_tensor_data(train), as_tensor_data(test)
     except FedsimError:
         raise

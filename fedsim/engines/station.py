@@ -191,7 +191,7 @@ class Station:
             for inputs, targets in shard.batches(task.schedule.batch_size, orders.permutation(len(shard))):
                 self.seat.beat()
                 for augment in task.augment:
-                    inputs = augment(inputs, augmentation)
+                    inputs = augment(images=inputs, generator=augmentation)
                 yield inputs, targets
 
 
