@@ -1,0 +1,50 @@
+"""Averages: the plain one, the weighted one, and q-fair federated averaging."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.aggregation.columns import squared_norms
+from fedsim.aggregation.rule import Mix, Positive, rule
+from fedsim.errors import ExperimentError
+
+LEAST_LOSS = 1e-10  # so that a loss of zero can be raised to a negative power
+
+
+@rule("mean", columnwise=True)
+def mean(updates: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The plain average of the rows, or their weighted average where weights are given."""
+    return updates.mean(0) if weights is None else weighted_mean(updates, weights)
+
+
+@rule("weighted_mean", columnwise=True)
+def weighted_mean(updates: Tensor, weights: Tensor) -> Tensor:
+    """Sum of p_k x_k with p_k = weight_k / sum of weights: FedAvg's average (McMahan et al. 2017).
+
+    All weights zero is an error. Cost: one pass over the [n, d] updates.
+    """
+    total = weights.sum()
+    if total <= 0:
+        raise ExperimentError("weighted_mean: all weights of this cohort are zero")
+    if (weights == 0).any():  # such a row does not count even where it is not finite
+        updates, weights = updates[weights > 0], weights[weights > 0]
+    return (weights / total).to(updates.dtype) @ updates
+
+
+@rule("qfedavg")
+def qfedavg(
+    updates: Tensor, losses: Tensor, *, q: Annotated[float, Field(ge=0)] = 1.0, lr: Positive = 0.1
+) -> Mix:
+    """q-FedAvg: workers with a higher loss count for more (Li et al. 2020, "Fair resource allocation").
+
+    With g_k = -x_k / lr, lr the workers' learning rate, and F_k worker k's loss at the global row:
+    h_k = q F_k^(q-1) |g_k|^2 + F_k^q / lr, and the result is -sum F_k^q g_k / sum h_k; q = 0 is the plain mean.
+    Needs `losses` [n], >= 0. Cost: two passes over the [n, d] updates.
+    """
+    raised = (losses + LEAST_LOSS).cpu()
+    squares = squared_norms(updates).double().cpu() / lr**2
+    steps = q * raised ** (q - 1) * squares + raised**q / lr
+    return Mix(raised**q / lr / steps.sum())

@@ -1,0 +1,126 @@
+"""Rules that pull far rows in: clipping of norms, centered clipping and the geometric median."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+
+from fedsim.aggregation.columns import combine, squared_distances_to, squared_norms
+from fedsim.aggregation.gram import Gram
+from fedsim.aggregation.rule import Count, Mix, Positive, pre_aggregator, require, rule
+from fedsim.errors import ExperimentError
+
+
+def clip_factors(norms: Tensor, c: float) -> Tensor:
+    """min(1, c / norm) for each of the norms; 1 for a norm of zero."""
+    return torch.where(norms > c, c / norms, 1.0)
+
+
+@pre_aggregator("norm_clipping")
+def norm_clipping(updates: Tensor, *, c: Positive) -> Mix:
+    """Each row x becomes x min(1, c / |x|). Cost: one pass over the [n, d] updates."""
+    return Mix(torch.diag(clip_factors(_norms(updates), c)))
+
+
+@rule("norm_clipping")
+def mean_of_clipped(updates: Tensor, *, c: Positive) -> Mix:
+    """The mean of the rows x min(1, c / |x|) (Sun et al. 2019). Cost: two passes over the [n, d] updates."""
+    return Mix(clip_factors(_norms(updates), c) / len(updates))
+
+
+@pre_aggregator("arc")
+def arc(updates: Tensor, *, f: Count) -> Mix:
+    """Adaptive robust clipping: the largest norms become the next one (Allouah et al. 2025).
+
+    The k = floor(2f (n - f) / n) rows of largest norm are scaled to the norm of the next. Needs 2f < n. Cost: one
+    pass over the [n, d] updates.
+    """
+    return Mix(torch.diag(_arc_factors(updates, f)))
+
+
+@rule("arc")
+def mean_of_arc(updates: Tensor, *, f: Count) -> Mix:
+    """The mean after adaptive robust clipping of the largest norms to the next one (Allouah et al. 2025).
+
+    The k = floor(2f (n - f) / n) rows of largest norm are scaled to the norm of the next. Needs 2f < n. Cost: two
+    passes over the [n, d] updates.
+    """
+    return Mix(_arc_factors(updates, f) / len(updates))
+
+
+def _arc_factors(updates: Tensor, f: int) -> Tensor:
+    n = len(updates)
+    require(2 * f < n, "arc", "2f < n", f=f, n=n)
+    norms = _norms(updates)
+    clipped = 2 * f * (n - f) // n
+    return clip_factors(norms, float(norms.sort(descending=True).values[clipped]))
+
+
+def _norms(updates: Tensor) -> Tensor:
+    return squared_norms(updates).double().cpu().sqrt()
+
+
+@rule("centered_clipping")
+def centered_clipping(
+    updates: Tensor,
+    last: Tensor | None,
+    *,
+    tau: Positive = 10.0,
+    iterations: PositiveInt = 1,
+    start: Literal["zeros", "mean"] = "zeros",
+) -> Mix:
+    """v += mean of (x_k - v) min(1, tau / |x_k - v|), `iterations` times (Karimireddy et al. 2021).
+
+    v starts at the last round's result; in the first round, and in stateless use without `last` [d], at `start`. Cost:
+    two passes over the [n, d] updates for each iteration.
+    """
+    n, centre = len(updates), last
+    if centre is None:
+        centre = updates.mean(0) if start == "mean" else torch.zeros_like(updates[0])
+    for iteration in range(iterations):
+        distances = squared_distances_to(updates, centre).double().cpu().sqrt()
+        coefficients = clip_factors(distances, tau) / n
+        base = centre * float(1 - coefficients.sum())
+        if iteration < iterations - 1:
+            centre = base + combine(coefficients, updates)
+    return Mix(coefficients, base)
+
+
+@rule("geometric_median")
+def geometric_median(
+    gram: Gram,
+    weights: Tensor | None = None,
+    *,
+    nu: Positive = 1e-6,
+    iterations: PositiveInt = 100,
+    tol: Annotated[float, Field(ge=0)] = 1e-10,
+    start: Literal["mean", "zeros"] = "mean",
+) -> Mix:
+    """The point with the least sum of a_k |z - x_k|: RFA, by the smoothed Weiszfeld algorithm (Pillutla et al. 2022).
+
+    a_k are the normalised weights. Each iteration takes z to the mean of the rows with weights a_k / max(nu, |z - x_k|),
+    until z moves by less than tol |z|, or `iterations` are done. Any n >= 1. Cost: one n x n x d matrix product, since
+    all iterates are combinations of the rows.
+    """
+    n = len(gram)
+    shares = torch.full((n,), 1 / n, dtype=torch.double) if weights is None else (weights / weights.sum()).cpu()
+    if not bool(shares.isfinite().all()):
+        raise ExperimentError("geometric_median: all weights of this cohort are zero")
+    point, distances = shares, gram.squared_distances_to(shares).sqrt()
+    if start == "zeros":
+        distances = gram.norms
+    for iteration in range(iterations):
+        pull = shares / distances.clamp(min=nu)
+        moved = pull / pull.sum()
+        settled = False
+        if iteration or start == "mean":
+            step = float((moved - point) @ gram.offsets @ (moved - point))
+            settled = max(0.0, step) <= tol**2 * gram.squared_norm(moved)
+        point = moved
+        if settled:
+            break
+        distances = gram.squared_distances_to(point).sqrt()
+    return Mix(point)

@@ -1,0 +1,135 @@
+"""Columns: how long rows are cut, and order statistics of each column.
+
+Everything here goes over blocks of columns that stay in cache, so that what a rule needs beyond its input is a small
+part of it, however long the rows are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.devices import wide_dtype
+
+BLOCK = 16_384  # columns at least that a process takes: in smaller blocks the calls cost more than the arithmetic
+BLOCKS = 64  # at most, so that the number of calls stays small however long a row is
+FEWEST, MOST = 256, 4_096  # columns that are worked on at once within a process
+SORTED_BY_NUMPY = (torch.float32, torch.float64)  # its sort of short runs is vectorised, PyTorch's is not
+
+
+def column_blocks(d: int, index: int = 0, count: int = 1) -> Iterator[slice]:
+    """The blocks of columns that process `index` of `count` aggregates; together they cover range(d).
+
+    The cuts depend on d alone, never on who computes them, so that every engine does the same arithmetic on the same
+    blocks and gets the same bits.
+    """
+    size = max(BLOCK, math.ceil(d / BLOCKS / BLOCK) * BLOCK)
+    for start in range(index * size, d, count * size):
+        yield slice(start, min(start + size, d))
+
+
+def small_blocks(d: int) -> Iterator[slice]:
+    """Blocks of columns of which a copy in float64 is at most an eighth of the rows in float32."""
+    size = min(MOST, max(FEWEST, d // 16))
+    for start in range(0, d, size):
+        yield slice(start, min(start + size, d))
+
+
+def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """[d], where `function` makes [columns] of a block [n, columns]."""
+    result = updates.new_empty(updates.shape[1])
+    for block in small_blocks(len(result)):
+        result[block] = function(updates[:, block])
+    return result
+
+
+def map_sorted_columns(updates: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """[d], where `function` makes [columns] of the sorted values [columns, n] and the block [n, columns] itself."""
+    return map_columns(updates, lambda block: function(_sorted(block), block))
+
+
+def _sorted(block: Tensor) -> Tensor:
+    """The values of each column in ascending order: [n, columns] -> [columns, n], a new tensor."""
+    if block.device.type == "cpu" and block.dtype in SORTED_BY_NUMPY:
+        values = np.ascontiguousarray(block.detach().numpy().T)
+        values.sort(axis=1)
+        return torch.from_numpy(values)
+    return block.t().sort(dim=1).values
+
+
+def middle(ascending: Tensor) -> Tensor:
+    """The median of each row [columns] of sorted values [columns, n]: between the two middle ones for even n."""
+    n = ascending.shape[1]
+    return (ascending[:, (n - 1) // 2] + ascending[:, n // 2]) / 2
+
+
+def mean_nearest(ascending: Tensor, block: Tensor, centre: Tensor, keep: int) -> Tensor:
+    """Per column the mean of the `keep` values nearest `centre` [columns]; of equally near ones the first rows count.
+
+    `ascending` [columns, n] are the sorted values of `block` [n, columns].
+    """
+    n = ascending.shape[1]
+    if keep == n:
+        return ascending.mean(1)
+    away = (ascending - centre.unsqueeze(1)).abs()
+    # The nearest values lie side by side; how far the farthest of them is, for each place where they may begin.
+    reach = torch.maximum(away[:, : n - keep + 1], away[:, keep - 1 :]).amin(1)
+    near = away <= reach.unsqueeze(1)
+    result = torch.where(near, ascending, 0).sum(1) / keep
+    tied = (near.sum(1) != keep).nonzero().flatten()
+    if len(tied):  # rare, unless rows repeat: now it matters which row a value comes from
+        values = block[:, tied]
+        order = (values - centre[tied]).abs().argsort(dim=0, stable=True)[:keep]
+        result[tied] = values.gather(0, order).mean(0)
+    return result
+
+
+def squared_norms(updates: Tensor) -> Tensor:
+    """[n], in double precision where the device has it."""
+    return squared_distances_to(updates, None)
+
+
+def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
+    """[n] squared distances of the rows from `point` [d] (None: from zero), in double precision where there is one."""
+    wide = wide_dtype(updates.device)
+    total = torch.zeros(len(updates), dtype=wide, device=updates.device)
+    for block in small_blocks(updates.shape[1]):
+        part = updates[:, block].to(wide)
+        if point is not None:
+            part = part - point[block].to(wide)
+        total += torch.linalg.vecdot(part, part)
+    return total
+
+
+def products_with(updates: Tensor, vector: Tensor) -> Tensor:
+    """[n] inner products of the rows with `vector` [d], in double precision where there is one."""
+    wide = wide_dtype(updates.device)
+    total = torch.zeros(len(updates), dtype=wide, device=updates.device)
+    for block in small_blocks(updates.shape[1]):
+        total += updates[:, block].to(wide) @ vector[block].to(wide)
+    return total
+
+
+def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
+    """coefficients [n] @ updates [n, d] -> [d]; a row with coefficient 0 does not count, even where it is not finite."""
+    used = coefficients.nonzero().flatten()
+    coefficients = coefficients.to(updates.device, updates.dtype)
+    if len(used) == len(updates):
+        return coefficients @ updates
+    if not len(used):
+        return updates.new_zeros(updates.shape[1])
+    if len(used) == 1:
+        only = int(used)
+        return updates[only] * coefficients[only]
+    some = used.to(updates.device)
+    return map_columns(updates, lambda block: coefficients[some] @ block[some])
+
+
+def bad_rows(updates: Tensor) -> list[int]:
+    """The rows that hold a NaN or an infinity."""
+    suspects = (~updates.sum(1).isfinite()).nonzero().flatten().tolist()  # a sum of finite numbers may overflow
+    return [row for row in suspects if not bool(updates[row].isfinite().all())]

@@ -1,0 +1,153 @@
+"""Distances and inner products of all pairs of rows, from one matrix product that all rules of a comparison share."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedsim.aggregation.columns import small_blocks
+from fedsim.devices import wide_dtype
+
+STRIP = 64  # rows of the product at once: with its symmetry, half of it need not be computed
+CANCELLED = 1e-7  # a squared distance this small beside what it is the difference of has lost half its digits
+TIED = 1e-12  # relative: sums that differ by less were equal before rounding
+
+
+class Gram:
+    """What the pairs of rows z_i = sum_j M_ij x_j of n updates x have to do with each other.
+
+    Rows are centred at the one of least norm and multiplied in float64, block by block of columns, so that neither a
+    common offset of all rows nor an outlier costs digits; a distance that cancellation has spoilt all the same is
+    computed again from differences. Cost: one [n, d] x [d, n] product. All results are float64 on the CPU.
+
+    Args:
+        updates: [n, d].
+        mixing: M [m, n], or None for the updates themselves.
+    """
+
+    def __init__(self, updates: Tensor, mixing: Tensor | None = None, basis: Tensor | None = None) -> None:
+        self._updates, self._mixing = updates, mixing
+        self._basis = _products(updates) if basis is None else basis
+
+    def mixed(self, matrix: Tensor) -> Gram:
+        """Of the rows matrix [m', m] @ rows; costs no further pass over the updates."""
+        mixing = matrix if self._mixing is None else matrix @ self._mixing
+        return Gram(self._updates, mixing, self._basis)
+
+    def __len__(self) -> int:
+        return len(self._updates) if self._mixing is None else len(self._mixing)
+
+    @cached_property
+    def _coordinates(self) -> Tensor:
+        """The rows in terms of the centred updates and the centre, [m, n + 1]."""
+        n = len(self._updates)
+        mixing = torch.eye(n, dtype=torch.double) if self._mixing is None else self._mixing
+        return torch.cat([mixing, mixing.sum(1, keepdim=True)], dim=1)
+
+    @cached_property
+    def products(self) -> Tensor:
+        """Inner products <z_i, z_j>, [m, m]."""
+        return self._coordinates @ self._basis @ self._coordinates.t()
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """|z_i|, [m]."""
+        return self.products.diagonal().clamp(min=0).sqrt()
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Inner products of the rows as seen from one of them, [m, m]: what distances are made of."""
+        if self._mixing is None:
+            return self._basis[:-1, :-1]
+        away = self._coordinates - self._coordinates[0]
+        return away @ self._basis @ away.t()
+
+    @cached_property
+    def squared_distances(self) -> Tensor:
+        """|z_i - z_j|^2, [m, m], symmetric, 0 on the diagonal."""
+        diagonal = self.offsets.diagonal()
+        scale = diagonal.unsqueeze(0) + diagonal.unsqueeze(1)
+        result = (scale - 2 * self.offsets).clamp(min=0)
+        result = (result + result.t()) / 2
+        result.fill_diagonal_(0)
+        pairs = ((result <= CANCELLED * scale) & (scale > 0)).triu(1).nonzero().tolist()
+        if pairs:
+            self._recompute(result, pairs)
+        return result
+
+    @cached_property
+    def distances(self) -> Tensor:
+        """|z_i - z_j|, [m, m]."""
+        return self.squared_distances.sqrt()
+
+    def squared_distances_to(self, coefficients: Tensor) -> Tensor:
+        """Of every row from the point sum_i a_i z_i, [m]; the coefficients a [m] sum to one."""
+        pulled = self.offsets @ coefficients
+        return (self.offsets.diagonal() - 2 * pulled + coefficients @ pulled).clamp(min=0)
+
+    def squared_norm(self, coefficients: Tensor) -> float:
+        """|sum_i a_i z_i|^2."""
+        return max(0.0, float(coefficients @ self.products @ coefficients))
+
+    def _recompute(self, result: Tensor, pairs: list[list[int]]) -> None:
+        """Replace spoilt squared distances by those from differences; equal rows get equal distances from all others."""
+        twin: dict[int, int] = {}
+        for i, j in pairs:
+            if i in twin or j in twin:
+                continue
+            difference = self._squared_difference(i, j)
+            result[i, j] = result[j, i] = difference
+            if difference == 0:
+                twin[j] = i
+        for j, i in twin.items():
+            result[j] = result[i]
+            result[:, j] = result[:, i]
+            result[j, j] = result[i, j] = result[j, i] = 0
+
+    def _squared_difference(self, i: int, j: int) -> float:
+        wide, total = wide_dtype(self._updates.device), 0.0
+        weights = None if self._mixing is None else (self._mixing[i] - self._mixing[j]).to(self._updates.device, wide)
+        for block in small_blocks(self._updates.shape[1]):
+            if weights is None:
+                away = self._updates[i, block].to(wide) - self._updates[j, block].to(wide)
+            else:
+                away = weights @ self._updates[:, block].to(wide)
+            total += float(away @ away)
+        return total
+
+
+def _products(updates: Tensor) -> Tensor:
+    """Inner products of the centred updates and, in the last place, the centre itself: float64 [n + 1, n + 1]."""
+    n, d = updates.shape
+    wide = wide_dtype(updates.device)
+    sample = updates[:, :: max(1, d // 4_096)].to(wide)
+    centre = updates[int(torch.linalg.vecdot(sample, sample).argmin())]
+    total = torch.zeros(n + 1, n + 1, dtype=wide, device=updates.device)
+    room: Tensor | None = None
+    for block in small_blocks(d):
+        width = block.stop - block.start
+        if room is None or room.shape[1] != width:
+            room = torch.empty(n + 1, width, dtype=wide, device=updates.device)
+        room[:-1].copy_(updates[:, block])
+        room[-1].copy_(centre[block])
+        room[:-1].sub_(room[-1])
+        for start in range(0, n + 1, STRIP):
+            end = start + STRIP
+            total[start:end, :end].addmm_(room[start:end], room[:end].t())
+    lower = total.double().cpu().tril()
+    return lower + lower.tril(-1).t()
+
+
+def stable_order(values: Tensor) -> Tensor:
+    """Positions of `values` [n] in ascending order; of equal ones the lowest index first.
+
+    Values that differ by rounding alone count as equal.
+    """
+    order = values.argsort(stable=True)
+    ascending = values[order]
+    step = ascending.diff() > TIED * ascending[1:].abs()
+    rank = torch.zeros(len(values), dtype=torch.long)
+    rank[order[1:]] = step.cumsum(0)
+    return rank.argsort(stable=True)

@@ -1,0 +1,133 @@
+"""Rules that select rows by their distances or norms, and average what they selected."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.aggregation.columns import map_sorted_columns, mean_nearest, middle, squared_distances_to
+from fedsim.aggregation.diameter import least_diameter
+from fedsim.aggregation.gram import Gram, stable_order
+from fedsim.aggregation.order_statistics import median
+from fedsim.aggregation.rule import Count, Mix, average_of, require, rule
+from fedsim.errors import ExperimentError
+
+
+@rule("krum")
+def krum(gram: Gram, *, f: Count) -> Mix:
+    """The row with the least sum of squared distances to its n - f - 2 nearest others (Blanchard et al. 2017).
+
+    Needs n >= 2f + 3. Ties: the lowest index. Cost: one n x n x d matrix product.
+    """
+    n = len(gram)
+    require(n >= 2 * f + 3, "krum", "n >= 2f + 3", f=f, n=n)
+    return average_of(stable_order(krum_scores(gram.squared_distances, f))[:1], n)
+
+
+@rule("multi_krum")
+def multi_krum(gram: Gram, *, f: Count, m: Annotated[int, Field(ge=1)] | None = None) -> Mix:
+    """The mean of the m rows with the best Krum scores, by default m = n - f (Blanchard et al. 2017).
+
+    Needs 1 <= m <= n and n >= f + 3, without which scores mean nothing. Cost: one n x n x d matrix product.
+    """
+    n = len(gram)
+    require(n >= f + 3, "multi_krum", "n >= f + 3", f=f, n=n)
+    m = n - f if m is None else m
+    require(1 <= m <= n, "multi_krum", "1 <= m <= n", m=m, n=n)
+    return average_of(stable_order(krum_scores(gram.squared_distances, f))[:m], n)
+
+
+def krum_scores(squared_distances: Tensor, f: int) -> Tensor:
+    """Sum of the squared distances of each row to its n - f - 2 nearest others, [n]."""
+    n = len(squared_distances)
+    others = squared_distances.clone().fill_diagonal_(math.inf).sort(dim=1).values
+    return others[:, : max(0, n - f - 2)].sum(1)
+
+
+@rule("bulyan")
+def bulyan(gram: Gram, *, f: Count) -> Mix:
+    """Krum repeated, then a mean around the median of what it picked (El Mhamdi et al. 2018).
+
+    theta = n - 2f rows are picked by Krum one by one, scores recomputed without those picked before; then per
+    coordinate the mean of the theta - 2f picked values nearest their median. Needs n >= 4f + 3. Cost: one n x n x d
+    matrix product, n^3 log n for the scores, and n log n comparisons per coordinate.
+    """
+    n = len(gram)
+    require(n >= 4 * f + 3, "bulyan", "n >= 4f + 3", f=f, n=n)
+    left = torch.arange(n)
+    picked = torch.zeros(n - 2 * f, n, dtype=torch.double)
+    for row in picked:
+        scores = krum_scores(gram.squared_distances[left][:, left], f)
+        best = int(stable_order(scores)[0])
+        row[left[best]] = 1
+        left = torch.cat([left[:best], left[best + 1 :]])
+    picked = picked[picked.argmax(1).argsort()]  # in the order of the workers, which decides ties
+    keep = n - 4 * f
+
+    def around_median(ascending: Tensor, block: Tensor) -> Tensor:
+        return mean_nearest(ascending, block, middle(ascending), keep)
+
+    return Mix(picked, then=lambda rows: map_sorted_columns(rows, around_median))
+
+
+@rule("mda")
+def mda(gram: Gram, *, f: Count) -> Mix:
+    """Minimum diameter averaging: the mean of the n - f rows that lie closest together (El Mhamdi et al. 2021).
+
+    Of all sets of n - f rows, the one whose greatest pairwise distance is least; the lexicographically first on ties.
+    Needs 2f < n. Cost: one n x n x d matrix product, and a search of at most 2^f branches, refused beyond 2^20.
+    """
+    n = len(gram)
+    require(2 * f < n, "mda", "2f < n", f=f, n=n)
+    return average_of(torch.tensor(least_diameter(gram.squared_distances, f)), n)
+
+
+@rule("medoid")
+def medoid(gram: Gram) -> Mix:
+    """The row with the least sum of distances to all others. Ties: the lowest index.
+
+    Any n >= 1. Cost: one n x n x d matrix product.
+    """
+    return average_of(stable_order(gram.distances.sum(1))[:1], len(gram))
+
+
+@rule("cge")
+def cge(gram: Gram, *, f: Count) -> Mix:
+    """Comparative gradient elimination: the mean of the n - f rows of least norm (Gupta et al. 2021).
+
+    Needs f < n. Ties: the lowest index.
+    """
+    n = len(gram)
+    require(f < n, "cge", "f < n", f=f, n=n)
+    return average_of(stable_order(gram.norms)[: n - f], n)
+
+
+@rule("aksel")
+def aksel(updates: Tensor, *, f: Count) -> Mix:
+    """The mean of the n - f rows nearest the coordinate-wise median (Boussetta et al. 2021).
+
+    Needs 2f < n. Ties: the lowest index. Cost: the median, and one further pass over the [n, d] updates.
+    """
+    n = len(updates)
+    require(2 * f < n, "aksel", "2f < n", f=f, n=n)
+    away = squared_distances_to(updates, median(updates)).double().cpu()
+    return average_of(stable_order(away)[: n - f], n)
+
+
+@rule("monna")
+def monna(gram: Gram, workers: list[int], *, f: Count, row: Annotated[int, Field(ge=0)] = 0) -> Mix:
+    """The mean of the n - f rows nearest the trusted row, itself included (Farhadkhani et al. 2023).
+
+    `row` is the number of the trusted worker, which has to take part. Needs f < n. Ties: the lowest index.
+    """
+    n = len(gram)
+    require(f < n, "monna", "f < n", f=f, n=n)
+    if row not in workers:
+        raise ExperimentError(f"monna: the trusted row = {row} is not among the workers {workers}")
+    away = gram.squared_distances[workers.index(row)].clone()
+    away[workers.index(row)] = -1  # it counts itself before any row that equals it
+    return average_of(stable_order(away)[: n - f], n)

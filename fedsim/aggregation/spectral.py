@@ -1,0 +1,137 @@
+"""Rules that look for what sticks out: along top singular vectors, or in the statistics of signs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+
+from fedsim.aggregation.clipping import clip_factors
+from fedsim.aggregation.columns import squared_norms
+from fedsim.aggregation.gram import Gram, stable_order
+from fedsim.aggregation.rule import Count, Mix, Positive, average_of, require, rule
+from fedsim.devices import wide_dtype
+from fedsim.errors import ExperimentError
+
+NORM_RANGE = (0.1, 3.0)  # SignGuard: of the median norm
+
+
+@rule("caf")
+def caf(gram: Gram, *, f: Count) -> Mix:
+    """Covariance-bound agnostic filter: weights down what sticks out, until n - 2f weigh in (Allouah et al. 2025).
+
+    All weights c_k start at 1. While sum c > n - 2f: of the weighted covariance take the top eigenvector v; row k's
+    t_k = <x_k - mean, v>^2; c_k *= 1 - t_k / max t over the rows that still count. The result is the weighted mean
+    at which the top eigenvalue was least. Needs 2f < n. Cost: one n x n x d matrix product, then at most n
+    eigenvectors of [n, n] matrices, since all these vectors are combinations of the rows.
+    """
+    n = len(gram)
+    require(2 * f < n, "caf", "2f < n", f=f, n=n)
+    c = torch.ones(n, dtype=torch.double)
+    best, least = c / n, float("inf")
+    while True:
+        shares = c / c.sum()
+        to_mean = gram.offsets @ shares
+        centred = gram.offsets - to_mean.unsqueeze(0) - to_mean.unsqueeze(1) + shares @ to_mean
+        roots = shares.sqrt()
+        values, vectors = torch.linalg.eigh(roots.unsqueeze(1) * centred * roots.unsqueeze(0))
+        if values[-1] < least:
+            best, least = shares, float(values[-1])
+        along = (centred @ (roots * vectors[:, -1])).square()
+        highest = along[c > 0].max()
+        if highest <= 0:  # all rows that count are the same
+            break
+        c = (c * (1 - along / highest)).clamp(min=0)
+        if float(c.sum()) <= n - 2 * f:
+            break
+    return Mix(best)
+
+
+@rule("dnc")
+def dnc(
+    updates: Tensor,
+    rng: np.random.Generator,
+    *,
+    f: Count,
+    b: PositiveInt = 10_000,
+    c: Positive = 1.0,
+    iterations: PositiveInt = 1,
+) -> Mix:
+    """Divide and conquer: drops the rows farthest along the top singular vector (Shejwalkar and Houmansadr 2021).
+
+    Each iteration takes b coordinates at random (all of them where d <= b), centres the rows, and keeps the
+    n - floor(c f) with the smallest squared projection on the top right singular vector. The result is the mean of
+    the rows that every iteration kept; none is an error. Needs c f < n. Cost: [n, b] singular vectors per iteration.
+    """
+    n, d = updates.shape
+    dropped = int(c * f)
+    require(dropped < n, "dnc", "c f < n", c=c, f=f, n=n)
+    kept = torch.ones(n, dtype=torch.bool)
+    for _ in range(iterations):
+        columns = np.arange(d) if d <= b else np.sort(rng.choice(d, b, replace=False))
+        part = updates[:, torch.from_numpy(columns).to(updates.device)].to(wide_dtype(updates.device)).double().cpu()
+        part = part - part.mean(0)
+        values, vectors = torch.linalg.eigh(part @ part.t())
+        along = vectors[:, -1].square() * values[-1].clamp(min=0)
+        good = torch.zeros(n, dtype=torch.bool)
+        good[stable_order(along)[: n - dropped]] = True
+        kept &= good
+    if not bool(kept.any()):
+        raise ExperimentError(
+            f"dnc: {iterations} iterations have no row in common (n = {n}, f = {f}, c = {c}); use fewer, or a smaller c"
+        )
+    return average_of(kept.nonzero().flatten(), n)
+
+
+@rule("signguard")
+def signguard(
+    updates: Tensor, rng: np.random.Generator, *, fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
+) -> Mix:
+    """Keeps rows of ordinary norm in the largest cluster of sign statistics, clipped to the median norm (Xu et al. 2022).
+
+    Rows pass the norm filter if their norm is within 0.1 and 3 times the median norm. The shares of positive, zero
+    and negative values, over a random `fraction` of the coordinates, are clustered by mean shift; the largest cluster
+    passes. The result is the mean of x min(1, median norm / |x|) over the rows that pass both; none is an error.
+    Any n >= 1. Cost: two passes over the [n, d] updates.
+    """
+    n, d = updates.shape
+    norms = squared_norms(updates).double().cpu().sqrt()
+    typical = float(norms.quantile(0.5))
+    ordinary = (norms >= NORM_RANGE[0] * typical) & (norms <= NORM_RANGE[1] * typical)
+    columns = np.sort(rng.choice(d, max(1, int(fraction * d)), replace=False))
+    kept = (ordinary & _largest_cluster(_sign_shares(updates, columns))).nonzero().flatten()
+    if not len(kept):
+        raise ExperimentError(f"signguard: none of the {n} rows passes both filters")
+    coefficients = torch.zeros(n, dtype=torch.double)
+    coefficients[kept] = clip_factors(norms, typical)[kept] / len(kept)
+    return Mix(coefficients)
+
+
+def _sign_shares(updates: Tensor, columns: np.ndarray) -> Tensor:
+    """The shares of positive, zero and negative values of each row at these columns, [n, 3]."""
+    counts = torch.zeros(len(updates), 3, dtype=torch.double)
+    for part in torch.from_numpy(columns).to(updates.device).split(4_096):
+        signs = updates[:, part].sign()
+        counts += torch.stack([(signs == value).sum(1) for value in (1, 0, -1)], dim=1).double().cpu()
+    return counts / len(columns)
+
+
+def _largest_cluster(features: Tensor) -> Tensor:
+    """Which rows belong to the largest cluster that mean shift finds, [n] bool; of equally large ones the first."""
+    from sklearn.cluster import MeanShift, estimate_bandwidth  # takes a second, and one rule needs it
+
+    points = features.numpy()
+    bandwidth = estimate_bandwidth(points, quantile=0.5)
+    if not bandwidth > 0:  # most rows are the same point
+        _, labels = np.unique(points, axis=0, return_inverse=True)
+    else:
+        labels = MeanShift(bandwidth=bandwidth, bin_seeding=True, cluster_all=False).fit(points).labels_
+    labels = np.asarray(labels).reshape(-1)
+    clusters = [label for label in dict.fromkeys(labels.tolist()) if label >= 0]
+    if not clusters:
+        return torch.ones(len(features), dtype=torch.bool)
+    largest = max(clusters, key=lambda label: int((labels == label).sum()))
+    return torch.from_numpy(labels == largest)
