@@ -79,7 +79,7 @@ def explain(error: ValidationError, model: type[BaseModel], place: str = "") -> 
 
 def _is_choice(part: int | str) -> bool:
     """Whether a part of pydantic's location names one type of a union rather than a key."""
-    return isinstance(part, str) and "[" in part
+    return isinstance(part, str) and ("[" in part or part.startswith("constrained-"))
 
 
 def _requirement(message: str) -> str:

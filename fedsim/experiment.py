@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -19,7 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from fedsim.aggregation import bind_rule, rule, server_optimizer
+from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule, server_optimizer
+from fedsim.attacks import BoundAttack, attack_strategy, bind_attack
 from fedsim.augmentation import augmentation
 from fedsim.data import dataset, partition_strategy
 from fedsim.devices import PRECISIONS
@@ -27,6 +29,7 @@ from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, explain, show
 from fedsim.local import solver
 from fedsim.models import model
+from fedsim.randomness import numpy_generator
 from fedsim.registry import Plug, Registry
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -134,13 +137,76 @@ class Local(PlugTable):
         return table if given else {**table, "epochs": 1}
 
 
+class Attack(PlugTable):
+    """Who is Byzantine (a `fraction` of the workers, drawn by the seed, or the `workers` listed) and what they do."""
+
+    place, named_by, registry = "attack", "name", attack_strategy
+    alternatives = ("fraction", "workers")
+
+    name: str = "none"
+    fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    workers: list[NonNegativeInt] | None = None
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        if table.get("fraction") and table.get("workers") is not None:
+            raise ExperimentError("attack: give fraction or workers, not both")
+        return table
+
+    def bind(self) -> BoundAttack:
+        return bind_attack(self.plug, self.params)
+
+    def count(self, n_workers: int) -> int:
+        """How many of so many workers are Byzantine."""
+        return int(self.fraction * n_workers + 1e-9) if self.workers is None else len(self.workers)
+
+
 class Aggregate(PlugTable):
-    """`weights`: None means sample counts for a rule that needs weights, and equal ones for any other."""
+    """`rule`: a name, or a list of pre-aggregators that ends in a rule, each a name or a table {rule, parameters}.
+
+    `f`: how many Byzantine rows the rule is to withstand, where it has such a notion; None means as many as there are.
+    `weights`: None means sample counts for a rule that needs weights, and equal ones for any other.
+    """
 
     place, named_by, registry = "aggregate", "rule", rule
 
-    rule: str = "weighted_mean"
+    rule: str | list[str | dict[str, Any]] = "weighted_mean"
+    f: NonNegativeInt | None = None
     weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
+    nonfinite: Literal["error", "exclude", "keep"] = "error"
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        rule = table.get("rule", cls.model_fields["rule"].default)
+        own = {key: table[key] for key in cls.model_fields if key in table}
+        resolved = cls._resolve(rule, {key: value for key, value in table.items() if key not in own}, table.get("f"))
+        stages = [{"rule": plug.name, **_without_f(params)} for plug, params in resolved]
+        if isinstance(rule, str):
+            return {**stages[0], **own}
+        given = [stage if isinstance(stage, dict) else {} for stage in rule]
+        return {**own, "rule": [{**stage, **table} for stage, table in zip(stages, given, strict=True)]}
+
+    def _check_parameters(self) -> Aggregate:
+        return self  # that was done to complete them
+
+    @classmethod
+    def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Plug, dict[str, Any]]]:
+        if not isinstance(rule, (str, list)):
+            raise ExperimentError(f"aggregate.rule = {show(rule)}: must be a name, or a list of names and tables")
+        return resolve(rule, params, cls.place, list(cls.model_fields), {"f": f or 0})
+
+    def pipeline(self, f: int) -> Pipeline:
+        """The rule with its parameters, where `f` rows are Byzantine."""
+        return make_pipeline(self._resolve(self.rule, self.params, f if self.f is None else self.f))
+
+    @property
+    def label(self) -> str:
+        """`nnm + trimmed_mean`."""
+        return self.pipeline(0).name
+
+
+def _without_f(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if name != "f"}
 
 
 class Server(PlugTable):
@@ -179,6 +245,7 @@ class Experiment(Table):
     data: Data = Data()
     partition: Partition = Partition()
     local: Local = Local(epochs=1)
+    attack: Attack = Attack()
     aggregate: Aggregate = Aggregate()
     server: Server = Server()
     records: Records = Records()
@@ -215,6 +282,7 @@ class Experiment(Table):
                 "step (local.*), so leave [server] out"
             )
         lines.extend(self._problems_with_weights())
+        lines.extend(self._problems_with_attackers())
         if lines:
             raise ExperimentError(*lines)
         return self
@@ -223,14 +291,37 @@ class Experiment(Table):
         weights = self.aggregate.weights
         if weights is None:
             return []
-        bound = bind_rule(self.aggregate.plug, self.aggregate.params)
-        if not bound.takes_weights:
-            return [f"aggregate.weights: the rule {bound.name} has no weighted form; leave them out"]
+        pipeline = self.pipeline
+        if not pipeline.takes_weights:
+            return [f"aggregate.weights: the rule {pipeline.name} has no weighted form; leave them out"]
         if isinstance(weights, list) and len(weights) != self.workers:
             return [f"aggregate.weights: must be {self.workers} numbers, one per worker, not {len(weights)}"]
         if isinstance(weights, list) and weights.count(0) >= self.cohort_size:
             return [f"aggregate.weights: so many are zero that a whole cohort of {self.cohort_size} can be"]
         return []
+
+    def _problems_with_attackers(self) -> list[str]:
+        listed, count = self.attack.workers or [], self.attack.count(self.workers)
+        if len(set(listed)) < len(listed) or any(worker >= self.workers for worker in listed):
+            return [f"attack.workers = {listed}: must be different workers, from 0 to {self.workers - 1}"]
+        if count >= self.workers:
+            return [f"attack.workers: {count} of {self.workers} workers are Byzantine; at least one must be honest"]
+        if self.attack.name != "none" and not count:
+            return [f"attack.name = {show(self.attack.name)}: nobody attacks; give attack.fraction or attack.workers"]
+        return []
+
+    @property
+    def byzantine(self) -> list[int]:
+        """The numbers of the Byzantine workers, ascending."""
+        if self.attack.workers is not None:
+            return sorted(self.attack.workers)
+        generator = numpy_generator(self.seed, "attackers")
+        return sorted(generator.permutation(self.workers)[: self.attack.count(self.workers)].tolist())
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The aggregation rule; unless told otherwise it is to withstand as many Byzantine rows as a cohort can have."""
+        return self.aggregate.pipeline(min(self.attack.count(self.workers), self.cohort_size))
 
     @property
     def cohort_size(self) -> int:

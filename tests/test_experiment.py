@@ -113,7 +113,7 @@ def test_a_bare_string_names_a_plug():
 
 
 def test_parameters_of_a_plug_are_filled_in_with_its_defaults():
-    assert Experiment(server="momentum").server.params == {"lr": 1.0, "momentum": 0.9, "nesterov": False}
+    assert Experiment(server="momentum").server.params == {"lr": 1.0, "beta": 0.9, "nesterov": False}
 
 
 def test_steps_stand_in_for_epochs():

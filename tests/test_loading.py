@@ -20,7 +20,7 @@ def file(tmp_path):
         lr = 0.2
         [server]
         optimizer = "momentum"
-        momentum = 0.8
+        beta = 0.8
         """
     )
     return path
@@ -64,7 +64,7 @@ def test_naming_another_plug_leaves_the_parameters_of_the_one_before_behind(file
 
 @pytest.mark.parametrize("word", ["server.optimizer=momentum", "server=momentum"])
 def test_naming_the_same_plug_keeps_its_parameters(file, word):
-    assert load_experiment(file, [word]).server.params["momentum"] == 0.8
+    assert load_experiment(file, [word]).server.params["beta"] == 0.8
 
 
 def test_a_tables_own_keys_stay_when_another_plug_is_named():
@@ -80,7 +80,7 @@ def test_steps_on_the_command_line_take_the_place_of_epochs(file):
 
 
 def test_the_order_of_a_plugs_name_and_its_parameters_does_not_matter():
-    words = ["server.momentum=0.5", "server=momentum"]
+    words = ["server.beta=0.5", "server=momentum"]
     assert load_experiment(None, words) == load_experiment(None, words[::-1])
 
 

@@ -1,8 +1,9 @@
 """From the workers' updates to the next global row: rules and server optimizers."""
 
-from fedsim.aggregation import (  # noqa: F401  (each registers its rules)
+from fedsim.aggregation import (  # noqa: F401  (each registers its plugs)
     averaging,
     clipping,
+    fedopt,
     mixing,
     order_statistics,
     selection,
@@ -22,12 +23,14 @@ from fedsim.aggregation.pipeline import (
 )
 from fedsim.aggregation.rule import Mix, pre_aggregator, rule
 from fedsim.aggregation.server import ServerStep, server_optimizer
+from fedsim.aggregation.standalone import ServerOptimizer
 
 __all__ = [
     "Cohort",
     "Mix",
     "Outcome",
     "Pipeline",
+    "ServerOptimizer",
     "ServerStep",
     "aggregate",
     "column_blocks",

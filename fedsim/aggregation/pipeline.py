@@ -226,7 +226,13 @@ def screened(cohort: Cohort, nonfinite: Nonfinite) -> tuple[Cohort, list[int]]:
     return kept, bad
 
 
-def resolve(stages: Stage | Sequence[Stage], params: dict[str, Any], place: str = "rule", beside: Sequence[str] = ()):
+def resolve(
+    stages: Stage | Sequence[Stage],
+    params: dict[str, Any],
+    place: str = "rule",
+    beside: Sequence[str] = (),
+    background: dict[str, Any] | None = None,
+) -> list[tuple[Plug, dict[str, Any]]]:
     """A rule, or a list of pre-aggregators and a rule, with every parameter checked.
 
     Args:
@@ -234,6 +240,7 @@ def resolve(stages: Stage | Sequence[Stage], params: dict[str, Any], place: str 
         params: parameters by name, each of which goes to every stage that has one of that name.
         place: what an error calls the table that holds `params`.
         beside: other keys of that table, for hints.
+        background: further parameters, which no stage need have.
 
     Returns a list of (plug, its checked parameters), the rule last.
 
@@ -262,7 +269,9 @@ def resolve(stages: Stage | Sequence[Stage], params: dict[str, Any], place: str 
     for plug, table in zip(plugs, tables, strict=True):
         own = {name: value for name, value in table.items() if name != "rule"}
         takes_any = plug.parameters.model_config.get("extra") == "allow"
-        shared = {name: value for name, value in params.items() if takes_any or name in plug.parameters.model_fields}
+        fields = plug.parameters.model_fields
+        shared = {name: value for name, value in (background or {}).items() if name in fields}
+        shared |= {name: value for name, value in params.items() if takes_any or name in fields}
         resolved.append((plug, plug.check({**shared, **own}, "" if place == "rule" else place, beside=beside)))
     if len(plugs) > 1 and plugs[-1].takes.get("weights"):
         raise ExperimentError(f"{_key(place)}: {plugs[-1].name} needs weights, which mixed rows do not have; use mean")
