@@ -1,27 +1,62 @@
-"""How the cohort's rows move the global row: the weights, the rule, the server's step, and what becomes of buffers."""
+"""How the cohort's rows move the global row: the attack, the screening, the rule, the server's step, the buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedsim.aggregation import column_blocks
-from fedsim.aggregation.rules import mean
-from fedsim.devices import wide_dtype
+from fedsim.aggregation import Cohort, column_blocks, screened
+from fedsim.aggregation.averaging import mean
+from fedsim.devices import synchronize, wide_dtype
 from fedsim.engines.crew import Seat
 from fedsim.engines.job import Memory, Task
+from fedsim.errors import ExperimentError
+from fedsim.randomness import numpy_generator
+
+
+@dataclass
+class Account:
+    """What an aggregation, or a round of them, has to say: how much each slot's row counted, and who was left out."""
+
+    shares: list[float] | None = None
+    excluded: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One aggregation: whose rows, with what weights, when.
+
+    Attributes:
+        slots: the rows that take part.
+        workers: whose they are.
+        weights: [n], or None.
+        moment: (round,), or (round, step) where every step is a synchronisation; coordinates of random draws.
+    """
+
+    slots: Sequence[int]
+    workers: list[int]
+    weights: Tensor | None
+    moment: tuple[int, ...]
 
 
 class Averaging:
-    """One process's share of an aggregation."""
+    """One process's share of an aggregation. Rules that look at whole rows, and attacks, are the first process's work.
 
-    def __init__(self, seat: Seat, task: Task, memory: Memory) -> None:
-        self._seat, self._task, self._memory = seat, task, memory
-        self._blocks = list(column_blocks(len(memory.global_row), seat.index, seat.count))
-        if not task.rule.columnwise:  # a rule that looks at whole rows is one process's work
-            self._blocks = [slice(0, len(memory.global_row))] if seat.index == 0 else []
+    Args:
+        root_slot: where the server's own row lies, if it has one.
+    """
+
+    def __init__(self, seat: Seat, task: Task, memory: Memory, root_slot: int | None) -> None:
+        self._seat, self._task, self._memory, self._root_slot = seat, task, memory, root_slot
+        d = len(memory.global_row)
+        self._blocks = list(column_blocks(d, seat.index, seat.count))
+        self._first = seat.index == 0
+        self._state: dict[str, Tensor] = {}  # of the rule
+        self._number = 0  # of aggregations so far, the same in every process
+        self._has_last = False
 
     def weights(self, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
         """The weights [n] that the rule is given for these workers, or None for equal ones.
@@ -37,25 +72,139 @@ class Averaging:
             values = [1.0 if task.weights == "uniform" else task.weights[worker] for worker in workers]
         return torch.tensor(values, dtype=wide_dtype(task.device), device=task.device)
 
-    def move_global_row(self, slots: Sequence[int], weights: Tensor | None) -> None:
-        """Aggregate this process's columns of the rows in `slots`, and move the global row there.
+    def move_global_row(self, meeting: Meeting) -> Account:
+        """Aggregate rows that are ready in all processes, and move the global row; all processes call it.
 
-        With sync = "parameters" this turns the rows into updates, in place.
+        With sync = "parameters" this turns the rows into updates, in place. What it says counts in the first process.
         """
+        self._number += 1
+        self._take_differences()
+        if any(worker in self._task.byzantine for worker in meeting.workers):
+            self._meet()
+            if self._first:
+                self._attack(meeting)
+        self._meet()
+        account = self._move_by_columns(meeting) if self._task.rule.columnwise else self._move_by_rows(meeting)
+        synchronize(self._task.device)
+        self._has_last = self._task.keeps_last
+        return account
+
+    def _meet(self) -> None:
+        synchronize(self._task.device)
+        self._seat.barrier.wait()
+
+    def _take_differences(self) -> None:
+        """Updates in place of parameters, in this process's columns; and which rows hold what is not finite there."""
         task, memory = self._task, self._memory
         for block in self._blocks:
-            rows = memory.rows[:, block] if len(slots) == len(memory.rows) else memory.rows[list(slots), block]
-            global_part = memory.global_row[block]
+            rows = memory.rows[:, block]
             if task.sync == "parameters":
-                rows -= global_part
-            state = {name: tensor[block] for name, tensor in memory.state.items()}
-            task.stepper.step(global_part, task.rule(rows, weights), state)
+                rows -= task.server.broadcast(memory.global_row[block], self._state_of(block))
+            if task.nonfinite != "keep":  # a sum may overflow, so this is a suspicion only
+                suspects = (~rows.sum(1).isfinite()).nonzero().flatten().cpu()
+                memory.unfit[suspects] = self._number
 
-    def combine_buffers(self, cohort: Sequence[int], weights: Tensor | None) -> None:
+    def _attack(self, meeting: Meeting) -> None:
+        """Put the Byzantine rows in place of what those workers computed."""
+        task, memory = self._task, self._memory
+        attackers = [worker in task.byzantine for worker in meeting.workers]
+        byzantine = [slot for slot, attacks in zip(meeting.slots, attackers, strict=True) if attacks]
+        honest = [slot for slot, attacks in zip(meeting.slots, attackers, strict=True) if not attacks]
+        if not honest:
+            raise ExperimentError(
+                f"attack.name = {task.attack.name!r}: all {len(byzantine)} workers of the cohort in round "
+                f"{meeting.moment[0]} are Byzantine; it needs an honest one to go by"
+            )
+
+        def aggregate(rows: Tensor) -> Tensor:
+            memory.rows[byzantine] = rows
+            kept, _ = screened(self._cohort(meeting), "exclude")
+            return task.rule(kept).update
+
+        rows = task.attack(
+            memory.rows[honest],
+            memory.rows[byzantine],
+            rng=numpy_generator(task.seed, "attack", *meeting.moment),
+            last=memory.last if self._has_last else None,
+            aggregate=aggregate,
+        )
+        memory.rows[byzantine] = rows
+        memory.unfit[byzantine] = torch.where(rows.isfinite().all(1).cpu(), 0, self._number)
+
+    def _cohort(self, meeting: Meeting) -> Cohort:
+        task, memory = self._task, self._memory
+        slots = list(meeting.slots)
+        everyone = slots == list(range(len(memory.rows)))
+        return Cohort(
+            updates=memory.rows if everyone else _rows_at(memory.rows, slots),
+            weights=meeting.weights,
+            root=None if self._root_slot is None else memory.rows[self._root_slot],
+            losses=memory.losses[slots] if task.rule.takes("losses") else None,
+            workers=list(meeting.workers),
+            rng=numpy_generator(task.seed, "aggregate", *meeting.moment),
+            state=self._state,
+            last=memory.last if self._has_last else None,
+        )
+
+    def _move_by_rows(self, meeting: Meeting) -> Account:
+        """A rule that looks at whole rows: the first process applies it and moves the whole global row."""
+        if not self._first:
+            return Account()
+        cohort, bad = self._screened(meeting)
+        outcome = self._task.rule(cohort)
+        self._state = outcome.state
+        self._step(slice(None), outcome.update)
+        shares = None
+        if outcome.shares is not None:
+            values = iter(outcome.shares.tolist())
+            shares = [0.0 if place in bad else next(values) for place in range(len(meeting.slots))]
+        return Account(shares, [meeting.workers[place] for place in bad])
+
+    def _move_by_columns(self, meeting: Meeting) -> Account:
+        """A rule that looks at columns: each process applies it to its own, and moves the global row there."""
+        cohort, bad = self._screened(meeting)
+        for block in self._blocks:
+            part = cohort.updates[:, block]
+            update = self._task.rule.rule(
+                lambda name, part=part: part if name == "updates" else getattr(cohort, name),
+                cohort.f_for(self._task.rule.rule),
+            )
+            self._step(block, update)
+        return Account(None, [meeting.workers[place] for place in bad])
+
+    def _screened(self, meeting: Meeting) -> tuple[Cohort, list[int]]:
+        """The cohort without rows that are not finite, and their places in it."""
+        cohort = self._cohort(meeting)
+        if self._task.nonfinite == "keep" or not (self._memory.unfit[list(meeting.slots)] == self._number).any():
+            return cohort, []
+        try:
+            return screened(cohort, self._task.nonfinite)
+        except ExperimentError as error:
+            raise ExperimentError(f"round {meeting.moment[0]}: {error}") from None
+
+    def _step(self, block: slice, update: Tensor) -> None:
+        """Move the global row, in these columns, by the aggregated update."""
+        task, memory = self._task, self._memory
+        if task.keeps_last:
+            memory.last[block] = update
+        task.stepper.step(memory.global_row[block], update, self._state_of(block))
+
+    def _state_of(self, block: slice) -> dict[str, Tensor]:
+        return {name: tensor[block] for name, tensor in self._memory.state.items()}
+
+    def combine_buffers(self, meeting: Meeting) -> None:
         """What becomes of the cohort's buffers, by policy; their mean is weighted as the rows are. For one process."""
         memory, policy = self._memory, self._task.buffers
         if not memory.global_buffers.numel() or policy == "server":
             return
+        buffers = memory.buffers[: len(meeting.slots)]
         if policy == "local":
-            memory.own_buffers[list(cohort)] = memory.buffers
-        memory.global_buffers.copy_(mean(memory.buffers, weights))
+            memory.own_buffers[meeting.workers] = buffers
+        memory.global_buffers.copy_(mean(buffers, meeting.weights))
+
+
+def _rows_at(rows: Tensor, slots: list[int]) -> Tensor:
+    """The rows at these slots; a view where they lie side by side."""
+    if slots == list(range(slots[0], slots[-1] + 1)):
+        return rows[slots[0] : slots[-1] + 1]
+    return rows[slots]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from fedsim.engines.averaging import Account
 from fedsim.engines.job import Memory, Task
 
 
@@ -31,8 +32,8 @@ class Engine(ABC):
         """Take on a task; what was taken on before is forgotten."""
 
     @abstractmethod
-    def _each(self, method: str, *arguments: object) -> None:
-        """Call a method of every process's Station, and wait for all; raises WorkerError if one fails."""
+    def _each(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of every process's Station; the results in their order. Raises WorkerError if one fails."""
 
     @abstractmethod
     def close(self) -> None:
@@ -46,24 +47,25 @@ class Engine(ABC):
         """Every member of the cohort trains its row on its shard."""
         self._each("train", cohort, round)
 
-    def aggregate(self, cohort: Sequence[int]) -> None:
+    def aggregate(self, cohort: Sequence[int], round: int) -> Account:
         """The global row moves along the aggregate of the cohort's updates."""
-        self._each("aggregate", cohort)
+        return self._each("aggregate", cohort, round)[0]
 
-    def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> None:
+    def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> Account:
         """One round of synchronous SGD: the cohort's gradients are aggregated at every step."""
-        self._each("train_on_averaged_gradients", cohort, round)
+        return self._each("train_on_averaged_gradients", cohort, round)[0]
 
-    def test(self) -> tuple[float, float]:
-        """Loss and accuracy of the global model on the test data."""
+    def test(self) -> tuple[float, float, float | None]:
+        """Loss and accuracy of the global model on the test data, and the attacker's rate of success, if he has a goal."""
         self._each("test")
-        loss_sum, correct = self.memory.test_sums.sum(0).tolist()
-        return loss_sum / len(self.memory.test), correct / len(self.memory.test)
+        loss_sum, correct, successes, tries = self.memory.test_sums.sum(0).tolist()
+        samples = len(self.memory.test)
+        return loss_sum / samples, correct / samples, successes / tries if tries else None
 
     def train_loss(self, samples: Sequence[int]) -> float:
         """Mean training loss per sample of the last round; `samples` are what each member of the cohort saw."""
         weights = torch.tensor(samples, dtype=torch.double)
-        return float(weights @ self.memory.train_loss / weights.sum())
+        return float(weights @ self.memory.train_loss[: len(weights)] / weights.sum())
 
     def __enter__(self) -> Engine:
         return self

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsim.aggregation import BoundRule, ServerStep
+from fedsim.aggregation import Pipeline, ServerStep
+from fedsim.attacks import BoundAttack
 from fedsim.data import TensorData
 from fedsim.devices import require_shared_memory, wide_dtype
 from fedsim.local import Solver, State
@@ -62,13 +63,21 @@ class Task:
     model: Callable[[], nn.Module]
     schedule: Schedule
     solver: Solver
-    rule: BoundRule
+    rule: Pipeline
     weights: Literal["uniform", "samples"] | tuple[float, ...]
+    nonfinite: Literal["error", "exclude", "keep"]
+    attack: BoundAttack
+    byzantine: frozenset[int]
     server: ServerStep
     buffers: BufferPolicy
     augment: tuple[Augmentation, ...]
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the last aggregated update has to be kept, for the rule or for the attack."""
+        return self.rule.takes("last") or (bool(self.byzantine) and "last" in self.attack.takes)
 
     @property
     def stepper(self) -> Solver | ServerStep:
@@ -88,19 +97,26 @@ class Memory:
 
     Attributes:
         train, test: the data, once.
-        shards: all workers' sample positions, one shard after another, int64.
-        shard_ends: where each worker's shard ends in `shards`, int64 [workers].
+        classes: how many classes the labels tell apart.
+        shards: all workers' sample positions, one shard after another, int64; the server's own, if it has any, last.
+        shard_ends: where each shard ends in `shards`, int64 [workers], or one more.
         global_row: [d], the global model.
-        rows: [cohort, d], one row for each member of the cohort (its gradient with sync = "gradients").
+        rows: [cohort, d], one row for each member of the cohort (its gradient with sync = "gradients"), and one more
+            for the server's own where the rule compares with it.
         global_buffers, buffers: the same for buffers, float64 [b] and [cohort, b].
         own_buffers: [workers, b], where workers keep their own (policy "local"), else [0, b].
         state: what the server optimizer (or, with sync = "gradients", the solver) keeps, tensors [d].
+        last: [d], the last aggregated update, where somebody asks for it, else [0].
+        unfit: [cohort], number of the last aggregation in which a row held something not finite, int64, on the host.
         train_loss: mean training loss of each member of the cohort, float64 [cohort], on the host.
-        test_sums: sum of losses and count of correct answers per test batch, float64 [batches, 2], on the host.
+        losses: mean loss of each member at the global row before it trained, for rules that ask; as train_loss.
+        test_sums: per test batch the sum of losses and the count of correct answers, then, of the attacker's goal, the
+            counts of answers as he wants them and of samples; float64 [batches, 4], on the host.
     """
 
     train: TensorData
     test: TensorData
+    classes: int
     shards: Tensor
     shard_ends: Tensor
     global_row: Tensor
@@ -109,7 +125,10 @@ class Memory:
     buffers: Tensor
     own_buffers: Tensor
     state: State
+    last: Tensor
+    unfit: Tensor
     train_loss: Tensor
+    losses: Tensor
     test_sums: Tensor
 
     @classmethod
@@ -120,8 +139,9 @@ class Memory:
         train: TensorData,
         test: TensorData,
         shards: list[np.ndarray],
+        root: np.ndarray | None = None,
     ) -> Memory:
-        """Room for a cohort, with the global row at the model's start."""
+        """Room for a cohort, with the global row at the model's start; `root` are the server's own samples."""
         module = task.new_module()
         layout = Layout.of(module)
         train, test = train.to(task.device, task.dtype), test.to(task.device, task.dtype)
@@ -131,19 +151,25 @@ class Memory:
         global_buffers = torch.zeros(layout.n_buffer_values, dtype=wide, device=task.device)
         layout.read_buffers(module, out=global_buffers)
         own = len(shards) if task.buffers == "local" else 0
+        shards = shards if root is None else [*shards, root]
+        seats = cohort if root is None else cohort + 1
         return cls(
             train=train,
             test=test,
+            classes=int(max(train.targets.max(), test.targets.max())) + 1,
             shards=torch.from_numpy(np.concatenate(shards)),
             shard_ends=torch.from_numpy(np.cumsum([len(shard) for shard in shards])),
             global_row=global_row,
-            rows=new_rows(cohort, layout.d, task.dtype, task.device),
+            rows=new_rows(seats, layout.d, task.dtype, task.device),
             global_buffers=global_buffers,
-            buffers=new_rows(cohort, layout.n_buffer_values, wide, task.device),
-            own_buffers=global_buffers.repeat(own, 1),
+            buffers=new_rows(seats, layout.n_buffer_values, wide, task.device),
+            own_buffers=global_buffers.repeat(own + (own > 0 and root is not None), 1),
             state=task.stepper.start(global_row),
-            train_loss=torch.zeros(cohort, dtype=torch.double),
-            test_sums=torch.zeros(-(-len(test) // test_batch_size(task.device)), 2, dtype=torch.double),
+            last=torch.zeros_like(global_row) if task.keeps_last else global_row.new_zeros(0),
+            unfit=torch.zeros(seats, dtype=torch.int64),
+            train_loss=torch.zeros(seats, dtype=torch.double),
+            losses=torch.zeros(seats, dtype=torch.double),
+            test_sums=torch.zeros(-(-len(test) // test_batch_size(task.device)), 4, dtype=torch.double),
         )
 
     def share(self) -> Memory:

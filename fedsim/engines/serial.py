@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
 import torch
 
@@ -27,9 +28,9 @@ class SerialEngine(Engine):
         self._seat = Seat.alone()
         self._station = Station(self._seat, task, memory)
 
-    def _each(self, method: str, *arguments: object) -> None:
+    def _each(self, method: str, *arguments: object) -> list[Any]:
         try:
-            getattr(self._station, method)(*arguments)
+            return [getattr(self._station, method)(*arguments)]
         except FedsimError:
             raise
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
 
@@ -39,8 +40,8 @@ class SpawnEngine(Engine):
                 f"({one_line(error)}); use engine=serial"
             ) from error
 
-    def _each(self, method: str, *arguments: object) -> None:
-        self._crew.call(_at_station, method, *arguments)
+    def _each(self, method: str, *arguments: object) -> list[Any]:
+        return self._crew.call(_at_station, method, *arguments)
 
     def close(self) -> None:
         try:
@@ -62,8 +63,8 @@ def _take_station(seat: Seat, task: Task, memory: Memory) -> None:
     seat.belongings["station"] = Station(seat, task, memory)
 
 
-def _at_station(seat: Seat, method: str, *arguments: object) -> None:
-    getattr(seat.belongings["station"], method)(*arguments)
+def _at_station(seat: Seat, method: str, *arguments: object) -> Any:
+    return getattr(seat.belongings["station"], method)(*arguments)
 
 
 def _leave_station(seat: Seat) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedsim.data import CustomSubset
 from fedsim.devices import synchronize, wide_dtype
-from fedsim.engines.averaging import Averaging
+from fedsim.engines.averaging import Account, Averaging, Meeting
 from fedsim.engines.crew import Seat
 from fedsim.engines.job import Memory, Task, test_batch_size
 from fedsim.engines.module import RowModule
@@ -39,6 +39,27 @@ class Member:
     samples: int = 0
 
 
+class RoundAccount:
+    """What the aggregations of a round come to: mean shares over its steps, and whoever was left out of any."""
+
+    def __init__(self, cohort: Sequence[int]) -> None:
+        self._shares = [0.0] * len(cohort)
+        self._excluded: set[int] = set()
+        self._steps = self._told = 0
+
+    def add(self, meeting: Meeting, account: Account) -> None:
+        self._steps += 1
+        self._excluded.update(account.excluded or [])
+        if account.shares is not None:
+            self._told += 1
+            for slot, share in zip(meeting.slots, account.shares, strict=True):
+                self._shares[slot] += share
+
+    def total(self) -> Account:
+        told = self._told == self._steps > 0
+        return Account([s / self._steps for s in self._shares] if told else None, sorted(self._excluded))
+
+
 class Station:
     """One process's share of the work of an engine."""
 
@@ -49,27 +70,30 @@ class Station:
         self.rows = list(memory.rows)
         self.gradient = new_rows(1, self.layout.d, task.dtype, task.device)[0]
         self.shard_sizes = memory.shard_ends.diff(prepend=torch.zeros(1, dtype=torch.long)).tolist()
-        self.averaging = Averaging(seat, task, memory)
+        self.root = len(self.shard_sizes) - 1 if task.rule.takes("root") else None  # the server, as a worker
+        self.averaging = Averaging(seat, task, memory, None if self.root is None else len(self.rows) - 1)
         self._modules: list[RowModule] = []  # with sync = "gradients", one for each member that this process trains
 
     def pull_down(self, cohort: Sequence[int]) -> None:
         """Give this process's members of the cohort the global model."""
-        memory = self.memory
-        for slot in self._mine(cohort):
-            if self.task.sync == "parameters":
-                pull_down(memory.global_row, memory.rows[slot])
-            own = self.task.buffers == "local"
-            memory.buffers[slot] = memory.own_buffers[cohort[slot]] if own else memory.global_buffers
-        synchronize(self.task.device)
+        task, memory, everyone = self.task, self.memory, self._everyone(cohort)
+        for slot in self._mine(everyone):
+            if task.sync == "parameters":
+                pull_down(task.server.broadcast(memory.global_row, memory.state), memory.rows[slot])
+            own = task.buffers == "local"
+            memory.buffers[slot] = memory.own_buffers[everyone[slot]] if own else memory.global_buffers
+        synchronize(task.device)
 
     def train(self, cohort: Sequence[int], round: int) -> None:
         """Train this process's members of the cohort, each on its own row and shard."""
         task, memory = self.task, self.memory
-        tallies = {}
-        for slot in self._mine(cohort):
-            worker, row = cohort[slot], self.rows[slot]
+        tallies, everyone = {}, self._everyone(cohort)
+        for slot in self._mine(everyone):
+            worker, row = everyone[slot], self.rows[slot]
             with self.seat.working_on(worker, round):
                 self.module.take(row, self.gradient, memory.buffers[slot])
+                if task.rule.takes("losses"):
+                    memory.losses[slot] = self._loss_on_shard(worker)
                 seed_everything(task.device, task.seed, "layers", round, worker)
                 optimizer = RowOptimizer(task.solver, row, self.gradient)
                 tallies[slot] = train_epoch(self.module.module, self._batches(worker, round), optimizer)
@@ -78,30 +102,33 @@ class Station:
             memory.train_loss[slot] = tally.loss
         synchronize(task.device)
 
-    def aggregate(self, cohort: Sequence[int]) -> None:
+    def aggregate(self, cohort: Sequence[int], round: int) -> Account:
         """Move the global row along the aggregate of the cohort's updates."""
-        weights = self.averaging.weights(cohort, self._shard_sizes(cohort))
-        self._average(range(len(cohort)), weights)
-        self._combine_buffers(cohort)
+        meeting = self._whole_cohort(cohort, round)
+        account = self._average(meeting)
+        self._combine_buffers(meeting)
+        return account
 
-    def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> None:
+    def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> Account:
         """Synchronous SGD: at every step the cohort's gradients are aggregated and ONE optimizer step is taken.
 
         The rows hold gradients here, all of them at the global row. A worker whose data is used up is left out of
         the steps that remain.
         """
         members = self._members_at_the_global_row(cohort, round)
-        for step, (active, weights) in enumerate(self._steps(cohort)):
+        account = RoundAccount(cohort)
+        for step, meeting in enumerate(self._meetings(cohort, round)):
             for member in members:
-                if member.slot in active:
+                if member.slot in meeting.slots or member.worker == self.root:
                     with self.seat.working_on(member.worker, round):
                         self._gradient(member, round, step)
-            self._average(active, weights)
+            account.add(meeting, self._average(meeting))
         for member in members:
             with self.seat.working_on(member.worker, round):
                 member.module.give(self.memory.buffers[member.slot])
             self.memory.train_loss[member.slot] = member.loss_sum.item() / member.samples
-        self._combine_buffers(cohort)
+        self._combine_buffers(self._whole_cohort(cohort, round))
+        return account.total()
 
     def test(self) -> None:
         """Test the global model on this process's share of the test batches."""
@@ -113,10 +140,34 @@ class Station:
         for batch in batches:
             self.seat.beat()
             positions = torch.arange(batch * size, min((batch + 1) * size, len(memory.test)))
-            tally = test(self.module.module, [memory.test.gather(positions)])
-            sums.append(torch.stack([tally.loss_sum, tally.correct]))
+            inputs, targets = memory.test.gather(positions)
+            tally = test(self.module.module, [(inputs, targets)])
+            sums.append(torch.stack([tally.loss_sum, tally.correct, *self._towards_goal(inputs, targets)]))
         if sums:
             memory.test_sums[list(batches)] = torch.stack(sums).cpu()
+
+    def _towards_goal(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a test batch: how many answers are as the attacker wants them, and how many he wants."""
+        task, none = self.task, torch.zeros((), dtype=wide_dtype(self.task.device), device=self.task.device)
+        if task.attack.goal is None or not task.byzantine:
+            return none, none
+        inputs, targets = task.attack.goal(inputs, targets, self.memory.classes)
+        if not len(targets):
+            return none, none
+        return test(self.module.module, [(inputs, targets)]).correct, none + len(targets)
+
+    def _loss_on_shard(self, worker: int) -> float:
+        """Mean loss of the row that the module is bound to, on a worker's own samples."""
+        shard = CustomSubset(self.memory.train, self.memory.shard_of(worker))
+        return test(self.module.module, shard.batches(test_batch_size(self.task.device))).loss
+
+    def _everyone(self, cohort: Sequence[int]) -> list[int]:
+        """Who trains: the cohort, and the server on its own data where the rule compares with that."""
+        return [*cohort] if self.root is None else [*cohort, self.root]
+
+    def _whole_cohort(self, cohort: Sequence[int], round: int) -> Meeting:
+        weights = self.averaging.weights(cohort, self._shard_sizes(cohort))
+        return Meeting(range(len(cohort)), list(cohort), weights, (round,))
 
     def _mine(self, cohort: Sequence[int]) -> list[int]:
         """The slots of the cohort that this process trains."""
@@ -128,7 +179,8 @@ class Station:
 
     def _members_at_the_global_row(self, cohort: Sequence[int], round: int) -> list[Member]:
         """This process's members of the cohort, each with a module at the global row and a row for its gradient."""
-        slots, memory, device = self._mine(cohort), self.memory, self.task.device
+        everyone = self._everyone(cohort)
+        slots, memory, device = self._mine(everyone), self.memory, self.task.device
         while len(self._modules) < len(slots):
             self._modules.append(RowModule(self.task.new_module))
         members = []
@@ -136,21 +188,21 @@ class Station:
             module.take(memory.global_row, self.rows[slot], memory.buffers[slot])
             module.module.train()
             loss_sum = torch.zeros((), dtype=wide_dtype(device), device=device)
-            members.append(Member(slot, cohort[slot], module, self._batches(cohort[slot], round), loss_sum))
+            members.append(Member(slot, everyone[slot], module, self._batches(everyone[slot], round), loss_sum))
         return members
 
-    def _steps(self, cohort: Sequence[int]) -> Iterator[tuple[list[int], Tensor | None]]:
-        """For each step of a round of synchronous SGD: the slots that still have data, and their weights."""
+    def _meetings(self, cohort: Sequence[int], round: int) -> Iterator[Meeting]:
+        """The aggregations of a round of synchronous SGD: at each step those take part who still have data."""
         schedule, shard_sizes = self.task.schedule, self._shard_sizes(cohort)
         batch_sizes: list[int] = []
         for step in range(max(map(schedule.steps_for, shard_sizes))):
             if batch_sizes != (batch_sizes := [schedule.batch_size_at(step, n) for n in shard_sizes]):
                 active = [slot for slot, size in enumerate(batch_sizes) if size]
-                samples = [batch_sizes[slot] for slot in active]
-                weights = self.averaging.weights([cohort[slot] for slot in active], samples)
+                workers, samples = [cohort[slot] for slot in active], [batch_sizes[slot] for slot in active]
+                weights = self.averaging.weights(workers, samples)
                 if weights is not None and not weights.any():
                     return  # those who still have data count for nothing
-            yield active, weights
+            yield Meeting(active, workers, weights, (round, step))
 
     def _gradient(self, member: Member, round: int, step: int) -> None:
         """The gradient of a member's next batch, into its row."""
@@ -161,37 +213,46 @@ class Station:
         member.loss_sum.add_(loss, alpha=len(targets))
         member.samples += len(targets)
 
-    def _average(self, slots: Sequence[int], weights: Tensor | None) -> None:
+    def _average(self, meeting: Meeting) -> Account:
         """Between two crossings of the barrier, each process moves its own columns of the global row."""
-        synchronize(self.task.device)
-        self.seat.barrier.wait()
-        self.averaging.move_global_row(slots, weights)
-        synchronize(self.task.device)
-        self.seat.barrier.wait()
+        self._meet()
+        account = self.averaging.move_global_row(meeting)
+        self._meet()
+        return account
 
-    def _combine_buffers(self, cohort: Sequence[int]) -> None:
+    def _combine_buffers(self, meeting: Meeting) -> None:
         """One process does that, when all have given theirs."""
         self.seat.barrier.wait()
         if self.seat.index == 0:
-            self.averaging.combine_buffers(cohort, self.averaging.weights(cohort, self._shard_sizes(cohort)))
+            self.averaging.combine_buffers(meeting)
             synchronize(self.task.device)
+
+    def _meet(self) -> None:
+        synchronize(self.task.device)
+        self.seat.barrier.wait()
 
     def _batches(self, worker: int, round: int) -> Batches:
         """The batches of one worker's round: its shard in a new order for each epoch it lasts."""
         task, memory = self.task, self.memory
         shard = CustomSubset(memory.train, memory.shard_of(worker))
-        steps = task.schedule.steps_for(len(shard))
-        return islice(self._endless_batches(shard, worker, round), steps)
+        batches = self._endless_batches(shard, worker, round)
+        if task.sync == "gradients" and worker == self.root:
+            return batches  # the server goes on as long as anybody does
+        return islice(batches, task.schedule.steps_for(len(shard)))
 
     def _endless_batches(self, shard: CustomSubset, worker: int, round: int) -> Batches:
-        task = self.task
+        task, memory = self.task, self.memory
         orders = numpy_generator(task.seed, "batches", round, worker)
         augmentation = torch_generator(task.seed, "augment", round, worker)
+        poison = task.attack.poison if worker in task.byzantine else None
+        poisoning = numpy_generator(task.seed, "poison", round, worker)
         while True:
             for inputs, targets in shard.batches(task.schedule.batch_size, orders.permutation(len(shard))):
                 self.seat.beat()
                 for augment in task.augment:
                     inputs = augment(images=inputs, generator=augmentation)
+                if poison is not None:
+                    inputs, targets = poison(inputs, targets, memory.classes, poisoning)
                 yield inputs, targets
 
 
