@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedsim.aggregation import bind_rule
-from fedsim.data import TensorData, load_dataset, partition
+from fedsim.data import TensorData, partition
 from fedsim.devices import PRECISIONS, default_processes, describe_device, resolve_device, shares_memory
 from fedsim.engines import Engine, Memory, Schedule, Task
 from fedsim.engines import engine as engines
@@ -21,6 +21,7 @@ from fedsim.experiment import Experiment
 from fedsim.randomness import random_state_kept
 from fedsim.rows import Layout
 from fedsim.training import check_outputs
+from fedsim.workshop import Workshop
 
 PROBE_SAMPLES = 8
 
@@ -58,20 +59,21 @@ class Setting:
 
 
 @contextlib.contextmanager
-def prepare(experiment: Experiment) -> Iterator[tuple[Setting, Engine]]:
-    """The setting of an experiment and its engine, which ends with the `with` block.
+def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Setting, Engine]]:
+    """The setting of an experiment and an engine of the workshop, which leaves it when the `with` block ends.
 
     Raises ExperimentError or DataError where the experiment cannot be run here.
     """
     device = resolve_device(experiment.device)
     processes = _processes(experiment, device)
-    make_engine = engines.get(experiment.engine).target
     with (
         random_state_kept(device),
-        make_engine(processes, experiment.threads_per_process, experiment.timeout) as engine,
+        workshop.engine(
+            experiment.engine, processes, experiment.threads_per_process, experiment.timeout, device
+        ) as engine,
     ):  # the engine first: its processes start while the data loads
         task = task_of(experiment, device)
-        train, test = load_dataset(experiment.data.dataset, experiment.data.root, **experiment.data.params)
+        train, test = workshop.data(experiment.data.dataset, experiment.data.root, experiment.data.params, device)
         _check_fit(experiment, task, train, test)
         shards = _shards(experiment, train)
         memory = Memory.allocate(task, experiment.cohort_size, train, test, shards)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import json
 import math
@@ -107,9 +108,13 @@ class RunFolder:
 
 def describe_environment() -> dict[str, Any]:
     """Versions, machine and the source's git commit."""
+    return {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), **_describe_process()}
+
+
+@functools.cache  # one of many short runs must not pay for it again, nor be said to be of a commit made since
+def _describe_process() -> dict[str, Any]:
     packages = ("torchvision", "numpy", "pydantic", "safetensors", "mlxtend")
     return {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "fedsim": __version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),

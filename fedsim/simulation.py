@@ -18,6 +18,7 @@ from fedsim.preparation import Setting, finished_model, prepare
 from fedsim.randomness import sample_cohort
 from fedsim.records import RoundRecord, RunFolder
 from fedsim.report import draw_curve
+from fedsim.workshop import Workshop
 
 
 def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
@@ -83,6 +84,7 @@ def run(
     *,
     on_start: Callable[[Setting], object] | None = None,
     on_round: Callable[[RoundRecord], object] | None = None,
+    workshop: Workshop | None = None,
 ) -> Result:
     """Run an experiment.
 
@@ -90,6 +92,7 @@ def run(
         experiment: an Experiment, nested tables, the path of a TOML file, or None for the default experiment.
         out: a new or empty folder for the records; none are kept where it is left out.
         on_start, on_round: called with the Setting before the first round, and with each round's record after it.
+        workshop: what this run shares with those before and after it; one of its own where it is left out.
 
     Raises:
         ExperimentError: the experiment cannot be run as described.
@@ -101,7 +104,8 @@ def run(
     history: list[RoundRecord] = []
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(Path(out))) if out is not None else None
-        setting, engine = stack.enter_context(prepare(experiment))
+        workshop = workshop or stack.enter_context(Workshop())
+        setting, engine = stack.enter_context(prepare(experiment, workshop))
         if folder:
             folder.begin(experiment, **setting.facts())
         if on_start:

@@ -8,6 +8,7 @@ large lies in shared memory. The processes among themselves meet at a Barrier.
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -214,6 +215,7 @@ def _serve(index: int, board: Board, pipe: Connection, threads: int, timeout: fl
     """The life of one process of a crew."""
     begin_as_child()
     torch.set_num_threads(threads)
+    gc.freeze()  # what is imported by now stays: collections, of which each task's end is one, need not look at it
     board.write(index, WORKER, NOBODY)
     seat = Seat(index, board.count, board, Barrier(board, index, timeout + GRACE))  # the parent speaks up first
     pipe.send(("result", None))  # reports for work
