@@ -6,9 +6,6 @@ import contextlib
 import datetime
 import functools
 import itertools
-import json
-import math
-import os
 import platform
 import subprocess
 import sys
@@ -22,6 +19,8 @@ from torch import Tensor, nn
 
 from fedsim.errors import RecordError
 from fedsim.experiment import Experiment
+from fedsim.files import to_json as _json
+from fedsim.files import write_whole as _write
 from fedsim.loading import to_toml
 from fedsim.version import __version__
 
@@ -150,31 +149,3 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    """JSON proper: numbers that are not finite, which JSON has no word for, become null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise RecordError(f"{path}: cannot be written: {error.strerror}") from error
