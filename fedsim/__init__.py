@@ -15,6 +15,7 @@ from fedsim.rows import Layout, bind, new_rows, pull_down
 from fedsim.simulation import Result, run
 from fedsim.training import test, train_epoch
 from fedsim.version import __version__
+from fedsim.workshop import Workshop
 
 __all__ = [
     "CustomSubset",
@@ -27,6 +28,7 @@ __all__ = [
     "Result",
     "TensorData",
     "WorkerError",
+    "Workshop",
     "__version__",
     "aggregate",
     "bind",

@@ -173,7 +173,8 @@ class Aggregate(PlugTable):
     rule: str | list[str | dict[str, Any]] = "weighted_mean"
     f: NonNegativeInt | None = None
     weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
-    nonfinite: Literal["error", "exclude", "keep"] = "error"
+    nonfinite: Literal["error", "exclude", "keep"] = "error"  # what becomes of rows that hold NaN or infinity
+    root_samples: PositiveInt = 100  # the server's own, drawn from the training samples, for rules that compare with it
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +217,9 @@ class Server(PlugTable):
 
 
 class Records(Table):
-    """What a run folder holds besides the experiment, the environment and the metrics."""
+    """What a run folder holds besides the experiment, the environment, the partition and the metrics."""
+
+    updates: list[PositiveInt] = []  # rounds whose updates are kept, for `fedsim replay`
 
     model: bool = True  # model.safetensors
     curve: bool = True  # curve.png

@@ -18,6 +18,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+Change = tuple[list[str], Any]  # the parts of a dotted key, and the value that it is to have
+
 
 def load_experiment(
     source: Experiment | Mapping[str, Any] | str | Path | None = None, overrides: Iterable[str] = ()
@@ -33,20 +35,34 @@ def load_experiment(
     overrides = list(overrides)
     if isinstance(source, Experiment) and not overrides:
         return source
-    if isinstance(source, (str, Path)):
-        description = read_toml(Path(source))
-    elif isinstance(source, Experiment):
-        description = source.resolved()
-    else:
-        description = copy.deepcopy(dict(source or {}))
-    for keys, value in sorted(map(_parse, overrides), key=lambda parsed: not _names_a_plug(parsed[0])):
-        _override(description, keys, value)
+    description = describe(source)
+    override(description, map(parse_word, overrides))
     try:
-        return Experiment(**{str(key): value for key, value in description.items()})
+        return experiment_of(description)
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
             raise
         raise ExperimentError(*(f"{source}: {line}" for line in error.lines)) from None
+
+
+def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """What `source` says of an experiment, as nested tables of its own; what it leaves to defaults is left out."""
+    if isinstance(source, (str, Path)):
+        return read_toml(Path(source))
+    if isinstance(source, Experiment):
+        return source.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    return copy.deepcopy(dict(source or {}))
+
+
+def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
+    """Set keys of nested tables; the order of a plug's name and its parameters does not matter."""
+    for keys, value in sorted(changes, key=lambda change: not _names_a_plug(change[0])):
+        _override(description, keys, value)
+
+
+def experiment_of(description: Mapping[str, Any]) -> Experiment:
+    """The experiment that nested tables describe. Raises ExperimentError, one line per problem."""
+    return Experiment(**{str(key): value for key, value in description.items()})
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -64,17 +80,27 @@ def to_toml(experiment: Experiment) -> str:
     return tomli_w.dumps(experiment.resolved())
 
 
-def _parse(word: str) -> tuple[list[str], Any]:
+def parse_word(word: str) -> Change:
     """A word `a.b=value` as its key and value."""
+    keys, text = split_word(word)
+    return keys, parse_value(text)
+
+
+def split_word(word: str) -> tuple[list[str], str]:
+    """A word `a.b=value` as the parts of its key, and the text behind the sign."""
     key, equals, text = word.partition("=")
-    parts = [part.strip() for part in key.split(".")]
-    if not equals or not all(parts):
+    keys = [part.strip() for part in key.split(".")]
+    if not equals or not all(keys):
         raise ExperimentError(f"{show(word)}: expected key=value, such as rounds=5 or local.lr=0.1")
+    return keys, text
+
+
+def parse_value(text: str) -> Any:
+    """A value as in TOML; a bare word is a string."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
-        value = text
-    return parts, value
+        return text
 
 
 def _names_a_plug(keys: list[str]) -> bool:

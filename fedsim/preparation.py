@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fedsim.aggregation import bind_rule
-from fedsim.data import TensorData, load_dataset, partition
+from fedsim.data import TensorData, label_counts, partition
 from fedsim.devices import PRECISIONS, default_processes, describe_device, resolve_device, shares_memory
 from fedsim.engines import Engine, Memory, Schedule, Task
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
-from fedsim.randomness import random_state_kept
+from fedsim.randomness import numpy_generator, random_state_kept
+from fedsim.records import RoundRecord
 from fedsim.rows import Layout
 from fedsim.training import check_outputs
+from fedsim.workshop import Workshop
 
 PROBE_SAMPLES = 8
 
@@ -37,6 +38,8 @@ class Setting:
     train_samples: int
     test_samples: int
     shard_sizes: list[int]
+    label_counts: np.ndarray  # [workers, classes]
+    byzantine: list[int]
     row_bytes: int  # of one model, or one gradient
     buffer_bytes: int  # that go with a model, which they do where they are averaged
 
@@ -58,23 +61,25 @@ class Setting:
 
 
 @contextlib.contextmanager
-def prepare(experiment: Experiment) -> Iterator[tuple[Setting, Engine]]:
-    """The setting of an experiment and its engine, which ends with the `with` block.
+def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Setting, Engine]]:
+    """The setting of an experiment and an engine of the workshop, which leaves it when the `with` block ends.
 
     Raises ExperimentError or DataError where the experiment cannot be run here.
     """
     device = resolve_device(experiment.device)
     processes = _processes(experiment, device)
-    make_engine = engines.get(experiment.engine).target
     with (
         random_state_kept(device),
-        make_engine(processes, experiment.threads_per_process, experiment.timeout) as engine,
+        workshop.engine(
+            experiment.engine, processes, experiment.threads_per_process, experiment.timeout, device
+        ) as engine,
     ):  # the engine first: its processes start while the data loads
         task = task_of(experiment, device)
-        train, test = load_dataset(experiment.data.dataset, experiment.data.root, **experiment.data.params)
+        train, test = workshop.data(experiment.data.dataset, experiment.data.root, experiment.data.params, device)
         _check_fit(experiment, task, train, test)
         shards = _shards(experiment, train)
-        memory = Memory.allocate(task, experiment.cohort_size, train, test, shards)
+        root = _root(experiment, train) if task.rule.takes("root") else None
+        memory = Memory.allocate(task, experiment.cohort_size, train, test, shards, root)
         engine.begin(task, memory)
         setting = Setting(
             experiment=experiment,
@@ -85,6 +90,8 @@ def prepare(experiment: Experiment) -> Iterator[tuple[Setting, Engine]]:
             train_samples=len(train),
             test_samples=len(test),
             shard_sizes=[len(shard) for shard in shards],
+            label_counts=label_counts(train.targets.cpu().numpy(), shards, memory.classes),
+            byzantine=experiment.byzantine,
             row_bytes=memory.global_row.nbytes,
             buffer_bytes=memory.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,
         )
@@ -93,8 +100,7 @@ def prepare(experiment: Experiment) -> Iterator[tuple[Setting, Engine]]:
 
 def task_of(experiment: Experiment, device: torch.device) -> Task:
     """What every process needs to know of an experiment. Raises ExperimentError where the model cannot be made."""
-    local, aggregate = experiment.local, experiment.aggregate
-    rule = bind_rule(aggregate.plug, aggregate.params)
+    local, aggregate, rule = experiment.local, experiment.aggregate, experiment.pipeline
     weights = aggregate.weights or ("samples" if rule.needs_weights else "uniform")
     task = Task(
         seed=experiment.seed,
@@ -104,6 +110,9 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         solver=local.bind(),
         rule=rule,
         weights=tuple(weights) if isinstance(weights, list) else weights,
+        nonfinite=aggregate.nonfinite,
+        attack=experiment.attack.bind(),
+        byzantine=frozenset(experiment.byzantine),
         server=experiment.server.bind(),
         buffers=experiment.buffers,
         augment=tuple(augment.bind() for augment in experiment.data.augment),
@@ -121,6 +130,26 @@ def finished_model(setting: Setting, engine: Engine) -> nn.Module:
     layout.write(engine.memory.global_row, module)
     layout.write_buffers(engine.memory.global_buffers, module)
     return module.cpu().eval()
+
+
+def kept_updates(setting: Setting, engine: Engine, record: RoundRecord) -> dict[str, Tensor]:
+    """What the rule was given in the round that has just ended, on the CPU; see `RunFolder.updates`.
+
+    With sync = "gradients" that is the last step's gradients of the whole cohort.
+    """
+    memory, cohort, rule = engine.memory, record["cohort"], setting.task.rule
+    n = len(cohort)
+    kept = {
+        "updates": memory.rows[:n],
+        "workers": torch.tensor(cohort),
+        "samples": torch.tensor([setting.shard_sizes[worker] for worker in cohort]),
+        "byzantine": torch.tensor([worker in setting.task.byzantine for worker in cohort]),
+    }
+    if rule.takes("root"):
+        kept["root"] = memory.rows[n]
+    if rule.takes("losses"):
+        kept["losses"] = memory.losses[:n]
+    return {name: tensor.cpu().clone() for name, tensor in kept.items()}
 
 
 def _check_model(experiment: Experiment, task: Task) -> None:
@@ -162,6 +191,14 @@ def _processes(experiment: Experiment, device: torch.device) -> int:
     most = experiment.cohort_size
     default = default_processes(device, most, experiment.threads_per_process)
     return min(most, experiment.processes or default)
+
+
+def _root(experiment: Experiment, train: TensorData) -> np.ndarray:
+    """The server's own samples: some of the training samples, drawn at random."""
+    size = experiment.aggregate.root_samples
+    if size > len(train):
+        raise ExperimentError(f"aggregate.root_samples = {size}: there are {len(train)} training samples")
+    return np.sort(numpy_generator(experiment.seed, "root").choice(len(train), size, replace=False))
 
 
 def _shards(experiment: Experiment, train: TensorData) -> list[np.ndarray]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
-import json
-import math
-import os
 import platform
 import subprocess
 import sys
@@ -21,11 +19,14 @@ from torch import Tensor, nn
 
 from fedsim.errors import RecordError
 from fedsim.experiment import Experiment
+from fedsim.files import to_json as _json
+from fedsim.files import write_whole as _write
 from fedsim.loading import to_toml
 from fedsim.version import __version__
 
 EXPERIMENT, ENVIRONMENT, METRICS = "experiment.toml", "environment.json", "metrics.jsonl"
-MODEL, CURVE = "model.safetensors", "curve.png"
+MODEL, CURVE, PARTITION = "model.safetensors", "curve.png", "partition.json"
+UPDATES = "updates-{round:05d}.safetensors"
 
 
 class RoundRecord(TypedDict):
@@ -37,6 +38,9 @@ class RoundRecord(TypedDict):
     train_loss: float  # mean per sample that the cohort trained on, as it trained
     seconds: dict[str, float]  # by phase: pull_down, train, aggregate, test
     cohort: list[int]  # the workers that took part
+    coefficients: list[float] | None  # with which each one's row went into the aggregate; None: the rule has no such
+    excluded: list[int]  # workers whose rows were left out because they were not finite
+    attack_success: float | None  # fraction of what the attacker wants that the global model does; None: he wants nothing
     bytes_up: int  # what a real network would have carried from workers to server
     bytes_down: int  # and from server to workers
 
@@ -85,6 +89,19 @@ class RunFolder:
         except OSError as error:
             raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
 
+    def partition(self, counts: np.ndarray, byzantine: list[int]) -> None:
+        """Write how many samples of each class each worker holds, int [workers, classes], and who is Byzantine."""
+        content = {"counts": counts.tolist(), "byzantine": byzantine}
+        write_whole(self.path / PARTITION, json.dumps(content).encode())
+
+    def updates(self, round: int, kept: dict[str, Tensor]) -> None:
+        """Write what the rule was given in a round, for `fedsim replay`.
+
+        updates [n, d], workers int64 [n], samples int64 [n], byzantine bool [n]; root [d] and losses [n] where the rule
+        took them.
+        """
+        write_whole(self.path / UPDATES.format(round=round), save(kept, metadata={"round": str(round)}))
+
     def model(self, model: nn.Module) -> None:
         """Write the model's parameters and buffers (not what else a module may put into its state)."""
         tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
@@ -107,9 +124,13 @@ class RunFolder:
 
 def describe_environment() -> dict[str, Any]:
     """Versions, machine and the source's git commit."""
+    return {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), **_describe_process()}
+
+
+@functools.cache  # one of many short runs must not pay for it again, nor be said to be of a commit made since
+def _describe_process() -> dict[str, Any]:
     packages = ("torchvision", "numpy", "pydantic", "safetensors", "mlxtend")
     return {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "fedsim": __version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
@@ -145,31 +166,3 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    """JSON proper: numbers that are not finite, which JSON has no word for, become null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise RecordError(f"{path}: cannot be written: {error.strerror}") from error

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from fedsim.engines import Engine
 from fedsim.experiment import Experiment
 from fedsim.loading import load_experiment
-from fedsim.preparation import Setting, finished_model, prepare
+from fedsim.preparation import Setting, finished_model, kept_updates, prepare
 from fedsim.randomness import sample_cohort
 from fedsim.records import RoundRecord, RunFolder
 from fedsim.report import draw_curve
+from fedsim.workshop import Workshop
 
 
 def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
@@ -32,12 +33,12 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
             with clock("train"):
                 engine.train(cohort, round)
             with clock("aggregate"):
-                engine.aggregate(cohort)
+                account = engine.aggregate(cohort, round)
         else:  # every step is a synchronisation, so the two cannot be told apart
             with clock("train"):
-                engine.train_on_averaged_gradients(cohort, round)
+                account = engine.train_on_averaged_gradients(cohort, round)
         with clock("test"):
-            test_loss, test_accuracy = engine.test()
+            test_loss, test_accuracy, attack_success = engine.test()
         sizes = [setting.shard_sizes[worker] for worker in cohort]
         rows_sent = len(cohort) if experiment.sync == "parameters" else sum(map(schedule.steps_for, sizes))
         sent = rows_sent * setting.row_bytes + len(cohort) * setting.buffer_bytes
@@ -48,6 +49,9 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
             train_loss=engine.train_loss([schedule.samples_for(size) for size in sizes]),
             seconds=clock.seconds,
             cohort=cohort,
+            coefficients=account.shares,
+            excluded=account.excluded or [],
+            attack_success=attack_success,
             bytes_up=sent,
             bytes_down=sent,
         )
@@ -83,6 +87,7 @@ def run(
     *,
     on_start: Callable[[Setting], object] | None = None,
     on_round: Callable[[RoundRecord], object] | None = None,
+    workshop: Workshop | None = None,
 ) -> Result:
     """Run an experiment.
 
@@ -90,6 +95,7 @@ def run(
         experiment: an Experiment, nested tables, the path of a TOML file, or None for the default experiment.
         out: a new or empty folder for the records; none are kept where it is left out.
         on_start, on_round: called with the Setting before the first round, and with each round's record after it.
+        workshop: what this run shares with those before and after it; one of its own where it is left out.
 
     Raises:
         ExperimentError: the experiment cannot be run as described.
@@ -101,14 +107,18 @@ def run(
     history: list[RoundRecord] = []
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(Path(out))) if out is not None else None
-        setting, engine = stack.enter_context(prepare(experiment))
+        workshop = workshop or stack.enter_context(Workshop())
+        setting, engine = stack.enter_context(prepare(experiment, workshop))
         if folder:
             folder.begin(experiment, **setting.facts())
+            folder.partition(setting.label_counts, setting.byzantine)
         if on_start:
             on_start(setting)
         for record in simulate(setting, engine):
             history.append(record)
             if folder:
+                if record["round"] in experiment.records.updates:
+                    folder.updates(record["round"], kept_updates(setting, engine, record))
                 folder.round(record)
             if on_round:
                 on_round(record)

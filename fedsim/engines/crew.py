@@ -8,15 +8,11 @@ large lies in shared memory. The processes among themselves meet at a Barrier.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import signal
-import threading
+import gc
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -26,12 +22,11 @@ from torch import multiprocessing
 
 from fedsim.engines.barrier import ARRIVALS, ROUND, WORKER, AbortedError, Barrier, Board, Silence
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line
+from fedsim.processes import GRACE, MAIN_GUARD, begin_as_child, how_it_ended, interrupts_held
 
 START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and report for work
-GRACE = 2.0  # seconds for a process to go by itself before it is killed
 NOBODY = -1
 DISMISSED = b""  # in place of a pickled call
-PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 
 
 @dataclass
@@ -94,7 +89,7 @@ class Crew:
         self._processes: list[Any] = []
         self._ready = False
         try:
-            with _interrupts_held():  # children inherit that: Ctrl-C is the parent's business
+            with interrupts_held():  # children inherit that: Ctrl-C is the parent's business
                 for index in range(count):
                     self._start(context, index, threads)
         except BaseException:
@@ -144,7 +139,7 @@ class Crew:
         One that works stops at its next step; one that does not go in time is killed.
         """
         self._board.abort()
-        with _interrupts_held():  # half closed would be worse than late
+        with interrupts_held():  # half closed would be worse than late
             for pipe in self._pipes:
                 with contextlib.suppress(OSError):
                     pipe.send_bytes(DISMISSED)
@@ -211,26 +206,16 @@ class Crew:
     def _death(self, index: int) -> WorkerError:
         process = self._processes[index]
         process.join(GRACE)
-        code = process.exitcode
-        if code is None:
-            how = "closed its pipe"
-        elif code < 0:
-            how = f"was killed by {_signal_name(-code)} (exit code {code})"
-        else:
-            how = f"ended with exit code {code} before its work was done"
-        hint = ""
-        if not self._ready:
-            hint = ' while it started (a script that runs experiments needs `if __name__ == "__main__":`)'
+        hint = "" if self._ready else f" while it started {MAIN_GUARD}"
+        how = how_it_ended(process.exitcode)
         return WorkerError(f"process {index}, working on {whereabouts(self._board, index)}, {how}{hint}")
 
 
 def _serve(index: int, board: Board, pipe: Connection, threads: int, timeout: float) -> None:
     """The life of one process of a crew."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _go_with_parent()
+    begin_as_child()
     torch.set_num_threads(threads)
+    gc.freeze()  # what is imported by now stays: collections, of which each task's end is one, need not look at it
     board.write(index, WORKER, NOBODY)
     seat = Seat(index, board.count, board, Barrier(board, index, timeout + GRACE))  # the parent speaks up first
     pipe.send(("result", None))  # reports for work
@@ -254,44 +239,3 @@ def _answer(seat: Seat, message: bytes) -> tuple[str, Any]:
     except Exception as error:
         summary = str(error) if isinstance(error, FedsimError) else one_line(error)
         return "failed", (summary, traceback.format_exc())
-
-
-def _go_with_parent() -> None:
-    """Make this process end when its parent does, whatever it is doing."""
-    parent = parent_process()
-    if parent is None:
-        return
-    with contextlib.suppress(OSError, AttributeError):  # Linux: by the kernel, even if this process is stopped
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()  # elsewhere, or if it is gone already
-
-
-def _end_after(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block, where it is raised; processes started inside have it blocked."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # multiprocessing would start it inside, and unblock the signal
-    came: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))  # for threads that block nothing
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        if came:
-            signal.raise_signal(signal.SIGINT)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

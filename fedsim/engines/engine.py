@@ -29,7 +29,11 @@ class Engine(ABC):
 
     @abstractmethod
     def begin(self, task: Task, memory: Memory) -> None:
-        """Take on a task; what was taken on before is forgotten."""
+        """Take on a task; the one before is left."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Let go of the task and its memory, in every process; without a task there is nothing to do."""
 
     @abstractmethod
     def _each(self, method: str, *arguments: object) -> list[Any]:

@@ -21,12 +21,18 @@ class SerialEngine(Engine):
 
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         self._threads_before = torch.get_num_threads()
+        self._station: Station | None = None
         torch.set_num_threads(threads)
 
     def begin(self, task: Task, memory: Memory) -> None:
         self.memory = memory
         self._seat = Seat.alone()
         self._station = Station(self._seat, task, memory)
+
+    def leave(self) -> None:
+        if self._station is not None:
+            self._station = None
+            del self.memory
 
     def _each(self, method: str, *arguments: object) -> list[Any]:
         try:
@@ -38,4 +44,5 @@ class SerialEngine(Engine):
             raise WorkerError(f"{where} failed: {one_line(error)}\n{traceback.format_exc()}") from error
 
     def close(self) -> None:
+        self.leave()
         torch.set_num_threads(self._threads_before)

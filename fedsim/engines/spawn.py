@@ -27,7 +27,7 @@ class SpawnEngine(Engine):
         self._began = False
 
     def begin(self, task: Task, memory: Memory) -> None:
-        self._leave()
+        self.leave()
         self.memory = memory.share()
         self._began = True
         try:
@@ -45,16 +45,22 @@ class SpawnEngine(Engine):
 
     def close(self) -> None:
         try:
-            self._leave()
+            self.leave()
         finally:
             self._crew.close()
 
-    def _leave(self) -> None:
-        """Let go of the present task in all processes: CUDA memory must be let go of before its owner frees it."""
-        if self._began and self._crew.at_work:
-            self._crew.call(_leave_station)
-            forget_shared_memory(self.memory.global_row.device)
+    def leave(self) -> None:
+        """Processes first: CUDA memory must be let go of before its owner frees it."""
+        if not self._began:
+            return
         self._began = False
+        device = self.memory.global_row.device
+        try:
+            if self._crew.at_work:
+                self._crew.call(_leave_station)
+        finally:
+            del self.memory
+        forget_shared_memory(device)
 
 
 def _take_station(seat: Seat, task: Task, memory: Memory) -> None:

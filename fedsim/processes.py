@@ -1,0 +1,74 @@
+"""What every process that fedsim starts needs: it goes with its parent, and Ctrl-C is its parent's business."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing import parent_process, resource_tracker
+from typing import Any
+
+GRACE = 2.0  # seconds for a process to go by itself before it is killed
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
+MAIN_GUARD = '(a script that runs experiments needs `if __name__ == "__main__":`)'
+
+
+def begin_as_child() -> None:
+    """First thing in a process that was started inside `interrupts_held`: ignore Ctrl-C, and go with the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _go_with_parent()
+
+
+def how_it_ended(exitcode: int | None) -> str:
+    """How a process ended that should not have, as part of a sentence."""
+    if exitcode is None:
+        return "closed its pipe"
+    if exitcode < 0:
+        return f"was killed by {_signal_name(-exitcode)} (exit code {exitcode})"
+    return f"ended with exit code {exitcode} before its work was done"
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block, where it is raised; processes started inside have it blocked."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # multiprocessing would start it inside, and unblock the signal
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))  # for threads that block nothing
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _go_with_parent() -> None:
+    """Make this process end when its parent does, whatever it is doing."""
+    parent = parent_process()
+    if parent is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # Linux: by the kernel, even if this process is stopped
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()  # elsewhere, or if it is gone already
+
+
+def _end_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

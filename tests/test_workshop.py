@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedsim
+from fedsim import workshop as workshop_module
+from fedsim.workshop import MOST_DATA_SETS, Workshop
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def spawned(tiny_experiment):
+    return {**tiny_experiment, "engine": "spawn", "processes": 2, "rounds": 1, "model": "logistic"}
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The names of the data sets that are loaded, as they are."""
+    names = []
+    load = workshop_module.load_dataset
+
+    def counted(name, root, **params):
+        names.append((name, *params.values()))
+        return load(name, root, **params)
+
+    monkeypatch.setattr(workshop_module, "load_dataset", counted)
+    return names
+
+
+def processes():
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+def shared_bytes():
+    """Bytes of shared memory that this process and its children have mapped."""
+    gc.collect()
+    total = 0
+    for pid in ("self", *processes()):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "/dev/shm/" in line or "/torch_" in line:
+                start, end = line.split()[0].split("-")
+                total += int(end, 16) - int(start, 16)
+    return total
+
+
+def test_runs_in_one_workshop_give_what_each_gives_by_itself(spawned):
+    variants = [
+        spawned,
+        {**spawned, "seed": 1},
+        {**spawned, "model": "net", "workers": 5, "cohort": 4},
+        {**spawned, "sync": "gradients"},
+        {**spawned, "precision": "float64"},
+        {**spawned, "model": "tests.plugs:Normalised", "buffers": "local"},
+        spawned,
+    ]
+    with Workshop() as workshop:
+        together = [fedsim.run(tables, workshop=workshop).global_row for tables in variants]
+    for row, tables in zip(together, variants, strict=True):
+        assert torch.equal(row, fedsim.run({**tables, "engine": "serial", "processes": None}).global_row)
+
+
+def test_the_processes_are_the_same_from_run_to_run(spawned):
+    with Workshop() as workshop:
+        seen = []
+        for change in ({}, {"seed": 1}, {"model": "2nn"}, {"processes": 1}):
+            fedsim.run({**spawned, **change}, workshop=workshop)
+            seen.append(processes())
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) == 2
+    assert len(seen[3]) == 1
+    assert not seen[3] & seen[0]
+    assert processes() == set()
+
+
+def test_data_are_loaded_once_and_moved_to_shared_memory_once(spawned, loads):
+    with Workshop() as workshop:
+        fedsim.run(spawned, workshop=workshop)
+        train, test = workshop.data("tests.plugs:tiny", None, {"train": 203}, CPU)
+        places = [tensor.data_ptr() for tensor in (*train.tensors, *test.tensors)]
+        assert all(tensor.is_shared() for tensor in (*train.tensors, *test.tensors))
+        for change in ({"seed": 1}, {"precision": "float64"}, {"engine": "serial", "processes": None}):
+            fedsim.run({**spawned, **change}, workshop=workshop)
+        again = workshop.data("tests.plugs:tiny", None, {"train": 203}, CPU)
+        assert [tensor.data_ptr() for part in again for tensor in part.tensors] == places
+    assert loads == [("tests.plugs:tiny", 203)]
+
+
+def test_a_few_data_sets_are_kept_and_the_one_used_longest_ago_goes(loads):
+    sizes = range(10, 10 + MOST_DATA_SETS)
+    with Workshop() as workshop:
+        for size in (*sizes, sizes[0], 99, sizes[0], sizes[1]):
+            assert len(workshop.data("tests.plugs:tiny", None, {"train": size}, CPU)[0]) == size
+    assert [size for _, size in loads] == [*sizes, 99, sizes[1]]
+
+
+def test_no_shared_memory_of_a_run_stays(spawned):
+    with Workshop() as workshop:
+        fedsim.run(spawned, workshop=workshop)
+        after_one = shared_bytes()
+        for change in ({"model": "2nn", "workers": 6}, {"sync": "gradients"}, {"rounds": 2}):
+            fedsim.run({**spawned, **change}, workshop=workshop)
+            assert shared_bytes() == after_one
+
+
+def test_a_run_that_fails_harms_none_after_it(spawned):
+    with Workshop() as workshop:
+        for how in ("raise", "kill"):
+            with pytest.raises(fedsim.WorkerError):
+                fedsim.run({**spawned, "model": {"name": "tests.plugs:Fails", "how": how}}, workshop=workshop)
+            assert processes() == set()
+            assert fedsim.run(spawned, workshop=workshop).history
+        with pytest.raises(fedsim.ExperimentError):
+            fedsim.run({**spawned, "workers": 1000}, workshop=workshop)
+        assert fedsim.run(spawned, workshop=workshop).history
