@@ -1,0 +1,114 @@
+"""What an attack is, and how one is bound to its parameters.
+
+An attack on rows is a function of what it names among these, and gives the Byzantine rows [b, d], or one row [d] where
+all of them are the same. It changes nothing that it is given.
+
+    honest       [h, d]: the updates of this round's honest workers
+    own          [b, d]: the updates of the Byzantine workers, had they followed the protocol
+    n_byzantine  b >= 1
+    rng          a NumPy generator, for this attack in this round alone
+    last         [d], the aggregated update of the round before; None in the first round
+    aggregate    a callable: what the rule in use makes of Byzantine rows [b, d], which it leaves unchanged, together
+                 with the honest ones, [d]
+
+An attack on data is a frozen dataclass: its fields configure it, it is called for the rows as above, and it has a
+method `poison` (see `Poison`). Where the attacker wants something in particular of the global model, it has a method
+`goal` (see `Goal`), on which his success is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from fedsim.errors import ExperimentError
+from fedsim.registry import Plug, Registry
+
+attack_strategy = Registry("attack", given=("honest", "own", "n_byzantine", "rng", "last", "aggregate"))
+
+Aggregate = Callable[[Tensor], Tensor]
+
+
+class Poison(Protocol):
+    """What a Byzantine worker trains on in place of a batch."""
+
+    def __call__(
+        self, inputs: Tensor, targets: Tensor, classes: int, rng: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Poisoned (inputs [batch, ...], targets int64 [batch]); what is given stays as it is, and may be returned."""
+
+
+class Goal(Protocol):
+    """What the attacker wants of the global model: accuracy on what this gives is the attack's success rate."""
+
+    def __call__(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+        """Of a test batch the samples that count, as the attacker would show them, and the answers he wants.
+
+        They may be fewer than the batch has, or none.
+        """
+
+
+@dataclass(frozen=True)
+class BoundAttack:
+    """An attack with its parameters: call it for the Byzantine rows.
+
+    Attributes:
+        takes: what it wants to be given; `aggregate` and `last` need not be at hand for an attack that does not.
+        needs_aggregate: whether it cannot do without `aggregate`.
+        poison: how it changes training batches, or None where it leaves the data alone.
+        goal: what its success is measured on, or None where it wants nothing in particular.
+    """
+
+    function: Callable[..., Tensor]
+    name: str
+    takes: tuple[str, ...]
+    needs_aggregate: bool
+
+    @property
+    def poison(self) -> Poison | None:
+        return getattr(self.function, "poison", None)
+
+    @property
+    def goal(self) -> Goal | None:
+        return getattr(self.function, "goal", None)
+
+    def __call__(
+        self,
+        honest: Tensor,
+        own: Tensor,
+        *,
+        rng: np.random.Generator,
+        last: Tensor | None = None,
+        aggregate: Aggregate | None = None,
+    ) -> Tensor:
+        """The Byzantine rows, a new tensor with the shape [b, d], dtype and device of `own`.
+
+        Raises ExperimentError where the attack cannot be made of what it is given.
+        """
+        rows = own.new_empty(own.shape)
+        if not len(own):
+            return rows
+        if self.needs_aggregate and aggregate is None:
+            raise ExperimentError(f"aggregate: the attack {self.name} needs the rule that it is to be tuned against")
+        menu = {"honest": honest, "own": own, "n_byzantine": len(own)}
+        menu |= {"rng": rng, "last": last, "aggregate": aggregate}
+        made = self.function(**{name: menu[name] for name in self.takes})
+        shape = tuple(getattr(made, "shape", ()))
+        if shape not in (own.shape, own.shape[1:]):
+            b, d = own.shape
+            raise ExperimentError(f"attack {self.name}: must give rows of shape ({b}, {d}) or ({d},), not {shape}")
+        return rows.copy_(made)
+
+
+def bind_attack(plug: Plug, params: dict[str, Any]) -> BoundAttack:
+    """The attack `plug` with checked `params`, ready to be called and to be pickled to other processes."""
+    return BoundAttack(
+        function=plug.bind(params),
+        name=plug.name,
+        takes=tuple(plug.takes),
+        needs_aggregate=plug.takes.get("aggregate", False),
+    )
