@@ -1,0 +1,102 @@
+"""Attacks tuned against the rule in use: the factor that moves its result farthest from the honest mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.attacks.crafted import Ddof, Sign
+from fedsim.attacks.statistics import mean_and_std, mean_of
+from fedsim.attacks.strategy import Aggregate, attack_strategy
+
+Evaluations = Annotated[int, Field(ge=2)]
+
+GOLDEN = (3 - 5**0.5) / 2  # the smaller part of a golden section
+
+
+@attack_strategy("opt_alie")
+def opt_alie(
+    honest: Tensor,
+    n_byzantine: int,
+    aggregate: Aggregate,
+    *,
+    evaluations: Evaluations = 16,
+    sign: Sign = -1,
+    ddof: Ddof = 1,
+) -> Tensor:
+    """alie with the z >= 0 that moves the result of the rule in use farthest from the honest mean.
+
+    z is found by `line_search`, which has the rule aggregate `evaluations` times; it is the best of the factors tried.
+    Raises ExperimentError unless h > ddof, and where there is no `aggregate`. After Shejwalkar and Houmansadr 2021.
+    """
+    mean, std = mean_and_std(honest, ddof)
+    return _farthest(mean, mean, std.mul_(sign), honest, n_byzantine, aggregate, evaluations)
+
+
+@attack_strategy("opt_ipm")
+def opt_ipm(honest: Tensor, n_byzantine: int, aggregate: Aggregate, *, evaluations: Evaluations = 16) -> Tensor:
+    """ipm with the eps >= 0 that moves the result of the rule in use farthest from the honest mean.
+
+    eps is found by `line_search`, which has the rule aggregate `evaluations` times; it is the best of the factors
+    tried. Raises ExperimentError where there is no `aggregate`. After Shejwalkar and Houmansadr 2021.
+    """
+    mean = mean_of(honest)
+    return _farthest(mean, torch.zeros_like(mean), -mean, honest, n_byzantine, aggregate, evaluations)
+
+
+def _farthest(
+    mean: Tensor,
+    start: Tensor,
+    direction: Tensor,
+    honest: Tensor,
+    n_byzantine: int,
+    aggregate: Aggregate,
+    evaluations: int,
+) -> Tensor:
+    """The row start + x direction, x >= 0, that moves the aggregate farthest from `mean` if all attackers send it."""
+
+    def row(x: float) -> Tensor:
+        return start.add(direction, alpha=x).to(honest.dtype)  # rounded as it will be sent
+
+    def distance(x: float) -> float:
+        result = aggregate(row(x).expand(n_byzantine, -1))
+        return torch.linalg.vector_norm(result.to(mean.dtype) - mean).item()
+
+    return row(line_search(distance, evaluations))
+
+
+def line_search(height: Callable[[float], float], evaluations: int) -> float:
+    """The x >= 0 where `height` is greatest among those that so many evaluations try; of equals, the first tried.
+
+    Tries 0, then 1, 2, 4, ... for as long as that climbs, then closes in on the best by golden sections. So it finds
+    the top of a height that rises and then falls (also where it falls off a cliff, as behind a rule's filter); of other
+    heights some local top. Where a height is not finite it counts as the lowest.
+    """
+
+    def finite_height(x: float) -> float:
+        value = height(x)
+        return value if math.isfinite(value) else -math.inf
+
+    low, best, high = 0.0, 0.0, 1.0
+    top = finite_height(best)
+    doubling = True
+    for _ in range(evaluations - 1):
+        larger_gap = max(high - best, low - best, key=abs)  # of the two beside the best
+        x = high if doubling else best + GOLDEN * larger_gap
+        value = finite_height(x)
+        doubling = doubling and value > top
+        if doubling:
+            low, best, high, top = best, x, 2 * x, value
+        elif value > top:
+            low, high = (best, high) if x > best else (low, best)
+            best, top = x, value
+        elif x > best:
+            high = x
+        else:
+            low = x
+    return best
