@@ -1,0 +1,99 @@
+"""Attacks in one line, without a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedsim.attacks.strategy import Aggregate, attack_strategy, bind_attack
+from fedsim.errors import ExperimentError, show
+from fedsim.randomness import numpy_generator
+
+
+def attack(
+    honest: Tensor,
+    n_byzantine: int,
+    name: str = "alie",
+    *,
+    own: Tensor | None = None,
+    last: Tensor | None = None,
+    aggregate: Callable[[Tensor], Tensor] | None = None,
+    seed: int = 0,
+    **params: Any,
+) -> Tensor:
+    """The rows that Byzantine workers send: `attack(honest, 4, "min_max", dev="std")`.
+
+    Args:
+        honest: [h, d], h >= 1: the honest workers' updates, of any floating dtype and device; left unchanged.
+        n_byzantine: b >= 0, how many Byzantine workers there are beside the honest ones.
+        name: a registered attack, or "package.module:function".
+        own: [b, d], what the Byzantine workers' updates would be, had they followed the protocol. Where it is left
+            out honest rows stand in, in turn: row j is honest row j mod h. Attacks on data send what they have trained
+            (label_flipping) or a multiple of it (backdoor), so here they give `own` or a multiple of that.
+        last: [d], the aggregated update of the round before, for free_rider.
+        aggregate: the rule in use, for opt_alie and opt_ipm, which need it: a callable of the matrix [h + b, d], honest
+            rows first, that leaves it unchanged and returns [d].
+        seed: draws are a pure function of it; nothing else is seeded or consumed.
+        params: the attack's own parameters.
+
+    Returns the Byzantine rows [b, d], a new tensor with the dtype and device of `honest`.
+
+    Raises ExperimentError (a ValueError) for an unknown attack, a wrong parameter, a wrong shape, no honest row, and
+    where the attack's own constraints are broken.
+    """
+    plug = attack_strategy.get(name, "attack.name")
+    bound = bind_attack(plug, plug.check(params, "attack", beside=["name"]))
+    _check_honest(honest)
+    if not isinstance(n_byzantine, Integral) or isinstance(n_byzantine, bool) or n_byzantine < 0:
+        raise ExperimentError(f"n_byzantine = {show(n_byzantine)}: must be a whole number >= 0")
+    (h, d), b = honest.shape, int(n_byzantine)
+    if own is None:
+        own = honest[torch.arange(b, device=honest.device) % h]
+    return bound(
+        honest,
+        _checked("own", own, (b, d), honest),
+        rng=numpy_generator(seed, "attack"),
+        last=None if last is None else _checked("last", last, (d,), honest),
+        aggregate=None if aggregate is None else _beside(honest, b, aggregate),
+    )
+
+
+def _check_honest(honest: Tensor) -> None:
+    if not isinstance(honest, Tensor) or honest.ndim != 2 or not honest.is_floating_point():
+        described = f"{honest.dtype} {tuple(honest.shape)}" if isinstance(honest, Tensor) else type(honest).__name__
+        raise ExperimentError(f"honest: must be a floating tensor [h, d], not {described}")
+    if not len(honest):
+        raise ExperimentError(f"honest: needs at least 1 honest row, there are 0 (shape {tuple(honest.shape)})")
+
+
+def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) -> Tensor:
+    """`tensor` if it has this shape and is of the dtype and on the device of the honest rows."""
+    wanted, found = (
+        f"{dtype} {tuple(shape)} on {device}"
+        for dtype, shape, device in (
+            (honest.dtype, shape, honest.device),
+            (tensor.dtype, tensor.shape, tensor.device),
+        )
+    )
+    if wanted != found:
+        raise ExperimentError(f"{name}: must be {wanted} as the honest rows are, not {found}")
+    return tensor
+
+
+def _beside(honest: Tensor, n_byzantine: int, aggregate: Callable[[Tensor], Tensor]) -> Aggregate:
+    """`aggregate` as a function of the Byzantine rows alone."""
+    h, d = honest.shape
+    matrix = torch.cat([honest, honest.new_zeros(n_byzantine, d)])
+
+    def with_honest(byzantine: Tensor) -> Tensor:
+        matrix[h:] = byzantine
+        result = aggregate(matrix)
+        if tuple(result.shape) != (d,):
+            raise ExperimentError(f"aggregate: must return shape ({d},), not {tuple(result.shape)}")
+        return result
+
+    return with_honest
