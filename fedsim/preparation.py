@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedsim.data import TensorData, label_counts, partition
 from fedsim.devices import PRECISIONS, default_processes, describe_device, resolve_device, shares_memory
@@ -18,7 +18,6 @@ from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
 from fedsim.randomness import numpy_generator, random_state_kept
-from fedsim.records import RoundRecord
 from fedsim.rows import Layout
 from fedsim.training import check_outputs
 from fedsim.workshop import Workshop
@@ -130,26 +129,6 @@ def finished_model(setting: Setting, engine: Engine) -> nn.Module:
     layout.write(engine.memory.global_row, module)
     layout.write_buffers(engine.memory.global_buffers, module)
     return module.cpu().eval()
-
-
-def kept_updates(setting: Setting, engine: Engine, record: RoundRecord) -> dict[str, Tensor]:
-    """What the rule was given in the round that has just ended, on the CPU; see `RunFolder.updates`.
-
-    With sync = "gradients" that is the last step's gradients of the whole cohort.
-    """
-    memory, cohort, rule = engine.memory, record["cohort"], setting.task.rule
-    n = len(cohort)
-    kept = {
-        "updates": memory.rows[:n],
-        "workers": torch.tensor(cohort),
-        "samples": torch.tensor([setting.shard_sizes[worker] for worker in cohort]),
-        "byzantine": torch.tensor([worker in setting.task.byzantine for worker in cohort]),
-    }
-    if rule.takes("root"):
-        kept["root"] = memory.rows[n]
-    if rule.takes("losses"):
-        kept["losses"] = memory.losses[:n]
-    return {name: tensor.cpu().clone() for name, tensor in kept.items()}
 
 
 def _check_model(experiment: Experiment, task: Task) -> None:

@@ -13,14 +13,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO, TypedDict
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedsim.errors import RecordError
 from fedsim.experiment import Experiment
-from fedsim.files import to_json as _json
-from fedsim.files import write_whole as _write
+from fedsim.files import to_json, write_whole
 from fedsim.loading import to_toml
 from fedsim.version import __version__
 
@@ -77,14 +77,14 @@ class RunFolder:
             self._metrics = (self.path / METRICS).open("x", encoding="utf-8")  # "x": of two runs, one gets it
         except OSError as error:
             raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
-        _write(self.path / EXPERIMENT, to_toml(experiment).encode())
-        _write(self.path / ENVIRONMENT, _json({**describe_environment(), **facts}, indent=2).encode())
+        write_whole(self.path / EXPERIMENT, to_toml(experiment).encode())
+        write_whole(self.path / ENVIRONMENT, to_json({**describe_environment(), **facts}, indent=2).encode())
 
     def round(self, record: RoundRecord) -> None:
         """Append one round, and flush it."""
         assert self._metrics is not None
         try:
-            self._metrics.write(_json(record) + "\n")
+            self._metrics.write(to_json(record) + "\n")
             self._metrics.flush()
         except OSError as error:
             raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
@@ -92,7 +92,7 @@ class RunFolder:
     def partition(self, counts: np.ndarray, byzantine: list[int]) -> None:
         """Write how many samples of each class each worker holds, int [workers, classes], and who is Byzantine."""
         content = {"counts": counts.tolist(), "byzantine": byzantine}
-        write_whole(self.path / PARTITION, json.dumps(content).encode())
+        write_whole(self.path / PARTITION, to_json(content).encode())
 
     def updates(self, round: int, kept: dict[str, Tensor]) -> None:
         """Write what the rule was given in a round, for `fedsim replay`.
@@ -105,11 +105,11 @@ class RunFolder:
     def model(self, model: nn.Module) -> None:
         """Write the model's parameters and buffers (not what else a module may put into its state)."""
         tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-        _write(self.path / MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
+        write_whole(self.path / MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
 
     def curve(self, png: bytes) -> None:
         """Write the picture of the history."""
-        _write(self.path / CURVE, png)
+        write_whole(self.path / CURVE, png)
 
     def __enter__(self) -> RunFolder:
         return self

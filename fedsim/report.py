@@ -25,7 +25,7 @@ def headline(setting: Setting) -> str:
         f"{experiment.name}: {experiment.data.dataset} ({samples}), "
         f"{experiment.model.name} ({setting.parameters:,} parameters)\n"
         f"{experiment.workers} workers{cohort}, {shards} samples each ({experiment.partition.strategy}); "
-        f"{experiment.aggregate.rule} of {experiment.sync}; {experiment.engine}{processes} on {setting.device}"
+        f"{experiment.aggregate.label} of {experiment.sync}; {experiment.engine}{processes} on {setting.device}"
     )
 
 

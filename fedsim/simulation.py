@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from fedsim.engines import Engine
 from fedsim.experiment import Experiment
 from fedsim.loading import load_experiment
-from fedsim.preparation import Setting, finished_model, kept_updates, prepare
+from fedsim.preparation import Setting, finished_model, prepare
 from fedsim.randomness import sample_cohort
 from fedsim.records import RoundRecord, RunFolder
+from fedsim.replay import kept_updates
 from fedsim.report import draw_curve
 from fedsim.workshop import Workshop
 

@@ -82,8 +82,8 @@ class Backdoor:
         """A copy of the images with the patch on the chosen ones."""
         if inputs.ndim < 3:
             raise ExperimentError(
-                "attack: a backdoor's trigger needs images [batch, channels, height, width], not inputs of shape "
-                f"{tuple(inputs.shape)}"
+                "attack: a backdoor's trigger needs images [channels, height, width], not samples of shape "
+                f"{tuple(inputs.shape[1:])}"
             )
         height, width = inputs.shape[-2:]
         if self.size > min(height, width):

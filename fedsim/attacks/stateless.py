@@ -50,15 +50,15 @@ def attack(
     _check_honest(honest)
     if not isinstance(n_byzantine, Integral) or isinstance(n_byzantine, bool) or n_byzantine < 0:
         raise ExperimentError(f"n_byzantine = {show(n_byzantine)}: must be a whole number >= 0")
-    h, d = honest.shape
+    (h, d), b = honest.shape, int(n_byzantine)
     if own is None:
-        own = honest[torch.arange(n_byzantine, device=honest.device) % h]
+        own = honest[torch.arange(b, device=honest.device) % h]
     return bound(
         honest,
-        _checked("own", own, (n_byzantine, d), honest),
+        _checked("own", own, (b, d), honest),
         rng=numpy_generator(seed, "attack"),
         last=None if last is None else _checked("last", last, (d,), honest),
-        aggregate=None if aggregate is None else _beside(honest, n_byzantine, aggregate),
+        aggregate=None if aggregate is None else _beside(honest, b, aggregate),
     )
 
 

@@ -39,7 +39,7 @@ class Poison(Protocol):
     def __call__(
         self, inputs: Tensor, targets: Tensor, classes: int, rng: np.random.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Poisoned (inputs [batch, ...], targets int64 [batch]); what is given stays as it is, and may be given back."""
+        """Poisoned (inputs [batch, ...], targets int64 [batch]); what is given stays as it is, and may be returned."""
 
 
 class Goal(Protocol):

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fedsim.attacks import attack
+from fedsim.errors import ExperimentError
+
+
+def test_none_sends_what_the_protocol_asks_for(honest, own):
+    assert torch.equal(attack(honest, 3, "none", own=own), own)
+
+
+def test_sign_flipping_turns_each_ones_own_row_round(honest, own):
+    assert torch.equal(attack(honest, 3, "sign_flipping", own=own), -own)
+    assert torch.equal(attack(honest, 3, "sign_flipping", own=own, scale=4), -4 * own)
+
+
+def test_sign_flipping_of_the_mean_sends_the_negated_mean_of_the_honest_rows(honest, own):
+    mean = sum(honest) / 7
+    for scale in (1.0, 2.5):
+        rows = attack(honest, 3, "sign_flipping", own=own, of="mean", scale=scale)
+        assert torch.allclose(rows, (-scale * mean).expand(3, -1), rtol=0, atol=1e-12)
+
+
+def test_gaussian_is_normal_with_standard_deviation_s_and_drawn_for_each_row(honest):
+    wide = torch.zeros(1, 100_000, dtype=torch.double)
+    rows = attack(wide, 2, "gaussian", s=3.0)
+    assert rows.mean(1).abs().max() < 0.05
+    assert (rows.std(1) - 3).abs().max() < 0.05
+    assert (rows.abs() < 3).double().mean().item() == pytest.approx(0.6827, abs=0.005)
+    assert abs(np.corrcoef(rows.numpy())[0, 1]) < 0.02
+    assert torch.equal(attack(honest, 3, "gaussian", s=0.0), torch.zeros(3, 33, dtype=torch.double))
+
+
+def test_gaussian_noise_depends_on_the_seed_and_not_on_dtype_or_number_of_rows(honest):
+    rows = attack(honest, 3, "gaussian", seed=5)
+    assert torch.equal(rows, attack(honest, 3, "gaussian", seed=5))
+    assert not torch.equal(rows, attack(honest, 3, "gaussian", seed=6))
+    assert torch.equal(rows[:2], attack(honest, 2, "gaussian", seed=5))
+    assert torch.equal(rows.float(), attack(honest.float(), 3, "gaussian", seed=5))
+
+
+def test_mimic_copies_one_honest_row(honest):
+    assert torch.equal(attack(honest, 3, "mimic"), honest[[0, 0, 0]])
+    assert torch.equal(attack(honest, 2, "mimic", epsilon=6), honest[[6, 6]])
+
+
+@pytest.mark.parametrize("epsilon", [7, 100])
+def test_mimic_refuses_a_row_that_is_not_there(honest, epsilon):
+    with pytest.raises(ExperimentError, match=f"attack.epsilon = {epsilon}: must be below the number of .* rows, 7"):
+        attack(honest, 3, "mimic", epsilon=epsilon)
+
+
+def test_nan_and_inf_send_nothing_else(honest):
+    assert attack(honest, 3, "nan").isnan().all()
+    assert attack(honest, 3, "inf").isposinf().all()
+
+
+def test_free_rider_sends_zero_or_the_last_update_if_there_is_one(honest, own):
+    zero = torch.zeros(3, 33, dtype=torch.double)
+    last = honest[2] * 5
+    assert torch.equal(attack(honest, 3, "free_rider", last=last), zero)
+    assert torch.equal(attack(honest, 3, "free_rider", last=last, what="last"), last.expand(3, -1))
+    assert torch.equal(attack(honest, 3, "free_rider", what="last"), zero)
+    assert torch.equal(attack(honest, 3, "free_rider", own=own * torch.nan), zero)

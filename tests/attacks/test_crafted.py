@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+
+from fedsim.aggregation.rules import BLOCK
+from fedsim.attacks import attack
+from fedsim.attacks.crafted import z_max
+from fedsim.errors import ExperimentError
+
+DEVIATIONS = ["unit", "sign", "std"]
+BOUNDED = ["min_max", "min_sum"]
+
+
+def rows_of(*values):
+    return torch.tensor(values, dtype=torch.double)
+
+
+def column_moments(honest, ddof=1):
+    """Mean and standard deviation of each column, one after the other."""
+    columns = [[float(x) for x in column] for column in honest.T]
+    means = [math.fsum(column) / len(column) for column in columns]
+    stds = [
+        math.sqrt(math.fsum((x - mean) ** 2 for x in column) / (len(column) - ddof))
+        for column, mean in zip(columns, means, strict=True)
+    ]
+    return np.array(means), np.array(stds)
+
+
+def squared(a, b):
+    return float(((a - b) ** 2).sum())
+
+
+def allowed(name, row, honest):
+    """How far `row` is inside of what min_max, or min_sum, allows: >= 0 where it is."""
+    if name == "min_max":
+        return max(squared(a, b) for a in honest for b in honest) - max(squared(row, x) for x in honest)
+    return max(sum(squared(a, b) for b in honest) for a in honest) - sum(squared(row, x) for x in honest)
+
+
+def bisected(name, honest, dev):
+    """min_max and min_sum as they are defined: the largest factor, found by halving an interval."""
+    honest = honest.double().numpy()
+    mean = honest.mean(0)
+    deviation = {
+        "unit": lambda: mean / np.linalg.norm(mean),
+        "sign": lambda: np.sign(mean),
+        "std": lambda: honest.std(0, ddof=1),
+    }[dev]()
+    low, high = 0.0, 1.0
+    while allowed(name, mean - high * deviation, honest) >= 0:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if allowed(name, mean - middle * deviation, honest) >= 0 else (low, middle)
+    return torch.from_numpy(mean - low * deviation)
+
+
+# A little is enough, inner product manipulation
+
+
+@pytest.mark.parametrize(
+    ("n", "f", "share"),
+    [(50, 24, 24 / 26), (20, 4, 9 / 16), (10, 3, 4 / 7), (5, 1, 2 / 4), (4, 1, 1 / 3), (11, 5, 5 / 6), (3, 1, 1 / 2)],
+)
+def test_z_max_is_the_normal_quantile_of_the_share_of_honest_workers_to_stay_within(n, f, share):
+    assert z_max(n, f) == pytest.approx(NormalDist().inv_cdf(share), abs=1e-12)
+
+
+def test_z_max_is_that_of_the_papers_example():
+    assert z_max(50, 24) == pytest.approx(1.43, abs=0.005)
+
+
+@pytest.mark.parametrize(("n", "f", "s"), [(10, 6, 0), (3, 2, 0), (2, 1, 1), (20, 15, -4)])
+def test_without_a_z_max_the_error_names_n_f_and_s(n, f, s):
+    with pytest.raises(ExperimentError, match=rf"n = {n} and f = {f} make s = {s} and n - f = {n - f}; choose z"):
+        z_max(n, f)
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("z", [None, 0.0, 1.5, -0.3])
+def test_alie_is_z_standard_deviations_from_the_mean(honest, ddof, sign, z):
+    mean, std = column_moments(honest, ddof)
+    factor = z_max(10, 3) if z is None else z
+    expected = torch.from_numpy(mean + sign * factor * std).expand(3, -1)
+    assert torch.allclose(attack(honest, 3, "alie", z=z, sign=sign, ddof=ddof), expected, rtol=0, atol=1e-11)
+
+
+def test_alie_by_hand():
+    honest = rows_of([1, 0], [3, 0], [2, 3])
+    assert torch.allclose(attack(honest, 1, z=1.0), rows_of([1, 1 - 3**0.5]))
+    assert torch.allclose(attack(honest, 1, z=1.0, ddof=0, sign=1), rows_of([2 + (2 / 3) ** 0.5, 1 + 2**0.5]))
+
+
+def test_alie_is_the_default_and_steps_down_from_the_mean(honest):
+    assert torch.equal(attack(honest, 5), attack(honest, 5, "alie", z=z_max(12, 5), sign=-1, ddof=1))
+    assert (attack(honest, 5) < honest.mean(0)).all()
+
+
+def test_one_honest_row_has_no_standard_deviation(honest):
+    with pytest.raises(ExperimentError, match="attack.ddof = 1: .* needs more than 1 of them, not 1"):
+        attack(honest[:1], 1, "alie", z=1.0)
+    assert torch.allclose(attack(honest[:1], 1, "alie", z=1.0, ddof=0), honest[:1])
+
+
+def test_ipm_is_the_mean_times_minus_eps(honest):
+    mean, _ = column_moments(honest)
+    for eps in (0.0, 0.5, 10):
+        expected = torch.from_numpy(-eps * mean).expand(2, -1)
+        assert torch.allclose(attack(honest, 2, "ipm", eps=eps), expected, rtol=0, atol=1e-11)
+    assert torch.equal(attack(honest, 2, "ipm"), attack(honest, 2, "ipm", eps=0.1))
+
+
+# min_max and min_sum
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("dev", DEVIATIONS)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("h", "d"), [(2, 3), (3, 1), (6, 40), (25, 7)])
+def test_the_factor_is_the_largest_that_the_definition_allows(name, dev, seed, h, d):
+    generator = torch.Generator().manual_seed(seed)
+    honest = torch.randn(h, d, dtype=torch.double, generator=generator) + torch.randn(d, generator=generator)
+    honest[0] *= 1 + seed  # so that the rows do not lie alike around their mean
+    row = attack(honest, 1, name, dev=dev)[0]
+    assert torch.allclose(row, bisected(name, honest, dev), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("dev", DEVIATIONS)
+def test_the_bound_is_reached_and_a_longer_step_breaks_it(name, dev, honest):
+    row, mean, reference = attack(honest, 1, name, dev=dev)[0].numpy(), honest.mean(0).numpy(), honest.numpy()
+    scale = allowed(name, mean, reference)
+    assert abs(allowed(name, row, reference)) < 1e-12 * scale
+    assert allowed(name, mean + (1 + 1e-6) * (row - mean), reference) < 0
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("dev", DEVIATIONS)
+def test_two_numbers_by_hand(name, dev):
+    # mean 1 and a step down to m: |2 - m| may be 2, and m^2 + (2 - m)^2 may be 4
+    assert torch.allclose(attack(rows_of([0], [2]), 2, name, dev=dev), rows_of([0], [0]), atol=1e-12)
+
+
+def test_a_cross_by_hand():
+    # mean (2, 0), so m = (2 - g, 0); greatest distance 6; sum of squares around the mean 9 + 9 + 1 + 1
+    along = rows_of([-1, 0], [5, 0], [2, 1], [2, -1])
+    assert torch.allclose(attack(along, 1, "min_max"), rows_of([2 - 3, 0]), atol=1e-12)  # 6 from (5, 0)
+    assert torch.allclose(attack(along, 1, "min_sum"), rows_of([2 - 3, 0]), atol=1e-12)  # 4 g^2 = 4 max |x - mean|^2
+    across = rows_of([2, -3], [2, 3], [3, 0], [1, 0])
+    reach = min(27**0.5, 5)  # 6 from (2, 3), or 6 from (3, 0)
+    assert torch.allclose(attack(across, 1, "min_max"), rows_of([2 - reach, 0]), atol=1e-12)
+    assert torch.allclose(attack(across, 1, "min_sum"), rows_of([2 - 3, 0]), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("dev", DEVIATIONS)
+def test_where_nothing_may_move_the_rows_are_the_mean(name, dev, honest):
+    alike = honest[:1].expand(5, -1)
+    assert torch.allclose(attack(alike, 2, name, dev=dev), honest[[0, 0]], rtol=0, atol=1e-12)
+    assert torch.allclose(attack(honest[:1], 2, name, dev=dev), honest[[0, 0]], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("min_max", (336**0.5 - 6) / 10), ("min_sum", 1.0)])
+def test_a_mean_of_zero_has_no_direction(name, factor):
+    honest = rows_of([1, -2], [-1, 2])
+    for dev in ("unit", "sign"):
+        assert torch.equal(attack(honest, 1, name, dev=dev), rows_of([0, 0]))
+    # but a standard deviation: from (-1, 2) to -g (1, 2) it is 5 g^2 + 6 g + 5, which may be 20; and 10 g^2 may be 10
+    assert torch.allclose(attack(honest, 1, name, dev="std"), -factor * rows_of([1, 2]))
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("dev", DEVIATIONS)
+def test_a_large_common_part_costs_no_digits(name, dev, honest):
+    far = honest / 1024 + 1000
+    assert torch.allclose(attack(far, 1, name, dev=dev)[0], bisected(name, far, dev), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_rows_that_are_not_finite_end_in_rows_that_are_not(name, honest):
+    honest[2, 4] = torch.nan
+    assert attack(honest, 1, name).isnan().any()
+
+
+# All of them
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("alie", {}), ("ipm", {})] + [(name, {"dev": dev}) for name in BOUNDED for dev in DEVIATIONS],
+)
+def test_float32_rows_give_the_float64_result_rounded_however_many_blocks_they_take(name, params):
+    honest = torch.randn(4, 2 * BLOCK + 5, generator=torch.Generator().manual_seed(0)) + 1
+    rounded = attack(honest.double(), 1, name, **params).float()
+    assert torch.equal(attack(honest, 1, name, **params), rounded)
+    if name in BOUNDED:
+        assert torch.allclose(rounded[0], bisected(name, honest, params["dev"]).float(), rtol=0, atol=1e-6)
+    else:
+        columns = honest[:, -7:]  # across the last cut
+        assert torch.allclose(rounded[:, -7:], attack(columns, 1, name, **params), rtol=0, atol=1e-6)

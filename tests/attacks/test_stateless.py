@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.attacks import attack, attack_strategy, bind_attack
+from fedsim.errors import ExperimentError
+from fedsim.rows import new_rows
+
+EVERY = pytest.mark.parametrize("name", attack_strategy.names())
+
+OWN_ROWS = {"none", "sign_flipping", "gaussian", "label_flipping", "backdoor"}  # the others send one row many times
+
+
+def median(matrix):
+    return matrix.median(0).values
+
+
+def backwards(honest: Tensor, own: Tensor, *, scale: float = 1.0) -> Tensor:
+    """A user's own attack on rows."""
+    return own.flip(1) * scale
+
+
+def misshapen(honest: Tensor) -> Tensor:
+    return honest
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A user's own attack on data, without a goal."""
+
+    times: float = 2.0
+
+    def __call__(self, own: Tensor, honest: Tensor) -> Tensor:
+        return own * self.times
+
+    def poison(self, inputs, targets, classes, rng):
+        return torch.zeros_like(inputs), targets
+
+
+def test_the_attacks_are_those_of_the_literature():
+    assert attack_strategy.names() == [
+        *("none", "sign_flipping", "gaussian", "mimic", "nan", "inf", "free_rider"),
+        *("alie", "ipm", "min_max", "min_sum", "opt_alie", "opt_ipm", "label_flipping", "backdoor"),
+    ]
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_attack_gives_a_new_tensor_and_leaves_what_it_is_given_alone(name, dtype, honest, own):
+    honest, own, last = honest.to(dtype), own.to(dtype), honest[1].to(dtype)
+    before = honest.clone(), own.clone(), last.clone()
+    rows = attack(honest, 3, name, own=own, last=last, aggregate=median)
+    assert rows.dtype == dtype
+    assert rows.shape == (3, 33)
+    rows.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(before, (honest, own, last), strict=True))
+    assert rows.is_contiguous()
+
+
+@EVERY
+def test_every_attack_is_a_pure_function_of_what_it_is_given_and_the_seed(name, honest):
+    global_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    one, again = (attack(honest, 4, name, aggregate=median, seed=3) for _ in range(2))
+    assert torch.equal(one.nan_to_num(1.5), again.nan_to_num(1.5))
+    assert torch.equal(torch.get_rng_state(), global_state[0])
+    assert np.array_equal(np.random.get_state()[1], global_state[1])
+
+
+@EVERY
+def test_attackers_send_the_same_row_unless_it_is_their_own(name, honest):
+    rows = attack(honest, 4, name, aggregate=median).nan_to_num(1.5)
+    assert torch.equal(rows, rows[:1].expand(4, -1)) == (name not in OWN_ROWS)
+
+
+@EVERY
+def test_every_attack_works_on_one_column_on_no_column_and_on_strided_rows(name, honest):
+    assert attack(honest[:, :1], 2, name, aggregate=median).shape == (2, 1)
+    assert attack(honest[:, :0], 2, name, aggregate=median).shape == (2, 0)
+    strided = new_rows(7, 33, torch.double).copy_(honest)
+    assert not strided.is_contiguous()
+    plain, from_strided = (attack(h, 2, name, aggregate=median).nan_to_num(1.5) for h in (honest, strided))
+    assert torch.allclose(plain, from_strided, rtol=0, atol=1e-12)
+
+
+@EVERY
+def test_no_attackers_send_no_rows(name, honest):
+    assert attack(honest[:1], 0, name).shape == (0, 33)
+
+
+@EVERY
+def test_without_an_honest_row_there_is_no_attack(name):
+    with pytest.raises(ExperimentError, match=r"honest: needs at least 1 honest row, there are 0 \(shape \(0, 33\)\)"):
+        attack(torch.zeros(0, 33), 2, name)
+
+
+@EVERY
+def test_in_a_round_without_honest_workers_an_attack_needs_none_or_says_so(name, own):
+    plug = attack_strategy.get(name)
+    bound = bind_attack(plug, plug.check({}))
+    given = {"rng": np.random.default_rng(0), "aggregate": lambda rows: rows[0]}
+    if "honest" in bound.takes and name != "sign_flipping":
+        with pytest.raises(ExperimentError, match=r"at least 1, there are 0|number of honest rows, 0"):
+            bound(own[:0], own, **given)
+    else:
+        assert bound(own[:0], own, **given).shape == (3, 33)
+
+
+@pytest.mark.gpu
+@EVERY
+def test_every_attack_works_on_a_card_and_gives_what_the_cpu_gives(name, honest, own):
+    rows = attack(honest.cuda(), 3, name, own=own.cuda(), last=honest[0].cuda(), aggregate=median)
+    assert rows.is_cuda
+    expected = attack(honest, 3, name, own=own, last=honest[0], aggregate=median)
+    assert torch.allclose(rows.cpu(), expected, rtol=0, atol=1e-9, equal_nan=True)
+
+
+def test_honest_rows_in_turn_stand_in_for_what_attackers_would_have_sent(honest):
+    assert torch.equal(attack(honest[:3], 5, "none"), honest[[0, 1, 2, 0, 1]])
+
+
+def test_a_number_of_attackers_may_come_from_numpy(honest):
+    assert attack(honest, np.int64(2), "ipm").shape == (2, 33)
+
+
+def test_a_users_own_attack_comes_by_import_path(honest, own):
+    rows = attack(honest, 3, "tests.attacks.test_stateless:backwards", own=own, scale=2.0)
+    assert torch.equal(rows, own.flip(1) * 2)
+    with pytest.raises(ExperimentError, match=r"must give rows of shape \(3, 33\) or \(33,\), not \(7, 33\)"):
+        attack(honest, 3, "tests.attacks.test_stateless:misshapen")
+
+
+def test_a_users_own_attack_on_data_is_known_by_its_methods(honest, own):
+    plug = attack_strategy.get("tests.attacks.test_stateless:Blank")
+    bound = bind_attack(plug, plug.check({"times": 3.0}))
+    assert torch.equal(bound(honest, own, rng=np.random.default_rng(0)), own * 3)
+    assert bound.poison(torch.ones(2), torch.arange(2), 2, np.random.default_rng(0))[0].tolist() == [0, 0]
+    assert bound.goal is None
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(2, 2, 2), torch.zeros(2, 3, dtype=torch.long), [[1.0]]])
+def test_honest_rows_are_a_floating_matrix(bad):
+    with pytest.raises(ExperimentError, match=r"honest: must be a floating tensor \[h, d\], not"):
+        attack(bad, 2)
+
+
+@pytest.mark.parametrize("n_byzantine", [-1, 1.0, True, "2"])
+def test_the_number_of_attackers_is_a_whole_number(n_byzantine, honest):
+    with pytest.raises(ExperimentError, match="n_byzantine = .*: must be a whole number >= 0"):
+        attack(honest, n_byzantine)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"own": torch.zeros(2, 33, dtype=torch.double)}, r"own: must be torch.float64 \(3, 33\) .*float64 \(2, 33\)"),
+        ({"own": torch.zeros(3, 33)}, r"own: must be torch.float64 .*, not torch.float32"),
+        ({"last": torch.zeros(1, 33, dtype=torch.double)}, r"last: must be torch.float64 \(33,\) .*\(1, 33\)"),
+    ],
+)
+def test_what_else_is_given_fits_the_honest_rows(given, message, honest):
+    with pytest.raises(ExperimentError, match=message):
+        attack(honest, 3, "none", **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("aile", {}, 'attack.name = "aile": no such attack; did you mean "alie"'),
+        ("alie", {"zz": 1.0}, r"attack.zz = 1.0: unknown key \(the attack is alie\); did you mean \"z\""),
+        ("alie", {"ddof": 2}, "attack.ddof = 2: must be 0 or 1"),
+        ("alie", {"z": float("nan")}, "attack.z = nan: must be a finite number"),
+        ("min_max", {"dev": "var"}, 'attack.dev = "var": must be "unit", "sign" or "std"'),
+        ("sign_flipping", {"of": "all"}, 'attack.of = "all": must be "own" or "mean"'),
+        ("sign_flipping", {"scale": 0.0}, "attack.scale = 0.0: must be greater than 0"),
+        ("gaussian", {"s": -1.0}, "attack.s = -1.0: must be greater than or equal to 0"),
+        ("mimic", {"epsilon": -1}, "attack.epsilon = -1: must be greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_name_or_parameter_is_one_clear_line(name, params, message, honest):
+    with pytest.raises(ExperimentError, match=message) as caught:
+        attack(honest, 3, name, **params)
+    assert len(caught.value.lines) == 1
