@@ -6,10 +6,12 @@
 `fedsim.run` runs an experiment; the other names are the pieces it is made of, for use by themselves.
 """
 
-from fedsim.aggregation import aggregate
+from fedsim.aggregation import ServerOptimizer, aggregate, pre_aggregate
+from fedsim.byzantine import attack
 from fedsim.data import CustomSubset, TensorData, dataset_split, load_dataset, partition
 from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, WorkerError
 from fedsim.experiment import Experiment
+from fedsim.listing import attacks, models, partitions, pre_aggregators, rules, server_optimizers
 from fedsim.loading import load_experiment
 from fedsim.rows import Layout, bind, new_rows, pull_down
 from fedsim.simulation import Result, run
@@ -26,19 +28,28 @@ __all__ = [
     "Layout",
     "RecordError",
     "Result",
+    "ServerOptimizer",
     "TensorData",
     "WorkerError",
     "Workshop",
     "__version__",
     "aggregate",
+    "attack",
+    "attacks",
     "bind",
     "dataset_split",
     "load_dataset",
     "load_experiment",
+    "models",
     "new_rows",
     "partition",
+    "partitions",
+    "pre_aggregate",
+    "pre_aggregators",
     "pull_down",
+    "rules",
     "run",
+    "server_optimizers",
     "test",
     "train_epoch",
 ]

@@ -21,8 +21,8 @@ from pydantic import (
 )
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule, server_optimizer
-from fedsim.attacks import BoundAttack, attack_strategy, bind_attack
 from fedsim.augmentation import augmentation
+from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
 from fedsim.data import dataset, partition_strategy
 from fedsim.devices import PRECISIONS
 from fedsim.engines import Engine, engine
@@ -323,7 +323,7 @@ class Experiment(Table):
 
     @property
     def pipeline(self) -> Pipeline:
-        """The aggregation rule; unless told otherwise it is to withstand as many Byzantine rows as a cohort can have."""
+        """The aggregation rule; unless told otherwise, to withstand as many Byzantine rows as a cohort can have."""
         return self.aggregate.pipeline(min(self.attack.count(self.workers), self.cohort_size))
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Iterable
 
-from fedsim.aggregation import rule, server_optimizer
+from fedsim.aggregation import pre_aggregator, rule, server_optimizer
 from fedsim.augmentation import augmentation
+from fedsim.byzantine import attack_strategy
 from fedsim.data import dataset, partition_strategy
 from fedsim.engines import engine
 from fedsim.errors import show
@@ -20,10 +22,55 @@ PLUGS: dict[str, tuple[str, Registry]] = {  # what `fedsim list` calls a kind: t
     "augmentations": ("data.augment", augmentation),
     "partitions": ("partition.strategy", partition_strategy),
     "solvers": ("local.solver", solver),
+    "attacks": ("attack.name", attack_strategy),
     "rules": ("aggregate.rule", rule),
+    "pre-aggregators": ("aggregate.rule, before a rule", pre_aggregator),
     "servers": ("server.optimizer", server_optimizer),
     "engines": ("engine", engine),
 }
+
+
+Signatures = dict[str, inspect.Signature]
+
+
+def models() -> Signatures:
+    """The names of all models, each with its parameters."""
+    return signatures(model)
+
+
+def partitions() -> Signatures:
+    """The names of all partition strategies, each with its parameters."""
+    return signatures(partition_strategy)
+
+
+def attacks() -> Signatures:
+    """The names of all attacks, each with its parameters."""
+    return signatures(attack_strategy)
+
+
+def rules() -> Signatures:
+    """The names of all aggregation rules, each with its parameters."""
+    return signatures(rule)
+
+
+def pre_aggregators() -> Signatures:
+    """The names of all pre-aggregators, each with its parameters."""
+    return signatures(pre_aggregator)
+
+
+def server_optimizers() -> Signatures:
+    """The names of all server optimizers, each with its parameters."""
+    return signatures(server_optimizer)
+
+
+def signatures(registry: Registry) -> Signatures:
+    """The names of a registry's plugs, each with the parameters that configure it."""
+    return {plug.name: _configuration(plug) for plug in registry}
+
+
+def _configuration(plug: Plug) -> inspect.Signature:
+    parameters = inspect.signature(plug.target, eval_str=True).parameters.values()
+    return inspect.Signature([p for p in parameters if p.name in plug.parameters.model_fields])
 
 
 def list_plugs(kinds: Iterable[str]) -> str:

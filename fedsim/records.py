@@ -40,7 +40,7 @@ class RoundRecord(TypedDict):
     cohort: list[int]  # the workers that took part
     coefficients: list[float] | None  # with which each one's row went into the aggregate; None: the rule has no such
     excluded: list[int]  # workers whose rows were left out because they were not finite
-    attack_success: float | None  # fraction of what the attacker wants that the global model does; None: he wants nothing
+    attack_success: float | None  # fraction of what an attacker with a goal wants that the global model does
     bytes_up: int  # what a real network would have carried from workers to server
     bytes_down: int  # and from server to workers
 

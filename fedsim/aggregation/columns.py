@@ -115,7 +115,7 @@ def products_with(updates: Tensor, vector: Tensor) -> Tensor:
 
 
 def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
-    """coefficients [n] @ updates [n, d] -> [d]; a row with coefficient 0 does not count, even where it is not finite."""
+    """coefficients [n] @ updates [n, d] -> [d]; a row with coefficient 0 does not count, even if it is not finite."""
     used = coefficients.nonzero().flatten()
     coefficients = coefficients.to(updates.device, updates.dtype)
     if len(used) == len(updates):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,9 +68,8 @@ class Pipeline:
         return Outcome(rows.row(result), rows.shares(result), state)
 
     def _by_columns(self, rows: Rows, cohort: Cohort) -> Tensor:
-        n, d = cohort.updates.shape
-        result = cohort.updates.new_empty(d)
-        for block in column_blocks(d):
+        result = cohort.updates.new_empty(cohort.updates.shape[1])
+        for block in column_blocks(len(result)):
             part = rows.block(block)
             result[block] = self.rule(
                 lambda name, part=part: part if name == "updates" else cohort.menu(name, rows), cohort.f_for(self.rule)
@@ -251,20 +249,16 @@ def resolve(
         raise ExperimentError(f"{_key(place)} = []: needs a rule, such as \"mean\"")
     for table in tables:
         if not isinstance(table.get("rule"), str):
-            raise ExperimentError(f"{_key(place)}: each stage is a name or a table with the key rule, not {show(table)}")
+            raise ExperimentError(f"{_key(place)}: a stage is a name or a table with the key rule, not {show(table)}")
     plugs = [_stage_plug(table["rule"], is_last=table is tables[-1], place=place) for table in tables]
     known = {name for plug in plugs for name in plug.parameters.model_fields}
     free = any(plug.parameters.model_config.get("extra") == "allow" for plug in plugs)
     unknown = [] if free else [name for name in params if name not in known]
     if unknown:
-        kind = f"the rule is {' + '.join(plug.name for plug in plugs)}"
         where = f"{place}." if place != "rule" else ""
-        raise ExperimentError(
-            *(
-                f"{where}{name} = {show(params[name])}: unknown key ({kind}); {nearest(name, [*beside, *sorted(known)])}"
-                for name in unknown
-            )
-        )
+        kind = f"unknown key (the rule is {' + '.join(plug.name for plug in plugs)})"
+        keys = [*beside, *sorted(known)]
+        raise ExperimentError(*(f"{where}{name} = {show(params[name])}: {kind}; {nearest(name, keys)}" for name in unknown))
     resolved = []
     for plug, table in zip(plugs, tables, strict=True):
         own = {name: value for name, value in table.items() if name != "rule"}
@@ -335,8 +329,8 @@ def aggregate(
 
     Returns the aggregate [d], with the dtype and device of `updates`.
 
-    Raises ExperimentError (a ValueError) for an unknown rule, a wrong parameter, a wrong shape, impossible weights, rows
-    that are not finite, or a constraint on n and f that does not hold.
+    Raises ExperimentError (a ValueError) for an unknown rule, a wrong parameter, a wrong shape, impossible weights,
+    rows that are not finite, or a constraint on n and f that does not hold.
     """
     pipeline = make_pipeline(resolve(rule, params))
     cohort = _checked_cohort(updates, weights, pipeline)
@@ -396,13 +390,3 @@ def _checked(name: str, value: Tensor | None, shape: tuple[int, ...], updates: T
     if tuple(value.shape) != shape or not bool(value.isfinite().all()):
         raise ExperimentError(f"{name}: must be finite, of shape {shape}, not {tuple(value.shape)}")
     return value.to(updates.device)
-
-
-def signatures(registry: Any) -> dict[str, inspect.Signature]:
-    """The names of a registry's plugs, with the parameters that configure each."""
-    return {plug.name: _configuration(plug) for plug in registry}
-
-
-def _configuration(plug: Plug) -> inspect.Signature:
-    parameters = inspect.signature(plug.target, eval_str=False).parameters.values()
-    return inspect.Signature([p for p in parameters if p.name in plug.parameters.model_fields])

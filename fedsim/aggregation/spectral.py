@@ -90,7 +90,7 @@ def dnc(
 def signguard(
     updates: Tensor, rng: np.random.Generator, *, fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
 ) -> Mix:
-    """Keeps rows of ordinary norm in the largest cluster of sign statistics, clipped to the median norm (Xu et al. 2022).
+    """The mean of rows of ordinary norm and ordinary signs, clipped to the median norm (Xu et al. 2022).
 
     Rows pass the norm filter if their norm is within 0.1 and 3 times the median norm. The shares of positive, zero
     and negative values, over a random `fraction` of the coordinates, are clustered by mean shift; the largest cluster

@@ -60,7 +60,7 @@ class Engine(ABC):
         return self._each("train_on_averaged_gradients", cohort, round)[0]
 
     def test(self) -> tuple[float, float, float | None]:
-        """Loss and accuracy of the global model on the test data, and the attacker's rate of success, if he has a goal."""
+        """Loss and accuracy of the global model on the test data; the attacker's rate of success, if he has a goal."""
         self._each("test")
         loss_sum, correct, successes, tries = self.memory.test_sums.sum(0).tolist()
         samples = len(self.memory.test)

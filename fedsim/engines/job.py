@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.aggregation import Pipeline, ServerStep
-from fedsim.attacks import BoundAttack
+from fedsim.byzantine import BoundAttack
 from fedsim.data import TensorData
 from fedsim.devices import require_shared_memory, wide_dtype
 from fedsim.local import Solver, State

@@ -13,8 +13,8 @@ import torch
 from pydantic import NonNegativeFloat
 from torch import Tensor
 
-from fedsim.attacks.statistics import centred_blocks, mean_and_std, mean_of
-from fedsim.attacks.strategy import attack_strategy
+from fedsim.byzantine.statistics import centred_blocks, mean_and_std, mean_of
+from fedsim.byzantine.strategy import attack_strategy
 from fedsim.errors import ExperimentError
 
 Sign = Literal[-1, 1]

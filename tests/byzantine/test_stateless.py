@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.attacks import attack, attack_strategy, bind_attack
+from fedsim.byzantine import attack, attack_strategy, bind_attack
 from fedsim.errors import ExperimentError
 from fedsim.rows import new_rows
 
@@ -128,14 +128,14 @@ def test_a_number_of_attackers_may_come_from_numpy(honest):
 
 
 def test_a_users_own_attack_comes_by_import_path(honest, own):
-    rows = attack(honest, 3, "tests.attacks.test_stateless:backwards", own=own, scale=2.0)
+    rows = attack(honest, 3, "tests.byzantine.test_stateless:backwards", own=own, scale=2.0)
     assert torch.equal(rows, own.flip(1) * 2)
     with pytest.raises(ExperimentError, match=r"must give rows of shape \(3, 33\) or \(33,\), not \(7, 33\)"):
-        attack(honest, 3, "tests.attacks.test_stateless:misshapen")
+        attack(honest, 3, "tests.byzantine.test_stateless:misshapen")
 
 
 def test_a_users_own_attack_on_data_is_known_by_its_methods(honest, own):
-    plug = attack_strategy.get("tests.attacks.test_stateless:Blank")
+    plug = attack_strategy.get("tests.byzantine.test_stateless:Blank")
     bound = bind_attack(plug, plug.check({"times": 3.0}))
     assert torch.equal(bound(honest, own, rng=np.random.default_rng(0)), own * 3)
     assert bound.poison(torch.ones(2), torch.arange(2), 2, np.random.default_rng(0))[0].tolist() == [0, 0]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.attacks import attack
-from fedsim.attacks.optimal import line_search
+from fedsim.byzantine import attack
+from fedsim.byzantine.optimal import line_search
 from fedsim.errors import ExperimentError
 
 OPTIMAL = ["opt_alie", "opt_ipm"]

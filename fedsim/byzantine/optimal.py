@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.attacks.crafted import Ddof, Sign
-from fedsim.attacks.statistics import mean_and_std, mean_of
-from fedsim.attacks.strategy import Aggregate, attack_strategy
+from fedsim.byzantine.crafted import Ddof, Sign
+from fedsim.byzantine.statistics import mean_and_std, mean_of
+from fedsim.byzantine.strategy import Aggregate, attack_strategy
 
 Evaluations = Annotated[int, Field(ge=2)]
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedsim.attacks.strategy import attack_strategy
+from fedsim.byzantine.strategy import attack_strategy
 from fedsim.errors import ExperimentError
 
 

@@ -9,8 +9,8 @@ import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
-from fedsim.attacks.statistics import mean_of
-from fedsim.attacks.strategy import attack_strategy
+from fedsim.byzantine.statistics import mean_of
+from fedsim.byzantine.strategy import attack_strategy
 from fedsim.errors import ExperimentError
 
 

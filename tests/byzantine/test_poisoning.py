@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim.attacks import attack, attack_strategy, bind_attack
+from fedsim.byzantine import attack, attack_strategy, bind_attack
 from fedsim.errors import ExperimentError
 
 CORNERS = {

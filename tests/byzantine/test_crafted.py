@@ -6,10 +6,10 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-
 from fedsim.aggregation.rules import BLOCK
-from fedsim.attacks import attack
-from fedsim.attacks.crafted import z_max
+
+from fedsim.byzantine import attack
+from fedsim.byzantine.crafted import z_max
 from fedsim.errors import ExperimentError
 
 DEVIATIONS = ["unit", "sign", "std"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim.attacks import attack
+from fedsim.byzantine import attack
 from fedsim.errors import ExperimentError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.attacks.strategy import Aggregate, attack_strategy, bind_attack
+from fedsim.byzantine.strategy import Aggregate, attack_strategy, bind_attack
 from fedsim.errors import ExperimentError, show
 from fedsim.randomness import numpy_generator
 
