@@ -7,7 +7,18 @@
 """
 
 from fedsim.aggregation import aggregate
-from fedsim.data import CustomSubset, TensorData, dataset_split, load_dataset, partition
+from fedsim.data import (
+    CustomSubset,
+    Heterogeneity,
+    TensorData,
+    dataset_split,
+    draw_partition,
+    label_counts,
+    load_dataset,
+    partition,
+    partition_transforms,
+)
+from fedsim.data.heterogeneity import heterogeneity
 from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, WorkerError
 from fedsim.experiment import Experiment
 from fedsim.loading import load_experiment
@@ -22,6 +33,7 @@ __all__ = [
     "Experiment",
     "ExperimentError",
     "FedsimError",
+    "Heterogeneity",
     "Layout",
     "RecordError",
     "Result",
@@ -31,10 +43,14 @@ __all__ = [
     "aggregate",
     "bind",
     "dataset_split",
+    "draw_partition",
+    "heterogeneity",
+    "label_counts",
     "load_dataset",
     "load_experiment",
     "new_rows",
     "partition",
+    "partition_transforms",
     "pull_down",
     "run",
     "test",
