@@ -79,10 +79,6 @@ def test_label_k_draws_as_documented(workers):
 
 def test_label_k_chooses_all_other_classes_equally_often():
     labels = np.arange(40) % 4
-    chosen = np.zeros(4)
-    for seed in range(600):
-        chosen[labels[fedsim.partition(labels, 4, "label_k", seed, k=2)[0]]] += 1
-    assert (chosen[1:] > 0).all()
     held = [0, 0, 0]
     for seed in range(600):
         classes = set(labels[fedsim.partition(labels, 4, "label_k", seed, k=2)[0]].tolist())
