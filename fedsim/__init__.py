@@ -8,10 +8,21 @@
 
 from fedsim.aggregation import ServerOptimizer, aggregate, pre_aggregate
 from fedsim.byzantine import attack
-from fedsim.data import CustomSubset, TensorData, dataset_split, load_dataset, partition
+from fedsim.data import (
+    CustomSubset,
+    Heterogeneity,
+    TensorData,
+    dataset_split,
+    draw_partition,
+    label_counts,
+    load_dataset,
+    partition,
+    partition_transforms,
+)
+from fedsim.data.heterogeneity import heterogeneity
 from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, WorkerError
 from fedsim.experiment import Experiment
-from fedsim.listing import attacks, models, partitions, pre_aggregators, rules, server_optimizers
+from fedsim.listing import attacks, partitions, pre_aggregators, rules, server_optimizers
 from fedsim.loading import load_experiment
 from fedsim.rows import Layout, bind, new_rows, pull_down
 from fedsim.simulation import Result, run
@@ -25,6 +36,7 @@ __all__ = [
     "Experiment",
     "ExperimentError",
     "FedsimError",
+    "Heterogeneity",
     "Layout",
     "RecordError",
     "Result",
@@ -38,11 +50,14 @@ __all__ = [
     "attacks",
     "bind",
     "dataset_split",
+    "draw_partition",
+    "heterogeneity",
+    "label_counts",
     "load_dataset",
     "load_experiment",
-    "models",
     "new_rows",
     "partition",
+    "partition_transforms",
     "partitions",
     "pre_aggregate",
     "pre_aggregators",

@@ -33,11 +33,6 @@ PLUGS: dict[str, tuple[str, Registry]] = {  # what `fedsim list` calls a kind: t
 Signatures = dict[str, inspect.Signature]
 
 
-def models() -> Signatures:
-    """The names of all models, each with its parameters."""
-    return signatures(model)
-
-
 def partitions() -> Signatures:
     """The names of all partition strategies, each with its parameters."""
     return signatures(partition_strategy)
@@ -80,9 +75,9 @@ def list_plugs(kinds: Iterable[str]) -> str:
         key, registry = PLUGS[kind]
         lines = [f"{kind} ({key})"]
         for plug in registry:
-            lines.append(f"  {plug.name:<16} {plug.summary}")
+            lines.append(f"  {plug.name:<18} {plug.summary}")
             if described := describe_parameters(plug):
-                lines.append(textwrap.indent(described, " " * 19))
+                lines.append(textwrap.indent(described, " " * 21))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

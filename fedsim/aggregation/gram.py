@@ -92,7 +92,7 @@ class Gram:
         return max(0.0, float(coefficients @ self.products @ coefficients))
 
     def _recompute(self, result: Tensor, pairs: list[list[int]]) -> None:
-        """Put squared distances from differences in place of spoilt ones; equal rows get equal distances from others."""
+        """Put squared distances from differences in place of spoilt ones; equal rows get equal ones from others."""
         twin: dict[int, int] = {}
         for i, j in pairs:
             if i in twin or j in twin:

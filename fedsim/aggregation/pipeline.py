@@ -258,7 +258,8 @@ def resolve(
         where = f"{place}." if place != "rule" else ""
         kind = f"unknown key (the rule is {' + '.join(plug.name for plug in plugs)})"
         keys = [*beside, *sorted(known)]
-        raise ExperimentError(*(f"{where}{name} = {show(params[name])}: {kind}; {nearest(name, keys)}" for name in unknown))
+        lines = [f"{where}{name} = {show(params[name])}: {kind}; {nearest(name, keys)}" for name in unknown]
+        raise ExperimentError(*lines)
     resolved = []
     for plug, table in zip(plugs, tables, strict=True):
         own = {name: value for name, value in table.items() if name != "rule"}

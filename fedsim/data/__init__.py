@@ -1,17 +1,23 @@
 """Data sets as tensors, workers' subsets of them, and the strategies that cut them up."""
 
-from fedsim.data.partitions import partition, partition_strategy
+from fedsim.data.heterogeneity import Heterogeneity, label_counts
+from fedsim.data.partitions import partition, partition_strategy, partition_transforms
+from fedsim.data.picture import draw_partition
 from fedsim.data.sources import dataset, load_dataset
 from fedsim.data.subsets import CustomSubset, dataset_split
 from fedsim.data.tensors import TensorData, as_tensor_data
 
 __all__ = [
     "CustomSubset",
+    "Heterogeneity",
     "TensorData",
     "as_tensor_data",
     "dataset",
     "dataset_split",
+    "draw_partition",
+    "label_counts",
     "load_dataset",
     "partition",
     "partition_strategy",
+    "partition_transforms",
 ]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from fedsim.data.partitions import partition
+from fedsim.data.partitions import Transform, partition, partition_transforms
 from fedsim.data.tensors import TensorData
+from fedsim.randomness import torch_generator
 
 CHUNK_BYTES = 1 << 20  # gathered and normalised at once: many small batches share the calls, and it stays in cache
 
@@ -94,17 +95,45 @@ class CustomSubset(Subset):
         return CHUNK_BYTES  # unknown: gather batch by batch
 
 
+class WorkerTransform:
+    """A partition's transform for one worker as a `subset_transform`, with a stream of draws of its own.
+
+    The stream starts at (seed, worker) and goes on from batch to batch; a copy, as in a DataLoader's process, goes on
+    by itself from where the stream stood.
+    """
+
+    batched = True
+
+    def __init__(self, transform: Transform, seed: int, worker: int) -> None:
+        self._transform = transform
+        self._generator = torch_generator(seed, "features", worker)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self._transform(images=inputs, generator=self._generator)
+
+
 def dataset_split(
     dataset: Dataset,
     n_workers: int,
     strategy: str = "contiguous",
     seed: int = 0,
     subset_transform: Callable[[Any], Any] | None = None,
+    *,
+    ids: Sequence[Any] | np.ndarray | None = None,
     **params: Any,
 ) -> list[CustomSubset]:
-    """Cut a map-style data set into one CustomSubset per worker, with a partition strategy (see `partition`)."""
-    shards = partition(labels_of(dataset), n_workers, strategy, seed, **params)
-    return [CustomSubset(dataset, shard, subset_transform) for shard in shards]
+    """Cut a map-style data set into one CustomSubset per worker, with a partition strategy (see `partition`).
+
+    Without a `subset_transform`, workers see their samples as the strategy has it (`feature_noise`, ...).
+    """
+    shards = partition(labels_of(dataset), n_workers, strategy, seed, ids=ids, **params)
+    if subset_transform is not None:
+        return [CustomSubset(dataset, shard, subset_transform) for shard in shards]
+    transforms = [
+        None if transform is None else WorkerTransform(transform, seed, worker)
+        for worker, transform in enumerate(partition_transforms(n_workers, strategy, **params))
+    ]
+    return [CustomSubset(dataset, shard, transform) for shard, transform in zip(shards, transforms, strict=True)]
 
 
 def labels_of(dataset: Any) -> np.ndarray:

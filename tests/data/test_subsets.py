@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -125,6 +127,53 @@ def test_dataset_split_passes_on_strategy_seed_parameters_and_transform():
     assert torch.equal(first[0].indices, again[0].indices)
     assert first[0][0][0][0] <= 0
     assert len(fedsim.dataset_split(data, 2, "tests.plugs:uneven")[1]) == 7
+
+
+def images():
+    return TensorData(torch.randn(40, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4)
+
+
+def test_dataset_split_shows_workers_their_samples_as_the_strategy_has_it():
+    data = images()
+    shards = fedsim.dataset_split(data, 4, "feature_rotation", seed=1)
+    for quarters, shard in enumerate(shards):
+        inputs, _ = shard.gather(torch.arange(10))
+        assert torch.equal(inputs, data.inputs[shard.indices].rot90(quarters, (2, 3)))
+        assert torch.equal(shard[3][0], inputs[3])
+    plain = fedsim.dataset_split(data, 4, "feature_rotation", seed=1, subset_transform=lambda x: x)
+    assert torch.equal(plain[1].gather(torch.arange(10))[0], data.inputs[plain[1].indices])
+
+
+def test_noise_goes_on_from_batch_to_batch_and_repeats_with_the_seed():
+    data = images()
+
+    def noises(seed):
+        shards = fedsim.dataset_split(data, 2, "feature_noise", seed=seed, sigma=1.0)
+        return [s.gather(torch.arange(20))[0] - data.inputs[s.indices] for s in shards for _ in range(2)]
+
+    first, again, other = noises(1), noises(1), noises(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    different = [*first, *other]
+    assert not any(torch.equal(a, b) for k, a in enumerate(different) for b in different[:k])
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_data_loader_reads_samples_as_the_strategy_shows_them(processes):
+    data = images()
+    shard = fedsim.dataset_split(data, 2, "feature_rotation", groups=2)[1]
+    (inputs, _), *_ = DataLoader(shard, batch_size=20, num_workers=processes)
+    assert torch.equal(inputs, data.inputs[shard.indices].rot90(2, (2, 3)))
+
+
+def test_a_subset_with_a_transform_can_be_pickled():
+    shard = fedsim.dataset_split(images(), 2, "feature_noise")[1]
+    again = pickle.loads(pickle.dumps(shard))
+    assert torch.equal(again.gather(torch.arange(20))[0], shard.gather(torch.arange(20))[0])
+
+
+def test_dataset_split_passes_on_whose_the_samples_are():
+    shards = fedsim.dataset_split(images(), 2, "natural", ids=["ann"] * 15 + ["bob"] * 25)
+    assert [len(shard) for shard in shards] == [15, 25]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,101 @@
+"""Cutting a data set up: the registry of partition strategies, and what every partition is held to.
+
+A strategy is a function `(labels [n], n_workers, rng, ids [n], *, parameters) -> list of index arrays`, one per worker,
+which may leave out what it does not need; all its draws come from `rng`. Every result is checked to be an exact
+disjoint cover of range(n) without an empty shard.
+
+A strategy under which workers also see their samples differently is a frozen dataclass: its fields are the parameters,
+`__call__` is the function above, and `transforms(n_workers)` gives one Transform (or None) per worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedsim.errors import ExperimentError
+from fedsim.randomness import numpy_generator
+from fedsim.registry import Registry
+
+partition_strategy = Registry("partition strategy", given=("labels", "n_workers", "rng", "ids"))
+
+Transform = Callable[..., Tensor]  # (images [batch, ...], generator) -> images, by these names, as an augmentation
+
+
+def partition(
+    labels: Sequence[int] | np.ndarray,
+    n_workers: int,
+    strategy: str = "contiguous",
+    seed: int = 0,
+    *,
+    ids: Sequence[Any] | np.ndarray | None = None,
+    **params: Any,
+) -> list[np.ndarray]:
+    """Cut samples into one shard per worker.
+
+    Args:
+        labels: class label of every sample, [n].
+        n_workers: number of shards, 1 <= n_workers <= n.
+        strategy: a registered name, or "package.module:function".
+        seed: the draw is a pure function of it; nothing else is seeded or consumed.
+        ids: whose sample each one is (writer, user), [n], numbers or strings; for strategies that go by it.
+        params: the strategy's own parameters.
+
+    Returns int64 index arrays, one per worker: an exact disjoint cover of range(n), none empty.
+
+    Raises ExperimentError (a ValueError) for an unknown strategy, a wrong parameter, more workers than samples, or
+    parameters under which no such partition exists or none was found.
+    """
+    plug = partition_strategy.get(strategy, "partition.strategy")
+    params = plug.check(params, "partition", beside=["strategy"])
+    labels = np.asarray(labels)
+    if labels.ndim != 1:
+        raise ExperimentError(f"labels: must be [n], one for each sample, not of shape {labels.shape}")
+    if not 1 <= n_workers <= len(labels):
+        raise ExperimentError(f"workers = {n_workers}: must be between 1 and the number of samples, {len(labels)}")
+    if ids is not None:
+        ids = np.asarray(ids)
+        if ids.shape != labels.shape:
+            raise ExperimentError(f"ids: must be [{len(labels)}], one for each sample, not of shape {ids.shape}")
+    elif plug.takes.get("ids"):
+        raise ExperimentError(
+            f'partition.strategy = "{strategy}": needs to know whose each sample is, and this data set does not say; '
+            "give `ids`, one for each sample"
+        )
+    menu = {"labels": labels, "n_workers": n_workers, "rng": numpy_generator(seed, "partition"), "ids": ids}
+    shards = plug.bind(params)(**plug.given(**menu))
+    shards = [np.asarray(shard, dtype=np.int64) for shard in shards]
+    _check_cover(shards, len(labels), n_workers, strategy)
+    return shards
+
+
+def partition_transforms(n_workers: int, strategy: str, **params: Any) -> list[Transform | None]:
+    """How each worker sees its samples under a strategy: one transform per worker, None for one that changes nothing.
+
+    A transform maps `(images [batch, ...], generator)`, passed by these names, to images of the same shape, as
+    augmentations do; it pickles, works on any device, and draws from `generator` alone.
+
+    Raises ExperimentError for an unknown strategy or a wrong parameter.
+    """
+    plug = partition_strategy.get(strategy, "partition.strategy")
+    bound = plug.bind(plug.check(params, "partition", beside=["strategy"]))
+    transforms = getattr(bound, "transforms", None)
+    return [None] * n_workers if transforms is None else list(transforms(n_workers))
+
+
+def _check_cover(shards: list[np.ndarray], n_samples: int, n_workers: int, strategy: str) -> None:
+    where = f'partition.strategy = "{strategy}"'
+    if len(shards) != n_workers:
+        raise ExperimentError(f"{where}: gave {len(shards)} shards for {n_workers} workers")
+    empty = [worker for worker, shard in enumerate(shards) if not len(shard)]
+    if empty:
+        raise ExperimentError(f"{where}: leaves worker {empty[0]} without a sample ({len(empty)} such workers)")
+    held = np.concatenate(shards)
+    if len(held) != n_samples or not np.array_equal(np.sort(held), np.arange(n_samples)):
+        raise ExperimentError(
+            f"{where}: must give each of {n_samples} samples to exactly one worker; it gave {len(held)}, "
+            f"{len(np.unique(held))} of them distinct"
+        )

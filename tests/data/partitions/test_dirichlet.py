@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim.errors import ExperimentError
+from fedsim.randomness import numpy_generator
+
+LABELS = np.random.default_rng(5).choice(6, 3000, p=[0.3, 0.25, 0.2, 0.15, 0.07, 0.03])
+
+
+def counts_of(labels, workers, strategy, seed=0, **params):
+    return fedsim.label_counts(labels, fedsim.partition(labels, workers, strategy, seed, **params))
+
+
+def plain_dirichlet(labels, workers, rng, alpha, min_size, balanced):
+    """The definition in loops, class by class, in exact arithmetic."""
+    n, classes = len(labels), sorted(set(labels.tolist()))
+    members = {label: [index for index in range(n) if labels[index] == label] for label in classes}
+    while True:
+        ends, held = {}, [0] * workers
+        for label in classes:
+            shares = rng.dirichlet([alpha] * workers)
+            if balanced:
+                shares = [0.0 if held[w] >= n / workers else shares[w] for w in range(workers)]
+            running = [sum(map(Fraction, shares[:w])) for w in range(workers + 1)]
+            ends[label] = [math.floor(part / running[-1] * len(members[label])) for part in running]
+            for w in range(workers):
+                held[w] += ends[label][w + 1] - ends[label][w]
+        if min(held) >= min_size:
+            break
+    shards = [[] for _ in range(workers)]
+    for label in classes:
+        shuffled = rng.permutation(members[label]).tolist()
+        for w in range(workers):
+            shards[w] += shuffled[ends[label][w] : ends[label][w + 1]]
+    return shards
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 50.0])
+@pytest.mark.parametrize("min_size", [1, 40])
+def test_dirichlet_is_its_definition_class_by_class(alpha, min_size, balanced):
+    for seed in range(5):
+        params = {"alpha": alpha, "min_size": min_size, "balanced": balanced}
+        shards = fedsim.partition(LABELS, 8, "dirichlet", seed, **params)
+        expected = plain_dirichlet(LABELS, 8, numpy_generator(seed, "partition"), **params)
+        assert [shard.tolist() for shard in shards] == expected
+
+
+def test_shares_of_a_class_spread_as_dirichlet_shares_do():
+    shares = np.array([counts_of(np.zeros(2000, int), 5, "dirichlet", s, alpha=3.0)[:, 0] / 2000 for s in range(300)])
+    assert shares.mean(0) == pytest.approx(np.full(5, 1 / 5), abs=0.02)
+    assert shares.var() == pytest.approx(1 / 5 * 4 / 5 / (5 * 3.0 + 1), rel=0.15)
+
+
+def test_smaller_alpha_is_more_skew():
+    entropies = [
+        fedsim.heterogeneity(counts_of(LABELS, 5, "dirichlet", alpha=alpha)).mean_entropy for alpha in (0.1, 1, 100)
+    ]
+    assert entropies == sorted(entropies)
+    even = counts_of(LABELS, 5, "dirichlet", alpha=1e12)
+    assert (abs(even - np.bincount(LABELS) / 5) <= 1).all()
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1e-3, 1e-300])
+def test_balanced_closes_workers_that_have_their_share(alpha):
+    labels = np.random.default_rng(0).integers(0, 200, 3000)
+    for seed in range(5):
+        counts = counts_of(labels, 5, "dirichlet", seed, alpha=alpha, balanced=True)
+        held = np.cumsum(counts, axis=1) - counts  # before each class
+        assert (counts[held >= 600] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"alpha": 0}, "partition.alpha = 0: must be greater than 0"),
+        ({"alpha": -1.0}, "partition.alpha = -1.0: must be greater than 0"),
+        ({"alpha": float("nan")}, "partition.alpha = nan: must be a finite number"),
+        ({"alpha": 1e13}, "partition.alpha = 10000000000000.0: must be less than or equal to 1000000000000"),
+        (
+            {"min_size": 31},
+            "partition.min_size = 31: 100 workers with that many samples each need 3100, and .* are 3000",
+        ),
+        (
+            {"min_size": 29, "alpha": 0.1},
+            "partition.min_size = 29: not reached in 1000 draws with alpha = 0.1 for 100 workers and 3000 samples: "
+            "the smallest shard had 0 at best; take a smaller min_size, a larger alpha or fewer workers",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_numbers(params, message):
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.partition(LABELS, 100, "dirichlet", **params)
+
+
+def one_at_a_time(labels, workers, rng, alpha):
+    """How many samples of each class every worker draws, looking at each draw by itself."""
+    classes = sorted(set(labels.tolist()))
+    left = [int((labels == label).sum()) for label in classes]
+    counts = np.zeros((workers, len(classes)), int)
+    for worker in range(workers):
+        mixture = rng.dirichlet([alpha] * len(classes))
+        wanted = len(labels) // workers + (worker < len(labels) % workers)
+        while wanted:
+            mixture = np.array([q if remaining else 0.0 for q, remaining in zip(mixture, left, strict=True)])
+            mixture = mixture / mixture.sum()
+            for drawn in rng.choice(len(classes), wanted, p=mixture):
+                if not left[drawn]:
+                    break
+                left[drawn] -= 1
+                counts[worker, drawn] += 1
+                wanted -= 1
+    return counts
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("workers", [1, 7, 50])
+def test_dirichlet_workers_is_its_definition_sample_by_sample(alpha, workers):
+    for seed in range(5):
+        shards = fedsim.partition(LABELS, workers, "dirichlet_workers", seed, alpha=alpha)
+        rng = numpy_generator(seed, "partition")
+        counts = one_at_a_time(LABELS, workers, rng, alpha)
+        assert np.array_equal(fedsim.label_counts(LABELS, shards), counts)
+        expected = [[] for _ in range(workers)]
+        for label in range(6):
+            shuffled = rng.permutation(np.flatnonzero(label == LABELS)).tolist()
+            for worker in range(workers):
+                expected[worker] += [shuffled.pop(0) for _ in range(counts[worker, label])]
+        assert [shard.tolist() for shard in shards] == expected
+
+
+def test_dirichlet_workers_stops_drawing_a_class_when_it_has_run_out():
+    labels = np.array([0, 1, 1, 1, 1, 1])
+    has_it = [counts_of(labels, 2, "dirichlet_workers", seed, alpha=1e12)[0, 0] for seed in range(500)]
+    assert set(has_it) == {0, 1}
+    # Three draws with probability 1/2 each until the one sample is gone: 7/8 (were draws beyond it lost, less).
+    assert np.mean(has_it) == pytest.approx(7 / 8, abs=0.05)
+
+
+def test_the_first_workers_mixture_is_a_dirichlet_draw():
+    labels = np.arange(4000) % 4
+    firsts = np.array([counts_of(labels, 8, "dirichlet_workers", s, alpha=2.0)[0] / 500 for s in range(300)])
+    assert firsts.mean(0) == pytest.approx(np.full(4, 1 / 4), abs=0.03)
+    mixture_variance = 1 / 4 * 3 / 4 / (4 * 2.0 + 1)
+    sampling_variance = (1 / 4 * 3 / 4 - mixture_variance) / 500
+    assert firsts.var() == pytest.approx(mixture_variance + sampling_variance, rel=0.15)
+
+
+@pytest.mark.parametrize("alpha", [1e-320, 1e-5, 1e12])
+def test_dirichlet_workers_get_equal_sizes_whatever_alpha(alpha):
+    sizes = counts_of(LABELS, 7, "dirichlet_workers", alpha=alpha).sum(1).tolist()
+    assert sizes == [429, 429, 429, 429, 428, 428, 428]
+
+
+def test_dirichlet_workers_needs_a_positive_alpha():
+    with pytest.raises(ExperimentError, match="partition.alpha = 0.0: must be greater than 0"):
+        fedsim.partition(LABELS, 7, "dirichlet_workers", alpha=0.0)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.data.partitions import GaussianNoise, Rotation, partition_strategy
+from fedsim.errors import ExperimentError
+from fedsim.randomness import torch_generator
+
+FEATURES = ["feature_noise", "feature_rotation"]
+
+
+@pytest.fixture
+def images():
+    return torch.randn(6, 3, 9, 9, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+
+
+def rotated(image, degrees):
+    """One [height, width] image turned counter-clockwise about its centre: bilinear, zero outside; in loops."""
+    height, width = image.shape
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    result = np.zeros((height, width))
+    for row in range(height):
+        for column in range(width):
+            x, up = column - (width - 1) / 2, (height - 1) / 2 - row
+            from_x, from_up = x * cos + up * sin, -x * sin + up * cos  # turned back by the angle
+            at_row, at_column = (height - 1) / 2 - from_up, from_x + (width - 1) / 2
+            for r in (math.floor(at_row), math.floor(at_row) + 1):
+                for c in (math.floor(at_column), math.floor(at_column) + 1):
+                    if 0 <= r < height and 0 <= c < width:
+                        weight = (1 - abs(at_row - r)) * (1 - abs(at_column - c))
+                        result[row, column] += weight * image[r, c]
+    return result
+
+
+@pytest.mark.parametrize("strategy", FEATURES)
+def test_indices_are_those_of_iid(strategy):
+    shards, iid = (fedsim.partition(np.arange(100) % 3, 7, name, seed=2) for name in (strategy, "iid"))
+    assert all(np.array_equal(a, b) for a, b in zip(shards, iid, strict=True))
+
+
+@pytest.mark.parametrize("strategy", FEATURES)
+def test_transforms_repeat_with_their_generator_pickle_and_keep_shape_dtype_and_input(strategy, images):
+    before = images.clone()
+    for transform in filter(None, fedsim.partition_transforms(8, strategy)):
+        again = pickle.loads(pickle.dumps(transform))
+        assert again == transform
+        for dtype in (torch.float32, torch.float64):
+            batch = images.to(dtype)
+            first = transform(images=batch, generator=torch_generator(1, "x"))
+            assert torch.equal(first, again(images=batch, generator=torch_generator(1, "x")))
+            assert (first.shape, first.dtype, first.device) == (batch.shape, dtype, batch.device)
+    assert torch.equal(images, before)
+
+
+def test_noise_grows_from_worker_to_worker_up_to_variance_sigma():
+    transforms = fedsim.partition_transforms(4, "feature_noise", sigma=0.8)
+    assert transforms == [GaussianNoise(v) for v in (0.8 * 1 / 4, 0.8 * 2 / 4, 0.8 * 3 / 4, 0.8 * 4 / 4)]
+    generator, zeros = torch_generator(0, "x"), torch.zeros(1000, 1, 10, 10, dtype=torch.double)
+    for number, transform in enumerate(transforms, start=1):
+        noise = transform(images=zeros, generator=generator)
+        assert float(noise.mean()) == pytest.approx(0, abs=0.01)
+        assert float(noise.var()) == pytest.approx(0.8 * number / 4, rel=0.03)
+
+
+def test_noise_is_drawn_anew_for_each_batch_and_added_to_it(images):
+    generator, noise = torch_generator(0, "x"), GaussianNoise(0.25)
+    first, second = (noise(images=images, generator=generator) for _ in range(2))
+    assert not torch.equal(first, second)
+    expected = 0.5 * torch.randn(images.shape, generator=torch_generator(0, "x"), dtype=torch.double)
+    assert torch.allclose(first - images, expected, rtol=0, atol=1e-12)
+
+
+def test_noise_is_for_inputs_of_any_shape_but_not_for_tokens():
+    noise = GaussianNoise(1.0)
+    assert noise(images=torch.zeros(5, 7), generator=torch.Generator()).shape == (5, 7)
+    with pytest.raises(ExperimentError, match='"feature_noise": inputs of torch.int64 take no noise'):
+        noise(images=torch.zeros(5, 7, dtype=torch.long), generator=torch.Generator())
+
+
+def test_groups_of_workers_are_runs_turned_by_equal_steps():
+    assert fedsim.partition_transforms(8, "feature_rotation") == [
+        None, None, Rotation(90), Rotation(90), Rotation(180), Rotation(180), Rotation(270), Rotation(270),
+    ]  # fmt: skip
+    angles = [t.degrees if t else 0 for t in fedsim.partition_transforms(10, "feature_rotation", groups=3)]
+    assert angles == [0] * 4 + [120] * 3 + [240] * 3
+    assert fedsim.partition_transforms(3, "feature_rotation", groups=3, angles=[-30, 0, 720]) == [
+        Rotation(-30), None, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("degrees", [90, 180, 270, 360, -90, 450])
+def test_quarter_turns_of_squares_are_exact(images, degrees):
+    turned = Rotation(degrees)(images=images, generator=torch.Generator())
+    assert torch.equal(turned, torch.rot90(images, degrees // 90, (2, 3)))
+
+
+def test_a_quarter_turn_is_counter_clockwise():
+    image = torch.tensor([[1.0, 2], [3, 4]]).view(1, 1, 2, 2)
+    assert Rotation(90)(images=image, generator=torch.Generator()).view(2, 2).tolist() == [[2, 4], [1, 3]]
+
+
+@pytest.mark.parametrize("shape", [(9, 9), (8, 8), (7, 10), (12, 5)])
+@pytest.mark.parametrize("degrees", [30.0, 45.0, 90.0, 137.0, 180.0, 270.0, 300.0, -17.0])
+def test_any_turn_is_bilinear_with_zeros_from_outside(shape, degrees):
+    images = torch.randn(2, 3, *shape, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+    turned = Rotation(degrees)(images=images, generator=torch.Generator())
+    for image, result in zip(images.flatten(0, 1), turned.flatten(0, 1), strict=True):
+        assert np.allclose(result.numpy(), rotated(image.numpy(), degrees), rtol=0, atol=1e-9)
+
+
+def test_the_memory_format_is_kept(images):
+    batch = images.contiguous(memory_format=torch.channels_last)
+    for transform in (Rotation(90), Rotation(45), GaussianNoise(1.0)):
+        assert transform(images=batch, generator=torch.Generator()).stride() == batch.stride()
+
+
+def test_only_images_can_be_turned():
+    with pytest.raises(ExperimentError, match=r"needs images \[batch, channels, height, width\], not .*\(5, 7\)"):
+        Rotation(90)(images=torch.zeros(5, 7), generator=torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "params", "message"),
+    [
+        ("feature_noise", {"sigma": -0.1}, "partition.sigma = -0.1: must be greater than or equal to 0"),
+        ("feature_rotation", {"groups": 4}, "partition.groups = 4: more than the 3 workers"),
+        ("feature_rotation", {"groups": 0}, "partition.groups = 0: must be greater than 0"),
+        (
+            "feature_rotation",
+            {"groups": 3, "angles": [0.0, 90.0]},
+            r"partition.angles = \[0.0, 90.0\]: must be one for each of partition.groups = 3, not 2",
+        ),
+    ],
+)
+def test_impossible_parameters_are_refused(strategy, params, message):
+    for refused in (
+        lambda: fedsim.partition(np.zeros(10), 3, strategy, **params),
+        lambda: fedsim.partition_transforms(3, strategy, **params),
+    ):
+        with pytest.raises(ExperimentError, match=message):
+            refused()
+
+
+def test_an_experiment_can_name_them():
+    experiment = fedsim.Experiment(partition={"strategy": "feature_rotation", "groups": 2, "angles": [0, 45]})
+    assert experiment.resolved()["partition"] == {"strategy": "feature_rotation", "groups": 2, "angles": [0, 45]}
+    assert {plug.name for plug in partition_strategy} >= set(FEATURES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transform", [Rotation(90), Rotation(45), GaussianNoise(1.0)])
+def test_a_card_gives_what_the_cpu_gives(transform, images):
+    on_cpu = transform(images=images, generator=torch_generator(0, "x"))
+    on_card = transform(images=images.cuda(), generator=torch_generator(0, "x"))
+    assert on_card.is_cuda
+    assert torch.allclose(on_card.cpu(), on_cpu, rtol=0, atol=1e-9)

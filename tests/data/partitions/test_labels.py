@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim.errors import ExperimentError
+from fedsim.randomness import numpy_generator
+
+
+def test_shards_deals_s_runs_of_the_sorted_samples_to_each_worker():
+    labels = np.array([2, 0, 1, 0, 2, 1, 0, 1, 2, 0, 1, 2, 0])
+    shards = fedsim.partition(labels, 3, "shards", seed=6)
+    order = sorted(range(13), key=lambda index: labels[index])  # Python's sort is stable
+    runs = [order[:3], order[3:5], order[5:7], order[7:9], order[9:11], order[11:]]  # 13 = 3 + 5 times 2
+    numbers = numpy_generator(6, "partition").permutation(6)
+    for worker, shard in enumerate(shards):
+        assert shard.tolist() == runs[numbers[2 * worker]] + runs[numbers[2 * worker + 1]]
+
+
+def test_two_shards_of_600_leave_a_worker_at_most_a_few_classes():
+    labels = np.arange(6000) % 10
+    for shard in fedsim.partition(labels, 100, "shards"):
+        assert len(shard) == 60
+        assert len(set(labels[shard])) <= 2
+
+
+def test_more_shards_than_samples_are_refused():
+    assert sum(map(len, fedsim.partition(np.zeros(40), 10, "shards", s=4))) == 40
+    message = "partition.s = 5: 5 shards for each of 10 workers are 50, more than the 49 samples"
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.partition(np.zeros(49), 10, "shards", s=5)
+    with pytest.raises(ExperimentError, match="partition.s = 0: must be greater than 0"):
+        fedsim.partition(np.zeros(49), 10, "shards", s=0)
+
+
+@pytest.mark.parametrize(("workers", "classes", "k"), [(10, 10, 1), (30, 10, 3), (7, 10, 2), (4, 10, 3), (5, 3, 3)])
+def test_label_k_gives_worker_i_class_i_mod_c_and_k_minus_1_others_and_loses_no_class(workers, classes, k):
+    labels = np.random.default_rng(0).permutation(np.arange(50 * classes + 3) % classes)
+    for seed in range(20):
+        shards = fedsim.partition(labels, workers, "label_k", seed, k=k)
+        held = [set(labels[shard].tolist()) for shard in shards]
+        assert all(len(classes_held) == k and i % classes in classes_held for i, classes_held in enumerate(held))
+        assert set().union(*held) == set(range(classes))
+
+
+def test_label_k_splits_each_class_evenly_among_its_holders_the_larger_parts_first():
+    labels = np.arange(1003) % 10
+    counts = fedsim.label_counts(labels, fedsim.partition(labels, 13, "label_k", k=4))
+    for label in range(10):
+        parts = [count for count in counts[:, label] if count]
+        assert parts == sorted(parts, reverse=True)
+        assert max(parts) - min(parts) <= 1
+
+
+@pytest.mark.parametrize("workers", [12, 3])
+def test_label_k_draws_as_documented(workers):
+    labels, classes, k = np.arange(200) % 5, 5, 3
+    shards = fedsim.partition(labels, workers, "label_k", seed=8, k=k)
+    rng = numpy_generator(8, "partition")
+    held = [{worker % classes} for worker in range(workers)]
+    if workers < classes:
+        places = rng.permutation([worker for worker in range(workers) for _ in range(k - 1)])
+        for label, worker in zip(range(workers, classes), places, strict=False):
+            held[worker].add(label)
+    for mine in held:
+        others = [label for label in range(classes) if label not in mine]
+        mine |= set(rng.choice(others, k - len(mine), replace=False).tolist())
+    expected = [[] for _ in range(workers)]
+    for label in range(classes):
+        samples = rng.permutation([index for index in range(200) if labels[index] == label]).tolist()
+        holders = [worker for worker in range(workers) if label in held[worker]]
+        for place, worker in enumerate(holders):
+            size = len(samples) // len(holders) + (place < len(samples) % len(holders))
+            start = sum(len(samples) // len(holders) + (p < len(samples) % len(holders)) for p in range(place))
+            expected[worker] += samples[start : start + size]
+    assert [shard.tolist() for shard in shards] == expected
+
+
+def test_label_k_chooses_all_other_classes_equally_often():
+    labels = np.arange(40) % 4
+    held = [0, 0, 0]
+    for seed in range(600):
+        classes = set(labels[fedsim.partition(labels, 4, "label_k", seed, k=2)[0]].tolist())
+        held[(classes - {0}).pop() - 1] += 1
+    assert min(held) > 150
+
+
+@pytest.mark.parametrize(
+    ("workers", "k", "message"),
+    [
+        (20, 11, "partition.k = 11: must be at most the number of classes, 10"),
+        (4, 2, "partition.k = 2: 4 workers with 2 classes each hold at most 8 of 10 classes, and samples .* be lost"),
+        (4, 0, "partition.k = 0: must be greater than 0"),
+    ],
+)
+def test_impossible_numbers_of_classes_are_refused(workers, k, message):
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.partition(np.arange(100) % 10, workers, "label_k", k=k)
+
+
+def test_a_class_with_fewer_samples_than_holders_cannot_leave_a_worker_empty_unnoticed():
+    with pytest.raises(ExperimentError, match='"label_k": leaves worker 2 without a sample'):
+        fedsim.partition(np.array([0, 1, 1, 1, 1]), 4, "label_k", k=1)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.1, 0.37, 0.5, 1.0])
+@pytest.mark.parametrize(("n", "workers"), [(100, 10), (103, 7), (10, 10)])
+def test_similarity_spreads_a_fraction_at_random_and_sorts_the_rest(gamma, n, workers):
+    labels = np.random.default_rng(1).integers(0, 5, n)
+    shards = fedsim.partition(labels, workers, "similarity", seed=3, gamma=gamma)
+    drawn = numpy_generator(3, "partition").permutation(n).tolist()
+    at_random = drawn[: round(gamma * n)]
+    rest = sorted((index for index in range(n) if index not in at_random), key=lambda index: labels[index])
+    parts = [len([index for index in shard if index in at_random]) for shard in shards]
+    assert [index for shard, part in zip(shards, parts, strict=True) for index in shard[:part]] == at_random
+    assert [index for shard, part in zip(shards, parts, strict=True) for index in shard[part:]] == rest
+    for sizes in (parts, [len(shard) for shard in shards]):
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_similarity_is_iid_at_one_and_label_sorted_at_zero():
+    labels = np.arange(50) % 5
+    similar, iid = (
+        fedsim.partition(labels, 4, name, 7, **p) for name, p in (("similarity", {"gamma": 1}), ("iid", {}))
+    )
+    assert all(np.array_equal(a, b) for a, b in zip(similar, iid, strict=True))
+    shards = fedsim.partition(labels, 5, "similarity", gamma=0.0)
+    assert [shard.tolist() for shard in shards] == [[c + 5 * i for i in range(10)] for c in range(5)]
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.1])
+def test_a_fraction_outside_zero_and_one_is_refused(gamma):
+    with pytest.raises(ExperimentError, match=f"partition.gamma = {gamma}: must be (greater|less) than or equal to"):
+        fedsim.partition(np.zeros(10), 2, "similarity", gamma=gamma)

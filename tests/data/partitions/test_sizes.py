@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim.errors import ExperimentError
+from fedsim.randomness import numpy_generator
+
+
+def sizes_of(*args, **params):
+    return [len(shard) for shard in fedsim.partition(*args, **params)]
+
+
+def test_contiguous_gives_equal_runs_and_the_remainder_to_the_last():
+    shards = fedsim.partition(np.zeros(11), 3)
+    assert [shard.tolist() for shard in shards] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9, 10]]
+    assert sizes_of(np.zeros(60_000), 4) == [15_000] * 4
+
+
+def test_iid_shards_differ_by_at_most_one_and_are_shuffled():
+    shards = fedsim.partition(np.zeros(1003), 10, "iid")
+    assert {len(shard) for shard in shards} == {100, 101}
+    assert not np.array_equal(np.concatenate(shards), np.arange(1003))
+
+
+def test_quantity_cuts_a_shuffled_whole_by_dirichlet_shares():
+    shards = fedsim.partition(np.zeros(1000), 5, "quantity", seed=4, beta=0.7)
+    rng = numpy_generator(4, "partition")
+    while True:
+        shares, ends = rng.dirichlet([0.7] * 5), [0]
+        for worker in range(4):
+            ends.append(int(sum(shares[: worker + 1]) * 1000))
+        ends.append(1000)
+        if min(b - a for a, b in pairwise(ends)) >= 1:
+            break
+    order = rng.permutation(1000)
+    for worker, shard in enumerate(shards):
+        assert shard.tolist() == order[ends[worker] : ends[worker + 1]].tolist()
+
+
+def test_quantity_in_proportion_to_lognormal_draws():
+    sizes = sizes_of(np.zeros(1000), 4, "quantity", 2, distribution="lognormal", sigma=0.5)
+    draws = numpy_generator(2, "partition").lognormal(0, 0.5, 4)
+    ends = [int(sum(draws[: worker + 1]) / sum(draws) * 1000) for worker in range(3)]
+    assert sizes == [ends[0], ends[1] - ends[0], ends[2] - ends[1], 1000 - ends[2]]
+    assert sizes_of(np.zeros(1000), 8, "quantity", distribution="lognormal", sigma=0) == [125] * 8
+
+
+def test_quantity_shares_spread_as_dirichlet_shares_do():
+    firsts = [sizes_of(np.zeros(2000), 4, "quantity", seed, beta=2.0)[0] / 2000 for seed in range(400)]
+    variance = 1 / 4 * 3 / 4 / (4 * 2.0 + 1)  # of one share under Dir(2, 2, 2, 2)
+    assert np.mean(firsts) == pytest.approx(1 / 4, abs=0.03)
+    assert np.var(firsts) == pytest.approx(variance, rel=0.25)
+
+
+@pytest.mark.parametrize("params", [{"beta": 0.1}, {"distribution": "lognormal", "sigma": 2.0}])
+def test_quantity_keeps_to_the_smallest_size(params):
+    for seed in range(20):
+        assert min(sizes_of(np.zeros(500), 3, "quantity", seed, min_size=30, **params)) >= 30
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"beta": 0.0}, "partition.beta = 0.0: must be greater than 0"),
+        ({"sigma": -1.0}, "partition.sigma = -1.0: must be greater than or equal to 0"),
+        ({"min_size": 0}, "partition.min_size = 0: must be greater than"),
+        ({"distribution": "zipf"}, 'partition.distribution = "zipf": must be "dirichlet" or "lognormal"'),
+        ({"min_size": 26}, "partition.min_size = 26: 4 workers with that many samples each need 104, .* are 100"),
+        ({"min_size": 25}, "min_size = 25: not reached in 1000 draws with beta = 0.5 for 4 workers and 100 samples"),
+        (
+            {"distribution": "lognormal", "sigma": 1e12},
+            "with sigma = 1000000000000.0 .*: the smallest shard had 0 at best; take .* a smaller sigma or",
+        ),
+    ],
+)
+def test_impossible_quantities_are_refused(params, message):
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.partition(np.zeros(100), 4, "quantity", **params)
+
+
+def test_natural_gives_each_worker_one_id_in_sorted_order():
+    ids = ["cy", "ann", "bob", "ann", "cy", "cy"]
+    shards = fedsim.partition(np.zeros(6), 3, "natural", ids=ids)
+    assert [shard.tolist() for shard in shards] == [[1, 3], [2], [0, 4, 5]]
+
+
+def test_natural_deals_whole_ids_the_largest_first_to_the_least_loaded():
+    ids = np.repeat([30, 10, 20, 50, 40], [4, 3, 3, 2, 1])  # sizes 4, 3, 3, 2, 1
+    shards = fedsim.partition(np.zeros(13), 2, "natural", ids=ids)
+    # 30 (4) to worker 0; 10 (3) to 1; 20 (3) to 1, now 6; 50 (2) to 0, now 6; 40 (1) to 0 as the numbers are equal.
+    assert [sorted(set(ids[shard].tolist())) for shard in shards] == [[30, 40, 50], [10, 20]]
+    assert all(np.array_equal(shard, np.sort(shard)) for shard in shards)
+
+
+def test_natural_keeps_ids_whole_and_loads_even():
+    ids = np.random.default_rng(0).zipf(1.3, 5000) % 200
+    shards = fedsim.partition(np.zeros(5000), 7, "natural", ids=ids)
+    held = [set(ids[shard].tolist()) for shard in shards]
+    assert sum(map(len, held)) == len(set(ids.tolist()))
+    largest = np.bincount(ids).max()
+    assert max(map(len, shards)) <= max(largest, 5000 / 7 + largest)
+
+
+def test_natural_refuses_more_workers_than_ids():
+    message = 'partition.strategy = "natural": 4 workers are more than the 3 different ids'
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.partition(np.zeros(9), 4, "natural", ids=np.arange(9) % 3)

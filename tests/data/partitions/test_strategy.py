@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.data.partitions import partition_strategy
+from fedsim.errors import ExperimentError
+
+STRATEGIES = [plug.name for plug in partition_strategy]
+
+
+def test_every_strategy_of_the_literature_is_there():
+    assert set(STRATEGIES) == {
+        "contiguous", "iid", "shards", "dirichlet", "dirichlet_workers", "label_k", "quantity", "feature_noise",
+        "feature_rotation", "similarity", "natural",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("n", "workers", "classes"), [(100, 5, 2), (1003, 13, 10), (60_000, 10, 7), (5000, 100, 3)])
+def test_every_sample_goes_to_exactly_one_worker(strategy, n, workers, classes):
+    rng = np.random.default_rng(n)
+    labels, ids = rng.integers(0, classes, n), rng.integers(0, 4 * workers, n)
+    params = {"alpha": 2.0} if strategy == "dirichlet" else {"beta": 2.0} if strategy == "quantity" else {}
+    shards = fedsim.partition(labels, workers, strategy, ids=ids, **params)
+    assert len(shards) == workers
+    assert all(shard.dtype == np.int64 and len(shard) for shard in shards)
+    assert sorted(np.concatenate(shards)) == list(range(n))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_worker_holds_everything(strategy):
+    params = {"label_k": {"k": 3}, "feature_rotation": {"groups": 1}}.get(strategy, {})
+    (shard,) = fedsim.partition(np.arange(12) % 3, 1, strategy, ids=np.zeros(12), **params)
+    assert sorted(shard) == list(range(12))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_is_a_pure_function_of_the_seed_and_leaves_its_inputs_alone(strategy):
+    labels, ids = np.arange(300) % 7, np.arange(300) % 5
+    labels.flags.writeable = ids.flags.writeable = False
+    first, again = (fedsim.partition(labels, 4, strategy, seed=3, ids=ids) for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"label_k"}))
+def test_one_class_is_enough(strategy):
+    shards = fedsim.partition(np.zeros(200), 4, strategy, ids=np.arange(200))
+    assert sum(map(len, shards)) == 200
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_classes_may_have_gaps_and_any_type(strategy):
+    labels, ids = np.array(["cat", "dog", "owl"]).repeat(40), np.array(["ann", "bob", "cy", "di"] * 30)
+    shards = fedsim.partition(labels, 4, strategy, ids=ids)
+    numbered = fedsim.partition(np.array([-5, 7, 1000]).repeat(40), 4, strategy, ids=ids)
+    assert all(np.array_equal(a, b) for a, b in zip(shards, numbered, strict=True))
+
+
+def test_a_partition_is_a_pure_function_of_the_seed():
+    np.random.seed(1)
+    first = fedsim.partition(np.zeros(100), 4, "iid", seed=3)
+    np.random.seed(2)
+    state = np.random.get_state()[1].copy()
+    again = fedsim.partition(np.zeros(100), 4, "iid", seed=3)
+    other = fedsim.partition(np.zeros(100), 4, "iid", seed=4)
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    assert np.array_equal(state, np.random.get_state()[1])
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2], np.arange(3), torch.arange(3)])
+def test_labels_may_be_a_list_an_array_or_a_tensor(labels):
+    assert len(fedsim.partition(labels, 3)) == 3
+
+
+@pytest.mark.parametrize("workers", [0, -1, 11])
+def test_an_impossible_number_of_workers_names_both_numbers(workers):
+    with pytest.raises(ExperimentError, match=f"workers = {workers}: must be between 1 and the number of samples, 10"):
+        fedsim.partition(np.zeros(10), workers)
+
+
+def test_an_unknown_strategy_or_parameter_names_the_nearest():
+    with pytest.raises(ExperimentError, match='partition.strategy = "idd": .*did you mean "iid"'):
+        fedsim.partition(np.zeros(10), 2, "idd")
+    with pytest.raises(ExperimentError, match=r"partition.alpha = 1: unknown key"):
+        fedsim.partition(np.zeros(10), 2, "iid", alpha=1)
+
+
+def test_a_users_own_strategy_is_checked_like_ours():
+    sizes = [len(shard) for shard in fedsim.partition(np.zeros(60), 3, "tests.plugs:uneven")]
+    assert sizes == [10, 20, 30]
+    with pytest.raises(ExperimentError, match="must give each of 60 samples to exactly one worker; it gave 6, 2 of"):
+        fedsim.partition(np.zeros(60), 3, "tests.plugs:lossy")
+
+
+def test_whose_samples_they_are_is_asked_for_only_where_needed():
+    message = 'partition.strategy = "natural": needs to know whose each sample is.* give `ids`'
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.partition(np.zeros(10), 2, "natural")
+    assert len(fedsim.partition(np.zeros(10), 2, "iid", ids=np.zeros(10))) == 2
+    with pytest.raises(ExperimentError, match=r"ids: must be \[10\], one for each sample, not of shape \(9,\)"):
+        fedsim.partition(np.zeros(10), 2, "natural", ids=np.zeros(9))
+
+
+def test_labels_of_the_wrong_shape_are_refused():
+    with pytest.raises(ExperimentError, match=r"labels: must be \[n\], one for each sample, not of shape \(10, 2\)"):
+        fedsim.partition(np.zeros((10, 2)), 2)
+
+
+def test_strategies_without_transforms_change_nothing():
+    assert fedsim.partition_transforms(3, "dirichlet", alpha=0.1) == [None] * 3
+    assert fedsim.partition_transforms(3, "tests.plugs:uneven") == [None] * 3
+    with pytest.raises(ExperimentError, match=r"partition.sigma = 1: unknown key"):
+        fedsim.partition_transforms(3, "iid", sigma=1)
+
+
+def test_sixty_thousand_samples_go_to_a_thousand_workers_within_seconds():
+    labels = np.arange(60_000) % 10
+    for strategy in sorted(set(STRATEGIES) - {"quantity"}):
+        start = time.perf_counter()
+        fedsim.partition(labels, 1000, strategy, ids=np.arange(60_000) % 3500)
+        assert time.perf_counter() - start < 2, strategy

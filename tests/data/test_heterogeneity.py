@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim.errors import ExperimentError
+
+
+def test_label_counts_says_how_many_of_each_label_every_worker_holds():
+    labels = [0, 2, 2, 0, 1, 2]
+    counts = fedsim.label_counts(labels, [np.array([0, 3, 4]), np.array([1, 2, 5])])
+    assert counts.tolist() == [[2, 1, 0], [0, 0, 3]]
+    assert counts.dtype == np.int64
+    assert fedsim.label_counts(labels, [[0], [1, 2]], classes=5).tolist() == [[1, 0, 0, 0, 0], [0, 0, 2, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "message"),
+    [
+        ([0, 5], 5, "classes = 5: must be more than the highest label, 5"),
+        ([0, -1], None, "labels: must be whole numbers >= 0"),
+        ([0, 0.5], None, "labels: must be whole numbers >= 0"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(labels, classes, message):
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.label_counts(labels, [[0], [1]], classes)
+
+
+def test_figures_of_a_partition_that_can_be_worked_out_by_hand():
+    figures = fedsim.heterogeneity(np.array([[5, 5, 0], [0, 0, 4], [1, 1, 0]]))
+    assert figures.sizes == (10, 4, 2)
+    assert (figures.smallest, figures.median, figures.largest) == (2, 4.0, 10)
+    assert figures.entropies == pytest.approx((math.log(2), 0, math.log(2)), abs=1e-12)
+    assert figures.mean_entropy == pytest.approx(2 / 3 * math.log(2), abs=1e-12)
+    assert figures.mean_hellinger == pytest.approx(2 / 3, abs=1e-12)  # 1, 0 and 1
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 9, 40])
+def test_figures_are_their_formulas(n_workers):
+    counts = np.random.default_rng(n_workers).integers(0, 30, (n_workers, 6)) + np.eye(n_workers, 6, dtype=int)
+    counts[:, 3] = 0
+    counts[0] = [7, 0, 0, 0, 0, 0]
+    figures = fedsim.heterogeneity(counts)
+    histograms = [[count / sum(row) for count in row] for row in counts.tolist()]
+    entropies = [-sum(p * math.log(p) for p in histogram if p) for histogram in histograms]
+    distances = [
+        math.sqrt(sum((math.sqrt(a) - math.sqrt(b)) ** 2 for a, b in zip(p, q, strict=True)) / 2)
+        for p, q in combinations(histograms, 2)
+    ]
+    assert figures.entropies == pytest.approx(entropies, abs=1e-12)
+    assert figures.mean_entropy == pytest.approx(sum(entropies) / n_workers, abs=1e-12)
+    assert figures.mean_hellinger == pytest.approx(sum(distances) / max(1, len(distances)), abs=1e-12)
+
+
+def test_nearly_equal_histograms_have_a_distance_without_rounding():
+    figures = fedsim.heterogeneity(np.array([[10**9, 10**9], [10**9 + 1, 10**9 - 1]]))
+    assert figures.mean_hellinger == pytest.approx(1e-9 / math.sqrt(8), rel=1e-6)
+
+
+def test_the_figures_are_plain_numbers():
+    figures = asdict(fedsim.heterogeneity(np.array([[1, 2], [3, 0]])))
+    assert [type(figures["sizes"][0]), type(figures["entropies"][1]), type(figures["mean_hellinger"])] == [
+        int, float, float,
+    ]  # fmt: skip
+    assert math.copysign(1, figures["entropies"][1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([[1, 2], [0, 0]], "counts: worker 1 holds no sample"),
+        ([1, 2], r"counts: must be \[n_workers, classes\], none negative, not of shape \(2,\)"),
+        ([[1, -2]], "none negative"),
+        (np.zeros((0, 3)), "counts: must be"),
+    ],
+)
+def test_counts_that_are_none_are_refused(counts, message):
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.heterogeneity(np.array(counts))

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+import fedsim
+from fedsim.errors import ExperimentError
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved, to look at what is in them."""
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("n_workers", "n_classes", "as_bars"),
+    [(1, 1, True), (10, 10, True), (30, 20, True), (31, 10, False), (5, 21, False), (300, 62, False)],
+)
+def test_few_workers_are_bars_and_many_are_a_heat_map(n_workers, n_classes, as_bars, drawn):
+    counts = np.random.default_rng(0).integers(0, 50, (n_workers, n_classes)) + 1
+    png = fedsim.draw_partition(counts, "a title")
+    picture = Image.open(io.BytesIO(png))
+    assert picture.format == "PNG"
+    assert picture.width > picture.height > 300
+    (figure,) = drawn
+    assert figure.get_suptitle().startswith("a title\n")
+    if as_bars:
+        (axes,) = figure.axes
+        heights = [[bar.get_height() for bar in bars] for bars in axes.containers]
+        assert np.array_equal(np.array(heights).T, counts)
+        assert max(bar.get_y() + bar.get_height() for bar in axes.patches) == counts.sum(1).max()
+    else:
+        (image,) = figure.axes[1].images
+        assert np.allclose(image.get_array(), (counts / counts.sum(1, keepdims=True)).T)
+
+
+def test_the_caption_gives_the_figures(drawn):
+    fedsim.draw_partition(np.array([[2000, 0], [0, 1000], [0, 1000]]), "three")
+    caption = drawn[0].get_suptitle()
+    assert "3 workers, 1,000 to 2,000 (median 1,000) samples each" in caption
+    assert "label entropy 0.00 of 0.69" in caption
+    assert "Hellinger distance 0.67" in caption
+
+
+def test_pictures_of_the_same_counts_are_the_same():
+    counts = np.arange(1, 21).reshape(4, 5)
+    assert fedsim.draw_partition(counts, "x") == fedsim.draw_partition(counts, "x")
+
+
+def test_a_worker_without_samples_is_refused():
+    with pytest.raises(ExperimentError, match="worker 1 holds no sample"):
+        fedsim.draw_partition(np.array([[1, 2], [0, 0]]), "x")
