@@ -288,6 +288,7 @@ class Experiment(Table):
         lines.extend(self._problems_with_attackers())
         if lines:
             raise ExperimentError(*lines)
+        self.pipeline.rehearse(self.cohort_size)
         return self
 
     def _problems_with_weights(self) -> list[str]:

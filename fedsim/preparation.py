@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedsim.data import TensorData, label_counts, partition
+from fedsim.data import TensorData, label_counts, partition, partition_transforms
 from fedsim.devices import PRECISIONS, default_processes, describe_device, resolve_device, shares_memory
 from fedsim.engines import Engine, Memory, Schedule, Task
 from fedsim.engines import engine as engines
@@ -99,7 +99,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
 
 def task_of(experiment: Experiment, device: torch.device) -> Task:
     """What every process needs to know of an experiment. Raises ExperimentError where the model cannot be made."""
-    local, aggregate, rule = experiment.local, experiment.aggregate, experiment.pipeline
+    local, chosen, aggregate, rule = experiment.local, experiment.partition, experiment.aggregate, experiment.pipeline
     weights = aggregate.weights or ("samples" if rule.needs_weights else "uniform")
     task = Task(
         seed=experiment.seed,
@@ -115,6 +115,7 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         server=experiment.server.bind(),
         buffers=experiment.buffers,
         augment=tuple(augment.bind() for augment in experiment.data.augment),
+        transforms=tuple(partition_transforms(experiment.workers, chosen.strategy, **chosen.params)),
         device=device,
         dtype=PRECISIONS[experiment.precision],
     )
@@ -183,4 +184,4 @@ def _root(experiment: Experiment, train: TensorData) -> np.ndarray:
 def _shards(experiment: Experiment, train: TensorData) -> list[np.ndarray]:
     labels = train.targets.cpu().numpy()
     chosen = experiment.partition
-    return partition(labels, experiment.workers, chosen.strategy, experiment.seed, **chosen.params)
+    return partition(labels, experiment.workers, chosen.strategy, experiment.seed, ids=train.ids, **chosen.params)

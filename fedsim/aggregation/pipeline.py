@@ -76,12 +76,20 @@ class Pipeline:
             )
         return result
 
-    def rehearse(self, n: int, weighted: bool) -> None:
-        """Try it on n short rows, so that a constraint that n and f break is found out before anything is trained."""
-        generator = torch.Generator().manual_seed(0)
-        updates = torch.randn(n, 8, generator=generator, dtype=torch.double)
-        weights = torch.ones(n, dtype=torch.double) if weighted else None
-        self(Cohort(updates, weights, root=updates[0], losses=weights))
+    def rehearse(self, n: int) -> None:
+        """Try it on n short rows, so that a constraint that n and f break is found out before anything is trained.
+
+        Raises the ExperimentError that a stage raises; what else goes wrong may be due to the rows.
+        """
+        updates = torch.randn(n, 8, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+        ones = torch.ones(n, dtype=torch.double)
+        cohort = Cohort(updates, ones if self.needs_weights else None, root=updates[0], losses=ones)
+        try:
+            self(cohort)
+        except ExperimentError as error:
+            raise ExperimentError(*(f"aggregate.rule, with a cohort of {n}: {line}" for line in error.lines)) from None
+        except Exception:
+            return
 
 
 @dataclass(frozen=True)
@@ -257,7 +265,7 @@ def resolve(
     if unknown:
         where = f"{place}." if place != "rule" else ""
         kind = f"unknown key (the rule is {' + '.join(plug.name for plug in plugs)})"
-        keys = [*beside, *sorted(known)]
+        keys = list(dict.fromkeys([*beside, *sorted(known)]))
         lines = [f"{where}{name} = {show(params[name])}: {kind}; {nearest(name, keys)}" for name in unknown]
         raise ExperimentError(*lines)
     resolved = []

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -20,6 +21,7 @@ class TensorData(Dataset):
         targets: [n], int64 class labels.
         scale, shift: inputs are handed out as `input * scale + shift`; scalars or one value per channel.
         dtype: of the inputs that are handed out.
+        ids: whose sample each one is (writer, user), [n], where that is known; for the partition `natural`.
     """
 
     inputs: Tensor
@@ -27,6 +29,7 @@ class TensorData(Dataset):
     scale: float | tuple[float, ...] = 1.0
     shift: float | tuple[float, ...] = 0.0
     dtype: torch.dtype = torch.float32
+    ids: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
@@ -92,24 +95,25 @@ def as_tensor_data(data: Any) -> TensorData:
     """Any map-style data set of (input, class) samples as tensors, read once, in order.
 
     Inputs may be tensors, arrays, numbers or (PIL) images; all must have one shape. uint8 inputs, as images are, are
-    handed out divided by 255, as torchvision's ToTensor does; other integers (tokens) as they are.
+    handed out divided by 255, as torchvision's ToTensor does; other integers (tokens) as they are. What the data set
+    calls `ids` is kept.
     """
     if isinstance(data, TensorData):
         return data
     samples = [data[index] for index in range(len(data))]
     inputs = torch.stack([_as_tensor(sample[0]) for sample in samples])
     targets = torch.tensor([int(sample[1]) for sample in samples])
+    ids = getattr(data, "ids", None)
+    ids = None if ids is None else np.asarray(ids)
     if inputs.dtype == torch.uint8:
-        return TensorData(inputs, targets, scale=1 / 255)
-    return TensorData(inputs, targets, dtype=torch.float32 if inputs.is_floating_point() else inputs.dtype)
+        return TensorData(inputs, targets, scale=1 / 255, ids=ids)
+    return TensorData(inputs, targets, dtype=torch.float32 if inputs.is_floating_point() else inputs.dtype, ids=ids)
 
 
 def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if hasattr(value, "getbands"):  # a PIL image, told without importing PIL
-        import numpy as np
-
         pixels = torch.from_numpy(np.array(value))
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     return torch.as_tensor(value)

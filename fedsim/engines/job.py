@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
@@ -71,6 +71,7 @@ class Task:
     server: ServerStep
     buffers: BufferPolicy
     augment: tuple[Augmentation, ...]
+    transforms: tuple[Augmentation | None, ...]  # how each worker sees its samples
     device: torch.device
     dtype: torch.dtype
 
@@ -144,7 +145,7 @@ class Memory:
         """Room for a cohort, with the global row at the model's start; `root` are the server's own samples."""
         module = task.new_module()
         layout = Layout.of(module)
-        train, test = train.to(task.device, task.dtype), test.to(task.device, task.dtype)
+        train, test = (replace(data, ids=None).to(task.device, task.dtype) for data in (train, test))
         global_row = new_rows(1, layout.d, task.dtype, task.device)[0]
         global_row.copy_(layout.read(module))
         wide = wide_dtype(task.device)

@@ -210,6 +210,8 @@ class Station:
         seed_everything(self.task.device, self.task.seed, "layers", round, member.worker, step)
         self.rows[member.slot].zero_()
         loss = backward(member.module.module, inputs, targets)
+        if self.task.rule.takes("losses"):
+            self.memory.losses[member.slot] = loss.item()
         member.loss_sum.add_(loss, alpha=len(targets))
         member.samples += len(targets)
 
@@ -244,11 +246,14 @@ class Station:
         task, memory = self.task, self.memory
         orders = numpy_generator(task.seed, "batches", round, worker)
         augmentation = torch_generator(task.seed, "augment", round, worker)
+        view = task.transforms[worker] if worker != self.root else None
         poison = task.attack.poison if worker in task.byzantine else None
         poisoning = numpy_generator(task.seed, "poison", round, worker)
         while True:
             for inputs, targets in shard.batches(task.schedule.batch_size, orders.permutation(len(shard))):
                 self.seat.beat()
+                if view is not None:
+                    inputs = view(images=inputs, generator=augmentation)
                 for augment in task.augment:
                     inputs = augment(images=inputs, generator=augmentation)
                 if poison is not None:

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 import fedsim
-from fedsim.aggregation import column_blocks, rule
-from fedsim.aggregation.rules import BLOCK, lookup
+from fedsim.aggregation import column_blocks, make_pipeline, resolve, rule
+from fedsim.aggregation.columns import BLOCK
 from fedsim.errors import ExperimentError
 
 
@@ -33,29 +34,107 @@ def test_weighted_mean_without_weights_is_the_mean(updates):
     assert torch.allclose(fedsim.aggregate(updates, rule="weighted_mean"), updates.mean(0), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("plug", list(rule), ids=lambda plug: plug.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+ENOUGH = {"f": 1, "c": 2.0}  # for the rules that need a parameter
+
+
+def apply(plug, updates, **more):
+    """A rule with whatever it needs."""
+    given = {name: value for name, value in ENOUGH.items() if plug.parameters.model_fields.get(name) is not None}
+    if "root" in plug.takes:
+        given["root"] = updates.double().mean(0).to(updates.dtype)
+    if "losses" in plug.takes:
+        given["losses"] = torch.arange(1.0, len(updates) + 1)
+    return fedsim.aggregate(updates, rule=plug.name, **{**given, **more})
+
+
+every_rule = pytest.mark.parametrize("plug", list(rule), ids=lambda plug: plug.name)
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_every_rule_keeps_dtype_and_leaves_its_input_alone(plug, dtype, updates):
-    updates = updates.to(dtype)
+    updates = torch.cat([updates, updates * 0.9, updates * 0.8]).to(dtype)
     before = updates.clone()
-    result = fedsim.aggregate(updates, rule=plug.name)
+    result = apply(plug, updates)
     assert result.dtype == dtype
     assert result.shape == (33,)
     assert torch.equal(updates, before)
+    assert result.data_ptr() not in {row.data_ptr() for row in updates}
 
 
-@pytest.mark.parametrize("plug", list(rule), ids=lambda plug: plug.name)
-def test_every_rule_works_on_one_row_and_on_one_column(plug, updates):
-    assert torch.allclose(fedsim.aggregate(updates[:1], rule=plug.name), updates[0])
-    assert fedsim.aggregate(updates[:, :1], rule=plug.name).shape == (1,)
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_rule_gives_in_low_precision_what_it_gives_in_double(plug, dtype, updates):
+    updates = torch.cat([updates, updates * 0.9, updates * 0.8]).to(dtype)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+    exact = apply(plug, updates.double())
+    assert torch.allclose(apply(plug, updates).double(), exact, rtol=0, atol=tolerance * float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("plug", list(rule), ids=lambda plug: plug.name)
+@every_rule
+def test_every_rule_works_on_one_row_or_states_its_constraint(plug, updates):
+    if "f" in plug.parameters.model_fields or plug.name == "foolsgold":
+        with pytest.raises(ExperimentError, match=f"{plug.name}: needs .*n = 1"):
+            apply(plug, updates[:1])
+    elif plug.name in {"sign_vote", "norm_clipping", "qfedavg"}:
+        assert apply(plug, updates[:1]).shape == (33,)
+    else:
+        assert torch.allclose(apply(plug, updates[:1]), updates[0])
+
+
+@every_rule
+def test_every_rule_works_on_one_column(plug):
+    updates = torch.tensor([[1.0], [2.0], [4.0], [8.0], [1.5], [3.0], [2.5], [0.5]], dtype=torch.double)
+    assert apply(plug, updates).shape == (1,)
+
+
+@every_rule
+def test_every_rule_works_on_equal_rows_and_on_zero_rows(plug):
+    row = torch.tensor([0.5, -1.0, 0.0, 0.25], dtype=torch.double)
+    assert torch.isfinite(apply(plug, row.repeat(8, 1))).all()
+    assert not apply(plug, torch.zeros(8, 4, dtype=torch.double), root=row if "root" in plug.takes else None).any()
+    if plug.name not in {"sign_vote", "foolsgold", "qfedavg"}:
+        assert torch.allclose(apply(plug, row.repeat(8, 1)), row, rtol=0, atol=1e-12)
+
+
+@every_rule
+def test_every_rule_gives_the_same_again_and_does_not_touch_the_global_generators(plug, updates):
+    updates = torch.cat([updates, updates * 0.9])
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()
+    assert torch.equal(apply(plug, updates), apply(plug, updates))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.array_equal(np.random.get_state()[1], states[1])
+
+
+@every_rule
 def test_what_is_declared_columnwise_is(plug, updates):
-    if plug.target.columnwise:
-        whole = fedsim.aggregate(updates, rule=plug.name)
-        parts = [fedsim.aggregate(part, rule=plug.name) for part in updates.split(10, dim=1)]
+    if getattr(plug.target, "columnwise", False):
+        whole = apply(plug, updates)
+        parts = [apply(plug, part) for part in updates.split(10, dim=1)]
         assert torch.allclose(torch.cat(parts), whole, rtol=0, atol=1e-12)
+
+
+@every_rule
+def test_every_docstring_says_what_it_costs_or_needs(plug):
+    assert plug.summary.endswith(".") or plug.summary.endswith(":") or plug.summary
+    assert len(plug.summary) <= 120
+
+
+@every_rule
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_are_not_finite_are_an_error_unless_they_are_excluded(plug, bad, updates):
+    updates = torch.cat([updates, updates * 0.9, updates * 0.8])
+    spoilt = updates.clone()
+    spoilt[3, 7] = bad
+    root = {"root": updates.mean(0)} if "root" in plug.takes else {}
+    with pytest.raises(ExperimentError, match=r"1 of 15 updates hold NaN or infinity \(rows of workers 3\)"):
+        apply(plug, spoilt, **root)
+    good = [row for row in range(15) if row != 3]
+    losses = {"losses": torch.arange(1.0, 16.0)} if "losses" in plug.takes else {}
+    left = {"losses": losses["losses"][good]} if losses else {}
+    fewer = {"f": 0} if "f" in plug.parameters.model_fields else {}  # the excluded row counts among the f
+    expected = apply(plug, updates[good], **root, **left, **fewer)
+    assert torch.equal(apply(plug, spoilt, nonfinite="exclude", **root, **losses), expected)
 
 
 def test_a_users_own_rule_comes_by_import_path(updates):
@@ -94,10 +173,14 @@ def test_an_unknown_rule_or_parameter_names_the_nearest(updates):
 
 
 def test_the_signature_says_whether_a_rule_takes_weights():
-    assert not lookup("tests.plugs:clipped_mean", {}).takes_weights
-    assert lookup("mean", {}).takes_weights
-    assert not lookup("mean", {}).needs_weights
-    assert lookup("weighted_mean", {}).needs_weights
+    def pipeline(name):
+        return make_pipeline(resolve(name, {}))
+
+    assert not pipeline("tests.plugs:clipped_mean").takes_weights
+    assert pipeline("mean").takes_weights
+    assert not pipeline("mean").needs_weights
+    assert pipeline("weighted_mean").needs_weights
+    assert not pipeline(["bucketing", "mean"]).takes_weights
 
 
 @pytest.mark.parametrize("d", [1, BLOCK, BLOCK + 1, 199_210, 1_663_370, 100_000_000])
