@@ -7,7 +7,6 @@ import datetime
 import itertools
 import json
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from fedsim.errors import RecordError
 from fedsim.experiment import Experiment
+from fedsim.files import write_whole as _write
 from fedsim.loading import to_toml
 from fedsim.version import __version__
 
@@ -158,18 +158,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise RecordError(f"{path}: cannot be written: {error.strerror}") from error

@@ -18,6 +18,7 @@ from fedsim.preparation import Setting, finished_model, prepare
 from fedsim.randomness import sample_cohort
 from fedsim.records import RoundRecord, RunFolder
 from fedsim.report import draw_curve
+from fedsim.scalarboard import ScalarBoard
 
 
 def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
@@ -101,6 +102,7 @@ def run(
     history: list[RoundRecord] = []
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(Path(out))) if out is not None else None
+        board = stack.enter_context(ScalarBoard(folder.path)) if folder and experiment.records.tensorboard else None
         setting, engine = stack.enter_context(prepare(experiment))
         if folder:
             folder.begin(experiment, **setting.facts())
@@ -110,6 +112,8 @@ def run(
             history.append(record)
             if folder:
                 folder.round(record)
+            if board:
+                board.round(record)
             if on_round:
                 on_round(record)
         model = finished_model(setting, engine)
