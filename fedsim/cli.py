@@ -1,4 +1,4 @@
-"""The command line: `fedsim run`, `fedsim list`; `run_experiment.py` is `fedsim run`."""
+"""The command line: `fedsim run`, `fedsim report`, `fedsim list`; `run_experiment.py` is `fedsim run`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedsim.listing import PLUGS, list_plugs
 from fedsim.loading import load_experiment, to_toml
 from fedsim.preparation import Setting
 from fedsim.records import RoundRecord, new_folder_name
-from fedsim.report import HEADER, headline, table_line
+from fedsim.report import HEADER, headline, table_line, write_report
 
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
@@ -68,6 +68,18 @@ def run(
                 raise
             display.finish(result.test_accuracy)
         print(folder)
+
+
+@app.command()
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_GRID", help="The folder of a run or of a comparison.", show_default=False)
+    ],
+    out: Annotated[Path | None, typer.Option(help="The HTML file.", show_default="report.html in that folder")] = None,
+) -> None:
+    """Write one HTML page that shows a run or a comparison, and needs nothing else to be looked at."""
+    with _errors_as_lines():
+        print(write_report(folder, out))
 
 
 @app.command("list")

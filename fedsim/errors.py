@@ -27,7 +27,11 @@ class DataError(FedsimError):
 
 
 class RecordError(FedsimError):
-    """The run folder cannot be made or written."""
+    """A run folder cannot be made, written or read."""
+
+
+class MissingPackageError(FedsimError, ImportError):
+    """A package of one of fedsim's extras is needed, and not installed."""
 
 
 class WorkerError(FedsimError, RuntimeError):

@@ -223,6 +223,7 @@ class Records(Table):
 
     model: bool = True  # model.safetensors
     curve: bool = True  # curve.png
+    tensorboard: bool = False  # scalars of every round as a TensorBoard event file
 
 
 class Experiment(Table):

@@ -19,6 +19,7 @@ from fedsim.randomness import sample_cohort
 from fedsim.records import RoundRecord, RunFolder
 from fedsim.replay import kept_updates
 from fedsim.report import draw_curve
+from fedsim.scalarboard import ScalarBoard
 from fedsim.workshop import Workshop
 
 
@@ -108,6 +109,7 @@ def run(
     history: list[RoundRecord] = []
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(Path(out))) if out is not None else None
+        board = stack.enter_context(ScalarBoard(folder.path)) if folder and experiment.records.tensorboard else None
         workshop = workshop or stack.enter_context(Workshop())
         setting, engine = stack.enter_context(prepare(experiment, workshop))
         if folder:
@@ -121,6 +123,8 @@ def run(
                 if record["round"] in experiment.records.updates:
                     folder.updates(record["round"], kept_updates(setting, engine, record))
                 folder.round(record)
+            if board:
+                board.round(record)
             if on_round:
                 on_round(record)
         model = finished_model(setting, engine)

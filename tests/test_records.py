@@ -15,6 +15,9 @@ from fedsim.records import RunFolder, new_folder_name
 from fedsim.report import HEADER, table_line
 
 
+ALWAYS = {"experiment.toml", "environment.json", "metrics.jsonl", "partition.json"}
+
+
 @pytest.fixture
 def finished(tiny_experiment, tmp_path):
     return fedsim.run({**tiny_experiment, "cohort": 2}, tmp_path / "a" / "run")
@@ -22,7 +25,7 @@ def finished(tiny_experiment, tmp_path):
 
 def test_a_run_folder_holds_what_it_promises_and_nothing_else(finished):
     names = {path.name for path in finished.folder.iterdir()}
-    assert names == {"experiment.toml", "environment.json", "metrics.jsonl", "model.safetensors", "curve.png"}
+    assert names == {*ALWAYS, "model.safetensors", "curve.png"}
 
 
 def test_the_experiment_can_be_run_again_from_its_folder(finished):
@@ -60,7 +63,7 @@ def test_the_curve_is_a_picture(finished):
 def test_model_and_curve_can_be_left_out(tiny_experiment, tmp_path):
     records = {"model": False, "curve": False}
     folder = fedsim.run({**tiny_experiment, "records": records, "rounds": 1}, tmp_path / "run").folder
-    assert {path.name for path in folder.iterdir()} == {"experiment.toml", "environment.json", "metrics.jsonl"}
+    assert {path.name for path in folder.iterdir()} == ALWAYS
 
 
 def test_a_folder_that_holds_anything_is_refused_and_left_alone(finished, tiny_experiment):
@@ -116,7 +119,7 @@ def test_metrics_are_on_disk_as_they_happen(tiny_experiment, tmp_path):
 
 
 def test_numbers_that_are_not_finite_become_null(tiny_experiment, tmp_path):
-    fedsim.run({**tiny_experiment, "local": {"lr": 1e30}, "rounds": 2}, tmp_path)
+    fedsim.run({**tiny_experiment, "local": {"lr": 1e30}, "rounds": 2, "aggregate": {"nonfinite": "keep"}}, tmp_path)
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["test_loss"] is None
 

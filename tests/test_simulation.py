@@ -100,7 +100,8 @@ def test_the_history_has_one_complete_record_per_round(tiny_experiment):
     assert [record["round"] for record in result.history] == [1, 2, 3]
     for record in result.history:
         assert set(record) == {
-            *("round", "test_loss", "test_accuracy", "train_loss", "seconds", "cohort", "bytes_up", "bytes_down")
+            *("round", "test_loss", "test_accuracy", "train_loss", "seconds", "cohort", "bytes_up", "bytes_down"),
+            *("coefficients", "excluded", "attack_success"),
         }
         assert set(record["seconds"]) == {"pull_down", "train", "aggregate", "test"}
         assert len(record["cohort"]) == 2

@@ -209,7 +209,9 @@ def screened(cohort: Cohort, nonfinite: Nonfinite) -> tuple[Cohort, list[int]]:
     if not bad:
         return cohort, []
     assert cohort.workers is not None
-    if nonfinite == "error":
+    counted = [row for row in bad if cohort.weights is None or cohort.weights[row] > 0]  # what counts for nothing may be
+    if nonfinite == "error" and counted:
+        bad = counted
         named = ", ".join(str(cohort.workers[row]) for row in bad[:SHOWN]) + (", ..." if len(bad) > SHOWN else "")
         raise ExperimentError(
             f"{len(bad)} of {len(cohort.updates)} updates hold NaN or infinity (rows of workers {named}); "
@@ -246,7 +248,7 @@ def resolve(
         params: parameters by name, each of which goes to every stage that has one of that name.
         place: what an error calls the table that holds `params`.
         beside: other keys of that table, for hints.
-        background: further parameters, which no stage need have.
+        background: further parameters, which no stage need have; zero leaves a stage's own default as it is.
 
     Returns a list of (plug, its checked parameters), the rule last.
 
@@ -273,7 +275,8 @@ def resolve(
         own = {name: value for name, value in table.items() if name != "rule"}
         takes_any = plug.parameters.model_config.get("extra") == "allow"
         fields = plug.parameters.model_fields
-        shared = {name: value for name, value in (background or {}).items() if name in fields}
+        further = {name: value for name, value in (background or {}).items() if name in fields}
+        shared = {name: value for name, value in further.items() if value or fields[name].is_required()}
         shared |= {name: value for name, value in params.items() if takes_any or name in fields}
         resolved.append((plug, plug.check({**shared, **own}, "" if place == "rule" else place, beside=beside)))
     if len(plugs) > 1 and plugs[-1].takes.get("weights"):

@@ -1,4 +1,4 @@
-"""How a run is shown: lines of a table as it goes, a curve when it is over."""
+"""Lines of a table as a run goes, and a curve when it is over."""
 
 from __future__ import annotations
 

@@ -1,0 +1,6 @@
+"""How a run is shown: lines as it goes, a curve when it is over, and a page to look at and to send."""
+
+from fedsim.report.page import write_report
+from fedsim.report.text import HEADER, PHASES, draw_curve, headline, table_line
+
+__all__ = ["HEADER", "PHASES", "draw_curve", "headline", "table_line", "write_report"]

@@ -1,0 +1,112 @@
+"use strict";
+/* What all charts share: colours from the style sheet, text that stays text, and one way of drawing. */
+
+const PALETTE = [
+  "#4269d0", "#e8a013", "#e8594b", "#3aa8a0", "#3ca951", "#e070a0", "#a463f2", "#6fa3ea", "#9c6b4e", "#8b9099",
+];
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+const NARROW = 560; // pixels
+const FEW_ROUNDS = 50; // up to so many, points are marked and bars are drawn
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const coarsePointer = matchMedia("(pointer: coarse)");
+const drawings = []; // functions that draw a chart anew
+
+/** Draw a chart, now and whenever the colour scheme changes. */
+function keepDrawn(draw) {
+  drawings.push(draw);
+  draw();
+}
+
+dark.addEventListener("change", () => drawings.forEach((draw) => draw()));
+
+function element(id) {
+  return document.getElementById(id);
+}
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+/** A colour as #rrggbb with an opacity. */
+function faded(hex, opacity) {
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  return `rgba(${red}, ${green}, ${blue}, ${opacity})`;
+}
+
+function seriesColour(index) {
+  return PALETTE[index % PALETTE.length];
+}
+
+function ramp() {
+  return [[0, colour("ramp-0")], [0.5, colour("ramp-1")], [1, colour("ramp-2")]];
+}
+
+/** Text for Plotly, which would read tags in it. */
+function plain(text) {
+  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+}
+
+/** The numbers of a run's rounds; null stands for 1, 2, 3, ... */
+function roundNumbers(rounds, count) {
+  return rounds ?? Array.from({ length: count }, (_, index) => index + 1);
+}
+
+/** An axis; `further` has the last word. */
+function axis(title, further = {}) {
+  return {
+    title: { text: plain(title), standoff: 8 },
+    automargin: true,
+    gridcolor: colour("grid"),
+    linecolor: colour("line"),
+    zerolinecolor: colour("line"),
+    ...further,
+  };
+}
+
+/** The axis of values in a unit: "" (a plain number), "s" or "B". */
+function valueAxis(title, unit, further = {}) {
+  const formats = {
+    s: { ticksuffix: " s", hoverformat: ".3g", tickformat: "~g" },
+    B: { ticksuffix: "B", hoverformat: ".4s", tickformat: "~s" },
+  };
+  return axis(title, { hoverformat: ".4~f", ...formats[unit], ...further });
+}
+
+function isNarrow(target) {
+  return target.clientWidth < NARROW;
+}
+
+/** Pixels that a colour bar above the chart adds to its height. */
+function roomAbove(target) {
+  return isNarrow(target) ? 90 : 0;
+}
+
+/** The key to a heat map's colours: beside it, or above where there is little room. */
+function colourBar(target, title, beside = {}) {
+  const shared = { thickness: 12, outlinewidth: 0, tickcolor: colour("line") };
+  const text = plain(title);
+  if (!isNarrow(target)) return { ...shared, title: { text, side: "right" }, ...beside };
+  return { ...shared, title: { text, side: "top" }, orientation: "h", y: 1.02, yanchor: "bottom", nticks: 5 };
+}
+
+/** Draw traces into an element. Repeated drawing changes what is there. */
+function draw(target, traces, layout) {
+  const text = colour("text");
+  const shared = {
+    autosize: true,
+    paper_bgcolor: "rgba(0, 0, 0, 0)",
+    plot_bgcolor: "rgba(0, 0, 0, 0)",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: text },
+    margin: { l: 48, r: 12, t: 12, b: 40 },
+    showlegend: false,
+    dragmode: coarsePointer.matches ? false : "zoom", // a finger on a chart scrolls the page
+    hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: text }, namelength: -1 },
+    modebar: { bgcolor: "rgba(0, 0, 0, 0)", color: colour("quiet"), activecolor: colour("accent") },
+  };
+  return Plotly.react(target, traces, { ...shared, ...layout }, {
+    responsive: true,
+    displaylogo: false,
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+  });
+}

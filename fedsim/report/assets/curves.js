@@ -1,0 +1,246 @@
+"use strict";
+/* Curves over rounds: of one run, or of a grid's combinations with bands over the seeds. */
+
+/**
+ * Exponential moving average: with weight w, the mean of what has come, the latest value counting 1 and one that is
+ * k rounds older w^k. Gaps stay gaps.
+ */
+function smooth(values, weight) {
+  let sum = 0;
+  let mass = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + value;
+    mass = weight * mass + 1;
+    return sum / mass;
+  });
+}
+
+/** Mean of some numbers and half the width of its 95 percent interval (null of a single one). */
+function meanInterval(numbers, studentT) {
+  const n = numbers.length;
+  const mean = numbers.reduce((sum, value) => sum + value, 0) / n;
+  if (n === 1) return { mean, half: null, n };
+  const variance = numbers.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (n - 1);
+  return { mean, half: studentT[n - 2] * Math.sqrt(variance / n), n };
+}
+
+/** Curves [{x, y}, ...] in one, round by round: {x, intervals}. */
+function average(curves, studentT) {
+  const byRound = new Map();
+  for (const { x, y } of curves) {
+    x.forEach((round, index) => {
+      if (y[index] === null) return;
+      if (!byRound.has(round)) byRound.set(round, []);
+      byRound.get(round).push(y[index]);
+    });
+  }
+  const x = [...byRound.keys()].sort((a, b) => a - b);
+  return { x, intervals: x.map((round) => meanInterval(byRound.get(round), studentT)) };
+}
+
+/** The series of one run: {key, name, colour, dash, x, y, raw}. */
+function runSeries(curves, metric, weight) {
+  return curves.metrics[metric].series.map(({ name, values }, index) => ({
+    key: name,
+    name,
+    colour: seriesColour(index),
+    dash: "solid",
+    x: roundNumbers(curves.rounds, values.length),
+    y: smooth(values, weight),
+    raw: weight > 0 ? values : null,
+  }));
+}
+
+/**
+ * The series of a grid: one per combination that the filters let through, with low and high where seeds differ.
+ * `filters` has, for each axis, the number of the value to show, or null for all; values of the axis `colourBy` differ
+ * in colour, the combinations of all others in the dash of the line.
+ */
+function gridSeries(data, metric, weight, colourBy, filters) {
+  const dashes = new Map();
+  const shown = data.combinations
+    .map((place, index) => ({ place, index }))
+    .filter(({ place }) => place.every((value, at) => filters[at] === null || filters[at] === value));
+  return shown.map(({ place, index }) => {
+    const round = Math.floor((place[colourBy] ?? 0) / PALETTE.length); // the colours come again, with another dash
+    const beside = [round, ...place.filter((_, at) => at !== colourBy)].join();
+    if (!dashes.has(beside)) dashes.set(beside, DASHES[dashes.size % DASHES.length]);
+    const curves = data.curves
+      .filter((curve) => curve.combination === index)
+      .map(({ rounds, values }) => ({
+        x: roundNumbers(rounds, values[metric].length),
+        y: smooth(values[metric], weight),
+      }));
+    const { x, intervals } = average(curves, data.student_t);
+    const named = place.map((value, at) => data.axes[at].values[value]).filter((_, at) => filters[at] === null);
+    return {
+      key: index,
+      name: named.join(" · ") || "all runs",
+      colour: seriesColour(place[colourBy] ?? 0),
+      dash: dashes.get(beside),
+      x,
+      y: intervals.map(({ mean }) => mean),
+      low: intervals.map(({ mean, half }) => mean - (half ?? 0)),
+      high: intervals.map(({ mean, half }) => mean + (half ?? 0)),
+      seeds: intervals.map(({ n }) => n),
+    };
+  });
+}
+
+/** The band of a series, as a closed outline. On a log scale it stops where there is no logarithm. */
+function bandTrace(series, log, opacity) {
+  const least = Math.min(...series.y.filter((value) => value > 0));
+  const low = series.low.map((value) => (log && value <= 0 ? least / 10 : value));
+  return {
+    type: "scatter",
+    mode: "lines",
+    x: [...series.x, ...series.x.toReversed()],
+    y: [...series.high, ...low.toReversed()],
+    fill: "toself",
+    fillcolor: faded(series.colour, opacity),
+    line: { width: 0 },
+    hoverinfo: "skip",
+  };
+}
+
+function rawTrace(series) {
+  return {
+    type: "scatter",
+    mode: "lines",
+    x: series.x,
+    y: series.raw,
+    line: { color: faded(series.colour, 0.3), width: 1 },
+    hoverinfo: "skip",
+  };
+}
+
+function lineTrace(series) {
+  const several = series.seeds?.some((n) => n > 1);
+  return {
+    type: "scatter",
+    mode: series.x.length > FEW_ROUNDS ? "lines" : "lines+markers",
+    name: plain(series.name),
+    x: series.x,
+    y: series.y,
+    line: { color: series.colour, width: 2, dash: series.dash },
+    marker: { size: 5 },
+    text: several ? series.seeds.map((n, i) => spread(series, i, n)) : undefined,
+    hovertemplate: `%{y}${several ? "%{text}" : ""}`,
+  };
+}
+
+function spread(series, index, n) {
+  if (n < 2) return " (1 seed)";
+  return ` ± ${((series.high[index] - series.low[index]) / 2).toPrecision(2)} (${n} seeds)`;
+}
+
+/** The boxes below the chart that show and hide series. Boxes of series that stay are kept, and with them the focus. */
+function drawLegend(series, hidden, changed) {
+  const legend = element("curves-legend");
+  const signature = JSON.stringify(series.map(({ key, name, colour: c, dash }) => [key, name, c, dash]));
+  if (legend.dataset.signature !== signature) {
+    legend.dataset.signature = signature;
+    legend.replaceChildren(...series.map((one) => legendEntry(one, hidden, changed)));
+  }
+  legend.querySelectorAll("input").forEach((box, index) => {
+    box.checked = !hidden.has(series[index].key);
+  });
+}
+
+function legendEntry({ key, name, colour: stroke, dash }, hidden, changed) {
+  const box = document.createElement("input");
+  box.type = "checkbox";
+  box.addEventListener("change", () => {
+    if (box.checked) hidden.delete(key);
+    else hidden.add(key);
+    changed();
+  });
+  const swatch = document.createElement("span");
+  swatch.className = "swatch";
+  swatch.style.borderTopColor = stroke;
+  swatch.style.borderTopStyle = dash === "solid" ? "solid" : dash.endsWith("dot") ? "dotted" : "dashed";
+  const label = document.createElement("label");
+  label.append(box, swatch, name);
+  return label;
+}
+
+/**
+ * The section of curves. `metrics` are [{label, unit}, ...]; `seriesOf(metric, weight)` gives what there is to draw.
+ * Returns a function that draws anew.
+ */
+function curvesSection(metrics, seriesOf) {
+  const metric = element("curves-metric");
+  const smoothing = element("curves-smoothing");
+  const log = element("curves-log");
+  const bands = element("curves-bands"); // not there for a single run
+  const hidden = new Set();
+  metric.replaceChildren(...metrics.map(({ label }, index) => new Option(label, index)));
+
+  function redraw() {
+    const { label, unit } = metrics[metric.value];
+    const series = seriesOf(Number(metric.value), Number(smoothing.value));
+    const visible = series.filter(({ key }) => !hidden.has(key));
+    const banded = bands?.checked ? visible.filter(({ seeds }) => seeds.some((n) => n > 1)) : [];
+    const opacity = banded.length > 5 ? 0.1 : 0.18; // where many lie over each other, each shows less
+    const traces = [
+      ...banded.map((one) => bandTrace(one, log.checked, opacity)),
+      ...visible.filter(({ raw }) => raw).map(rawTrace),
+      ...visible.map(lineTrace),
+    ];
+    element("curves-smoothing-value").value = smoothing.value;
+    drawLegend(series, hidden, redraw);
+    draw(element("curves-chart"), traces, {
+      height: 420,
+      hovermode: visible.length > 12 ? "closest" : "x unified",
+      uirevision: `${metric.value} ${log.checked}`, // what was zoomed into stays while the metric does
+      xaxis: axis("round"),
+      yaxis: valueAxis(label, unit, { type: log.checked ? "log" : "linear" }),
+    });
+  }
+
+  for (const control of [metric, smoothing, log, bands]) control?.addEventListener("input", redraw);
+  element("curves-all").addEventListener("click", () => {
+    hidden.clear();
+    redraw();
+  });
+  element("curves-none").addEventListener("click", () => {
+    seriesOf(Number(metric.value), 0).forEach(({ key }) => hidden.add(key));
+    redraw();
+  });
+  keepDrawn(redraw);
+  return redraw;
+}
+
+function runCurvesSection(curves) {
+  curvesSection(curves.metrics, (metric, weight) => runSeries(curves, metric, weight));
+}
+
+function gridCurvesSection(data) {
+  const colourBy = element("curves-colour"); // not there for a grid over seeds alone
+  const filters = [...document.querySelectorAll("#curves [data-axis]")];
+
+  /** An axis that has the colours shows all its values. */
+  function chosen() {
+    return filters.map((filter, index) =>
+      filter.value === "all" || index === Number(colourBy.value) ? null : Number(filter.value),
+    );
+  }
+
+  function hideFilterOfColours() {
+    filters.forEach((filter, index) => {
+      filter.closest("label").hidden = index === Number(colourBy.value);
+    });
+  }
+
+  const redraw = curvesSection(data.metrics, (metric, weight) =>
+    gridSeries(data, metric, weight, Number(colourBy?.value ?? 0), chosen()),
+  );
+  for (const control of filters) control.addEventListener("input", redraw);
+  if (!colourBy) return;
+  colourBy.addEventListener("input", () => {
+    hideFilterOfColours();
+    redraw();
+  });
+  hideFilterOfColours();
+}

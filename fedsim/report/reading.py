@@ -1,0 +1,281 @@
+"""Run folders and grid folders, as they are on disk.
+
+A folder may come from anywhere, and from a run that is still going: what is optional may be missing, the last line of
+the metrics may be torn, and everything else that is not as it should be is one line that says where.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from fedsim.errors import RecordError
+from fedsim.loading import read_toml
+from fedsim.records import ENVIRONMENT, EXPERIMENT, METRICS
+
+PARTITION, GRID = "partition.json", "grid.json"
+SEED = "seed"  # the axis of a grid that repeats runs
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float | None, AfterValidator(lambda value: value if value is None or math.isfinite(value) else None)]
+
+
+class Lenient(BaseModel):
+    """What is known of an object in a file; keys that are not known are somebody else's."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Round(Lenient):
+    """One line of the metrics; null, and what is not a finite number, is None."""
+
+    round: Count
+    test_loss: Number = None
+    test_accuracy: Number = None
+    train_loss: Number = None
+    seconds: dict[str, Number] = {}
+    cohort: list[Count] = []
+    bytes_up: Count | None = None
+    bytes_down: Count | None = None
+    coefficients: list[Number] | None = None  # one per member of the cohort; None: the rule has none
+    excluded: list[Count] = []
+    attack_success: Number = None
+
+    @property
+    def weights(self) -> list[tuple[int, float | None]]:
+        """(worker, its weight) of the cohort; empty where the rule has none."""
+        return [] if self.coefficients is None else list(zip(self.cohort, self.coefficients, strict=True))
+
+
+class Partition(Lenient):
+    """How many samples of each class every worker holds, and which workers are Byzantine."""
+
+    counts: list[list[Count]] = []
+    byzantine: list[Count] = []
+
+
+class GridEntry(Lenient):
+    """One run of a grid: where it stands on the axes, and in which folder."""
+
+    id: str
+    point: dict[str, Any]
+    folder: str
+
+
+class GridFile(Lenient):
+    """grid.json."""
+
+    name: str
+    axes: dict[str, Annotated[list[Any], Field(min_length=1)]]
+    runs: list[GridEntry]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder: what was run, where, and the rounds that are finished."""
+
+    folder: Path
+    experiment: dict[str, Any]  # empty where the file is missing
+    environment: dict[str, Any]
+    rounds: list[Round]
+    torn: bool  # whether a last line was being written, or lost
+    partition: Partition
+
+    @property
+    def name(self) -> str:
+        return str(self.experiment.get("name", self.folder.resolve().name))
+
+    @property
+    def planned(self) -> int | None:
+        """The number of rounds that the experiment asks for."""
+        rounds = self.experiment.get("rounds")
+        return rounds if isinstance(rounds, int) else None
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.rounds) and len(self.rounds) >= (self.planned or 0)
+
+    @cached_property
+    def byzantine(self) -> frozenset[int]:
+        return frozenset(self.partition.byzantine)
+
+
+@dataclass(frozen=True)
+class GridRun:
+    """One run of a grid: `place` holds, for each axis, the number of its value there."""
+
+    id: str
+    place: dict[str, int]
+    run: Run | None  # None: has not begun
+
+    @property
+    def finished(self) -> bool:
+        return self.run is not None and self.run.finished
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid folder."""
+
+    folder: Path
+    name: str
+    axes: dict[str, list[Any]]
+    runs: list[GridRun]
+
+
+def read_records(folder: Path) -> Run | Grid:
+    """The run or the grid in a folder.
+
+    Raises RecordError (of an experiment that is not TOML, ExperimentError), in one line, where the folder is neither,
+    has no finished round yet, or holds something that is damaged.
+    """
+    if not folder.is_dir():
+        raise RecordError(f"{folder}: no such folder; expected that of a run or of a grid")
+    if (folder / GRID).is_file():
+        return read_grid(folder)
+    run = read_run(folder)
+    if run is None:
+        raise RecordError(f"{folder}: neither a run (it has no {METRICS}) nor a grid (it has no {GRID})")
+    if not run.rounds:
+        raise RecordError(f"{folder / METRICS}: no round is finished yet")
+    return run
+
+
+def read_run(folder: Path) -> Run | None:
+    """The run in a folder; None where none has begun."""
+    metrics = folder / METRICS
+    if not metrics.is_file():
+        return None
+    rounds, torn = read_metrics(metrics)
+    partition = folder / PARTITION
+    return Run(
+        folder=folder,
+        experiment=read_toml(folder / EXPERIMENT) if (folder / EXPERIMENT).is_file() else {},
+        environment=_read_object(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {},
+        rounds=rounds,
+        torn=torn,
+        partition=_read_partition(partition) if partition.is_file() else Partition(),
+    )
+
+
+def read_metrics(path: Path) -> tuple[list[Round], bool]:
+    """The rounds of a metrics file, and whether its last line is torn, which is then left out."""
+    lines = [(number, line) for number, line in enumerate(_read(path).split(b"\n"), start=1) if line.strip()]
+    rounds: list[Round] = []
+    for number, line in lines:
+        try:
+            rounds.append(_validated(Round, line, f"{path} line {number}"))
+        except _NotJsonError:
+            if number == lines[-1][0]:
+                return rounds, True
+            raise
+        _check_round(rounds[-1], f"{path} line {number}")
+    return rounds, False
+
+
+def _check_round(record: Round, where: str) -> None:
+    coefficients = record.coefficients
+    if coefficients is not None and len(coefficients) != len(record.cohort):
+        raise RecordError(f"{where}: {len(coefficients)} coefficients for a cohort of {len(record.cohort)}")
+
+
+def _read_partition(path: Path) -> Partition:
+    partition = _validated(Partition, _read(path), str(path))
+    if len({len(row) for row in partition.counts}) > 1:
+        raise RecordError(f"{path}: counts: every worker must have as many numbers, one per class")
+    return partition
+
+
+def read_grid(folder: Path) -> Grid:
+    """The grid in a folder, with those of its runs that have begun."""
+    path = folder / GRID
+    file = _validated(GridFile, _read(path), str(path))
+    runs = []
+    for index, entry in enumerate(file.runs):
+        where = f"{path}: runs.{index}"
+        place = {axis: _position(entry, axis, values, where) for axis, values in file.axes.items()}
+        runs.append(GridRun(entry.id, place, read_run(folder / _inner(entry.folder, where))))
+        if any(earlier.place == place for earlier in runs[:-1]):
+            raise RecordError(f"{where}.point: another run has the same")
+    if not any(entry.run and entry.run.rounds for entry in runs):
+        raise RecordError(f"{folder}: no round of its {len(runs)} runs is finished yet")
+    return Grid(folder, file.name, file.axes, runs)
+
+
+def _position(entry: GridEntry, axis: str, values: list[Any], where: str) -> int:
+    """The number of the value that a run has on an axis."""
+    if axis not in entry.point:
+        raise RecordError(f"{where}.point: says nothing of the axis {_short(axis)}")
+    wanted = _canonical(entry.point[axis])
+    for position, value in enumerate(values):
+        if _canonical(value) == wanted:
+            return position
+    raise RecordError(f"{where}.point: {_short(entry.point[axis])} is not on the axis {_short(axis)}")
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _short(value: Any) -> str:
+    """A value from a file as an error line can show it, whatever it holds."""
+    text = _canonical(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _inner(folder: str, where: str) -> PurePosixPath:
+    """A relative path that stays within the grid's folder."""
+    path = PurePosixPath(folder)
+    if path.is_absolute() or ".." in path.parts or "\0" in folder:
+        raise RecordError(f"{where}.folder = {_short(folder)}: must lie in the grid's folder")
+    return path
+
+
+class _NotJsonError(RecordError):
+    """A text is not JSON, as when it was cut short."""
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _validated(model: type[Model], text: bytes, where: str) -> Model:
+    """The object that JSON text holds. Raises RecordError with its first problem."""
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        kind = _NotJsonError if problem["type"] == "json_invalid" else RecordError
+        raise kind(f"{where}: {_printable(': '.join([*_dotted(problem['loc']), problem['msg']]))}") from None
+
+
+def _dotted(location: tuple[int | str, ...]) -> list[str]:
+    return [".".join(map(str, location))] if location else []
+
+
+def _printable(text: str) -> str:
+    """On one line, and without what a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of any keys."""
+    try:
+        value = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RecordError(f"{path}: must be an object")
+    return value
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror}") from error

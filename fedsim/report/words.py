@@ -1,0 +1,77 @@
+"""Values and numbers as the page says them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MISSING = "\N{EN DASH}"
+
+
+def label(value: Any) -> str:
+    """A value of an axis: `["nnm", "median"]` is `nnm + median`; `{rule = "krum", f = 2}` is `rule = krum, f = 2`."""
+    if isinstance(value, list):
+        return " + ".join(map(label, value))
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} = {label(item)}" for key, item in value.items())
+    return setting(value)
+
+
+def setting(value: Any) -> str:
+    """A value as an experiment says it, strings without quotes."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(setting, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {setting(item)}" for key, item in value.items()) + "}"
+    return "none" if value is None else str(value)
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The keys of nested tables, dotted, with their values."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", setting(value)
+
+
+def fraction(value: float | None) -> str:
+    """An accuracy, a rate."""
+    return MISSING if value is None else f"{value:.4f}"
+
+
+def number(value: float | None) -> str:
+    """A loss: four decimals, or four digits where that would say little."""
+    if value is None:
+        return MISSING
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration in the units that people use."""
+    if value is None:
+        return MISSING
+    if value < 1:
+        return f"{value * 1000:.3g} ms"
+    if value < 120:
+        return f"{value:.3g} s"
+    hours, minutes = divmod(round(value / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def size(value: float | None) -> str:
+    """A number of bytes, in powers of a thousand."""
+    if value is None:
+        return MISSING
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} PB"
+
+
+def percent(value: float | None) -> str:
+    """A share of a whole."""
+    return MISSING if value is None else f"{100 * value:.3g} %"
