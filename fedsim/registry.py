@@ -101,7 +101,7 @@ class Imported:
         self._target = import_object(path)
 
     def __call__(self, **given: Any) -> Any:
-        return self._target(**given, **self._params)
+        return self._target(**{**self._params, **given})
 
     def __reduce__(self) -> tuple[type[Imported], tuple[str, dict[str, Any]]]:
         return Imported, (self._path, self._params)

@@ -14,7 +14,6 @@ from fedsim.errors import RecordError
 from fedsim.records import RunFolder, new_folder_name
 from fedsim.report import HEADER, table_line
 
-
 ALWAYS = {"experiment.toml", "environment.json", "metrics.jsonl", "partition.json"}
 
 

@@ -209,7 +209,7 @@ def screened(cohort: Cohort, nonfinite: Nonfinite) -> tuple[Cohort, list[int]]:
     if not bad:
         return cohort, []
     assert cohort.workers is not None
-    counted = [row for row in bad if cohort.weights is None or cohort.weights[row] > 0]  # what counts for nothing may be
+    counted = [row for row in bad if cohort.weights is None or cohort.weights[row] > 0]
     if nonfinite == "error" and counted:
         bad = counted
         named = ", ".join(str(cohort.workers[row]) for row in bad[:SHOWN]) + (", ..." if len(bad) > SHOWN else "")
