@@ -198,7 +198,7 @@ class Aggregate(PlugTable):
 
     def pipeline(self, f: int) -> Pipeline:
         """The rule with its parameters, where `f` rows are Byzantine."""
-        return make_pipeline(self._resolve(self.rule, self.params, f if self.f is None else self.f))
+        return make_pipeline(self._resolve(self.rule, self.params, f))
 
     @property
     def label(self) -> str:
@@ -324,9 +324,15 @@ class Experiment(Table):
         return sorted(generator.permutation(self.workers)[: self.attack.count(self.workers)].tolist())
 
     @property
+    def f(self) -> int:
+        """How many Byzantine rows the rule is to withstand; unless told otherwise, as many as a cohort can have."""
+        most = min(self.attack.count(self.workers), self.cohort_size)
+        return most if self.aggregate.f is None else self.aggregate.f
+
+    @property
     def pipeline(self) -> Pipeline:
-        """The aggregation rule; unless told otherwise, to withstand as many Byzantine rows as a cohort can have."""
-        return self.aggregate.pipeline(min(self.attack.count(self.workers), self.cohort_size))
+        """The aggregation rule with its parameters."""
+        return self.aggregate.pipeline(self.f)
 
     @property
     def cohort_size(self) -> int:

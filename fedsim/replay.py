@@ -1,13 +1,240 @@
-"""One stored round taken through many rules: what would each have done?"""
+"""One stored round taken through many rules: what would each have made of it?"""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
+from fedsim.aggregation import Cohort, Gram, Pipeline, make_pipeline, resolve, screened
+from fedsim.aggregation import rule as rules_by_name
 from fedsim.engines import Engine
+from fedsim.errors import ExperimentError, RecordError, show
+from fedsim.experiment import Experiment
+from fedsim.files import to_json
+from fedsim.loading import load_experiment
 from fedsim.preparation import Setting
-from fedsim.records import RoundRecord
+from fedsim.randomness import numpy_generator
+from fedsim.records import EXPERIMENT, RoundRecord
+
+FILE = re.compile(r"updates-(\d+)\.safetensors$")
+COUNTS = 1e-6  # a share of at least so much of the largest makes a row one of the chosen
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a rule made of a round.
+
+    Attributes:
+        rule: as it was asked for.
+        update: [d].
+        shares: the coefficient with which each worker's row went into it, by worker; None where a rule has no such.
+        byzantine_share: the Byzantine workers' part of the sum of absolute coefficients; None likewise.
+        distance: |update - honest mean|.
+        angle: between the update and the honest mean, in degrees; NaN where one of them is zero.
+        seconds: that the rule took, without the products of all pairs that the rules share.
+    """
+
+    rule: str
+    update: Tensor
+    shares: dict[int, float] | None
+    byzantine_share: float | None
+    distance: float
+    angle: float
+    seconds: float
+
+    @property
+    def chosen(self) -> list[int] | None:
+        """The workers that counted."""
+        if self.shares is None:
+            return None
+        most = max((abs(share) for share in self.shares.values()), default=0.0)
+        return [worker for worker, share in self.shares.items() if abs(share) > COUNTS * most]
+
+
+@dataclass(frozen=True)
+class StoredRound:
+    """The updates of one round, as the rule was given them; see `RunFolder.updates`."""
+
+    experiment: Experiment
+    round: int
+    tensors: dict[str, Tensor]
+
+    @property
+    def workers(self) -> list[int]:
+        return self.tensors["workers"].tolist()
+
+    @property
+    def byzantine(self) -> list[int]:
+        """The Byzantine workers among them."""
+        return self.tensors["workers"][self.tensors["byzantine"]].tolist()
+
+    @property
+    def f(self) -> int:
+        """How many Byzantine rows the experiment's rule was to withstand."""
+        return self.experiment.f
+
+    @property
+    def honest_mean(self) -> Tensor:
+        return self.tensors["updates"][~self.tensors["byzantine"]].double().mean(0)
+
+
+def stored_rounds(folder: str | Path) -> list[int]:
+    """The rounds of a run whose updates it has kept, ascending."""
+    return sorted(int(match.group(1)) for path in Path(folder).iterdir() if (match := FILE.match(path.name)))
+
+
+def load_round(folder: str | Path, round: int | None = None) -> StoredRound:
+    """One kept round of a run; the last one where `round` is left out.
+
+    Raises RecordError where the folder has none, not this one, or a damaged one.
+    """
+    folder = Path(folder)
+    if not (folder / EXPERIMENT).is_file():
+        raise RecordError(f"{folder}: is not a run folder (it has no {EXPERIMENT})")
+    kept = stored_rounds(folder)
+    if not kept:
+        raise RecordError(f"{folder}: keeps no round's updates; run it with records.updates=[1,5], say")
+    round = kept[-1] if round is None else round
+    if round not in kept:
+        raise RecordError(f"{folder}: keeps the updates of rounds {', '.join(map(str, kept))}, not of {round}")
+    path = folder / f"updates-{round:05d}.safetensors"
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RecordError(f"{path}: cannot be read: {error}") from None
+    missing = {"updates", "workers", "samples", "byzantine"} - set(tensors)
+    if missing:
+        raise RecordError(f"{path}: lacks {', '.join(sorted(missing))}")
+    return StoredRound(load_experiment(folder / EXPERIMENT), round, tensors)
+
+
+def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
+    """What each of `rules` (names, lists as in `aggregate.rule`, tables) would have made of a stored round.
+
+    Rules that go by distances share one product of all pairs. f is what the experiment's rule was to withstand, weights
+    are those that the experiment would have given, and a rule with a state starts afresh. Rows that are not finite are
+    left out.
+
+    Raises ExperimentError for an unknown rule, or one whose constraint does not hold; before any has run.
+    """
+    pipelines = [_pipeline(rule, stored.f) for rule in rules]
+    for pipeline in pipelines:
+        pipeline.rehearse(len(stored.workers))
+    gram: Gram | None = None
+    results = []
+    for pipeline in pipelines:
+        cohort, bad = screened(_cohort(stored, pipeline), "exclude")
+        if pipeline.takes("gram"):
+            gram = gram or Gram(cohort.updates)
+            cohort.gram = gram
+        results.append(_measured(stored, pipeline, cohort, bad))
+    return results
+
+
+def applicable_rules(stored: StoredRound) -> list[str]:
+    """The names of all rules that can do with what was stored, no parameter but f, and as many rows as there are."""
+    names = []
+    for plug in rules_by_name:
+        required = {name for name, field in plug.parameters.model_fields.items() if field.is_required()}
+        lacking = {"root", "losses"} & set(plug.takes) - set(stored.tensors)
+        if required <= {"f"} and not lacking:
+            with contextlib.suppress(ExperimentError):
+                _pipeline(plug.name, stored.f).rehearse(len(stored.workers))
+                names.append(plug.name)
+    return names
+
+
+def _pipeline(rule: Any, f: int) -> Pipeline:
+    params = {}
+    if isinstance(rule, dict):
+        rule, params = rule.get("rule"), {name: value for name, value in rule.items() if name != "rule"}
+    if not isinstance(rule, (str, list)):
+        raise ExperimentError(f"rules: {show(rule)} is not a rule; give a name, or a list of names and tables")
+    return make_pipeline(resolve(rule, params, background={"f": f}))
+
+
+def _cohort(stored: StoredRound, pipeline: Pipeline) -> Cohort:
+    tensors, experiment = stored.tensors, stored.experiment
+    weights = experiment.aggregate.weights or ("samples" if pipeline.needs_weights else "uniform")
+    values: Tensor | None = torch.ones(len(tensors["updates"]), dtype=torch.double)
+    if weights == "samples":
+        values = tensors["samples"].double()
+    elif isinstance(weights, list):
+        values = torch.tensor([weights[worker] for worker in stored.workers], dtype=torch.double)
+    elif not pipeline.needs_weights:
+        values = None
+    return Cohort(
+        updates=tensors["updates"],
+        weights=values if pipeline.takes_weights else None,
+        root=tensors.get("root"),
+        losses=tensors.get("losses"),
+        workers=stored.workers,
+        rng=numpy_generator(experiment.seed, "aggregate", stored.round),
+    )
+
+
+def _measured(stored: StoredRound, pipeline: Pipeline, cohort: Cohort, bad: list[int]) -> Replayed:
+    started = time.perf_counter()
+    outcome = pipeline(cohort)
+    seconds = time.perf_counter() - started
+    shares: dict[int, float] | None = None
+    byzantine_share: float | None = None
+    if outcome.shares is not None and cohort.workers is not None:
+        shares = dict.fromkeys(stored.workers, 0.0)
+        shares |= zip(cohort.workers, outcome.shares.tolist(), strict=True)
+        total = sum(map(abs, shares.values()))
+        byzantine = sum(abs(shares[worker]) for worker in stored.byzantine)
+        byzantine_share = byzantine / total if total else 0.0
+    update, honest = outcome.update.double(), stored.honest_mean
+    cosine = float(update @ honest / (update.norm() * honest.norm()))
+    angle = float(torch.rad2deg(torch.tensor(cosine, dtype=torch.double).clamp(-1, 1).acos()))
+    distance = float((update - honest).norm())
+    return Replayed(pipeline.name, outcome.update, shares, byzantine_share, distance, angle, seconds)
+
+
+def replay_table(stored: StoredRound, results: Sequence[Replayed]) -> str:
+    """The results as lines of a table."""
+    width = max(len("rule"), *(len(result.rule) for result in results))
+    lines = [
+        f"round {stored.round}: {len(stored.workers)} updates, of Byzantine workers {stored.byzantine or 'none'}; "
+        f"|honest mean| = {float(stored.honest_mean.norm()):.4g}",
+        f"{'rule':<{width}}  {'distance':>10}  {'angle':>7}  {'byzantine':>9}  {'ms':>8}  workers that counted",
+    ]
+    for result in results:
+        byzantine = "" if result.byzantine_share is None else f"{100 * result.byzantine_share:.1f} %"
+        lines.append(
+            f"{result.rule:<{width}}  {result.distance:>10.4g}  {result.angle:>6.1f}°  {byzantine:>9}  "
+            f"{1000 * result.seconds:>8.2f}  {_described(result)}"
+        )
+    return "\n".join(lines)
+
+
+def replay_json(stored: StoredRound, results: Sequence[Replayed]) -> str:
+    """The results as JSON, without the updates themselves."""
+    fields = ("rule", "shares", "byzantine_share", "distance", "angle", "seconds")
+    rules = [{field: getattr(result, field) for field in fields} for result in results]
+    return to_json({"round": stored.round, "byzantine": stored.byzantine, "rules": rules})
+
+
+def _described(result: Replayed) -> str:
+    if result.shares is None or result.chosen is None:
+        return "(each coordinate by itself)"
+    if not result.chosen:
+        return "none"
+    values = [result.shares[worker] for worker in result.chosen]
+    if max(values) - min(values) <= COUNTS * abs(max(values)):
+        return ("all" if len(values) == len(result.shares) else ", ".join(map(str, result.chosen))) + ", equally"
+    return ", ".join(f"{worker} ({result.shares[worker]:.3f})" for worker in result.chosen)
 
 
 def kept_updates(setting: Setting, engine: Engine, record: RoundRecord) -> dict[str, Tensor]:

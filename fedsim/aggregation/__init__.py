@@ -11,6 +11,7 @@ from fedsim.aggregation import (  # noqa: F401  (each registers its plugs)
     trust,
 )
 from fedsim.aggregation.columns import column_blocks
+from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.pipeline import (
     Cohort,
     Outcome,
@@ -27,6 +28,7 @@ from fedsim.aggregation.standalone import ServerOptimizer
 
 __all__ = [
     "Cohort",
+    "Gram",
     "Mix",
     "Outcome",
     "Pipeline",

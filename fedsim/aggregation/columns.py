@@ -118,14 +118,13 @@ def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
     """coefficients [n] @ updates [n, d] -> [d]; a row with coefficient 0 does not count, even if it is not finite."""
     used = coefficients.nonzero().flatten()
     coefficients = coefficients.to(updates.device, updates.dtype)
-    if len(used) == len(updates):
-        return coefficients @ updates
-    if not len(used):
-        return updates.new_zeros(updates.shape[1])
     if len(used) == 1:
         only = int(used)
         return updates[only] * coefficients[only]
-    some = used.to(updates.device)
+    result = coefficients @ updates
+    if len(used) == len(updates) or bool(result.sum().isfinite()):
+        return result
+    some = used.to(updates.device)  # 0 times infinity is not a number
     return map_columns(updates, lambda block: coefficients[some] @ block[some])
 
 
