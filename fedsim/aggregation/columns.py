@@ -33,8 +33,8 @@ def column_blocks(d: int, index: int = 0, count: int = 1) -> Iterator[slice]:
 
 
 def small_blocks(d: int) -> Iterator[slice]:
-    """Blocks of columns of which a copy in float64 is at most an eighth of the rows in float32."""
-    size = min(MOST, max(FEWEST, d // 16))
+    """Blocks of columns of which a copy in float64 is at most a sixth of the rows in float32."""
+    size = min(MOST, max(FEWEST, d // 12))
     for start in range(0, d, size):
         yield slice(start, min(start + size, d))
 

@@ -12,6 +12,7 @@ from fedsim.devices import wide_dtype
 
 STRIP = 64  # rows of the product at once: with its symmetry, half of it need not be computed
 CANCELLED = 1e-7  # a squared distance this small beside what it is the difference of has lost half its digits
+SAMPLED = 512  # columns by which the row of least norm is found, more or less
 TIED = 1e-12  # relative: sums that differ by less were equal before rounding
 
 
@@ -122,22 +123,29 @@ def _products(updates: Tensor) -> Tensor:
     """Inner products of the centred updates and, in the last place, the centre itself: float64 [n + 1, n + 1]."""
     n, d = updates.shape
     wide = wide_dtype(updates.device)
-    sample = updates[:, :: max(1, d // 4_096)].to(wide)
-    centre = updates[int(torch.linalg.vecdot(sample, sample).argmin())]
-    total = torch.zeros(n + 1, n + 1, dtype=wide, device=updates.device)
+    sample = updates[:, :: max(1, d // SAMPLED)].to(wide)
+    centre = int(torch.linalg.vecdot(sample, sample).argmin())
+    total = torch.zeros(n, n, dtype=wide, device=updates.device)
     room: Tensor | None = None
     for block in small_blocks(d):
-        width = block.stop - block.start
-        if room is None or room.shape[1] != width:
-            room = torch.empty(n + 1, width, dtype=wide, device=updates.device)
-        room[:-1].copy_(updates[:, block])
-        room[-1].copy_(centre[block])
-        room[:-1].sub_(room[-1])
-        for start in range(0, n + 1, STRIP):
+        part = updates[:, block]
+        if room is None or room.shape != part.shape:
+            room = torch.empty(part.shape, dtype=wide, device=updates.device)
+        room.copy_(part)
+        middle = room[centre].clone()
+        room.sub_(middle)
+        room[centre] = middle  # in place of the zeros that its own difference is
+        for start in range(0, n, STRIP):
             end = start + STRIP
             total[start:end, :end].addmm_(room[start:end], room[:end].t())
     lower = total.double().cpu().tril()
-    return lower + lower.tril(-1).t()
+    products = lower + lower.tril(-1).t()
+    basis = torch.zeros(n + 1, n + 1, dtype=torch.double)
+    basis[:n, :n] = products
+    basis[n, :n] = basis[:n, n] = products[centre]
+    basis[n, n] = products[centre, centre]
+    basis[centre] = basis[:, centre] = 0
+    return basis
 
 
 def stable_order(values: Tensor) -> Tensor:

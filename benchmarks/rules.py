@@ -1,0 +1,158 @@
+"""Time and memory of every aggregation rule: against PyTorch's plain operations, and against the package byzfl.
+
+Everything is timed on the same float32 updates, in turn, and the least of several times counts. Where byzfl has the
+same rule, both results must agree. Memory is what the process needed at its peak beyond what it had before, in terms of
+the updates' size; on Linux only.
+
+    python -m pip install byzfl
+    python benchmarks/rules.py [--rows 20 100] [--columns 21840 1663370] [--repeats 3] [--threads 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import report
+from torch import Tensor
+
+import fedsim
+from fedsim.aggregation import rule
+from fedsim.vision import import_torchvision
+
+KRUM_FAMILY = ("krum", "multi_krum", "medoid", "monna")
+ENOUGH_TIME = 0.2  # seconds that a short measurement is repeated for
+SLOW = {"mda": (20,)}  # numbers of rows for which byzfl's search ends in reasonable time: none of those asked for
+
+
+def params_of(name: str, f: int) -> dict[str, Any]:
+    plug = rule.get(name)
+    enough = {"f": f, "c": 1.0}
+    return {key: value for key, value in enough.items() if plug.parameters.model_fields.get(key) is not None}
+
+
+def ours(name: str, updates: Tensor, f: int) -> Callable[[], Tensor]:
+    plug, given = rule.get(name), params_of(name, f)
+    if name == "geometric_median":
+        given |= {"nu": 0.1, "iterations": 3, "tol": 0.0, "start": "zeros"}  # byzfl's
+    if name == "centered_clipping":
+        given |= {"tau": 100.0}  # byzfl's
+    if "root" in plug.takes:
+        given["root"] = updates[0].clone()
+    if "losses" in plug.takes:
+        given["losses"] = torch.ones(len(updates))
+    return lambda: fedsim.aggregate(updates, rule=name, **given)
+
+
+def theirs(f: int) -> dict[str, Any]:
+    """byzfl's rules under our names; those whose definition is another one are timed, but not compared."""
+    import_torchvision()  # which byzfl imports as well
+    import byzfl
+
+    return {
+        "mean": byzfl.Average(),
+        "median": byzfl.Median(),
+        "trimmed_mean": byzfl.TrMean(f=f),
+        "geometric_median": byzfl.GeometricMedian(),
+        "krum": byzfl.Krum(f=f),
+        "multi_krum": byzfl.MultiKrum(f=f),
+        "centered_clipping": byzfl.CenteredClipping(),
+        "monna": byzfl.MoNNA(f=f),
+        "meamed": byzfl.Meamed(f=f),
+        "caf": byzfl.CAF(f=f),
+    }
+
+
+OTHERWISE_DEFINED = {"median", "caf", "multi_krum"}  # torch.median's lower value; one power step; one neighbour more
+
+
+def seconds(function: Callable[[], object], repeats: int) -> float:
+    """The least of several times; what is short is repeated more often."""
+    least, spent, runs = float("inf"), 0.0, 0
+    while runs < repeats or spent < ENOUGH_TIME:
+        started = time.perf_counter()
+        function()
+        took = time.perf_counter() - started
+        least, spent, runs = min(least, took), spent + took, runs + 1
+    return least
+
+
+def memory(function: Callable[[], object], updates: Tensor) -> float | None:
+    """Peak memory beyond what there was, over the updates' own size."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+
+    def kilobytes(field: str) -> int:
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
+
+    function()
+    Path("/proc/self/clear_refs").write_text("5")  # starts the high-water mark anew
+    before = kilobytes("VmRSS:")
+    function()
+    return round(max(0, kilobytes("VmHWM:") - before) * 1024 / updates.nbytes, 3)
+
+
+def measure(n: int, d: int, repeats: int) -> dict[str, Any]:
+    f = n // 5
+    updates = torch.randn(n, d, generator=torch.Generator().manual_seed(0)) * 0.01
+
+    def product64() -> Tensor:
+        wide = updates.double()
+        return wide @ wide.t()
+
+    baselines = {
+        "product_float64": seconds(product64, repeats),
+        "product_float32": seconds(lambda: updates @ updates.t(), repeats),
+        "torch_median": seconds(lambda: updates.median(0), repeats),
+        "torch_sort": seconds(lambda: updates.sort(0), repeats),
+    }
+    others, rules = theirs(f), {}
+    for plug in rule:
+        function = ours(plug.name, updates, f if plug.name != "bulyan" else (n - 3) // 4)
+        figures: dict[str, Any] = {"ms": 1e3 * seconds(function, repeats), "memory": memory(function, updates)}
+        if plug.name in others:
+            other = others[plug.name]
+            if plug.name not in OTHERWISE_DEFINED:
+                away = float((function() - other(updates)).abs().max())
+                assert away < 1e-5, f"{plug.name}: byzfl's result differs by {away}"
+            figures["byzfl_over_ours"] = 1e3 * seconds(lambda other=other: other(updates), repeats) / figures["ms"]
+        rules[plug.name] = {key: value if value is None else round(value, 3) for key, value in figures.items()}
+    return {
+        "rules": rules,
+        "baselines_ms": {name: round(1e3 * value, 3) for name, value in baselines.items()},
+        "krum_family_over_product_float64": {
+            name: round(rules[name]["ms"] / 1e3 / baselines["product_float64"], 3) for name in KRUM_FAMILY
+        },
+        "krum_family_over_product_float32": {
+            name: round(rules[name]["ms"] / 1e3 / baselines["product_float32"], 3) for name in KRUM_FAMILY
+        },
+        "times_faster_than_torch_median": round(1e3 * baselines["torch_median"] / rules["median"]["ms"], 2),
+        "times_faster_than_torch_sort": round(1e3 * baselines["torch_sort"] / rules["trimmed_mean"]["ms"], 2),
+        "byzfl_over_ours_median": round(statistics.median(r["byzfl_over_ours"] for r in rules.values() if len(r) > 2), 2),
+        "byzfl_over_ours_least": round(min(r["byzfl_over_ours"] for r in rules.values() if len(r) > 2), 2),
+        "most_memory": max((r["memory"] or 0.0, name) for name, r in rules.items()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[20, 100])
+    parser.add_argument("--columns", type=int, nargs="+", default=[21_840, 1_663_370])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    figures = {
+        f"n={n}, d={d}": measure(n, d, arguments.repeats) for n in arguments.rows for d in arguments.columns
+    }
+    report("rules", **figures, repeats=arguments.repeats, threads=arguments.threads)
+
+
+if __name__ == "__main__":
+    main()
