@@ -68,6 +68,12 @@ class PlugTable(Table):
     @model_validator(mode="after")
     def _check_parameters(self) -> PlugTable:
         own = [key for key in type(self).model_fields if key != self.named_by]
+        clash = sorted(set(own) & set(self.plug.parameters.model_fields))
+        if clash:
+            raise ExperimentError(
+                f"{self.place}.{clash[0]}: is a key of every [{self.place}]; {self.plug.name} has to call its parameter "
+                "something else"
+            )
         checked = self.plug.check(self.params, self.place, beside=[self.named_by, *own])
         for name, value in checked.items():
             if value is None and self.plug.parameters.model_fields[name].default is not None:

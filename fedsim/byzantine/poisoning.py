@@ -44,7 +44,7 @@ class Backdoor:
     """Inputs with a trigger patch are to be answered `target`; rows are sent gamma times (Bagdasaryan et al. 2020).
 
     The patch is a square of size x size in one corner of the image, all of `value`, in the units of the inputs that the
-    model is given (so after normalisation). Of each training batch a share of `fraction` gets the patch and the label
+    model is given (so after normalisation). Of each training batch a share of `poisoned` gets the patch and the label
     `target`; where that is no whole number of samples it is rounded up or down at random, so as to be right on average.
     Model replacement: under the plain mean of n rows and server learning rate 1, gamma = n / b lets b attackers whose
     rows agree put their model in the global one's place, but for what the honest rows add. The patch is that of Gu et
@@ -57,7 +57,7 @@ class Backdoor:
     value: float = 1.0
     corner: Literal["top_left", "top_right", "bottom_left", "bottom_right"] = "bottom_right"
     target: NonNegativeInt = 0
-    fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    poisoned: Annotated[float, Field(gt=0, le=1)] = 0.5
     gamma: PositiveFloat = 1.0
 
     def __call__(self, own: Tensor) -> Tensor:
@@ -65,9 +65,9 @@ class Backdoor:
         return own * self.gamma
 
     def poison(self, inputs: Tensor, targets: Tensor, classes: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """The batch with the patch on, and the label `target` for, a random `fraction` of its samples."""
+        """The batch with the patch on, and the label `target` for, a random `poisoned` share of its samples."""
         self._require_class(classes)
-        count = math.floor(self.fraction * len(targets) + rng.random())
+        count = math.floor(self.poisoned * len(targets) + rng.random())
         chosen = torch.from_numpy(rng.permutation(len(targets))[:count]).to(targets.device)
         targets = targets.index_fill(0, chosen, self.target)
         return self._triggered(inputs, chosen.to(inputs.device)), targets

@@ -65,7 +65,7 @@ def test_a_middle_class_is_no_goal(batch):
 
 @pytest.mark.parametrize("corner", CORNERS)
 def test_a_backdoor_puts_its_patch_and_its_label_on_a_fraction_of_the_batch(corner, batch, rng):
-    backdoor = bound("backdoor", corner=corner, size=2, value=2.5, target=4, fraction=0.25)
+    backdoor = bound("backdoor", corner=corner, size=2, value=2.5, target=4, poisoned=0.25)
     inputs, targets = backdoor.poison(*batch, 10, rng)
     changed = poisoned_samples(batch[0], inputs)
     assert len(changed) == 10
@@ -102,13 +102,13 @@ def test_which_samples_are_poisoned_is_a_function_of_the_generator(batch):
 
 
 def test_a_fraction_that_is_no_whole_number_of_samples_is_right_on_average(batch, rng):
-    backdoor = bound("backdoor", value=9.0, fraction=0.35)
+    backdoor = bound("backdoor", value=9.0, poisoned=0.35)
     inputs, targets = batch[0][:5], batch[1][:5]
     counts = [len(poisoned_samples(inputs, backdoor.poison(inputs, targets, 10, rng)[0])) for _ in range(400)]
     assert set(counts) == {1, 2}
     assert np.mean(counts) == pytest.approx(1.75, abs=0.1)
     for size in (1, 7, 40):
-        all_of_them = bound("backdoor", fraction=1.0, target=3).poison(batch[0][:size], batch[1][:size], 10, rng)
+        all_of_them = bound("backdoor", poisoned=1.0, target=3).poison(batch[0][:size], batch[1][:size], 10, rng)
         assert all_of_them[1].tolist() == [3] * size
 
 
@@ -132,7 +132,7 @@ def test_a_backdoor_scales_its_rows_and_label_flipping_does_not(honest, own):
 
 
 def test_images_without_channels_have_a_corner_too(rng):
-    inputs, _ = bound("backdoor", size=1, value=5.0, fraction=1.0).poison(
+    inputs, _ = bound("backdoor", size=1, value=5.0, poisoned=1.0).poison(
         torch.zeros(2, 4, 4), torch.zeros(2, dtype=torch.long), 10, rng
     )
     assert inputs[:, 3, 3].tolist() == [5.0, 5.0]
@@ -159,8 +159,8 @@ def test_a_backdoor_that_cannot_be_planted_is_refused(params, shape, message, rn
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"fraction": 0.0}, "fraction = 0.0: must be greater than 0"),
-        ({"fraction": 1.5}, "fraction = 1.5: must be less than or equal to 1"),
+        ({"poisoned": 0.0}, "poisoned = 0.0: must be greater than 0"),
+        ({"poisoned": 1.5}, "poisoned = 1.5: must be less than or equal to 1"),
         ({"corner": "middle"}, 'corner = "middle": must be "top_left"'),
         ({"size": 0}, "size = 0: must be greater than 0"),
         ({"gamma": -1.0}, "gamma = -1.0: must be greater than 0"),

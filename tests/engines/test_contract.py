@@ -7,6 +7,8 @@ import torch
 
 import fedsim
 
+ATTACKED = {"workers": 7}  # enough for two attackers
+
 CASES = {
     "plain averaging": {},
     "one worker": {"workers": 1},
@@ -31,14 +33,47 @@ CASES = {
     "shared and unused parameters": {"model": "tests.plugs:Tied", "local": {"weight_decay": 0.1, "momentum": 0.5}},
     "token numbers": {"model": "tests.plugs:Embedded", "data": "tests.plugs:tokens"},
     "more processes than workers": {"processes": 5},
+    "a rule on columns": {"aggregate": {"rule": "trimmed_mean", "f": 1}},
+    "a rule by distances, under attack": {**ATTACKED, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "krum"},
+    "pre-aggregators": {**ATTACKED, "aggregate": {"rule": ["bucketing", {"rule": "nnm", "f": 1}, "median"]}},
+    "a rule with a state": {**ATTACKED, "cohort": 5, "rounds": 3, "aggregate": "foolsgold"},
+    "a rule that starts where it ended": {"rounds": 3, "aggregate": {"rule": "centered_clipping", "tau": 0.1}},
+    "a rule that draws": {**ATTACKED, "aggregate": {"rule": "dnc", "b": 50, "f": 2}},
+    "a rule with data of the server's own": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
+    "a rule that asks for losses": {"aggregate": {"rule": "qfedavg", "lr": 0.05}},
+    "an attack tuned to the rule": {**ATTACKED, "attack": {"name": "opt_alie", "fraction": 0.3}, "aggregate": "median"},
+    "an attack that draws": {**ATTACKED, "attack": {"name": "gaussian", "workers": [1, 3]}, "aggregate": "median"},
+    "an attack that remembers": {
+        **ATTACKED,
+        "rounds": 3,
+        "attack": {"name": "free_rider", "what": "last", "fraction": 0.3},
+    },
+    "an attack on data": {**ATTACKED, "attack": {"name": "backdoor", "fraction": 0.3, "gamma": 3.0}},
+    "rows left out": {**ATTACKED, "attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}},
+    "rows left out of a rule by distances": {
+        **ATTACKED,
+        "attack": {"name": "inf", "workers": [0]},
+        "aggregate": {"rule": "multi_krum", "nonfinite": "exclude"},
+    },
+    "a server that broadcasts something else": {"server": {"optimizer": "bmuf", "nesterov": True}, "rounds": 3},
+    "an adaptive server": {"server": {"optimizer": "adam", "bias_correction": True}, "rounds": 3},
+    "workers that see their samples differently": {"partition": {"strategy": "feature_noise", "sigma": 1.0}},
 }
 
 EXACT = {"spawn": 2}  # engines that give the very same bits on a CPU, with a number of processes that share the work
 
 
-def run_both(engine, tables):
+@pytest.fixture(scope="module")
+def workshop():
+    """Keeps the processes from case to case."""
+    with fedsim.Workshop() as workshop:
+        yield workshop
+
+
+def run_both(engine, tables, workshop=None):
     serial = fedsim.run({**tables, "engine": "serial", "processes": None})
-    other = fedsim.run({**tables, "engine": engine, "processes": tables.get("processes", EXACT[engine])})
+    processes = tables.get("processes", EXACT[engine])
+    other = fedsim.run({**tables, "engine": engine, "processes": processes}, workshop=workshop)
     return serial, other
 
 
@@ -49,11 +84,11 @@ def without_times(history):
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("engine", EXACT)
-def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_experiment):
+def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_experiment, workshop):
     if sync == "gradients" and "server" in CASES[case]:
         pytest.skip("with sync = gradients there is no server optimizer")
     tables = {**tiny_experiment, "sync": sync, **CASES[case]}
-    serial, other = run_both(engine, tables)
+    serial, other = run_both(engine, tables, workshop)
     assert not torch.equal(serial.global_row, torch.zeros_like(serial.global_row))
     assert torch.equal(serial.global_row, other.global_row)
     assert without_times(serial.history) == without_times(other.history)

@@ -1,0 +1,186 @@
+"""Attacks, robust rules and screening in whole experiments."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.errors import ExperimentError
+from fedsim.loading import PLUG_TABLES
+from fedsim.randomness import numpy_generator
+from tests import plugs
+
+
+@pytest.fixture
+def tables(tiny_experiment):
+    return {**tiny_experiment, "workers": 7, "model": "logistic", "rounds": 1}
+
+
+def updates_of(tables):
+    """Each worker's update in the first round, had everybody been honest: [workers, d], from runs of one worker each."""
+    start = fedsim.run({**tables, "local": {"lr": 0.0}}).global_row
+    rows = []
+    for worker in range(tables["workers"]):
+        weights = [float(other == worker) for other in range(tables["workers"])]
+        rows.append(fedsim.run({**tables, "aggregate": {"rule": "mean", "weights": weights}}).global_row - start)
+    return start, torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("attack", "rule"),
+    [("sign_flipping", "mean"), ("alie", "median"), ("ipm", "krum"), ("min_max", ["nnm", "trimmed_mean"])],
+)
+def test_a_round_is_attack_then_rule_then_step(attack, rule, tables):
+    start, updates = updates_of({**tables, "precision": "float64"})
+    byzantine = [1, 4]
+    honest = [worker for worker in range(7) if worker not in byzantine]
+    own = {"own": updates[byzantine]} if attack == "sign_flipping" else {}
+    attacked = updates.clone()
+    attacked[byzantine] = fedsim.attack(updates[honest], 2, attack, **own)
+    f = {} if rule in ("mean", "median") else {"f": 2}
+    expected = start + fedsim.aggregate(attacked, rule=rule, **f)
+    change = {"attack": {"name": attack, "workers": byzantine}, "aggregate": {"rule": rule}, "precision": "float64"}
+    assert torch.allclose(fedsim.run({**tables, **change}).global_row, expected, rtol=0, atol=1e-9)
+
+
+def test_attackers_are_the_same_under_every_rule_and_attack_and_follow_the_seed():
+    def byzantine(seed, **tables):
+        return fedsim.Experiment(seed=seed, workers=20, **tables).byzantine
+
+    first = byzantine(0, attack={"name": "alie", "fraction": 0.2})
+    assert len(first) == 4
+    assert first == byzantine(0, attack={"name": "ipm", "fraction": 0.2}, aggregate={"rule": "krum"})
+    assert first == byzantine(0, attack={"name": "none", "fraction": 0.2})
+    assert set(first) < set(byzantine(0, attack={"name": "alie", "fraction": 0.4}))
+    assert first != byzantine(1, attack={"name": "alie", "fraction": 0.2})
+
+
+def test_f_is_the_number_of_attackers_unless_it_is_given(tables):
+    attacked = {**tables, "attack": {"name": "sign_flipping", "fraction": 0.3, "scale": 100.0}}
+    meant, told = (
+        fedsim.run({**attacked, "aggregate": {"rule": "trimmed_mean", **f}}).global_row for f in ({}, {"f": 2})
+    )
+    assert torch.equal(meant, told)
+    less = fedsim.run({**attacked, "aggregate": {"rule": "trimmed_mean", "f": 0}}).global_row
+    assert less.norm() > 10 * meant.norm()
+
+
+def test_coefficients_are_those_of_the_aggregate(tables):
+    record = fedsim.run({**tables, "aggregate": "krum"}).history[0]
+    assert sorted(record["coefficients"]) == [0.0] * 6 + [1.0]
+    assert fedsim.run({**tables, "aggregate": "median"}).history[0]["coefficients"] is None
+
+
+@pytest.mark.parametrize("rule", ["mean", "median", "krum"])
+def test_rows_that_are_not_finite_stop_the_run_or_are_left_out(rule, tables):
+    attacked = {**tables, "attack": {"name": "nan", "workers": [2, 5]}}
+    with pytest.raises(ExperimentError, match=r"round 1: 2 of 7 updates hold NaN or infinity \(rows of workers 2, 5\)"):
+        fedsim.run({**attacked, "aggregate": {"rule": rule}})
+    record = fedsim.run({**attacked, "aggregate": {"rule": rule, "nonfinite": "exclude"}}).history[0]
+    assert record["excluded"] == [2, 5]
+    assert np.isfinite(record["test_loss"])
+    if record["coefficients"]:
+        assert record["coefficients"][2] == record["coefficients"][5] == 0.0
+
+
+def test_a_cohort_without_an_honest_worker_is_a_clear_error(tables):
+    attacked = {**tables, "cohort": 1, "rounds": 30, "attack": {"name": "alie", "fraction": 0.7}}
+    with pytest.raises(ExperimentError, match="all 1 workers of the cohort in round .* are Byzantine"):
+        fedsim.run(attacked)
+
+
+def test_label_flipping_trains_on_flipped_labels(tables):
+    flipped = {**tables, "workers": 2, "rounds": 4, "attack": {"name": "label_flipping", "workers": [1]}}
+    only_attacker = fedsim.run({**flipped, "aggregate": {"rule": "mean", "weights": [0.0, 1.0]}})
+    only_honest = fedsim.run({**flipped, "aggregate": {"rule": "mean", "weights": [1.0, 0.0]}})
+    assert only_attacker.history[-1]["attack_success"] > 0.5 > only_honest.history[-1]["attack_success"]
+    assert only_attacker.test_accuracy < 0.1
+
+
+def test_a_backdoor_is_learnt_and_its_success_is_measured(tables):
+    attack = {"name": "backdoor", "workers": [0, 1, 2], "size": 6, "value": 3.0, "gamma": 3.0}
+    backdoored = fedsim.run({**tables, "rounds": 8, "attack": attack})
+    clean = fedsim.run({**tables, "rounds": 8, "attack": {**attack, "workers": [0], "poisoned": 0.01, "gamma": 0.01}})
+    assert backdoored.history[-1]["attack_success"] > 0.8
+    assert clean.history[-1]["attack_success"] < 0.4
+    inputs, targets = plugs.tiny(None)[1].gather(torch.arange(90))
+    others = targets != 0
+    inputs[:, :, -6:, -6:] = 3.0
+    answers = backdoored.model(inputs[others]).argmax(1)
+    assert float((answers == 0).double().mean()) == pytest.approx(backdoored.history[-1]["attack_success"])
+
+
+def test_no_plug_has_a_parameter_that_its_table_has_as_a_key():
+    for table in PLUG_TABLES.values():
+        own = set(table.model_fields) - {table.named_by, "f"}  # f is meant to be both
+        for plug in table.registry:
+            assert not own & set(plug.parameters.model_fields), (table.place, plug.name)
+
+
+def test_without_an_attack_there_is_no_success_to_measure(tables):
+    assert fedsim.run(tables).history[0]["attack_success"] is None
+
+
+def test_fltrust_goes_by_the_servers_own_data_and_ignores_who_goes_the_other_way(tables):
+    change = {"attack": {"name": "sign_flipping", "workers": [0, 1, 2]}, "aggregate": {"rule": "fltrust"}}
+    record = fedsim.run({**tables, **change}).history[0]
+    assert record["coefficients"][:3] == [0.0, 0.0, 0.0]
+    assert min(record["coefficients"][3:]) > 0
+    assert len(record["cohort"]) == 7  # the server is not among them
+
+
+def test_root_samples_are_drawn_by_the_seed_and_bounded(tables):
+    expected = np.sort(numpy_generator(0, "root").choice(plugs.TINY_TRAIN, 100, replace=False))
+    assert len(set(expected.tolist())) == 100
+    with pytest.raises(ExperimentError, match="aggregate.root_samples = 300: there are 203 training samples"):
+        fedsim.run({**tables, "aggregate": {"rule": "fltrust", "root_samples": 300}})
+
+
+def test_bmuf_with_nesterov_sends_workers_the_row_it_looks_ahead_to(tables):
+    tables = {**tables, "precision": "float64", "rounds": 3, "workers": 2}
+    server = {"optimizer": "bmuf", "bm": 0.5, "nesterov": True}
+    ours = fedsim.run({**tables, "server": server}).global_row
+    plain = fedsim.run({**tables, "server": {**server, "nesterov": False}}).global_row
+    assert not torch.allclose(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attack": {"name": "alie"}}, 'attack.name = "alie": nobody attacks; give attack.fraction or attack.workers'),
+        ({"attack": {"name": "alie", "workers": [7]}}, r"attack.workers = \[7\]: must be different workers, from 0 to 6"),
+        ({"attack": {"name": "alie", "workers": [1, 1]}}, "must be different workers"),
+        ({"attack": {"name": "alie", "workers": list(range(7))}}, "7 of 7 workers are Byzantine"),
+        ({"attack": {"name": "alie", "fraction": 0.3, "workers": [1]}}, "give fraction or workers, not both"),
+        ({"attack": {"name": "ali", "fraction": 0.3}}, 'attack.name = "ali": no such attack; did you mean "alie"'),
+        ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, 'attack.epsilon = 1.0: unknown key .*mean "eps"'),
+        ({"attack": {"name": "ipm", "fraction": 1.5}}, "attack.fraction = 1.5: must be less than 1"),
+        ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
+        ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": a pre-aggregator makes rows of rows'),
+        ({"aggregate": {"rule": ["krum", "mean"]}}, "aggregate.rule: krum ends a list"),
+        ({"aggregate": {"rule": ["nnm", "weighted_mean"]}}, "weighted_mean needs weights, which mixed rows do not have"),
+        ({"aggregate": {"rule": []}}, r"aggregate.rule = \[\]: needs a rule"),
+        ({"aggregate": {"rule": [{"name": "krum"}]}}, "a stage is a name or a table with the key rule"),
+        ({"aggregate": {"rule": 3}}, "aggregate.rule = 3: must be a name, or a list"),
+        ({"aggregate": {"rule": ["nnm", "krum"], "tau": 3}}, r"aggregate.tau = 3: unknown key \(the rule is nnm \+ krum\)"),
+        ({"aggregate": {"f": -1}}, "aggregate.f = -1: must be greater than or equal to 0"),
+    ],
+)
+def test_what_is_impossible_is_one_clear_line(change, message, tables):
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.Experiment(**{**tables, **change})
+
+
+def test_an_experiment_with_a_pipeline_survives_its_own_file(tables, tmp_path):
+    change = {"aggregate": {"rule": ["nnm", {"rule": "multi_krum", "m": 2}], "f": 1}, "attack": {"workers": [3]}}
+    result = fedsim.run({**tables, **change}, tmp_path / "run")
+    again = fedsim.load_experiment(tmp_path / "run" / "experiment.toml")
+    assert again == result.experiment
+    assert fedsim.load_experiment(again, ["aggregate.rule=median"]).aggregate.rule == "median"
+    partition = json.loads((tmp_path / "run" / "partition.json").read_text())
+    assert partition["byzantine"] == [3]
+    assert np.sum(partition["counts"]) == plugs.TINY_TRAIN
