@@ -71,8 +71,8 @@ class PlugTable(Table):
         clash = sorted(set(own) & set(self.plug.parameters.model_fields))
         if clash:
             raise ExperimentError(
-                f"{self.place}.{clash[0]}: is a key of every [{self.place}]; {self.plug.name} has to call its parameter "
-                "something else"
+                f"{self.place}.{clash[0]}: is a key of every [{self.place}]; give the parameter of {self.plug.name} "
+                "another name"
             )
         checked = self.plug.check(self.params, self.place, beside=[self.named_by, *own])
         for name, value in checked.items():
