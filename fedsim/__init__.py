@@ -7,6 +7,7 @@
 """
 
 from fedsim.aggregation import aggregate
+from fedsim.comparison import Comparison, compare
 from fedsim.data import CustomSubset, TensorData, dataset_split, load_dataset, partition
 from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, WorkerError
 from fedsim.experiment import Experiment
@@ -18,6 +19,7 @@ from fedsim.version import __version__
 from fedsim.workshop import Workshop
 
 __all__ = [
+    "Comparison",
     "CustomSubset",
     "DataError",
     "Experiment",
@@ -32,6 +34,7 @@ __all__ = [
     "__version__",
     "aggregate",
     "bind",
+    "compare",
     "dataset_split",
     "load_dataset",
     "load_experiment",
