@@ -49,12 +49,13 @@ class GridDisplay(Watcher):
         else:
             self._failed += 1
             what = f"failed: {error.strip().partition(chr(10))[0]}"
+        self._seconds = time.perf_counter() - self._begun
         self._print(f"[{self._ended:>{len(str(self._total))}}/{self._total}] {run.id}: {what}")
 
     def finish(self) -> None:
         """Say how long it took."""
         if self._total:
-            self._print(f"{self._total} runs in {time.perf_counter() - self._begun:.1f} s\n")
+            self._print(f"{self._total} runs in {self._seconds:.1f} s\n")
 
     def leave(self, folder: Path) -> None:
         """Say what an unfinished comparison has left behind."""
