@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -154,9 +155,14 @@ def read_history(folder: Path) -> list[RoundRecord]:
     """The rounds that a run folder has on record; a line that was cut off does not count."""
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8").split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+        records = [json.loads(line) for line in lines]
     except (OSError, ValueError):
         return []
+    for record in records:
+        for loss in ("test_loss", "train_loss"):
+            if record.get(loss, 0.0) is None:  # JSON has no word for it
+                record[loss] = math.nan
+    return records
 
 
 def _read_grid(path: Path) -> dict[str, Any]:
