@@ -8,6 +8,7 @@
 
 from fedsim.aggregation import ServerOptimizer, aggregate, pre_aggregate
 from fedsim.byzantine import attack
+from fedsim.comparison import Comparison, compare
 from fedsim.data import (
     CustomSubset,
     Heterogeneity,
@@ -31,6 +32,7 @@ from fedsim.version import __version__
 from fedsim.workshop import Workshop
 
 __all__ = [
+    "Comparison",
     "CustomSubset",
     "DataError",
     "Experiment",
@@ -49,6 +51,7 @@ __all__ = [
     "attack",
     "attacks",
     "bind",
+    "compare",
     "dataset_split",
     "draw_partition",
     "heterogeneity",

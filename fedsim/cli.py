@@ -1,4 +1,4 @@
-"""The command line: `fedsim run`, `fedsim report`, `fedsim list`; `run_experiment.py` is `fedsim run`."""
+"""The command line: `fedsim run`, `compare`, `replay`, `report`, `list`; `run_experiment.py` is `fedsim run`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ import typer
 from tqdm import tqdm
 
 import fedsim
+from fedsim.comparison import load_grid, run_grid
+from fedsim.comparison.axes import describe_point, split_at_commas
+from fedsim.comparison.display import GridDisplay
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, show
 from fedsim.listing import PLUGS, list_plugs
-from fedsim.loading import load_experiment, to_toml
+from fedsim.loading import load_experiment, parse_value, to_toml
 from fedsim.preparation import Setting
 from fedsim.records import RoundRecord, new_folder_name
+from fedsim.replay import applicable_rules, load_round, replay_json, replay_table
+from fedsim.replay import replay as replay_rules
 from fedsim.report import HEADER, headline, table_line, write_report
 
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
@@ -68,6 +73,75 @@ def run(
                 raise
             display.finish(result.test_accuracy)
         print(folder)
+
+
+@app.command()
+def compare(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
+            help="An experiment, with a table [grid] or without, and what to vary in it: aggregate.rule=mean,median "
+            "seed=0,1,2. KEY=VALUE sets one value in all runs.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the records: new, empty, or that of the same grid, which is gone on with.",
+            show_default="runs/NAME-grid-DATE-TIME",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time.", show_default="by cores and memory; 1 on a card")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the runs, and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
+) -> None:
+    """Run an experiment for every combination of some values, and compare: table, CSV and pictures."""
+    with _errors_as_lines():
+        source, changes = _source_and_overrides(words or [])
+        grid = load_grid(source, words=changes)
+        if dry_run:
+            print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in grid.runs))
+            return
+        folder = out or new_folder_name(f"{grid.name}-grid")
+        with GridDisplay(quiet=quiet) as display:
+            try:
+                comparison = run_grid(grid, folder, jobs, display)
+            except BaseException:
+                display.leave(folder)
+                raise
+            display.finish()
+        if not quiet:
+            print(comparison.table, end="\n\n")
+        print(folder)
+        for failed in comparison.failed:
+            print(f"error: {failed.id}: {failed.error}", file=sys.stderr)
+        if comparison.failed:
+            raise typer.Exit(FAILED)
+
+
+@app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            help='Which, with commas between: median,krum,["nnm","trimmed_mean"],{rule="multi_krum",m=3}.',
+            show_default="all that can be applied",
+        ),
+    ] = None,
+    round: Annotated[int | None, typer.Option(help="Which of the kept rounds.", show_default="the last")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Take one kept round of a run (records.updates=[1,5]) through many rules, and show what each makes of it."""
+    with _errors_as_lines():
+        stored = load_round(folder, round)
+        chosen = [parse_value(text.strip()) for text in split_at_commas(rules)] if rules else applicable_rules(stored)
+        results = replay_rules(stored, chosen)
+        print(replay_json(stored, results) if json else replay_table(stored, results))
 
 
 @app.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +15,9 @@ from fedsim.errors import ExperimentError, show
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 
 SHARED_MEMORY = Path("/dev/shm")
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+CGROUP = Path("/sys/fs/cgroup")  # of this process's container
+CPU_QUOTA = CGROUP / "cpu.max"
+MEMORY = Path("/proc/meminfo")
 PROCESS_BYTES_ON_CARD = 1.5e9  # context, library workspaces and activations of one process, generously
 MOST_PROCESSES_ON_CARD = 4  # processes on one card take turns; more of them mostly cost memory
 
@@ -93,6 +97,20 @@ def default_processes(device: torch.device, cohort: int, threads_per_process: in
         free, _ = torch.get_device_module(device).mem_get_info(device)
         processes = min(processes, MOST_PROCESSES_ON_CARD, max(1, int(0.8 * free / PROCESS_BYTES_ON_CARD)))
     return processes
+
+
+def free_memory() -> float:
+    """Bytes of main memory that are free, in the machine and in this process's container; infinite if unknown."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        available = next(line for line in MEMORY.read_text().splitlines() if line.startswith("MemAvailable"))
+        free = int(available.split()[1]) * 1024.0
+        with contextlib.suppress(OSError, StopIteration, ValueError):  # no container, or "max": no limit
+            limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+            statistics = (CGROUP / "memory.stat").read_text().splitlines()
+            cache = next(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
+            free = min(free, limit - used + cache)
+        return free
+    return math.inf
 
 
 def describe_device(device: torch.device) -> str:

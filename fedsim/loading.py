@@ -38,6 +38,8 @@ def load_experiment(
     description = describe(source)
     override(description, map(parse_word, overrides))
     try:
+        if isinstance(description.get("grid"), dict):
+            raise ExperimentError("grid: makes this several experiments, for `fedsim compare`")
         return experiment_of(description)
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):

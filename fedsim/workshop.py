@@ -11,6 +11,7 @@ import torch
 from fedsim.data import TensorData, load_dataset
 from fedsim.engines import Engine
 from fedsim.engines import engine as engines
+from fedsim.errors import FedsimError
 
 MOST_DATA_SETS = 4  # kept at a time; of more, those used longest ago are loaded anew
 
@@ -22,8 +23,8 @@ class Workshop:
             for seed in range(30):
                 fedsim.run({"seed": seed}, workshop=workshop)
 
-    The engine is kept as long as runs ask for the same one, and let go of where a run fails. Data sets are kept where
-    they lie: on the device, or in the shared memory that an engine has moved them to.
+    The engine is kept as long as runs ask for the same one and it has not failed. Data sets are kept where they lie:
+    on the device, or in the shared memory that an engine has moved them to.
     """
 
     def __init__(self) -> None:
@@ -38,9 +39,16 @@ class Workshop:
         if self._engine is None or key != self._engine_key:
             self._close_engine()
             self._engine, self._engine_key = engines.get(name).target(processes, threads, timeout), key
+        engine = self._engine
         try:
-            yield self._engine
-            self._engine.leave()
+            yield engine
+            engine.leave()
+        except FedsimError:
+            if engine.at_work:  # what went wrong was not its doing
+                engine.leave()
+            else:
+                self._close_engine()
+            raise
         except BaseException:
             self._close_engine()
             raise

@@ -254,3 +254,8 @@ class Fails(nn.Module):
                 time.sleep(3600)
             case "slow":
                 time.sleep(0.2)
+
+
+def clipping(updates: Tensor, *, c: float = 1.0) -> Tensor:
+    """Another rule with the parameter of `clipped_mean`."""
+    return updates.clamp(-c, c).mean(0)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from fedsim import Experiment, ExperimentError, load_experiment
-from fedsim.loading import to_toml
+from fedsim.comparison import load_grid
+from fedsim.loading import read_toml, to_toml
 
 
 @pytest.fixture
@@ -148,4 +149,12 @@ def test_toml_and_back(file):
     "path", sorted((Path(__file__).parents[1] / "experiments").glob("*.toml")), ids=lambda p: p.name
 )
 def test_every_experiment_of_the_project_loads(path):
-    assert load_experiment(path).name == path.stem
+    if "grid" in read_toml(path):
+        assert load_grid(path).name == path.stem
+    else:
+        assert load_experiment(path).name == path.stem
+
+
+def test_a_grid_is_no_single_experiment():
+    with pytest.raises(ExperimentError, match="^grid: makes this several experiments, for `fedsim compare`$"):
+        load_experiment({"grid": {"seed": [0, 1]}})

@@ -115,6 +115,11 @@ def test_a_run_that_fails_harms_none_after_it(spawned):
                 fedsim.run({**spawned, "model": {"name": "tests.plugs:Fails", "how": how}}, workshop=workshop)
             assert processes() == set()
             assert fedsim.run(spawned, workshop=workshop).history
-        with pytest.raises(fedsim.ExperimentError):
-            fedsim.run({**spawned, "workers": 1000}, workshop=workshop)
+        before = processes()
+        for change in ({"workers": 1000}, {"model": "tests.plugs:Lazy"}):
+            with pytest.raises(fedsim.ExperimentError):
+                fedsim.run({**spawned, **change}, workshop=workshop)
+            assert processes() == before, "what was wrong with the experiment is no reason to start anew"
+        with pytest.raises(ZeroDivisionError):
+            fedsim.run(spawned, workshop=workshop, on_round=lambda _: 1 / 0)
         assert fedsim.run(spawned, workshop=workshop).history

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import multiprocessing
@@ -33,6 +33,8 @@ DISMISSED = b""  # in place of a pickled call
 class Seat:
     """The place of one process in its group; what it calls "mine" follows from `index` and `count`."""
 
+    watched: ClassVar[Board | None] = None  # where somebody looks for signs of life of this process, if it is alone
+
     index: int
     count: int
     board: Board
@@ -42,7 +44,7 @@ class Seat:
     @classmethod
     def alone(cls) -> Seat:
         """The seat of a process that works without peers."""
-        board = Board(1)
+        board = cls.watched or Board(1)
         board.write(0, WORKER, NOBODY)
         return cls(0, 1, board, Barrier(board, 0, timeout=0.0))
 

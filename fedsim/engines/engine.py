@@ -31,6 +31,11 @@ class Engine(ABC):
     def begin(self, task: Task, memory: Memory) -> None:
         """Take on a task; the one before is left."""
 
+    @property
+    def at_work(self) -> bool:
+        """Whether it can take on a task: not after it was closed, or has lost its processes to a failure."""
+        return True
+
     @abstractmethod
     def leave(self) -> None:
         """Let go of the task and its memory, in every process; without a task there is nothing to do."""

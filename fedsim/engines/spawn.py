@@ -43,6 +43,10 @@ class SpawnEngine(Engine):
     def _each(self, method: str, *arguments: object) -> list[Any]:
         return self._crew.call(_at_station, method, *arguments)
 
+    @property
+    def at_work(self) -> bool:
+        return self._crew.at_work
+
     def close(self) -> None:
         try:
             self.leave()

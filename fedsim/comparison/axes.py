@@ -1,0 +1,153 @@
+"""Axes: which keys a comparison varies, and over which values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fedsim.errors import ExperimentError, show
+from fedsim.loading import PLUG_TABLES, Change, parse_value, split_word
+
+SEED = "seed"  # the axis over whose values results are averaged
+
+Axes = dict[str, list[Any]]
+
+IS_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*\Z")  # a name for a folder that cannot lead out of its parent
+OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
+
+
+def axes_of_tables(tables: Any, place: str = "grid") -> Axes:
+    """The axes that a [grid] table describes: dotted keys, or nested tables, down to lists of values."""
+    if not isinstance(tables, Mapping):
+        raise ExperimentError(f"{place} = {show(tables)}: must be a table of lists, such as seed = [0, 1, 2]")
+    axes: Axes = {}
+    for key, values in _leaves(tables):
+        if key in axes:
+            raise ExperimentError(f"{place}.{key}: is there twice")
+        axes[key] = _checked(key, values, f"{place}.{key}")
+    return axes
+
+
+def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
+    """The axes among `key=value` words, which have a comma outside brackets and quotes, and the other words."""
+    axes: Axes = {}
+    others = []
+    for word in words:
+        keys, text = split_word(word)
+        pieces = split_at_commas(text)
+        if len(pieces) == 1:
+            others.append(word)
+            continue
+        if not all(piece.strip() for piece in pieces):
+            raise ExperimentError(f"{show(word)}: a value is missing before, between or behind its commas")
+        key = ".".join(keys)
+        if key in axes:
+            raise ExperimentError(f"{show(word)}: {key} has a list of values already")
+        axes[key] = _checked(key, [parse_value(piece.strip()) for piece in pieces], key)
+    return axes, others
+
+
+def split_at_commas(text: str) -> list[str]:
+    """The pieces of a text between its commas, without those inside brackets, braces and quotes."""
+    pieces, start, depth, quote = [], 0, 0, ""
+    for place, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in QUOTES:
+            quote = character
+        elif character in OPENING:
+            depth += 1
+        elif character in CLOSING:
+            depth -= 1
+        elif character == "," and depth <= 0:
+            pieces.append(text[start:place])
+            start = place + 1
+    return [*pieces, text[start:]]
+
+
+def changes_of(key: str, value: Any) -> list[Change]:
+    """What a value on an axis changes of an experiment: one key or, where the value is a table, that table's keys."""
+    keys = key.split(".")
+    if isinstance(value, dict):
+        return [([*keys, name], each) for name, each in value.items()]
+    return [(keys, value)]
+
+
+def key_changed(keys: Sequence[str], value: Any) -> str:
+    """The dotted key that a change sets; a name for a whole table of a plug sets the key that names the plug."""
+    table = PLUG_TABLES.get(keys[0])
+    if table and len(keys) == 1 and not isinstance(value, dict):
+        keys = [keys[0], table.named_by]
+    return ".".join(keys)
+
+
+def canonical(value: Any) -> str:
+    """A text that is the same for equal values of an axis (or equal points) alone: 1, 1.0 and true are three."""
+    return json.dumps(value, sort_keys=True)
+
+
+def label(value: Any) -> str:
+    """A value of an axis in few characters: krum, 0.1, nnm+median, krum,f=4."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "+".join(map(label, value)) or "none"
+    if isinstance(value, dict):
+        names = {table.named_by for table in PLUG_TABLES.values()}
+        first = sorted(value, key=lambda key: key not in names)
+        return ",".join(label(value[key]) if key in names else f"{key}={label(value[key])}" for key in first) or "base"
+    return str(value)
+
+
+def describe_point(point: Mapping[str, Any]) -> str:
+    """A point of the grid as one would type it: aggregate.rule=krum seed=0."""
+    return " ".join(f"{key}={label(value)}" for key, value in point.items())
+
+
+def readable_id(point: Mapping[str, Any]) -> str:
+    """A point as a name for a folder: krum-lr0.1-seed0."""
+    parts = []
+    for key, value in point.items():
+        name = key.rpartition(".")[2]
+        if isinstance(value, bool):
+            parts.append(f"{name}={label(value)}")
+        else:
+            parts.append(f"{name}{label(value)}" if isinstance(value, (int, float)) else label(value))
+    return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts)).lstrip("._+=,-") or "run"  # as IS_ID wants it
+
+
+def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _checked(key: str, values: Any, place: str) -> list[Any]:
+    if not all(part.strip() for part in key.split(".")):
+        raise ExperimentError(f"{place}: is no key of an experiment")
+    if not isinstance(values, (list, tuple)) or not values:
+        raise ExperimentError(f"{place} = {show(values)}: must be a list of one or more values, such as [1, 2]")
+    values = [_plain(value, f"{place}[{index}]") for index, value in enumerate(values)]
+    seen: set[str] = set()
+    for value in values:
+        if canonical(value) in seen:
+            raise ExperimentError(f"{place}: {show(value)} is there twice")
+        seen.add(canonical(value))
+    return values
+
+
+def _plain(value: Any, place: str) -> Any:
+    """A value as JSON has it: lists for tuples, Python's numbers for NumPy's."""
+    if hasattr(value, "item") and not isinstance(value, Mapping):
+        value = value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, place) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, place) for key, each in value.items()}
+    if isinstance(value, (str, bool, int, float)):
+        return value
+    raise ExperimentError(f"{place} = {show(value)}: must be a string, a number, a list or a table")

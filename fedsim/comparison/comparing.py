@@ -1,0 +1,183 @@
+"""The comparison itself: which runs are still to be done, who does them, and what they come to."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedsim.comparison.axes import canonical
+from fedsim.comparison.folder import GridFolder
+from fedsim.comparison.grid import Grid, PlannedRun, load_grid
+from fedsim.comparison.jobs import run_here, run_in_jobs
+from fedsim.comparison.pictures import draw_accuracy, draw_heatmap
+from fedsim.comparison.results import RunResult, results_csv
+from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
+from fedsim.devices import PRECISIONS, free_memory, resolve_device, usable_cores
+from fedsim.errors import ExperimentError
+from fedsim.experiment import Experiment
+from fedsim.preparation import task_of
+from fedsim.records import RoundRecord
+from fedsim.rows import Layout
+
+ONE_PROCESS_ENGINE = "serial"
+JOB_BYTES = 0.6e9  # of one more process: PyTorch, data and activations, generously
+ROW_COPIES = 3  # of the cohort's rows: themselves, and what a rule makes of them
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison came to.
+
+    Attributes:
+        grid: the axes and the runs.
+        runs: what came of each, in the grid's order.
+        summary: one row for each combination of values other than the seed; see `SummaryRow`.
+        folder: of the records, if one was asked for.
+    """
+
+    grid: Grid
+    runs: list[RunResult]
+    summary: list[SummaryRow]
+    folder: Path | None
+
+    @property
+    def failed(self) -> list[RunResult]:
+        return [run for run in self.runs if run.error is not None]
+
+    @property
+    def table(self) -> str:
+        """The summary as text."""
+        return summary_table(self.grid, self.summary, self.runs)
+
+
+class Watcher:
+    """Is told what happens in a comparison; this one does nothing about it."""
+
+    def start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
+        """Before the first run: the runs that are still to be done, and how many at once."""
+
+    def round(self, run: PlannedRun, record: RoundRecord) -> None:
+        """After every round of a run."""
+
+    def end(self, run: PlannedRun, history: Sequence[RoundRecord], error: str | None) -> None:
+        """After a run, with why it failed if it did."""
+
+
+def compare(
+    experiment: Experiment | Mapping[str, Any] | str | Path | None = None,
+    grid: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    jobs: int | None = None,
+) -> Comparison:
+    """Run an experiment for every combination of the values on a grid's axes, and compare.
+
+        fedsim.compare({"rounds": 5}, {"aggregate.rule": ["mean", "median"], "seed": [0, 1, 2]})
+
+    Runs of one seed have the same start, cohorts and batches, so that their differences are differences of what
+    is compared. A run that fails is noted, and the others go on.
+
+    Args:
+        experiment: an Experiment, nested tables, the path of a TOML file, or None for the default experiment; tables
+            and files may hold the axes in a table `grid`.
+        grid: by dotted key, the list of its values; one that is a table changes several keys at once.
+        out: a folder for the records: new, or empty, or that of the same grid, whose finished runs are kept.
+        jobs: runs at a time. By default as many as cores and memory bear, each in one process; but one where the
+            experiment names its engine or its processes, or uses a card.
+
+    Raises:
+        ExperimentError: one of the experiments cannot be run as described; none has been run then.
+        RecordError: the folder holds something else, or cannot be written.
+        WorkerError: no processes can be started.
+    """
+    planned = load_grid(experiment, grid)
+    with contextlib.ExitStack() as stack:
+        folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        return run_grid(planned, folder, jobs, kept=out is not None)
+
+
+def run_grid(
+    grid: Grid, path: Path, jobs: int | None = None, watcher: Watcher | None = None, *, kept: bool = True
+) -> Comparison:
+    """Do what is still to be done of a grid in the folder `path`, and write what it comes to; see `compare`."""
+    watcher = watcher or Watcher()
+    if jobs is not None and jobs < 1:
+        raise ExperimentError(f"jobs = {jobs}: must be at least 1")
+    with GridFolder(path, grid) as folder:
+        todo = [run for run in grid.runs if not folder.is_finished(run)]
+        jobs = min(jobs or default_jobs(grid, todo), max(1, len(todo)))
+        watcher.start(grid, todo, jobs)
+        _run(grid, todo, jobs, folder, watcher)
+        runs = [RunResult.read(run, folder, kept) for run in grid.runs]
+        comparison = Comparison(grid, runs, summarise(grid, runs), path if kept else None)
+        if kept:
+            _write(comparison, folder)
+    return comparison
+
+
+def default_jobs(grid: Grid, runs: Sequence[PlannedRun]) -> int:
+    """How many runs at once: where the experiment leaves that open, one on each core that there is memory for.
+
+    On a CPU several runs in one process each are faster than one run in several processes, and give the same bits.
+    """
+    on_card = any(resolve_device(run.experiment.device).type != "cpu" for run in runs)
+    if not runs or on_card or grid.engine_chosen:
+        return 1
+    threads = max(run.experiment.threads_per_process for run in runs)
+    by_cores = usable_cores() // threads
+    if min(by_cores, len(runs)) <= 1:
+        return 1
+    by_memory = int(0.8 * free_memory() / max(job_bytes(run.experiment) for run in _of_different_size(runs)))
+    return max(1, min(len(runs), by_cores, by_memory))
+
+
+def job_bytes(experiment: Experiment) -> float:
+    """About how much memory a process needs that runs this experiment by itself."""
+    parameters = Layout.of(task_of(experiment, torch.device("cpu")).new_module()).d
+    return JOB_BYTES + ROW_COPIES * experiment.cohort_size * parameters * PRECISIONS[experiment.precision].itemsize
+
+
+def _of_different_size(runs: Sequence[PlannedRun]) -> Iterable[PlannedRun]:
+    sizes = {}
+    for run in runs:
+        experiment = run.experiment
+        sizes[canonical([experiment.resolved()["model"], experiment.cohort_size, experiment.precision])] = run
+    return sizes.values()
+
+
+def _run(grid: Grid, todo: Sequence[PlannedRun], jobs: int, folder: GridFolder, watcher: Watcher) -> None:
+    def end(run: PlannedRun, error: str | None) -> None:
+        if error is not None:
+            folder.note_failure(run, error)
+        watcher.end(run, folder.history(run), error)
+
+    for run in todo:
+        folder.clear(run)
+    if jobs == 1:
+        run_here([(run, run.experiment, folder.run_folder(run)) for run in todo], watcher.round, end)
+        return
+    alone = not grid.engine_chosen
+    work = [(run, _in_one_process(run.experiment) if alone else run.experiment, folder.run_folder(run)) for run in todo]
+    run_in_jobs(work, jobs, watcher.round, end)
+
+
+def _in_one_process(experiment: Experiment) -> Experiment:
+    """The same experiment, run by the process that is asked; its parent watches over its timeout."""
+    timeout = Experiment.model_fields["timeout"].default
+    return experiment.model_copy(update={"engine": ONE_PROCESS_ENGINE, "timeout": timeout})
+
+
+def _write(comparison: Comparison, folder: GridFolder) -> None:
+    grid, runs = comparison.grid, comparison.runs
+    folder.write("results.csv", results_csv(grid, runs).encode())
+    folder.write("summary.csv", summary_csv(grid, comparison.summary).encode())
+    folder.write("summary.txt", f"{comparison.table}\n".encode())
+    pictures = {"accuracy.png": draw_accuracy(grid, runs), "heatmap.png": draw_heatmap(grid, comparison.summary)}
+    for name, picture in pictures.items():
+        if picture is not None:
+            folder.write(name, picture)

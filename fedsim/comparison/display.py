@@ -1,0 +1,78 @@
+"""What a comparison shows as it goes: one bar over the rounds of all runs, and a line for each run that ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fedsim.comparison.comparing import Watcher
+from fedsim.comparison.grid import Grid, PlannedRun
+from fedsim.records import RoundRecord
+
+
+class GridDisplay(Watcher):
+    """Lines on stdout, unless quiet; the bar on stderr, where somebody is watching."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._bar: tqdm | None = None
+        self._total = self._ended = self._failed = 0
+
+    def start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
+        self._begun = time.perf_counter()
+        self._total = len(todo)
+        self._rounds = {run.id: run.experiment.rounds for run in todo}  # that are still to come
+        rounds = sum(self._rounds.values())
+        self._bar = tqdm(total=rounds, unit="round", leave=False, disable=self._quiet or not sys.stderr.isatty())
+        axes = " x ".join(f"{len(values)} {key}" for key, values in grid.axes.items())
+        self._print(f"{grid.name}: {len(grid.runs)} runs ({axes}), {jobs} at a time")
+        if len(todo) < len(grid.runs):
+            self._print(f"{len(grid.runs) - len(todo)} of them are finished already")
+
+    def round(self, run: PlannedRun, record: RoundRecord) -> None:
+        assert self._bar is not None
+        self._rounds[run.id] -= 1
+        self._bar.set_postfix_str(f"{self._ended} of {self._total} runs", refresh=False)
+        self._bar.update()
+
+    def end(self, run: PlannedRun, history: Sequence[RoundRecord], error: str | None) -> None:
+        assert self._bar is not None
+        self._bar.update(self._rounds.pop(run.id))  # rounds that a failed run has left
+        self._ended += 1
+        if error is None:
+            seconds = sum(sum(record["seconds"].values()) for record in history)
+            what = f"accuracy {history[-1]['test_accuracy']:.4f}, {seconds:.1f} s"
+        else:
+            self._failed += 1
+            what = f"failed: {error.strip().partition(chr(10))[0]}"
+        self._seconds = time.perf_counter() - self._begun
+        self._print(f"[{self._ended:>{len(str(self._total))}}/{self._total}] {run.id}: {what}")
+
+    def finish(self) -> None:
+        """Say how long it took."""
+        if self._total:
+            self._print(f"{self._total} runs in {self._seconds:.1f} s\n")
+
+    def leave(self, folder: Path) -> None:
+        """Say what an unfinished comparison has left behind."""
+        if self._bar is not None:
+            self._bar.close()
+            if self._ended:
+                done = self._ended - self._failed
+                self._print(f"{done} of {self._total} runs are in {folder}; --out {folder} goes on from there")
+
+    def _print(self, line: str) -> None:
+        if not self._quiet:
+            with tqdm.external_write_mode():
+                print(line, flush=True)
+
+    def __enter__(self) -> GridDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

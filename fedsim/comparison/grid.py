@@ -1,0 +1,231 @@
+"""A grid: one experiment for each combination of the values on its axes, all of them checked."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedsim.comparison.axes import (
+    SEED,
+    Axes,
+    axes_of_tables,
+    canonical,
+    changes_of,
+    describe_point,
+    key_changed,
+    readable_id,
+    split_words,
+)
+from fedsim.devices import resolve_device
+from fedsim.errors import ExperimentError, show
+from fedsim.experiment import Experiment
+from fedsim.loading import Change, describe, experiment_of, override, parse_word
+from fedsim.preparation import task_of
+
+GRID = "grid"
+LONGEST_ID = 100  # characters; file systems allow 255 bytes
+HOW = ("engine", "processes", "timeout")  # keys that say how a run is done, which does not show in its results
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a grid: `id` names its folder, `point` holds its value on each axis."""
+
+    id: str
+    point: dict[str, Any]
+    experiment: Experiment
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a comparison runs.
+
+    Attributes:
+        name: of the experiment.
+        axes: the values of each key that is varied, in order.
+        runs: one for each combination; the last axis varies fastest, and the seed fastest of all.
+        engine_chosen: whether the experiment itself says with which engine, or how many processes, it runs.
+    """
+
+    name: str
+    axes: Axes
+    runs: list[PlannedRun]
+    engine_chosen: bool
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """What all runs have in common beside the axes, as nested tables with all keys."""
+        return common_tables(self.runs, self.axes)
+
+    @property
+    def compared(self) -> list[str]:
+        """The axes whose values are compared: all but the seed."""
+        return [key for key in self.axes if key != SEED]
+
+
+def load_grid(
+    source: Experiment | Mapping[str, Any] | str | Path | None = None,
+    grid: Mapping[str, Any] | None = None,
+    words: Iterable[str] = (),
+) -> Grid:
+    """The grid that `source`, with its table [grid], describes.
+
+    Args:
+        source: an Experiment, nested tables, the path of a TOML file, or None for the default experiment.
+        grid: axes as [grid] has them; one takes the place of the source's axis of that key.
+        words: as on the command line. `key=v1,v2` is an axis, and takes the place of others of that key;
+            `key=value` sets one value in all runs, and an axis of that key is dropped.
+
+    Raises ExperimentError, one line per problem, where any of the runs cannot be run as described.
+    """
+    description = describe(source)
+    axes = axes_of_tables(description.pop(GRID, {}))
+    axes.update(axes_of_tables(grid or {}))
+    more_axes, words = split_words(words)
+    axes.update(more_axes)
+    changes = [parse_word(word) for word in words]
+    for keys, _ in changes:
+        axes.pop(".".join(keys), None)
+    axes = {key: axes[key] for key in sorted(axes, key=lambda key: key == SEED)}  # a stable sort: the seed last
+    if not axes:
+        raise ExperimentError(
+            "nothing to compare: give a list of values, such as aggregate.rule=mean,median or seed=0,1,2, or [grid]"
+        )
+    _leave_out_large_records(description)
+    experiments, engine_chosen = _experiments(description, changes, axes)
+    points = points_of(axes)
+    runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
+    _refuse_equal_runs(runs)
+    return Grid(runs[0].experiment.name, axes, runs, engine_chosen)
+
+
+def common_tables(runs: Iterable[PlannedRun], axes: Iterable[str]) -> dict[str, Any]:
+    """What the experiments of `runs` have in common beside the keys of `axes`, as nested tables."""
+    common = functools.reduce(_common, (run.experiment.resolved() for run in runs))
+    for key in axes:
+        _remove(common, key.split("."))
+    return common
+
+
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, with dotted keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in tables.items():
+        leaves.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
+    return leaves
+
+
+def points_of(axes: Axes) -> list[dict[str, Any]]:
+    """Every combination of values, the last axis fastest."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def _leave_out_large_records(description: dict[str, Any]) -> None:
+    """Without model and curve, unless they are asked for: a comparison has many runs, and a picture of its own."""
+    records = description.setdefault("records", {})
+    if isinstance(records, dict):
+        for name in ("model", "curve"):
+            records.setdefault(name, False)
+
+
+def _experiments(description: dict[str, Any], changes: list[Change], axes: Axes) -> tuple[list[Experiment], bool]:
+    """The experiment of every point, and whether any of them says which engine it wants."""
+    experiments, engine_chosen = [], False
+    problems: dict[str, list[dict[str, Any]]] = {}  # by line: the points that have it
+    models: dict[str, tuple[str, ...]] = {}
+    for point in points_of(axes):
+        own = [change for key, value in point.items() for change in changes_of(key, value)]
+        tables = copy.deepcopy(description)
+        try:
+            _refuse_contradictions(changes, own)
+            override(tables, [*changes, *copy.deepcopy(own)])
+            experiments.append(experiment_of(tables))
+            lines = _problems_here(experiments[-1], models)
+        except ExperimentError as error:
+            lines = error.lines
+        for line in lines:
+            problems.setdefault(line, []).append(point)
+        engine_chosen = engine_chosen or "engine" in tables or "processes" in tables
+    if problems:
+        raise ExperimentError(*(_with_points(line, points, len(points_of(axes))) for line, points in problems.items()))
+    return experiments, engine_chosen
+
+
+def _problems_here(experiment: Experiment, models: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """What keeps an experiment that is right in itself from running here; `models` is what is known of models."""
+    key = canonical([experiment.resolved()["model"], experiment.buffers])
+    try:
+        resolve_device(experiment.device)
+        if key not in models:
+            models[key] = ()
+            task_of(experiment, torch.device("cpu"))  # makes the model
+    except ExperimentError as error:
+        models[key] = error.lines
+    return models[key]
+
+
+def _refuse_contradictions(changes: list[Change], own: list[Change]) -> None:
+    """No two axes may set one key, nor an axis a key that is set for all runs: one of them would be without effect."""
+    keys = [key_changed(*change) for change in own]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ExperimentError(f"{key}: is set by two axes")
+    for keys_changed, value in changes:
+        key = key_changed(keys_changed, value)
+        if key in keys:
+            raise ExperimentError(f"{key} = {show(value)}: an axis sets that too")
+
+
+def _with_points(line: str, points: list[dict[str, Any]], of: int) -> str:
+    if len(points) == of:
+        return line
+    more = f" (and {len(points) - 1} more of {of} runs)" if len(points) > 1 else ""
+    return f"{describe_point(points[0])}: {line}{more}"
+
+
+def _refuse_equal_runs(runs: list[PlannedRun]) -> None:
+    first: dict[str, PlannedRun] = {}
+    for run in runs:
+        other = first.setdefault(canonical(run.experiment.resolved()), run)
+        if other is not run:
+            one, two = describe_point(other.point), describe_point(run.point)
+            raise ExperimentError(f"{one} and {two}: are one and the same experiment")
+
+
+def _ids(points: list[dict[str, Any]]) -> list[str]:
+    """A readable name for each point, which depends on other points only where two would have the same."""
+    names = [readable_id(point) for point in points]
+    ids = []
+    for name, point in zip(names, points, strict=True):
+        digest = hashlib.blake2b(canonical(point).encode(), digest_size=4).hexdigest()
+        if len(name) > LONGEST_ID:
+            name = f"{name[:LONGEST_ID]}-{digest}"
+        elif sum(name.lower() == other.lower() for other in names) > 1:
+            name = f"{name}-{digest}"
+        ids.append(name)
+    return ids
+
+
+def _common(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """The keys of nested tables that have the same value in both."""
+    common = {}
+    for key in a.keys() & b.keys():
+        if isinstance(a[key], dict) and isinstance(b[key], dict):
+            common[key] = _common(a[key], b[key])
+        elif a[key] == b[key]:
+            common[key] = a[key]
+    return {key: common[key] for key in a if key in common}
+
+
+def _remove(tables: dict[str, Any], keys: list[str]) -> None:
+    for key in keys[:-1]:
+        tables = tables.get(key, {})
+    tables.pop(keys[-1], None)

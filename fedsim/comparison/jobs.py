@@ -1,0 +1,228 @@
+"""Several runs at once: processes that carry out one run after another, and the parent's watch over them.
+
+A job is one process with a workshop of its own. Its parent sends it a run, and gets a message for every round; it
+waits on the pipes AND on the processes, so that a death is noticed at once and costs no more than the run in hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import signal
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from fedsim.comparison.grid import PlannedRun
+from fedsim.engines import engine as engines
+from fedsim.engines.barrier import ROUND, WORKER, Board, Silence
+from fedsim.engines.crew import NOBODY, START_TIMEOUT, Seat, whereabouts
+from fedsim.errors import FedsimError, WorkerError, one_line
+from fedsim.experiment import Experiment
+from fedsim.preparation import Setting
+from fedsim.processes import GRACE, MAIN_GUARD, begin_as_child, how_it_ended, interrupts_held
+from fedsim.records import RoundRecord
+from fedsim.simulation import run
+from fedsim.workshop import Workshop
+
+DISMISSED = b""  # in place of a pickled run
+
+Work = tuple[PlannedRun, Experiment, Path]  # a run, the experiment that is run for it, and its folder
+OnRound = Callable[[PlannedRun, RoundRecord], object]
+OnEnd = Callable[[PlannedRun, "str | None"], object]
+
+
+def attempt(
+    experiment: Experiment,
+    folder: Path,
+    workshop: Workshop,
+    on_round: Callable[[RoundRecord], object],
+    on_start: Callable[[Setting], object] | None = None,
+) -> str | None:
+    """Run an experiment; None if all went well, else why it failed: one line, and further ones with the details."""
+    try:
+        run(experiment, folder, on_start=on_start, on_round=on_round, workshop=workshop)
+    except FedsimError as error:
+        return str(error)
+    except Exception as error:  # of a plug, or of fedsim itself: this run's failure alone
+        return f"{one_line(error)}\n{traceback.format_exc()}"
+    return None
+
+
+def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
+    """Carry out runs one after another in this process."""
+    with Workshop() as workshop:
+        for planned, experiment, folder in work:
+            on_end(planned, attempt(experiment, folder, workshop, functools.partial(on_round, planned)))
+
+
+def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd) -> None:
+    """Carry out runs in `count` processes, each with one run at a time.
+
+    A process that dies fails the run it had in hand, and so does one that gives no sign of life for as long as that
+    run's `timeout` says, where the run has no other process to watch over it. Another takes its place.
+    Raises WorkerError where processes cannot be started at all.
+    """
+    waiting = deque(work)
+    with Jobs() as jobs:
+        while waiting or jobs.busy:
+            jobs.grow(min(count, len(waiting) + len(jobs.busy)))
+            for job in jobs.idle[: len(waiting)]:
+                job.begin(*waiting.popleft())
+            for job, kind, content in jobs.messages():
+                if kind == "round":
+                    on_round(job.planned, content)
+                else:
+                    on_end(job.end(), content)
+
+
+class Jobs:
+    """The processes of a comparison; all are gone when the `with` block ends, at once where an exception ends it."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+
+    def grow(self, count: int) -> None:
+        """Start processes until there are `count`."""
+        self._jobs = [job for job in self._jobs if job.alive]
+        while len(self._jobs) < count:
+            self._jobs.append(Job())
+
+    @property
+    def idle(self) -> list[Job]:
+        return [job for job in self._jobs if job.alive and job.planned is None]
+
+    @property
+    def busy(self) -> list[Job]:
+        return [job for job in self._jobs if job.planned is not None]
+
+    def messages(self) -> Iterator[tuple[Job, str, Any]]:
+        """Wait a moment, and say what has come: ("round", record), or ("end", why it failed or None)."""
+        wait([item for job in self._jobs for item in job.waitables], timeout=1.0)
+        for job in self._jobs:
+            for kind, content in job.messages():
+                yield job, kind, content
+
+    def __enter__(self) -> Jobs:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with interrupts_held():  # half closed would be worse than late
+            for job in self._jobs:
+                job.dismiss()
+            deadline = time.monotonic() + (GRACE if kind is None else 0.0)
+            for job in self._jobs:
+                job.close(deadline)
+
+
+class Job:
+    """One process that carries out one run after another; `planned` is the one in hand."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self.planned: PlannedRun | None = None
+        self.alive = True
+        self._board = Board(1, context)
+        self._started = False
+        self._limit = START_TIMEOUT  # seconds of silence that are borne; infinite while it prepares or is idle
+        self._silence = Silence(self._board, 0)
+        with interrupts_held():  # the child inherits that: Ctrl-C is the parent's business
+            self._pipe, theirs = context.Pipe()
+            with theirs:
+                self._process = context.Process(target=_serve, args=(self._board, theirs), name="fedsim-job")
+                self._process.start()
+
+    @property
+    def waitables(self) -> list[Any]:
+        return [self._pipe, self._process.sentinel] if self.alive else []
+
+    def begin(self, planned: PlannedRun, experiment: Experiment, folder: Path) -> None:
+        """Send it a run."""
+        self.planned, self._timeout = planned, planned.experiment.timeout
+        self._watched = engines.get(experiment.engine).target.one_process  # others are watched by their own crew
+        with contextlib.suppress(OSError):  # it is dead, which will be noticed
+            self._pipe.send((experiment, folder))
+
+    def end(self) -> PlannedRun:
+        """The run that it had in hand."""
+        planned, self.planned = self.planned, None
+        assert planned is not None
+        return planned
+
+    def messages(self) -> Iterator[tuple[str, Any]]:
+        """What it has said; its death, or its silence, ends its run too. Raises WorkerError if it never started."""
+        if not self.alive:
+            return
+        dead = self._process.exitcode is not None  # looked at first, so that what it said before is still heard
+        try:
+            while self._pipe.poll():
+                kind, content = self._pipe.recv()
+                self._heard(kind)
+                if kind in ("round", "end"):
+                    yield kind, content
+        except (EOFError, OSError):
+            self._process.join(GRACE)
+            dead = True
+        if dead or self._silence.seconds() > self._limit:
+            yield from self._give_up(dead)
+
+    def _heard(self, kind: str) -> None:
+        self._started = True
+        self._limit = self._timeout if kind in ("begun", "round") and self._watched else math.inf
+        self._silence = Silence(self._board, 0)
+
+    def _give_up(self, dead: bool) -> Iterator[tuple[str, Any]]:
+        """Say how it ended, or end it because it hangs."""
+        killed = self._process.exitcode == -signal.SIGKILL
+        how = how_it_ended(self._process.exitcode) if dead else f"gave no sign of life for {self._limit:g} s"
+        self.close(0.0)
+        if not self._started:
+            raise WorkerError(f"a process for runs {how} while it started {MAIN_GUARD}")
+        if self.planned is not None:
+            hint = "; if memory ran out, try fewer jobs" if killed else ""
+            yield "end", f"its process, working on {whereabouts(self._board, 0)}, {how}{hint}"
+
+    def dismiss(self) -> None:
+        """Let it go, once it has ended what it does."""
+        if self.alive:
+            with contextlib.suppress(OSError):
+                self._pipe.send_bytes(DISMISSED)
+
+    def close(self, deadline: float) -> None:
+        """Wait until it is gone; kill it where it has not gone by then."""
+        if self.alive:
+            self.alive = False
+            self._process.join(max(0.0, deadline - time.monotonic()))
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+            self._pipe.close()
+
+
+def _serve(board: Board, pipe: Connection) -> None:
+    """The life of a job."""
+    begin_as_child()
+    Seat.watched = board
+    pipe.send(("started", None))
+    with Workshop() as workshop, contextlib.suppress(EOFError, OSError):  # of the pipe: the parent is gone
+        while (message := pipe.recv_bytes()) != DISMISSED:
+            board.write(0, WORKER, NOBODY)
+            board.write(0, ROUND, 0)
+            try:
+                experiment, folder = ForkingPickler.loads(message)
+            except Exception as error:  # it refers to what cannot be imported here
+                failure: str | None = f"{one_line(error)}\n{traceback.format_exc()}"
+            else:
+                failure = attempt(experiment, folder, workshop, *_reporters(pipe))
+            pipe.send(("end", failure))
+
+
+def _reporters(pipe: Connection) -> tuple[Callable[[RoundRecord], object], Callable[[Setting], object]]:
+    return (lambda record: pipe.send(("round", record))), (lambda setting: pipe.send(("begun", None)))

@@ -1,0 +1,194 @@
+"""The pictures of a comparison: accuracy against round with bands, and a heat map of the first two axes."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedsim.comparison.axes import SEED, canonical, describe_point, label
+from fedsim.comparison.grid import Grid
+from fedsim.comparison.results import RunResult
+from fedsim.comparison.statistics import mean_and_half_width
+from fedsim.comparison.summary import SummaryRow, groups_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Paul Tol's "muted" colours after black: told apart by people who see fewer colours, and by their dashes in grey.
+COLOURS = (
+    *("#000000", "#CC6677", "#332288", "#DDAA33", "#117733", "#88CCEE", "#882255", "#44AA99", "#AA4499", "#999933"),
+)
+DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MOST_PANELS = 30
+MARKS = 8  # about so many on a line, each line's at rounds of its own
+
+
+def draw_accuracy(grid: Grid, runs: Sequence[RunResult]) -> bytes | None:
+    """Mean test accuracy against round as a PNG; None if all runs failed.
+
+    One panel for each combination of the axes beyond the first, and in it one line for each value of the first, with
+    the band of its 95 percent intervals where there are several seeds.
+    """
+    from matplotlib.figure import Figure  # here, and no pyplot: see fedsim.report.draw_curve
+
+    groups = groups_of(grid, runs)
+    if all(run.error is not None for run in runs):
+        return None
+    shown = groups[:MOST_PANELS]
+    columns = _columns(len(shown))
+    rows = -(-len(shown) // columns)
+    width, height = (6.4, 4.2) if len(shown) == 1 else (3.5 * columns, 2.7 * rows + 0.5)
+    free = rows * columns > len(shown)  # a place for the legend
+    figure = Figure(figsize=(width if free else width + 1.6, height), layout="constrained")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    for panel in panels[len(shown) :]:
+        panel.set_axis_off()
+    for place, (panel, group) in enumerate(zip(panels, shown, strict=False)):
+        _draw_panel(panel, grid, group)
+        if place % columns == 0:
+            panel.set_ylabel("test accuracy")
+        if place + columns >= len(shown):
+            panel.set_xlabel("round")
+    _legend(panels[-1] if free else figure, "center" if free else "outside right upper", grid)
+    figure.suptitle(_title(grid, groups, len(shown)), fontsize="medium")
+    return _png(figure)
+
+
+def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> bytes | None:
+    """Mean test accuracy for the values of the first two axes as a PNG; None where there are not two."""
+    if len(grid.compared) < 2 or all(row.accuracy is None for row in summary):
+        return None
+    from matplotlib.figure import Figure
+
+    first, second, *others = grid.compared
+    down, across = grid.axes[first], grid.axes[second]
+    cells = [[_rows_at(summary, {first: a, second: b}) for b in across] for a in down]
+    means = np.array([[_mean(rows) for rows in line] for line in cells])
+    figure = Figure(figsize=(2.2 + 1.15 * len(across), 1.5 + 0.42 * len(down)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(np.ma.masked_invalid(means), cmap="cividis", aspect="auto")
+    axes.set_facecolor("#dddddd")  # where all runs failed
+    axes.set_xticks(range(len(across)), [label(value) for value in across], rotation=30, ha="right")
+    axes.set_yticks(range(len(down)), [label(value) for value in down])
+    axes.set(xlabel=second, ylabel=first)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    for (i, j), mean in np.ndenumerate(means):
+        colour = "black" if math.isnan(mean) or _lightness(image.to_rgba(mean)) > 0.5 else "white"
+        best = not others and cells[i][j][0].mark == "*"
+        text, weight = _cell_text(cells[i][j], mean), "bold" if best else "normal"
+        axes.text(j, i, text, ha="center", va="center", color=colour, fontsize="small", fontweight=weight)
+    figure.colorbar(image, ax=axes, label="test accuracy")
+    over = "".join(f" and {key}" for key in others)
+    title = f"{grid.name}: after the last round, mean over seeds{over}" if SEED in grid.axes or others else grid.name
+    figure.suptitle(title + ("" if others else "\nbold: best of its column"), fontsize="small")
+    return _png(figure)
+
+
+def _draw_panel(panel: Axes, grid: Grid, group: list[list[RunResult]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    failures = []
+    for index, cell in enumerate(group):
+        good = [run for run in cell if run.error is None]
+        if len(good) < len(cell):
+            failures.append(f"{_line_label(grid, cell)} ({len(cell) - len(good)} of {len(cell)})")
+        if good:
+            _draw_line(panel, good, index)
+    others = {key: group[0][0].point[key] for key in grid.compared[1:]}
+    if others:
+        panel.set_title(describe_point(others), fontsize="small")
+    if failures:
+        panel.text(
+            0.02, 0.02, "failed: " + ", ".join(failures), transform=panel.transAxes, fontsize="xx-small", wrap=True
+        )
+    panel.grid(alpha=0.3)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    panel.tick_params(labelsize="small")
+
+
+def _draw_line(panel: Axes, runs: list[RunResult], index: int) -> None:
+    rounds = [record["round"] for record in runs[0].history]
+    means, half_widths = mean_and_half_width(
+        np.array([[record["test_accuracy"] for record in run.history] for run in runs])
+    )
+    style, every = _style(index), -(-len(rounds) // MARKS)
+    panel.plot(rounds, means, **style, markevery=(index % every, every))
+    if len(runs) > 1:
+        low, high = np.clip(means - half_widths, 0, 1), np.clip(means + half_widths, 0, 1)
+        panel.fill_between(rounds, low, high, color=style["color"], alpha=0.13, linewidth=0)
+
+
+def _legend(where: Axes | Figure, place: str, grid: Grid) -> None:
+    from matplotlib.lines import Line2D
+
+    if not grid.compared:
+        return
+    first = grid.compared[0]
+    handles = [Line2D([], [], label=label(value), **_style(index)) for index, value in enumerate(grid.axes[first])]
+    where.legend(
+        handles=handles,
+        title=first,
+        loc=place,
+        fontsize="small",
+        title_fontsize="small",
+        handlelength=3,
+    )
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": DASHES[(index + index // len(COLOURS)) % len(DASHES)],
+        "linewidth": 1.6,
+        "marker": MARKERS[index % len(MARKERS)],
+        "markersize": 4,
+    }
+
+
+def _title(grid: Grid, groups: list[list[list[RunResult]]], shown: int) -> str:
+    seeds = len(groups[0][0])
+    title = f"{grid.name}: mean over {seeds} seeds, 95 percent bands" if seeds > 1 else grid.name
+    return title if shown == len(groups) else f"{title} (the first {shown} of {len(groups)} panels)"
+
+
+def _line_label(grid: Grid, cell: list[RunResult]) -> str:
+    return label(cell[0].point[grid.compared[0]]) if grid.compared else grid.name
+
+
+def _columns(panels: int) -> int:
+    return min(panels, 3 if panels <= 9 else 4 if panels <= 16 else 5)
+
+
+def _rows_at(summary: Sequence[SummaryRow], values: dict[str, Any]) -> list[SummaryRow]:
+    return [row for row in summary if all(canonical(row.point[key]) == canonical(values[key]) for key in values)]
+
+
+def _mean(rows: Sequence[SummaryRow]) -> float:
+    means = [row.accuracy.mean for row in rows if row.accuracy]
+    return sum(means) / len(means) if means else math.nan
+
+
+def _cell_text(rows: Sequence[SummaryRow], mean: float) -> str:
+    runs, failed = sum(row.runs for row in rows), sum(row.failed for row in rows)
+    if failed == runs:
+        return "failed"
+    return f"{mean:.3f}" + (f"\n({runs - failed} of {runs})" if failed else "")
+
+
+def _lightness(colour: Sequence[float]) -> float:
+    """How light a colour (red, green, blue, ...) looks, from 0 to 1."""
+    red, green, blue = colour[:3]
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import fedsim
+from fedsim.comparison.folder import GridFolder, read_history
+from fedsim.comparison.grid import load_grid
+from fedsim.errors import RecordError
+
+AXES = {"aggregate.rule": ["mean", "weighted_mean"], "seed": [0, 1]}
+
+
+@pytest.fixture
+def grid(serial):
+    return load_grid(serial, AXES)
+
+
+@pytest.fixture
+def finished(serial, tmp_path):
+    """The folder of a comparison that is finished."""
+    return fedsim.compare(serial, AXES, tmp_path / "grid").folder
+
+
+def test_grid_json_says_what_was_compared_and_where_each_run_is(finished):
+    held = json.loads((finished / "grid.json").read_text())
+    assert (held["name"], held["axes"]) == ("quick", AXES)
+    assert list(held["axes"]) == list(AXES)
+    assert held["base"]["rounds"] == 2
+    assert "seed" not in held["base"]
+    assert "rule" not in held["base"]["aggregate"]
+    points = [{"aggregate.rule": rule, "seed": seed} for rule in AXES["aggregate.rule"] for seed in AXES["seed"]]
+    assert [run["point"] for run in held["runs"]] == points
+    for run in held["runs"]:
+        assert run["folder"] == f"runs/{run['id']}"
+        experiment = fedsim.load_experiment(finished / run["folder"] / "experiment.toml")
+        assert (experiment.aggregate.rule, experiment.seed) == tuple(run["point"].values())
+
+
+def test_the_folder_holds_what_it_promises_and_nothing_else(finished):
+    names = {path.name for path in finished.iterdir()}
+    assert names == {"grid.json", "runs", "results.csv", "summary.csv", "summary.txt", "accuracy.png"}
+    for folder in (finished / "runs").iterdir():
+        assert {path.name for path in folder.iterdir()} == {"experiment.toml", "environment.json", "metrics.jsonl"}
+
+
+def test_a_run_is_finished_when_all_its_rounds_are_on_record(finished, grid):
+    with GridFolder(finished, grid) as folder:
+        run = grid.runs[0]
+        metrics = folder.run_folder(run) / "metrics.jsonl"
+        whole = metrics.read_text()
+        assert folder.is_finished(run)
+        for part in ("", whole[: whole.index("\n") + 1], whole[:-1], whole[:-9]):
+            metrics.write_text(part)
+            assert not folder.is_finished(run)
+        metrics.write_text(whole)
+        folder.note_failure(run, "something\nwent wrong")
+        assert not folder.is_finished(run)
+        assert folder.error(run) == "something\nwent wrong"
+        folder.clear(run)
+        assert not folder.run_folder(run).exists()
+        assert folder.history(run) == []
+
+
+def test_a_run_is_finished_only_with_the_model_and_the_curve_it_was_to_write(serial, tmp_path):
+    grid = load_grid({**serial, "records": {"model": True}}, {"seed": [0]})
+    fedsim.compare({**serial, "records": {"model": True}}, {"seed": [0]}, tmp_path / "x")
+    with GridFolder(tmp_path / "x", grid) as folder:
+        assert folder.is_finished(grid.runs[0])
+        (folder.run_folder(grid.runs[0]) / "model.safetensors").unlink()
+        assert not folder.is_finished(grid.runs[0])
+
+
+def test_a_line_that_was_cut_off_is_not_read(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n{"round": 2}\n{"rou')
+    assert read_history(tmp_path) == [{"round": 1}, {"round": 2}]
+    assert read_history(tmp_path / "missing") == []
+
+
+def test_losses_that_were_not_finite_are_read_as_such(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"round": 1, "test_loss": null, "train_loss": 0.5}\n')
+    (record,) = read_history(tmp_path)
+    assert record["test_loss"] != record["test_loss"]
+    assert record["train_loss"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "axes", "lines"),
+    [
+        ({"rounds": 3}, {}, ["rounds: 2 there, 3 here"]),
+        ({"local": {"batch_size": 16, "lr": 0.1}}, {}, ["local.lr: 0.05 there, 0.1 here"]),
+        ({"records": {"model": True}}, {}, ["records.model: False there, True here"]),
+        ({}, {"seed": [1, 2]}, ["seed = 0: is there, and not here"]),
+        ({}, {"workers": [3, 4]}, ["workers: is an axis here, and not there"]),
+        ({"cohort": 2, "name": "other"}, {}, ['name: "quick" there, "other" here', "cohort: not set there, 2 here"]),
+        ({"aggregate": {"weights": "samples"}}, {}, ['aggregate.weights: not set there, "samples" here']),
+    ],
+)
+def test_the_folder_of_another_grid_is_refused_with_the_differences(serial, finished, change, axes, lines):
+    before = (finished / "grid.json").read_bytes()
+    with pytest.raises(RecordError) as caught:
+        fedsim.compare({**serial, **change}, {**AXES, **axes}, finished)
+    assert str(caught.value).splitlines() == [f"{finished}: holds another grid; name a new folder", *lines]
+    assert (finished / "grid.json").read_bytes() == before
+
+
+def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_path):
+    def compare(c):
+        rules = ["mean", "tests.plugs:clipped_mean"]
+        tables = {**serial, "rounds": 1, "aggregate": {"rule": "tests.plugs:clipped_mean", "c": c}}
+        return fedsim.compare(tables, {"aggregate.rule": rules}, tmp_path / "x")
+
+    compare(1.0)
+    with pytest.raises(RecordError, match=r"tests.plugs_clipped_mean: aggregate.c: 1.0 there, 2.0 here$"):
+        compare(2.0)
+
+
+def test_how_runs_are_done_is_no_difference(finished, quick, grid):
+    with GridFolder(finished, load_grid(quick, AXES)) as folder:
+        assert all(folder.is_finished(run) for run in grid.runs)
+
+
+def test_values_may_be_added_in_any_order(serial, finished):
+    more = {"aggregate.rule": ["weighted_mean", "mean", "tests.plugs:clipped_mean"], "seed": [5, 1, 0]}
+    before = {path.name: path.stat().st_mtime_ns for path in (finished / "runs").glob("*/metrics.jsonl")}
+    comparison = fedsim.compare(serial, more, finished)
+    assert len(comparison.runs) == 9
+    assert not comparison.failed
+    after = {path.name: path.stat().st_mtime_ns for path in (finished / "runs").glob("*/metrics.jsonl")}
+    assert before.items() <= after.items()
+    assert json.loads((finished / "grid.json").read_text())["axes"] == more
+
+
+def test_a_folder_that_holds_anything_else_is_refused_and_left_alone(serial, tmp_path):
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(RecordError, match="holds something already, and it is no comparison; name a new folder"):
+        fedsim.compare(serial, AXES, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"axes": {}, "base": {}, "runs": [{"id": "../../precious", "point": {}}]}', '{"axes": 1'],
+)
+def test_a_grid_that_cannot_be_read_is_refused(serial, tmp_path, content):
+    (tmp_path / "grid.json").write_text(content)
+    with pytest.raises(RecordError, match="grid.json: cannot be read as the grid of a comparison"):
+        fedsim.compare(serial, AXES, tmp_path)
+
+
+def test_only_one_comparison_works_on_a_folder(grid, tmp_path):
+    with GridFolder(tmp_path / "x", grid), pytest.raises(RecordError, match="another comparison is at work there"):
+        GridFolder(tmp_path / "x", grid)
+    with GridFolder(tmp_path / "x", grid):
+        pass
+
+
+def test_a_file_in_the_way_is_one_clear_line(serial, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "x"):
+        with pytest.raises(RecordError, match=f"{out}: cannot be the folder of a comparison"):
+            fedsim.compare(serial, AXES, out)

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pytest
+
+from fedsim import Experiment, ExperimentError
+from fedsim.comparison.grid import flat, load_grid
+
+
+def rules_of(grid):
+    return [run.experiment.aggregate.rule for run in grid.runs]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rules.toml"
+    path.write_text(
+        """
+        name = "rules"
+        rounds = 7
+        [server]
+        optimizer = "momentum"
+        momentum = 0.8
+        [grid]
+        seed = [0, 1]
+        "aggregate.rule" = ["mean", "weighted_mean"]
+        local.lr = [0.1, 0.2]
+        """
+    )
+    return path
+
+
+def test_the_last_axis_varies_fastest_and_the_seed_fastest_of_all(file):
+    grid = load_grid(file)
+    assert list(grid.axes) == ["aggregate.rule", "local.lr", "seed"]
+    assert grid.compared == ["aggregate.rule", "local.lr"]
+    points = [(r, lr, s) for r in ("mean", "weighted_mean") for lr in (0.1, 0.2) for s in (0, 1)]
+    assert [tuple(run.point.values()) for run in grid.runs] == points
+    assert [(e.aggregate.rule, e.local.params["lr"], e.seed) for e in (run.experiment for run in grid.runs)] == points
+    assert [run.id for run in grid.runs][:2] == ["mean-lr0.1-seed0", "mean-lr0.1-seed1"]
+
+
+def test_words_replace_axes_and_single_values_drop_them(file):
+    grid = load_grid(file, words=["seed=5,6,7", "local.lr=0.3", "rounds=2", "workers=2,3"])
+    assert grid.axes == {"aggregate.rule": ["mean", "weighted_mean"], "workers": [2, 3], "seed": [5, 6, 7]}
+    assert {run.experiment.local.params["lr"] for run in grid.runs} == {0.3}
+    assert {run.experiment.rounds for run in grid.runs} == {2}
+
+
+def test_axes_given_by_themselves_replace_those_of_the_source(file):
+    assert load_grid(file, {"local.lr": [0.5]}).axes["local.lr"] == [0.5]
+
+
+def test_a_table_on_an_axis_updates_the_table_of_that_name():
+    base = {"aggregate": {"weights": "uniform", "rule": "mean"}, "local": {"lr": 0.5, "batch_size": 7}}
+    grid = load_grid(base, {"aggregate": ["weighted_mean", {"rule": "mean"}], "local": [{}, {"lr": 0.1, "steps": 3}]})
+    assert rules_of(grid) == ["weighted_mean"] * 2 + ["mean"] * 2
+    assert {run.experiment.aggregate.weights for run in grid.runs} == {"uniform"}
+    local = grid.runs[1].experiment.local
+    assert (local.params["lr"], local.steps, local.epochs, local.batch_size) == (0.1, 3, None, 7)
+    assert [run.id for run in grid.runs] == [
+        *("weighted_mean-base", "weighted_mean-lr=0.1,steps=3"),
+        *("mean-base", "mean-lr=0.1,steps=3"),
+    ]
+
+
+@pytest.mark.parametrize("axis", ["server", "server.optimizer"])
+def test_naming_another_plug_leaves_the_parameters_of_the_one_before_behind(file, axis):
+    grid = load_grid(file, {axis: ["sgd", "momentum"]})
+    servers = {run.experiment.server.optimizer: run.experiment.server.params for run in grid.runs}
+    assert servers["sgd"] == Experiment().server.params
+    assert servers["momentum"]["momentum"] == 0.8
+
+
+def test_a_parameter_set_for_all_runs_belongs_to_the_plug_that_an_axis_names():
+    grid = load_grid(None, words=["aggregate.rule=tests.plugs:clipped_mean,tests.plugs:clipping", "aggregate.c=2.5"])
+    assert [run.experiment.aggregate.params for run in grid.runs] == [{"c": 2.5}] * 2
+
+
+def test_model_and_curve_are_left_out_unless_they_are_asked_for():
+    for source, words, expected in (
+        ({}, [], (False, False)),
+        ({"records": {"curve": True}}, [], (False, True)),
+        ({}, ["records.model=true"], (True, False)),
+        (Experiment(records={"model": True}), [], (True, False)),
+        (Experiment(), [], (False, False)),
+    ):
+        records = load_grid(source, {"seed": [0, 1]}, words).runs[0].experiment.records
+        assert (records.model, records.curve) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "chosen"),
+    [
+        ({}, [], False),
+        ({"engine": "spawn"}, [], True),
+        ({}, ["processes=2"], True),
+        ({}, ["engine=serial,spawn"], True),
+        (Experiment(rounds=3), [], False),
+        (Experiment(engine="spawn"), [], True),
+    ],
+)
+def test_it_is_known_whether_the_experiment_names_its_engine(source, words, chosen):
+    assert load_grid(source, {"seed": [0, 1]}, words).engine_chosen is chosen
+
+
+def test_the_base_is_what_all_runs_have_in_common_beside_the_axes(file):
+    base = flat(load_grid(file).base)
+    assert base["rounds"] == 7
+    assert base["server.momentum"] == 0.8
+    assert base["workers"] == 4
+    assert not {"seed", "aggregate.rule", "local.lr"} & base.keys()
+
+
+def test_the_source_is_left_as_it_was():
+    source = {"rounds": 3, "grid": {"seed": [0, 1]}}
+    load_grid(source, words=["records.model=true"])
+    assert source == {"rounds": 3, "grid": {"seed": [0, 1]}}
+
+
+def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
+    with pytest.raises(ExperimentError) as caught:
+        load_grid(None, words=["aggregate.rule=mean,krumm", "local.lr=0.1,-1.0", "workers=2,0", "seed=0,1"])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("aggregate.rule=mean local.lr=0.1 workers=0 seed=0: workers = 0: must be greater than 0")
+    assert any(": local.lr = -1.0: must be greater than" in line for line in lines)
+    assert any(': aggregate.rule = "krumm": no such aggregation rule' in line for line in lines)
+    assert all(line.endswith("more of 16 runs)") for line in lines)
+
+
+def test_a_problem_of_all_points_needs_no_point():
+    with pytest.raises(ExperimentError, match="^rounds = 0: must be greater than 0$"):
+        load_grid(None, words=["rounds=0", "seed=0,1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rounds=3"], "nothing to compare: give a list of values, such as aggregate.rule=mean,median"),
+        (["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"], "set by two axes"),
+        (["aggregate=mean", "aggregate.rule=mean,weighted_mean"], 'aggregate.rule = "mean": an axis sets that too'),
+        (["server=sgd,{optimizer='sgd'}"], "server=sgd and server=sgd: are one and the same experiment"),
+        (["local.lr=0.05,5e-2"], "local.lr: 0.05 is there twice"),
+        (["model=tests.plugs:Lazy,net"], 'model=tests.plugs:Lazy: model.name = "tests.plugs:Lazy": cannot be made'),
+        (["device=cpu,cuda:99"], 'device=cuda:99: device = "cuda:99": this PyTorch sees no such device'),
+        (["rounds.x=1,2"], "rounds.x"),
+    ],
+)
+def test_what_makes_no_sense_is_one_clear_line(words, message):
+    with pytest.raises(ExperimentError) as caught:
+        load_grid(None, words=words)
+    assert message in str(caught.value)
+
+
+def test_ids_are_different_even_where_labels_are_not():
+    axes = {"aggregate.rule": ["tests.plugs:clipped_mean"], "aggregate.c": [1.0, 2.0], "name": ["a_b", "A_b"]}
+    ids = [run.id for run in load_grid(None, axes).runs]
+    assert len({id.lower() for id in ids}) == 4
+    long = load_grid(None, {"name": ["x" * 300, "x" * 299 + "y"]}).runs
+    assert len({run.id for run in long}) == 2
+    assert all(len(run.id) < 120 for run in long)
+
+
+def test_an_id_depends_on_its_point_alone():
+    small, large = load_grid(None, {"seed": [0, 1]}), load_grid(None, {"seed": [3, 1, 0, 2]})
+    assert {run.id for run in small.runs} <= {run.id for run in large.runs}

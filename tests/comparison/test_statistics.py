@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedsim.comparison.statistics import estimate, mean_and_half_width, student_quantile
+
+
+def test_by_hand():
+    """1, 2, 3: mean 2, standard deviation 1, and t(p; 2) = (2p - 1) sqrt(2 / (4 p (1 - p))), 4.302653 of any table."""
+    got = estimate([1.0, 2.0, 3.0])
+    assert (got.mean, got.n) == (2.0, 3)
+    assert got.half_width == pytest.approx(0.95 * math.sqrt(2 / (4 * 0.975 * 0.025)) / math.sqrt(3), abs=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 30])
+def test_the_interval_is_that_of_scipy(n):
+    values = np.random.default_rng(n).normal(size=n)
+    low, high = stats.t.interval(0.95, n - 1, loc=values.mean(), scale=stats.sem(values))
+    got = estimate(values)
+    assert got.mean - got.half_width == pytest.approx(low, abs=1e-9)
+    assert got.mean + got.half_width == pytest.approx(high, abs=1e-9)
+
+
+def test_the_quantile_approaches_the_normal_one():
+    assert student_quantile(1) == pytest.approx(12.706204736174694, abs=1e-9)
+    assert student_quantile(10**7) == pytest.approx(1.959964, abs=1e-5)
+
+
+def test_columns_are_estimated_one_by_one():
+    values = np.random.default_rng(0).normal(size=(4, 3))
+    means, half_widths = mean_and_half_width(values)
+    for column in range(3):
+        got = estimate(values[:, column])
+        assert (means[column], half_widths[column]) == pytest.approx((got.mean, got.half_width), abs=1e-12)
+
+
+def test_one_value_has_no_interval_and_includes_itself_alone():
+    one = estimate([0.5])
+    assert (one.mean, one.half_width, one.n) == (0.5, math.inf, 1)
+    assert one.includes(0.5)
+    assert not one.includes(0.4)
+    assert one.text() == "0.5000"
+
+
+def test_equal_values_have_an_interval_of_no_width():
+    zero = estimate([0.0, 0.0, 0.0])
+    assert zero.includes(0.0)
+    assert not zero.includes(1e-9)
+
+
+def test_no_values_have_no_estimate():
+    assert estimate([]) is None
+
+
+def test_as_text():
+    assert estimate([0.9, 0.92]).text() == "0.9100 ± 0.1271"
+    assert estimate([0.1]).text(sign=True) == "+0.1000"
