@@ -5,7 +5,6 @@ const PALETTE = [
   "#4269d0", "#e8a013", "#e8594b", "#3aa8a0", "#3ca951", "#e070a0", "#a463f2", "#6fa3ea", "#9c6b4e", "#8b9099",
 ];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
-const NARROW = 560; // pixels
 const FEW_ROUNDS = 50; // up to so many, points are marked and bars are drawn
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -42,9 +41,10 @@ function ramp() {
   return [[0, colour("ramp-0")], [0.5, colour("ramp-1")], [1, colour("ramp-2")]];
 }
 
-/** Text for Plotly, which would read tags in it. */
+/** Text for Plotly, which would read tags and formulas in it. */
 function plain(text) {
-  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const meant = { "&": "&amp;", "<": "&lt;", ">": "&gt;", $: "&#36;" };
+  return String(text).replace(/[&<>$]/g, (character) => meant[character]);
 }
 
 /** The numbers of a run's rounds; null stands for 1, 2, 3, ... */
@@ -73,21 +73,17 @@ function valueAxis(title, unit, further = {}) {
   return axis(title, { hoverformat: ".4~f", ...formats[unit], ...further });
 }
 
-function isNarrow(target) {
-  return target.clientWidth < NARROW;
+/** The key to a heat map's colours, in the line above it. */
+function drawRampKey(target, title, least, most) {
+  const number = (value) => String(Number(value.toPrecision(3)));
+  const gradient = document.createElement("span");
+  gradient.className = "gradient";
+  element(target).replaceChildren(`${title}: ${number(least)} `, gradient, ` ${number(most)}`);
 }
 
-/** Pixels that a colour bar above the chart adds to its height. */
-function roomAbove(target) {
-  return isNarrow(target) ? 90 : 0;
-}
-
-/** The key to a heat map's colours: beside it, or above where there is little room. */
-function colourBar(target, title, beside = {}) {
-  const shared = { thickness: 12, outlinewidth: 0, tickcolor: colour("line") };
-  const text = plain(title);
-  if (!isNarrow(target)) return { ...shared, title: { text, side: "right" }, ...beside };
-  return { ...shared, title: { text, side: "top" }, orientation: "h", y: 1.02, yanchor: "bottom", nticks: 5 };
+/** The least and the greatest of some numbers. */
+function extremes(numbers) {
+  return numbers.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
 }
 
 /** Draw traces into an element. Repeated drawing changes what is there. */
