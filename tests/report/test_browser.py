@@ -92,6 +92,8 @@ def test_the_page_of_a_run_draws_every_chart(show, run_folder):
     assert weights[0] == pytest.approx([0.25] * 4)
     assert page.evaluate("document.getElementById('weights-chart').data[1].z[1]") == [1] * 4  # screened out
     assert page.evaluate("document.getElementById('weights-chart').data[0].y")[:2] == ["0", "1 (B)"]
+    buttons = "[...document.querySelectorAll('#curves-chart .modebar-btn')].map((button) => button.dataset.title)"
+    assert page.evaluate(buttons) == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"]  # none sends anything
     records = records_of(run_folder)
     times = plotted(page, "time-chart")
     assert [name for name, _ in times] == ["pull down", "train", "aggregate", "test"]
@@ -192,7 +194,7 @@ def test_the_controls_of_a_grid_change_what_is_plotted(show, grid_folder):
     assert set(named(page)) == {"0.01", "0.1"}
 
 
-def test_the_pictures_of_a_grid(show, grid_folder):
+def test_the_pictures_of_a_grid_and_the_order_of_its_table(show, grid_folder):
     page = show(grid_folder)
     lines = compare(combinations(read_records(grid_folder)))
     final = {line.combination.place: line.accuracy.mean for line in lines}
@@ -206,9 +208,6 @@ def test_the_pictures_of_a_grid(show, grid_folder):
     page.locator("#run-choice").select_option(label="weighted_mean · 0.1 · seed 2")
     assert page.evaluate("document.getElementById('weights-chart').data[0].y")[0] == "0"
 
-
-def test_a_table_sorts_by_the_head_that_is_pressed(show, grid_folder):
-    page = show(grid_folder)
     column = "[...document.querySelectorAll('#summary tbody tr')].map((row) => Number(row.cells[2].dataset.sort))"
     page.get_by_role("button", name="accuracy", exact=True).click()
     falling = page.evaluate(column)

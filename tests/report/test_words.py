@@ -39,7 +39,9 @@ def test_sizes(count, text):
     assert words.size(count) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.0, "0.0000"), (1.23456, "1.2346"), (1e-7, "1.000e-07"), (3e8, "3.000e+08")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0.0000"), (1.23456, "1.2346"), (1e-7, "1.000e-07"), (3e8, "3.000e+08")]
+)
 def test_losses(value, text):
     assert words.number(value) == text
 

@@ -5,6 +5,7 @@ const PALETTE = [
   "#4269d0", "#e8a013", "#e8594b", "#3aa8a0", "#3ca951", "#e070a0", "#a463f2", "#6fa3ea", "#9c6b4e", "#8b9099",
 ];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+const LONGEST_TICK = 48; // characters
 const FEW_ROUNDS = 50; // up to so many, points are marked and bars are drawn
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -47,6 +48,11 @@ function plain(text) {
   return String(text).replace(/[&<>$]/g, (character) => meant[character]);
 }
 
+/** The same, cut where it would leave no room for the chart. */
+function tickText(text) {
+  return plain(text.length > LONGEST_TICK ? `${text.slice(0, LONGEST_TICK - 1)}…` : text);
+}
+
 /** The numbers of a run's rounds; null stands for 1, 2, 3, ... */
 function roundNumbers(rounds, count) {
   return rounds ?? Array.from({ length: count }, (_, index) => index + 1);
@@ -62,6 +68,12 @@ function axis(title, further = {}) {
     zerolinecolor: colour("line"),
     ...further,
   };
+}
+
+/** The axis of rounds `x`: whole numbers, however few there are. */
+function roundAxis(x, further = {}) {
+  const few = x.length > 0 && x.at(-1) - x[0] <= 12;
+  return axis("round", { dtick: few ? 1 : undefined, unifiedhovertitle: { text: "round %{x}" }, ...further });
 }
 
 /** The axis of values in a unit: "" (a plain number), "s" or "B". */
@@ -94,7 +106,7 @@ function draw(target, traces, layout) {
     paper_bgcolor: "rgba(0, 0, 0, 0)",
     plot_bgcolor: "rgba(0, 0, 0, 0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: text },
-    margin: { l: 48, r: 12, t: 12, b: 40 },
+    margin: { l: 48, r: 12, t: 30, b: 40 },
     showlegend: false,
     dragmode: coarsePointer.matches ? false : "zoom", // a finger on a chart scrolls the page
     hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: text }, namelength: -1 },
@@ -103,6 +115,9 @@ function draw(target, traces, layout) {
   return Plotly.react(target, traces, { ...shared, ...layout }, {
     responsive: true,
     displaylogo: false,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    // All of them by name: among those that come by themselves is one that sends the chart to a server.
+    modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+    plotlyServerURL: "",
+    typesetMath: false,
   });
 }

@@ -91,7 +91,7 @@ function drawWeights(target, picture) {
     ],
     {
       height: (few ? Math.max(18 * workers.length, 120) : 640) + 60,
-      xaxis: axis("round", { showgrid: false, zeroline: false }),
+      xaxis: roundAxis(rounds, { showgrid: false, zeroline: false }),
       yaxis: workerAxis({ autorange: "reversed", dtick: few ? 1 : undefined }),
       shapes: byzantineStrips("y", workers, byzantine),
     },
@@ -169,7 +169,7 @@ function drawTimeOverRounds(target, { rounds, phases, seconds }) {
     barmode: "stack",
     hovermode: "x unified",
     ...phaseLegend(),
-    xaxis: axis("round"),
+    xaxis: roundAxis(x),
     yaxis: valueAxis("seconds of a round", "s", { rangemode: "tozero" }),
   });
 }
@@ -177,7 +177,7 @@ function drawTimeOverRounds(target, { rounds, phases, seconds }) {
 /** One bar per combination, the first on top. */
 function drawTimeByCombination(target, data) {
   const names = data.combinations.map(
-    (place) => plain(place.map((value, at) => data.axes[at].values[value]).join(" · ")) || "all runs",
+    (place) => tickText(place.map((value, at) => data.axes[at].values[value]).join(" · ")) || "all runs",
   );
   const positions = names.map((_, index) => index);
   const traces = data.time.phases.map((phase, index) => ({
@@ -234,7 +234,7 @@ function drawAxes(target, data, { label, cells }, fixed) {
     axis(name, {
       tickmode: "array",
       tickvals: values.map((_, index) => index),
-      ticktext: values.map(plain),
+      ticktext: values.map(tickText),
       showgrid: false,
       zeroline: false,
     });
