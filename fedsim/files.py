@@ -1,10 +1,13 @@
-"""Files that are there whole or not at all."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 from fedsim.errors import RecordError
 
@@ -22,3 +25,16 @@ def write_whole(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise RecordError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON proper: numbers that are not finite, which JSON has no word for, become null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -86,13 +86,19 @@ def test_one_round_is_enough(tmp_path):
 def test_runs_that_are_not_finished_are_named(tmp_path):
     def make(path, point):
         if point["x"] != "c":
-            invent_run(path, [0.5], rounds=1 if point["x"] == "a" else 4)
+            invent_run(path, [0.5], rounds=4 if point["x"] == "b" else 1)
+        if point["x"] == "d":
+            (path / "error.txt").write_text("worker 1 failed\nTraceback\n")
 
-    grid = read_records(write_points(tmp_path / "grid", {"x": ["a", "b", "c"]}, make))
+    grid = read_records(write_points(tmp_path / "grid", {"x": ["a", "b", "c", "d"]}, make))
     context, data = grid_context(grid)
-    assert context["unfinished"] == [("run1", "1 of 4 rounds"), ("run2", "not begun")]
-    assert [row["seeds"] for row in context["table"]["rows"]] == ["1", "0 of 1", "0 of 1"]
-    assert len(data["curves"]) == 2
+    assert context["unfinished"] == [
+        ("run1", "1 of 4 rounds"),
+        ("run2", "not begun"),
+        ("run3", "failed: worker 1 failed"),
+    ]
+    assert [row["seeds"] for row in context["table"]["rows"]] == ["1", "0 of 1", "0 of 1", "0 of 1"]
+    assert len(data["curves"]) == 3
 
 
 def test_settings_that_runs_share_are_those_of_the_base(grid_folder):
