@@ -45,9 +45,10 @@ METRICS = (
 
 
 def metrics_of(runs: Iterable[Run]) -> list[Metric]:
-    """The metrics of which there is a value in any of the runs."""
+    """The metrics of which there is a value in any of the runs, or the first, so that there is one to choose."""
     records = [record for run in runs for record in run.rounds]
-    return [metric for metric in METRICS if any(metric.read(record) is not None for record in records)]
+    found = [metric for metric in METRICS if any(metric.read(record) is not None for record in records)]
+    return found or [METRICS[0]]
 
 
 def phases_of(runs: Iterable[Run]) -> list[str]:
@@ -108,14 +109,15 @@ def mean_time(runs: Sequence[Run], phases: Sequence[str]) -> list[float | None]:
 
 def partition_picture(partition: Partition) -> dict[str, Any] | None:
     """Samples by label and worker."""
-    if not partition.counts:
+    if not any(partition.counts):
         return None
     return {"counts": partition.counts, "byzantine": sorted(set(partition.byzantine))}
 
 
 def has_weights(run: Run) -> bool:
     """Whether any round says what weight workers had, or that one was screened out."""
-    return any(record.coefficients is not None or record.excluded for record in run.rounds)
+    known = (weight is not None for record in run.rounds for _, weight in record.weights)
+    return any(known) or any(record.excluded for record in run.rounds)
 
 
 def weights_picture(run: Run, columns: int = MOST_COLUMNS) -> dict[str, Any] | None:

@@ -95,12 +95,8 @@ def notes(grid: Grid) -> list[str]:
 
 
 def unfinished(grid: Grid) -> list[tuple[str, str]]:
-    """Runs that are not finished, and how far they are."""
-    return [
-        (entry.id, f"{len(entry.run.rounds)} of {entry.run.planned} rounds" if entry.run else "not begun")
-        for entry in grid.runs
-        if not entry.finished
-    ]
+    """Runs that are not finished, and how that comes."""
+    return [(entry.id, entry.state) for entry in grid.runs if not entry.finished]
 
 
 def shared_settings(runs: list[Run]) -> list[tuple[str, str]]:

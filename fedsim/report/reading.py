@@ -19,7 +19,7 @@ from fedsim.errors import RecordError
 from fedsim.loading import read_toml
 from fedsim.records import ENVIRONMENT, EXPERIMENT, METRICS
 
-PARTITION, GRID = "partition.json", "grid.json"
+PARTITION, GRID, ERROR = "partition.json", "grid.json", "error.txt"
 SEED = "seed"  # the axis of a grid that repeats runs
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -113,10 +113,20 @@ class GridRun:
     id: str
     place: dict[str, int]
     run: Run | None  # None: has not begun
+    error: str | None = None  # the first line of why it failed
 
     @property
     def finished(self) -> bool:
-        return self.run is not None and self.run.finished
+        return self.run is not None and self.run.finished and self.error is None
+
+    @property
+    def state(self) -> str:
+        """How far it is, or why it went no further."""
+        if self.error is not None:
+            return f"failed: {self.error}"
+        if self.run is None:
+            return "not begun"
+        return f"{len(self.run.rounds)} of {self.run.planned} rounds"
 
 
 @dataclass(frozen=True)
@@ -200,7 +210,8 @@ def read_grid(folder: Path) -> Grid:
     for index, entry in enumerate(file.runs):
         where = f"{path}: runs.{index}"
         place = {axis: _position(entry, axis, values, where) for axis, values in file.axes.items()}
-        runs.append(GridRun(entry.id, place, read_run(folder / _inner(entry.folder, where))))
+        run_folder = folder / _inner(entry.folder, where)
+        runs.append(GridRun(entry.id, place, read_run(run_folder), _first_line(run_folder / ERROR)))
         if any(earlier.place == place for earlier in runs[:-1]):
             raise RecordError(f"{where}.point: another run has the same")
     if not any(entry.run and entry.run.rounds for entry in runs):
@@ -272,6 +283,13 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RecordError(f"{path}: must be an object")
     return value
+
+
+def _first_line(path: Path) -> str | None:
+    """Of a text; None where there is no such file."""
+    if not path.is_file():
+        return None
+    return _read(path).decode(errors="replace").strip().partition("\n")[0]
 
 
 def _read(path: Path) -> bytes:

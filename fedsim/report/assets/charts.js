@@ -5,7 +5,7 @@ const PALETTE = [
   "#4269d0", "#e8a013", "#e8594b", "#3aa8a0", "#3ca951", "#e070a0", "#a463f2", "#6fa3ea", "#9c6b4e", "#8b9099",
 ];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
-const NARROW = 560; // pixels
+const LONGEST_TICK = 48; // characters
 const FEW_ROUNDS = 50; // up to so many, points are marked and bars are drawn
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -42,9 +42,15 @@ function ramp() {
   return [[0, colour("ramp-0")], [0.5, colour("ramp-1")], [1, colour("ramp-2")]];
 }
 
-/** Text for Plotly, which would read tags in it. */
+/** Text for Plotly, which would read tags and formulas in it. */
 function plain(text) {
-  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const meant = { "&": "&amp;", "<": "&lt;", ">": "&gt;", $: "&#36;" };
+  return String(text).replace(/[&<>$]/g, (character) => meant[character]);
+}
+
+/** The same, cut where it would leave no room for the chart. */
+function tickText(text) {
+  return plain(text.length > LONGEST_TICK ? `${text.slice(0, LONGEST_TICK - 1)}…` : text);
 }
 
 /** The numbers of a run's rounds; null stands for 1, 2, 3, ... */
@@ -64,6 +70,12 @@ function axis(title, further = {}) {
   };
 }
 
+/** The axis of rounds `x`: whole numbers, however few there are. */
+function roundAxis(x, further = {}) {
+  const few = x.length > 0 && x.at(-1) - x[0] <= 12;
+  return axis("round", { dtick: few ? 1 : undefined, unifiedhovertitle: { text: "round %{x}" }, ...further });
+}
+
 /** The axis of values in a unit: "" (a plain number), "s" or "B". */
 function valueAxis(title, unit, further = {}) {
   const formats = {
@@ -73,21 +85,17 @@ function valueAxis(title, unit, further = {}) {
   return axis(title, { hoverformat: ".4~f", ...formats[unit], ...further });
 }
 
-function isNarrow(target) {
-  return target.clientWidth < NARROW;
+/** The key to a heat map's colours, in the line above it. */
+function drawRampKey(target, title, least, most) {
+  const number = (value) => String(Number(value.toPrecision(3)));
+  const gradient = document.createElement("span");
+  gradient.className = "gradient";
+  element(target).replaceChildren(`${title}: ${number(least)} `, gradient, ` ${number(most)}`);
 }
 
-/** Pixels that a colour bar above the chart adds to its height. */
-function roomAbove(target) {
-  return isNarrow(target) ? 90 : 0;
-}
-
-/** The key to a heat map's colours: beside it, or above where there is little room. */
-function colourBar(target, title, beside = {}) {
-  const shared = { thickness: 12, outlinewidth: 0, tickcolor: colour("line") };
-  const text = plain(title);
-  if (!isNarrow(target)) return { ...shared, title: { text, side: "right" }, ...beside };
-  return { ...shared, title: { text, side: "top" }, orientation: "h", y: 1.02, yanchor: "bottom", nticks: 5 };
+/** The least and the greatest of some numbers. */
+function extremes(numbers) {
+  return numbers.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
 }
 
 /** Draw traces into an element. Repeated drawing changes what is there. */
@@ -98,7 +106,7 @@ function draw(target, traces, layout) {
     paper_bgcolor: "rgba(0, 0, 0, 0)",
     plot_bgcolor: "rgba(0, 0, 0, 0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: text },
-    margin: { l: 48, r: 12, t: 12, b: 40 },
+    margin: { l: 48, r: 12, t: 30, b: 40 },
     showlegend: false,
     dragmode: coarsePointer.matches ? false : "zoom", // a finger on a chart scrolls the page
     hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: text }, namelength: -1 },
@@ -107,6 +115,9 @@ function draw(target, traces, layout) {
   return Plotly.react(target, traces, { ...shared, ...layout }, {
     responsive: true,
     displaylogo: false,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    // All of them by name: among those that come by themselves is one that sends the chart to a server.
+    modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+    plotlyServerURL: "",
+    typesetMath: false,
   });
 }

@@ -194,7 +194,7 @@ function curvesSection(metrics, seriesOf) {
       height: 420,
       hovermode: visible.length > 12 ? "closest" : "x unified",
       uirevision: `${metric.value} ${log.checked}`, // what was zoomed into stays while the metric does
-      xaxis: axis("round"),
+      xaxis: roundAxis(series[0]?.x ?? []),
       yaxis: valueAxis(label, unit, { type: log.checked ? "log" : "linear" }),
     });
   }

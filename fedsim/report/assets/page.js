@@ -44,6 +44,7 @@ function drawOrSayNothing(section, picture, drawPicture) {
   const chart = element(`${section}-chart`); // not there if no run has one
   if (!chart) return;
   chart.hidden = !picture;
+  element(`${section}-key`).hidden = !picture;
   element(`${section}-empty`).hidden = Boolean(picture);
   if (picture) drawPicture(chart, picture);
 }

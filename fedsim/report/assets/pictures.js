@@ -51,24 +51,20 @@ function workerAxis(further) {
   });
 }
 
-/** The least and the greatest of some numbers, zero included. */
-function extremes(numbers) {
-  return numbers.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [0, 0]);
-}
-
 function drawWeights(target, picture) {
   const { rounds, workers, weights, excluded, per_column: perColumn } = picture;
   const byzantine = new Set(picture.byzantine);
   const names = workers.map((worker) => workerName(worker, byzantine));
   const out = workers.map(() => rounds.map(() => null));
   for (const [row, column] of excluded) out[row][column] = 1;
-  const [least, most] = extremes(weights.flat());
+  const [least, most] = extremes([0, ...weights.flat().filter((weight) => weight !== null)]);
   const cells = { type: "heatmap", x: rounds, y: names, hoverongaps: false };
   const few = workers.length <= FEW_WORKERS;
   const gap = few && rounds.length <= FEW_ROUNDS ? 1 : 0;
   const roundText = perColumn > 1 ? `rounds from %{x}` : "round %{x}";
   element("weights-binning").textContent =
     perColumn > 1 ? `Each column is the mean of ${perColumn} rounds.` : "";
+  drawRampKey("weights-key", "weight", least, most);
   draw(
     target,
     [
@@ -78,8 +74,7 @@ function drawWeights(target, picture) {
         zmin: least,
         zmax: most,
         colorscale: ramp(),
-        showscale: most > least,
-        colorbar: colourBar(target, "weight"),
+        showscale: false,
         xgap: gap,
         ygap: gap,
         hovertemplate: `worker %{y}, ${roundText}<br>weight %{z:.4~g}<extra></extra>`,
@@ -95,8 +90,8 @@ function drawWeights(target, picture) {
       },
     ],
     {
-      height: (few ? Math.max(18 * workers.length, 120) : 640) + 60 + roomAbove(target),
-      xaxis: axis("round", { showgrid: false, zeroline: false }),
+      height: (few ? Math.max(18 * workers.length, 120) : 640) + 60,
+      xaxis: roundAxis(rounds, { showgrid: false, zeroline: false }),
       yaxis: workerAxis({ autorange: "reversed", dtick: few ? 1 : undefined }),
       shapes: byzantineStrips("y", workers, byzantine),
     },
@@ -113,6 +108,8 @@ function drawPartition(target, picture) {
   const few = workers.length <= FEW_WORKERS;
   if (few) target.style.minWidth = `${26 * workers.length + 140}px`;
   else target.style.removeProperty("min-width");
+  const [, most] = extremes(counts.flat());
+  drawRampKey("partition-key", "samples", 0, most);
   draw(
     target,
     [
@@ -123,10 +120,11 @@ function drawPartition(target, picture) {
         z: labels.map((label) => counts.map((row) => row[label])),
         colorscale: ramp(),
         zmin: 0,
+        zmax: most,
         xgap: few ? 1 : 0,
         ygap: few ? 1 : 0,
         texttemplate: few ? "%{z}" : undefined,
-        colorbar: colourBar(target, "samples", { len: 0.78, y: 0, yanchor: "bottom" }),
+        showscale: false,
         hovertemplate: "worker %{x}, label %{y}<br>%{z} samples<extra></extra>",
       },
       {
@@ -139,7 +137,7 @@ function drawPartition(target, picture) {
       },
     ],
     {
-      height: Math.min(24 * labels.length, 480) + 170 + roomAbove(target),
+      height: Math.min(24 * labels.length, 480) + 170,
       bargap: 0.15,
       xaxis: workerAxis({ anchor: "y", dtick: few ? 1 : undefined }),
       yaxis: axis("label", {
@@ -171,7 +169,7 @@ function drawTimeOverRounds(target, { rounds, phases, seconds }) {
     barmode: "stack",
     hovermode: "x unified",
     ...phaseLegend(),
-    xaxis: axis("round"),
+    xaxis: roundAxis(x),
     yaxis: valueAxis("seconds of a round", "s", { rangemode: "tozero" }),
   });
 }
@@ -179,7 +177,7 @@ function drawTimeOverRounds(target, { rounds, phases, seconds }) {
 /** One bar per combination, the first on top. */
 function drawTimeByCombination(target, data) {
   const names = data.combinations.map(
-    (place) => plain(place.map((value, at) => data.axes[at].values[value]).join(" · ")) || "all runs",
+    (place) => tickText(place.map((value, at) => data.axes[at].values[value]).join(" · ")) || "all runs",
   );
   const positions = names.map((_, index) => index);
   const traces = data.time.phases.map((phase, index) => ({
@@ -222,7 +220,9 @@ function drawAxes(target, data, { label, cells }, fixed) {
   const found = new Map(data.combinations.map((place, index) => [place.join(), cells[index]]));
   const cellAt = (row, column) => found.get([row, column, ...fixed].join()) ?? null;
   const table = rows.values.map((_, row) => columns.values.map((__, column) => cellAt(row, column)));
-  const digits = Math.max(...cells.map((cell) => cell?.[0] ?? 0)) < 10 ? 3 : 1;
+  const [least, most] = extremes(cells.filter((cell) => cell).map(([mean]) => mean));
+  const digits = most < 10 ? 3 : 1;
+  drawRampKey("heat-map-key", label.toLowerCase(), least, most);
   const text = table.map((row) =>
     row.map((cell) => {
       if (!cell) return "";
@@ -234,7 +234,7 @@ function drawAxes(target, data, { label, cells }, fixed) {
     axis(name, {
       tickmode: "array",
       tickvals: values.map((_, index) => index),
-      ticktext: values.map(plain),
+      ticktext: values.map(tickText),
       showgrid: false,
       zeroline: false,
     });
@@ -251,7 +251,9 @@ function drawAxes(target, data, { label, cells }, fixed) {
         texttemplate: "%{text}",
         textfont: { size: 12 },
         colorscale: ramp(),
-        colorbar: colourBar(target, label.toLowerCase()),
+        zmin: least,
+        zmax: most,
+        showscale: false,
         xgap: 2,
         ygap: 2,
         hoverongaps: false,
@@ -262,7 +264,7 @@ function drawAxes(target, data, { label, cells }, fixed) {
       },
     ],
     {
-      height: 46 * rows.values.length + 90 + roomAbove(target),
+      height: 46 * rows.values.length + 90,
       xaxis: labelAxis(columns.name, columns.values),
       yaxis: { ...labelAxis(rows.name, rows.values), autorange: "reversed" },
     },

@@ -1,0 +1,97 @@
+"""Run folders and grid folders to read: real ones, and made-up ones that take no time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import fedsim
+
+ROUNDS, WORKERS = 4, 5
+
+
+def write_run(folder: Path, *, byzantine: list[int] = (), **settings: Any) -> Path:
+    """Run logistic regression on real images, and add what other parts of fedsim write: weights and the partition."""
+    experiment = {
+        "name": "tried",
+        "model": "logistic",
+        "engine": "serial",
+        "rounds": ROUNDS,
+        "workers": WORKERS,
+        "local": {"lr": 0.05, "steps": 3},
+        "records": {"model": False, "curve": False},
+    }
+    fedsim.run({**experiment, **settings}, folder)
+    add_to_rounds(folder, lambda record: weights_without(record["cohort"], byzantine))
+    (folder / "partition.json").write_text(
+        json.dumps({"counts": [[80] * 10 for _ in range(WORKERS)], "byzantine": list(byzantine)})
+    )
+    return folder
+
+
+def weights_without(cohort: list[int], byzantine: list[int]) -> dict[str, Any]:
+    """Equal weights for the honest, none for the Byzantine workers, of which the first is screened out."""
+    honest = [worker for worker in cohort if worker not in byzantine]
+    weights = [1 / len(honest) if worker in honest else 0.0 for worker in cohort]
+    return {"coefficients": weights, "excluded": list(byzantine)[:1], "attack_success": 0.25}
+
+
+def write_grid(folder: Path) -> Path:
+    axes = {"aggregate.rule": ["mean", "weighted_mean"], "local.lr": [0.01, 0.1], "seed": [0, 1, 2]}
+
+    def make(path: Path, point: dict[str, Any]) -> None:
+        write_run(
+            path,
+            byzantine=[0] if point["aggregate.rule"] == "mean" else [],
+            seed=point["seed"],
+            aggregate=point["aggregate.rule"],
+            local={"lr": point["local.lr"], "steps": 3},
+        )
+
+    return write_points(folder, axes, make)
+
+
+def write_points(folder: Path, axes: dict[str, list[Any]], make) -> Path:
+    """A grid folder whose runs `make(path, point)` writes, or leaves out."""
+    runs = []
+    for number, values in enumerate(itertools.product(*axes.values())):
+        point = dict(zip(axes, values, strict=True))
+        runs.append({"id": f"run{number}", "point": point, "folder": f"runs/run{number}"})
+        make(folder / "runs" / f"run{number}", point)
+    folder.mkdir(exist_ok=True)
+    (folder / "grid.json").write_text(json.dumps({"name": "tried", "axes": axes, "runs": runs}))
+    return folder
+
+
+def invent_run(folder: Path, accuracies: list[float], rounds: int | None = None, **settings: Any) -> Path:
+    """A run folder with these accuracies, as files alone; `rounds` are planned."""
+    folder.mkdir(parents=True)
+    plan = {"name": "made_up", "rounds": rounds or len(accuracies), "workers": 2, **settings}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in plan.items()]
+    (folder / "experiment.toml").write_text("\n".join(lines))
+    (folder / "environment.json").write_text('{"device": "cpu"}')
+    records = [invent_round(number, accuracy) for number, accuracy in enumerate(accuracies, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def invent_round(number: int, accuracy: float) -> dict[str, Any]:
+    return {
+        "round": number,
+        "test_loss": 1 - accuracy,
+        "test_accuracy": accuracy,
+        "train_loss": 2 - accuracy,
+        "seconds": {"pull_down": 0.001, "train": 0.2, "aggregate": 0.01, "test": 0.02},
+        "cohort": [0, 1],
+        "bytes_up": 1000,
+        "bytes_down": 2000,
+    }
+
+
+def add_to_rounds(folder: Path, keys) -> None:
+    """Add `keys(record)` to every line of the metrics."""
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**record, **keys(record)}) + "\n" for record in records))

@@ -1,0 +1,257 @@
+"""The page in a real browser: it draws, it fetches nothing, nothing goes wrong in it, and its controls work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from fedsim.report import write_report
+from fedsim.report.comparison import combinations, compare
+from fedsim.report.reading import read_records
+from tests.report.folders import invent_run, write_points
+from tests.report.test_page import evil_grid, evil_run
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"needs a browser, and finds none of {', '.join(BROWSERS)}")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Opens the page about a folder; at the end of the test, nothing may have gone wrong in any that was opened."""
+    opened = []
+
+    def open_page(folder, width=1200, scheme="light"):
+        path = write_report(folder, tmp_path / "page.html")
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context.set_default_timeout(5_000)
+        page = context.new_page()
+        events = {"console": [], "errors": [], "requests": [], "dialogs": []}
+        page.on("console", lambda message: events["console"].append(message.text))
+        page.on("pageerror", lambda error: events["errors"].append(str(error)))
+        page.on("request", lambda request: events["requests"].append(request.url))
+        page.on("dialog", lambda dialog: (events["dialogs"].append(dialog.message), dialog.dismiss()))
+        page.goto(path.as_uri())
+        opened.append((context, path, events))
+        return page
+
+    yield open_page
+    for context, path, events in opened:
+        context.close()
+        assert [url for url in events.pop("requests") if not url.startswith(("data:", "blob:"))] == [path.as_uri()]
+        assert events == {"console": [], "errors": [], "dialogs": []}
+
+
+def plotted(page, chart="curves-chart"):
+    """The traces that a chart shows, as (name, y)."""
+    traces = page.evaluate(
+        """(id) => document.getElementById(id).data.map((trace) => [trace.name ?? "", Array.from(trace.y)])""", chart
+    )
+    return [(name, values) for name, values in traces]
+
+
+def named(page):
+    return {name: values for name, values in plotted(page) if name}
+
+
+def smoothed(values, weight):
+    """The mean of the values so far, each counting `weight` times the one after it."""
+    return [
+        sum(weight ** (last - k) * values[k] for k in range(last + 1)) / sum(weight**k for k in range(last + 1))
+        for last in range(len(values))
+    ]
+
+
+def set_slider(page, value):
+    page.locator("#curves-smoothing").fill(str(value))
+
+
+def records_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_page_of_a_run_draws_every_chart(show, run_folder):
+    page = show(run_folder)
+    for chart in ("curves-chart", "weights-chart", "partition-chart", "time-chart"):
+        assert page.locator(f"#{chart} .main-svg").count() > 0, chart
+    weights = page.evaluate("document.getElementById('weights-chart').data[0].z")
+    assert weights[1] == [0] * 4  # the Byzantine worker's
+    assert weights[0] == pytest.approx([0.25] * 4)
+    assert page.evaluate("document.getElementById('weights-chart').data[1].z[1]") == [1] * 4  # screened out
+    assert page.evaluate("document.getElementById('weights-chart').data[0].y")[:2] == ["0", "1 (B)"]
+    buttons = "[...document.querySelectorAll('#curves-chart .modebar-btn')].map((button) => button.dataset.title)"
+    titles = [title.lower() for title in page.evaluate(buttons)]
+    assert titles == ["download plot as a png", "zoom", "pan", "reset axes"]  # none sends anything
+    records = records_of(run_folder)
+    times = plotted(page, "time-chart")
+    assert [name for name, _ in times] == ["pull down", "train", "aggregate", "test"]
+    assert times[1][1] == pytest.approx([record["seconds"]["train"] for record in records], rel=1e-5)
+
+
+def test_the_controls_of_a_run_change_what_is_plotted(show, run_folder):
+    page = show(run_folder)
+    records = records_of(run_folder)
+    accuracies = [record["test_accuracy"] for record in records]
+    assert named(page) == {"test accuracy": accuracies}
+
+    set_slider(page, 0.6)
+    assert named(page)["test accuracy"] == pytest.approx(smoothed(accuracies, 0.6))
+    assert ("", accuracies) in plotted(page)  # the values themselves stay to be seen behind
+    assert page.locator("#curves-smoothing-value").text_content() == "0.6"
+    set_slider(page, 0)
+
+    page.get_by_label("Metric").select_option(label="Test and train loss")
+    assert set(named(page)) == {"test loss", "train loss"}
+    assert named(page)["train loss"] == pytest.approx([record["train_loss"] for record in records], rel=1e-5)
+
+    page.get_by_label("Log scale").check()
+    assert page.evaluate("document.getElementById('curves-chart').layout.yaxis.type") == "log"
+    page.get_by_label("Log scale").uncheck()
+
+    page.get_by_label("test loss", exact=True).uncheck()
+    assert set(named(page)) == {"train loss"}
+    page.get_by_role("button", name="None").click()
+    assert plotted(page) == []
+    page.get_by_role("button", name="All").click()
+    assert set(named(page)) == {"test loss", "train loss"}
+
+    for metric in ("Test loss", "Train loss", "Attack success", "Seconds", "Bytes"):
+        page.get_by_label("Metric").select_option(label=metric)
+        assert metric.lower() in named(page)
+
+
+def test_every_control_can_be_reached_and_used_by_keyboard(show, run_folder):
+    page = show(run_folder)
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.closest('[id]')?.id"))
+    assert {"curves-metric", "curves-smoothing", "curves-log", "curves-all", "curves-none", "curves-legend"} <= reached
+    before = named(page)
+    page.locator("#curves-smoothing").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert named(page) != before
+    page.locator("#curves-legend input").first.focus()
+    page.keyboard.press("Space")
+    assert plotted(page) == []
+    page.keyboard.press("Space")  # the box keeps the focus while the chart is drawn anew
+    assert len(plotted(page)) == 2
+    unlabelled = "[...document.querySelectorAll('input, select')].filter((control) => !control.labels.length).length"
+    assert page.evaluate(unlabelled) == 0
+
+
+def test_the_controls_of_a_grid_change_what_is_plotted(show, grid_folder):
+    page = show(grid_folder)
+    lines = compare(combinations(read_records(grid_folder)))
+    final = {line.combination.place: line.accuracy for line in lines}
+    assert set(named(page)) == {"mean", "weighted_mean"}
+    assert named(page)["mean"][-1] == pytest.approx(final[0, 0].mean, rel=1e-5)
+
+    page.locator("#curves [data-axis='1']").select_option(label="0.1")
+    assert named(page)["weighted_mean"][-1] == pytest.approx(final[1, 1].mean, rel=1e-5)
+    bands = [values for name, values in plotted(page) if not name]
+    assert len(bands) == 2
+    rounds = len(named(page)["mean"])
+    interval = final[0, 1]
+    assert bands[0][rounds - 1 : rounds + 1] == pytest.approx(
+        [interval.mean + interval.half, interval.mean - interval.half], rel=1e-4
+    )
+    page.get_by_label("Bands").uncheck()
+    assert len(plotted(page)) == 2
+
+    page.locator("#curves [data-axis='1']").select_option(label="all")
+    assert set(named(page)) == {f"{rule} · {lr}" for rule in ("mean", "weighted_mean") for lr in ("0.01", "0.1")}
+    page.get_by_label("Colour by").select_option(label="local.lr")
+    assert set(named(page)) == {"0.01", "0.1"}
+    page.locator("#curves [data-axis='0']").select_option(label="weighted_mean")
+    assert named(page)["0.1"][-1] == pytest.approx(final[1, 1].mean, rel=1e-5)
+
+    before = named(page)
+    set_slider(page, 0.5)
+    assert named(page)["0.1"] == pytest.approx(smoothed(before["0.1"], 0.5))
+    page.get_by_label("Metric").select_option(label="Train loss")
+    assert named(page)["0.1"] != before["0.1"]
+    page.get_by_label("Log scale").check()
+    assert page.evaluate("document.getElementById('curves-chart').layout.yaxis.type") == "log"
+    page.get_by_role("button", name="None").click()
+    assert plotted(page) == []
+    page.get_by_label("0.01", exact=True).check()
+    assert set(named(page)) == {"0.01"}
+    page.get_by_role("button", name="All").click()
+    assert set(named(page)) == {"0.01", "0.1"}
+
+
+def test_the_pictures_of_a_grid_and_the_order_of_its_table(show, grid_folder):
+    page = show(grid_folder)
+    lines = compare(combinations(read_records(grid_folder)))
+    final = {line.combination.place: line.accuracy.mean for line in lines}
+    cells = page.evaluate("document.getElementById('heat-map-chart').data[0].z")
+    assert cells == [[pytest.approx(final[row, column], rel=1e-5) for column in (0, 1)] for row in (0, 1)]
+    page.get_by_label("Value").select_option(label="Final test loss")
+    assert page.evaluate("document.getElementById('heat-map-chart').data[0].z") != cells
+    assert page.evaluate("document.getElementById('time-chart').data[1].x.length") == 4
+
+    assert page.evaluate("document.getElementById('weights-chart').data[0].y")[0] == "0 (B)"
+    page.locator("#run-choice").select_option(label="weighted_mean · 0.1 · seed 2")
+    assert page.evaluate("document.getElementById('weights-chart').data[0].y")[0] == "0"
+
+    column = "[...document.querySelectorAll('#summary tbody tr')].map((row) => Number(row.cells[2].dataset.sort))"
+    page.get_by_role("button", name="accuracy", exact=True).click()
+    falling = page.evaluate(column)
+    assert falling == sorted(falling, reverse=True)
+    page.get_by_role("button", name="accuracy", exact=True).click()
+    assert page.evaluate(column) == falling[::-1]
+
+
+@pytest.mark.parametrize("kind", ["run", "grid"])
+def test_nothing_sticks_out_of_a_narrow_screen_and_colours_follow_the_scheme(show, run_folder, grid_folder, kind):
+    page = show(run_folder if kind == "run" else grid_folder, width=400)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    colour = "document.getElementById('curves-chart').layout.font.color"
+    light = page.evaluate(colour)
+    page.emulate_media(color_scheme="dark")
+    for _ in range(50):  # wait_for_function would need eval, which the page's policy forbids
+        if page.evaluate(colour) != light:
+            break
+        page.wait_for_timeout(50)
+    assert page.evaluate(colour) != light
+
+
+@pytest.mark.parametrize("make", [evil_run, evil_grid])
+def test_a_strangers_names_are_shown_and_do_nothing(show, tmp_path, make):
+    page = show(make(tmp_path / "evil"))
+    assert page.locator("h1").text_content().startswith("</script><script>alert(1)")
+    assert page.locator("img").count() == 0
+    drawn = page.locator("#time-chart .legendtext").first.text_content()
+    assert drawn.startswith("</script><script>alert(1)")
+    page.locator("#curves-chart .drag").first.hover()  # the hover text has the names, too
+    page.get_by_label("Log scale").check()
+
+
+def test_little_data_is_drawn_as_well(show, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "metrics.jsonl").write_text('{"round": 7}\n')
+    show(bare)
+    show(write_points(tmp_path / "seeds", {"seed": [0, 1]}, lambda path, _: invent_run(path, [0.5])))
+
+    def unlike(path, point):
+        if point["x"] != "missing":
+            invent_run(path, [0.5] * point["y"], rounds=2)
+
+    page = show(write_points(tmp_path / "gaps", {"x": ["there", "missing"], "y": [1, 2], "z": ["u"]}, unlike))
+    assert set(named(page)) == {"there", "missing"}

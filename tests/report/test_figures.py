@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fedsim.report.figures import byzantine_weight, run_curves, weights_picture
+from fedsim.report.grid_page import grid_context
+from fedsim.report.reading import read_records
+from fedsim.report.run_page import rounds_table, run_context
+from tests.report.folders import invent_run, write_points
+
+
+def run_with(folder, weights, byzantine=(), rounds=1):
+    """A run whose rounds have these {worker: weight}, or {worker: "out"}."""
+    invent_run(folder, [0.5] * len(weights), rounds=rounds)
+    lines = []
+    for number, record in enumerate(weights, start=1):
+        excluded = [worker for worker, weight in record.items() if weight == "out"]
+        coefficients = [0.0 if worker in excluded else weight for worker, weight in record.items()]
+        lines.append({"round": number, "cohort": list(record), "coefficients": coefficients, "excluded": excluded})
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "partition.json").write_text(json.dumps({"byzantine": list(byzantine)}))
+    return read_records(folder)
+
+
+def test_a_cell_for_every_worker_and_round(tmp_path):
+    run = run_with(tmp_path / "run", [{0: 0.5, 7: 0.5}, {3: 1.0, 7: "out"}], byzantine=[7, 9])
+    assert weights_picture(run) == {
+        "rounds": [1, 2],
+        "per_column": 1,
+        "workers": [0, 3, 7],
+        "byzantine": [7],
+        "weights": [[0.5, None], [None, 1.0], [0.5, 0.0]],
+        "excluded": [[2, 1]],
+    }
+
+
+def test_many_rounds_share_columns(tmp_path):
+    run = run_with(tmp_path / "run", [{0: 0.2}, {0: 0.4}, {0: "out"}, {0: 0.6}, {1: 1.0}])
+    picture = weights_picture(run, columns=3)
+    assert (picture["rounds"], picture["per_column"]) == ([1, 3, 5], 2)
+    assert picture["weights"] == [[pytest.approx(0.3), pytest.approx(0.3), None], [None, None, 1.0]]
+    assert picture["excluded"] == [[0, 1]]  # in one round of two
+
+
+def test_no_picture_without_a_record_of_weights(fresh_run):
+    assert weights_picture(read_records(fresh_run)) is None
+
+
+def test_the_share_of_byzantine_workers(tmp_path):
+    run = run_with(tmp_path / "run", [{0: 0.5, 1: -0.5}, {0: 0.75, 1: 0.25}, {0: 0.0, 1: 0.0}], byzantine=[1])
+    assert byzantine_weight(run) == pytest.approx((0.5 + 0.25) / 2)  # where there is no weight there is no share
+
+
+def test_the_curves_are_those_of_the_files(run_folder):
+    curves = run_curves(read_records(run_folder))
+    records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    by_label = {choice["label"]: {s["name"]: s["values"] for s in choice["series"]} for choice in curves["metrics"]}
+    assert by_label["Test accuracy"] == {"test accuracy": [record["test_accuracy"] for record in records]}
+    assert set(by_label["Test and train loss"]) == {"test loss", "train loss"}
+    assert by_label["Test loss"]["test loss"] == pytest.approx([r["test_loss"] for r in records], rel=1e-5)
+    assert set(by_label["Seconds"]) == {"seconds", "pull down", "train", "aggregate", "test"}
+    assert by_label["Seconds"]["seconds"] == pytest.approx([sum(r["seconds"].values()) for r in records], rel=1e-5)
+    assert by_label["Bytes"]["bytes"] == [record["bytes_up"] + record["bytes_down"] for record in records]
+    assert by_label["Attack success"] == {"attack success": [0.25] * len(records)}
+    assert curves["rounds"] is None
+
+
+def test_the_table_stays_of_a_size_that_can_be_read(tmp_path):
+    table = rounds_table(read_records(invent_run(tmp_path / "run", [0.5] * 2500)))
+    assert table["every"] == 3
+    assert len(table["rows"]) <= 1001
+    assert [row[0] for row in table["rows"][:2]] == ["1", "4"]
+    assert table["rows"][-1][0] == "2500"
+    short = rounds_table(read_records(invent_run(tmp_path / "short", [0.5] * 1000)))
+    assert [row[0] for row in short["rows"]] == [str(number) for number in range(1, 1001)]
+
+
+def test_one_round_is_enough(tmp_path):
+    context, data = run_context(read_records(invent_run(tmp_path / "run", [0.5])))
+    assert len(context["table"]["rows"]) == 1
+    assert data["weights"] is None
+
+
+def test_runs_that_are_not_finished_are_named(tmp_path):
+    def make(path, point):
+        if point["x"] != "c":
+            invent_run(path, [0.5], rounds=4 if point["x"] == "b" else 1)
+        if point["x"] == "d":
+            (path / "error.txt").write_text("worker 1 failed\nTraceback\n")
+
+    grid = read_records(write_points(tmp_path / "grid", {"x": ["a", "b", "c", "d"]}, make))
+    context, data = grid_context(grid)
+    assert context["unfinished"] == [
+        ("run1", "1 of 4 rounds"),
+        ("run2", "not begun"),
+        ("run3", "failed: worker 1 failed"),
+    ]
+    assert [row["seeds"] for row in context["table"]["rows"]] == ["1", "0 of 1", "0 of 1", "0 of 1"]
+    assert len(data["curves"]) == 3
+
+
+def test_settings_that_runs_share_are_those_of_the_base(grid_folder):
+    context, _ = grid_context(read_records(grid_folder))
+    shared = dict(context["settings"])
+    assert shared["model.name"] == "logistic"
+    assert not {"aggregate.rule", "local.lr", "seed"} & set(shared)
+
+
+def test_runs_share_the_picture_of_a_partition(grid_folder):
+    _, data = grid_context(read_records(grid_folder))
+    assert len(data["runs"]) == 12
+    assert len(data["partitions"]) == 2  # with a Byzantine worker, and without

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from typer.testing import CliRunner
+
+from fedsim.cli import app
+from fedsim.errors import MissingPackageError, RecordError
+from fedsim.report import HEADER, draw_curve, headline, table_line, write_report
+from fedsim.report.page import to_script_json
+from tests.report.folders import add_to_rounds, invent_run, write_points
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\"'`${alert(3)}<!--"
+
+
+class Elements(HTMLParser):
+    """What a page is made of: (tag, attributes) of every element, and all of its text and scripts."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict]] = []
+        self.texts: list[str] = []
+        self.scripts: dict[str, list[str]] = {}
+        self._script: str | None = None
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        if tag == "script":
+            self._script = dict(attributes).get("type", "script")
+            self.scripts.setdefault(self._script, []).append("")
+
+    def handle_endtag(self, tag):
+        if tag == "script":
+            self._script = None
+
+    def handle_data(self, data):
+        if self._script:
+            self.scripts[self._script][-1] += data
+        else:
+            self.texts.append(data)
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.found)
+
+
+def page_of(folder):
+    return Elements(write_report(folder).read_text(encoding="utf-8"))
+
+
+def test_what_report_py_had_is_still_there():
+    assert all(callable(part) for part in (headline, table_line, draw_curve))
+    assert HEADER.split()[0] == "round"
+
+
+def test_the_page_of_a_run_says_what_the_run_was(run_folder, tmp_path):
+    path = write_report(run_folder, tmp_path / "page.html")
+    assert path == tmp_path / "page.html"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
+    elements = Elements(path.read_text())
+    text = " ".join(elements.texts)
+    last = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
+    for expected in ("tried", "logistic", "mnist5k", f"{last['test_accuracy']:.4f}", "local.lr", "torch"):
+        assert expected in text
+    assert elements.count("tr") == 1 + 4
+    data = json.loads(elements.scripts["application/json"][0])
+    assert data["partition"]["byzantine"] == [1]
+
+
+def test_the_page_of_a_grid_has_a_line_per_combination(grid_folder, tmp_path):
+    elements = Elements(write_report(grid_folder, tmp_path / "page.html").read_text())
+    assert elements.count("tr") == 1 + 4
+    text = " ".join(elements.texts)
+    assert "weighted_mean" in text
+    assert "★" in text
+    assert text.count("±") >= 4
+
+
+def test_the_page_lies_in_the_folder_unless_told_otherwise_and_replaces_an_older_one(fresh_run):
+    (fresh_run / "report.html").write_text("old")
+    before = {path.name for path in fresh_run.iterdir()}
+    assert write_report(str(fresh_run)) == fresh_run / "report.html"
+    assert (fresh_run / "report.html").stat().st_size > 1_000_000
+    assert {path.name for path in fresh_run.iterdir()} == before
+
+
+def test_a_place_that_cannot_be_written_is_one_line(fresh_run, tmp_path):
+    with pytest.raises(RecordError, match=r"nowhere/page\.html: cannot be written: No such file or directory"):
+        write_report(fresh_run, tmp_path / "nowhere" / "page.html")
+
+
+def evil_run(folder):
+    invent_run(folder, [0.1, 0.2], name=EVIL, device=EVIL)
+    (folder / "environment.json").write_text(json.dumps({"device": EVIL, EVIL: {EVIL: [EVIL]}}))
+    add_to_rounds(folder, lambda record: {"seconds": {EVIL: 1.0, "__proto__": 2.0}, "coefficients": [0, 1]})
+    return folder
+
+
+def evil_grid(folder):
+    axes = {EVIL: [EVIL, {EVIL: EVIL}, 1], "__proto__": ["__proto__", EVIL], "seed": [0, 1]}
+    folder = write_points(folder, axes, lambda path, point: evil_run(path))
+    description = json.loads((folder / "grid.json").read_text())
+    (folder / "grid.json").write_text(json.dumps({**description, "name": EVIL}))
+    return folder
+
+
+@pytest.mark.parametrize("make", [evil_run, evil_grid])
+def test_nothing_from_a_file_becomes_an_element_or_a_script(tmp_path, fresh_run, make):
+    elements = page_of(make(tmp_path / "evil"))
+    harmless = page_of(fresh_run)
+    assert elements.count("script") == harmless.count("script")
+    assert elements.count("img") == 0
+    assert not any(name.startswith("on") for _, attributes in elements.found for name in attributes)
+    assert elements.scripts["script"] == harmless.scripts["script"]
+    assert EVIL in " ".join(elements.texts)  # as text, it is all there
+    assert any(EVIL in str(value) for value in strings_in(json.loads(elements.scripts["application/json"][0])))
+
+
+def strings_in(value):
+    if isinstance(value, dict):
+        return [text for item in value.items() for text in strings_in(list(item))]
+    if isinstance(value, list):
+        return [text for item in value for text in strings_in(item)]
+    return [value]
+
+
+def test_json_in_a_script_holds_nothing_that_html_would_read():
+    data = {"a": "</script><!--<script>&\u2028", "b": [1.5, None]}
+    text = to_script_json(data)
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == data
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_script_json(float("nan"))
+
+
+def test_the_policy_admits_the_pages_own_scripts_and_nothing_else(fresh_run):
+    elements = page_of(fresh_run)
+    (policy,) = [a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; ")
+    hashes = re.findall(r"'sha256-([^']+)'", policy)
+    scripts = elements.scripts["script"]
+    assert hashes == [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
+    assert "unsafe-inline" not in policy.partition("script-src")[2].partition(";")[0]
+
+
+def test_nothing_is_linked_from_elsewhere(run_folder, tmp_path):
+    elements = Elements(write_report(run_folder, tmp_path / "page.html").read_text())
+    links = [value for _, a in elements.found for key, value in a.items() if key in ("src", "href")]
+    assert all(link.startswith(("#", "data:")) for link in links)
+
+
+def test_text_that_utf8_cannot_hold_is_no_obstacle(fresh_run):
+    (fresh_run / "environment.json").write_text('{"device": "\\ud800"}')
+    assert "?" in " ".join(page_of(fresh_run).texts)
+
+
+@pytest.mark.parametrize("package", ["plotly", "jinja2"])
+def test_a_missing_package_is_one_line_that_says_what_to_install(fresh_run, monkeypatch, package):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError) as caught:
+        write_report(fresh_run)
+    assert str(caught.value) == (
+        f"a report needs the package {package}, which is not installed: pip install 'fedsim[report]'"
+    )
+    assert not (fresh_run / "report.html").exists()
+
+
+def test_the_command_prints_where_the_page_is(fresh_run, tmp_path):
+    done = CliRunner().invoke(app, ["report", str(fresh_run), "--out", str(tmp_path / "x.html")])
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'x.html'}\n")
+    assert (tmp_path / "x.html").is_file()
+
+
+def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: {tmp_path}: neither a run")
+    assert len(done.stderr.splitlines()) == 1
