@@ -31,22 +31,24 @@ def axes_of_tables(tables: Any, place: str = "grid") -> Axes:
 
 
 def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
-    """The axes among `key=value` words, which have a comma outside brackets and quotes, and the other words."""
+    """The axes among `key=value` words, which have a comma outside brackets and quotes, and the other words.
+
+    Of two words with one key the later counts.
+    """
     axes: Axes = {}
-    others = []
+    others: dict[str, str] = {}
     for word in words:
         keys, text = split_word(word)
-        pieces = split_at_commas(text)
+        key, pieces = ".".join(keys), split_at_commas(text)
+        axes.pop(key, None)
+        others.pop(key, None)
         if len(pieces) == 1:
-            others.append(word)
+            others[key] = word
             continue
         if not all(piece.strip() for piece in pieces):
             raise ExperimentError(f"{show(word)}: a value is missing before, between or behind its commas")
-        key = ".".join(keys)
-        if key in axes:
-            raise ExperimentError(f"{show(word)}: {key} has a list of values already")
         axes[key] = _checked(key, [parse_value(piece.strip()) for piece in pieces], key)
-    return axes, others
+    return axes, list(others.values())
 
 
 def split_at_commas(text: str) -> list[str]:

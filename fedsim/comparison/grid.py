@@ -81,8 +81,8 @@ def load_grid(
     Args:
         source: an Experiment, nested tables, the path of a TOML file, or None for the default experiment.
         grid: axes as [grid] has them; one takes the place of the source's axis of that key.
-        words: as on the command line. `key=v1,v2` is an axis, and takes the place of others of that key;
-            `key=value` sets one value in all runs, and an axis of that key is dropped.
+        words: as on the command line. `key=v1,v2` is an axis, and takes the place of one there was of that key;
+            `key=value` sets one value in all runs, and an axis there was of that key is dropped.
 
     Raises ExperimentError, one line per problem, where any of the runs cannot be run as described.
     """
@@ -90,10 +90,10 @@ def load_grid(
     axes = axes_of_tables(description.pop(GRID, {}))
     axes.update(axes_of_tables(grid or {}))
     more_axes, words = split_words(words)
-    axes.update(more_axes)
     changes = [parse_word(word) for word in words]
     for keys, _ in changes:
         axes.pop(".".join(keys), None)
+    axes.update(more_axes)
     axes = {key: axes[key] for key in sorted(axes, key=lambda key: key == SEED)}  # a stable sort: the seed last
     if not axes:
         raise ExperimentError(

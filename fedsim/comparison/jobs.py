@@ -88,9 +88,10 @@ class Jobs:
 
     def __init__(self) -> None:
         self._jobs: list[Job] = []
+        self._has_worked = False  # any of them, ever
 
     def grow(self, count: int) -> None:
-        """Start processes until there are `count`."""
+        """Start processes until there are `count`, those that have died aside."""
         self._jobs = [job for job in self._jobs if job.alive]
         while len(self._jobs) < count:
             self._jobs.append(Job())
@@ -108,6 +109,9 @@ class Jobs:
         wait([item for job in self._jobs for item in job.waitables], timeout=1.0)
         for job in self._jobs:
             for kind, content in job.messages():
+                self._has_worked = self._has_worked or job.started
+                if not self._has_worked:
+                    raise WorkerError(f"{content} {MAIN_GUARD}")
                 yield job, kind, content
 
     def __enter__(self) -> Jobs:
@@ -130,7 +134,7 @@ class Job:
         self.planned: PlannedRun | None = None
         self.alive = True
         self._board = Board(1, context)
-        self._started = False
+        self.started = False
         self._limit = START_TIMEOUT  # seconds of silence that are borne; infinite while it prepares or is idle
         self._silence = Silence(self._board, 0)
         with interrupts_held():  # the child inherits that: Ctrl-C is the parent's business
@@ -157,7 +161,7 @@ class Job:
         return planned
 
     def messages(self) -> Iterator[tuple[str, Any]]:
-        """What it has said; its death, or its silence, ends its run too. Raises WorkerError if it never started."""
+        """What it has said; its death, or its silence, is the end of its run too."""
         if not self.alive:
             return
         dead = self._process.exitcode is not None  # looked at first, so that what it said before is still heard
@@ -174,7 +178,7 @@ class Job:
             yield from self._give_up(dead)
 
     def _heard(self, kind: str) -> None:
-        self._started = True
+        self.started = True
         self._limit = self._timeout if kind in ("begun", "round") and self._watched else math.inf
         self._silence = Silence(self._board, 0)
 
@@ -182,12 +186,11 @@ class Job:
         """Say how it ended, or end it because it hangs."""
         killed = self._process.exitcode == -signal.SIGKILL
         how = how_it_ended(self._process.exitcode) if dead else f"gave no sign of life for {self._limit:g} s"
+        hint = "; if memory ran out, try fewer jobs" if killed else ""
+        when = f", working on {whereabouts(self._board, 0)}," if self.started else ", while it started,"
         self.close(0.0)
-        if not self._started:
-            raise WorkerError(f"a process for runs {how} while it started {MAIN_GUARD}")
         if self.planned is not None:
-            hint = "; if memory ran out, try fewer jobs" if killed else ""
-            yield "end", f"its process, working on {whereabouts(self._board, 0)}, {how}{hint}"
+            yield "end", f"its process{when} {how}{hint}"
 
     def dismiss(self) -> None:
         """Let it go, once it has ended what it does."""
@@ -210,6 +213,7 @@ def _serve(board: Board, pipe: Connection) -> None:
     """The life of a job."""
     begin_as_child()
     Seat.watched = board
+    board.write(0, WORKER, NOBODY)
     pipe.send(("started", None))
     with Workshop() as workshop, contextlib.suppress(EOFError, OSError):  # of the pipe: the parent is gone
         while (message := pipe.recv_bytes()) != DISMISSED:

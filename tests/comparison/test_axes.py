@@ -43,6 +43,12 @@ def test_words_with_commas_are_axes_and_the_others_are_left():
     assert others == ["rounds=5", "aggregate.weights=[1,2]"]
 
 
+def test_of_two_words_with_one_key_the_later_counts():
+    assert split_words(["seed=0,1", "seed=2,3"]) == ({"seed": [2, 3]}, [])
+    assert split_words(["seed=0,1", "seed=2"]) == ({}, ["seed=2"])
+    assert split_words(["seed=2", "seed=0,1"]) == ({"seed": [0, 1]}, [])
+
+
 def test_values_of_words_may_be_lists_and_tables():
     axes, _ = split_words(['aggregate={rule="krum",f=4},mean', 'aggregate.rule=["nnm","median"],krum'])
     assert axes == {"aggregate": [{"rule": "krum", "f": 4}, "mean"], "aggregate.rule": [["nnm", "median"], "krum"]}
@@ -54,7 +60,6 @@ def test_values_of_words_may_be_lists_and_tables():
         (["seed=0,"], '"seed=0,": a value is missing'),
         (["seed=0,,1"], '"seed=0,,1": a value is missing'),
         (["seed=0,1,0"], "seed: 0 is there twice"),
-        (["seed=0,1", "seed=2,3"], '"seed=2,3": seed has a list of values already'),
         (["=1,2"], '"=1,2": expected key=value'),
     ],
 )

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from tests.test_cli import ROOT, assert_none_left, cli, processes_of_group, start
+
+QUICK = ["name=quick", "model=logistic", "data=tests.plugs:tiny", "workers=3", "rounds=2"]
+SERIAL = [*QUICK, "engine=serial"]
+
+__all__ = ["cli"]  # the fixture
+
+
+def test_it_prints_a_line_per_run_the_table_and_the_folder(cli, tmp_path):
+    done = cli("compare", *SERIAL, "aggregate.rule=mean,weighted_mean", "seed=0,1")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0] == "quick: 4 runs (2 aggregate.rule x 2 seed), 1 at a time"
+    assert [line.partition(":")[0] for line in lines[1:5]] == [
+        *("[1/4] mean-seed0", "[2/4] mean-seed1", "[3/4] weighted_mean-seed0", "[4/4] weighted_mean-seed1")
+    ]
+    assert re.match(r"4 runs in \d+\.\d s", lines[5])
+    assert lines[7].startswith("aggregate.rule ")
+    folder = tmp_path / lines[-1]
+    assert re.match(r"runs/quick-grid-\d{8}-\d{6}$", lines[-1])
+    assert (folder / "summary.txt").read_text().strip() == "\n".join(lines[7:-2])
+    assert (folder / "accuracy.png").is_file()
+
+
+def test_a_file_with_a_grid(cli, tmp_path):
+    (tmp_path / "x.toml").write_text(
+        'name = "x"\n[grid]\nseed = [0, 1]\n"aggregate.rule" = ["mean", "weighted_mean"]\n'
+    )
+    done = cli("compare", "x.toml", *SERIAL[1:], "seed=7,8,9", "--out", "g")
+    assert done.exit_code == 0, done.output
+    held = json.loads((tmp_path / "g/grid.json").read_text())
+    assert held["axes"] == {"aggregate.rule": ["mean", "weighted_mean"], "seed": [7, 8, 9]}
+    assert held["name"] == "x"
+
+
+def test_a_dry_run_lists_the_runs_and_leaves_nothing(cli, tmp_path):
+    done = cli("compare", *QUICK, "local.lr=0.1,0.2", "seed=0,1", "--dry-run")
+    assert done.stdout.splitlines() == [
+        f"lr{lr}-seed{seed}: local.lr={lr} seed={seed}" for lr in (0.1, 0.2) for seed in (0, 1)
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quiet_prints_the_folder_alone(cli):
+    done = cli("compare", *SERIAL, "seed=0,1", "--quiet", "--out", "here")
+    assert (done.stdout, done.stderr) == ("here\n", "")
+
+
+def test_failed_runs_are_listed_and_the_exit_code_is_1(cli):
+    done = cli("compare", *SERIAL, "workers=3,1000", "--out", "x")
+    assert done.exit_code == 1
+    assert done.stderr == "error: workers1000: workers = 1000: must be between 1 and the number of samples, 203\n"
+    assert "[2/2] workers1000: failed: workers = 1000: must be between" in done.stdout
+    assert "1 of 2 runs failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "error: nothing to compare: give a list of values"),
+        (["seed=0,1", "rounds=0"], "error: rounds = 0: must be greater than 0"),
+        (["workers=1,2", "cohort=2"], "error: workers=1: cohort = 2: must be at most workers, 1"),
+        (["nothere.toml", "seed=0,1"], "error: nothere.toml: no such file"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(cli, tmp_path, words, message):
+    done = cli("compare", *SERIAL, *words, "--out", "x")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(message)
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_folder_of_another_grid_is_exit_code_2_with_the_difference(cli):
+    assert cli("compare", *SERIAL, "seed=0,1", "--out", "x").exit_code == 0
+    done = cli("compare", *SERIAL, "seed=0,1", "rounds=3", "--out", "x")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines() == [
+        "error: x: holds another grid; name a new folder",
+        "error: rounds: 2 there, 3 here",
+    ]
+
+
+LONG = ["-m", "fedsim", "compare", *QUICK, "rounds=60", "--jobs", "2", "--out", "x"]
+ENDLESS = ["seed=0,1,2,3", "local.lr=0.01,0.02"]
+
+
+def finished_runs(folder):
+    counts = {path.parent.name: path.read_text().count("\n") for path in folder.glob("runs/*/metrics.jsonl")}
+    return {name for name, rounds in counts.items() if rounds == 60}
+
+
+def goes_on_where_it_stopped(tmp_path, before):
+    done = subprocess.run(
+        [sys.executable, *LONG, *ENDLESS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{len(before)} of them are finished already" in done.stdout
+    assert not any(f" {name}: " in done.stdout for name in before)
+    assert len(finished_runs(tmp_path / "x")) == 8
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_everything_at_once_and_the_same_command_goes_on(tmp_path, number, code, word):
+    process = start(*LONG, *ENDLESS, cwd=tmp_path)
+    while not process.stdout.readline().startswith("[2/8]"):
+        pass
+    sent = time.monotonic()
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    out, error = process.communicate(timeout=20)
+    assert time.monotonic() - sent < 5
+    assert (process.returncode, error.strip()) == (code, word)
+    assert re.search(r"\d of 8 runs are in x; --out x goes on from there\n$", out)
+    assert_none_left(process.pid)
+    before = finished_runs(tmp_path / "x")
+    assert len(before) >= 2
+    goes_on_where_it_stopped(tmp_path, before)
+
+
+def test_ctrl_c_while_jobs_start_leaves_nobody(tmp_path):
+    process = start(*LONG, *ENDLESS, cwd=tmp_path)
+    while len(processes_of_group(process.pid)) < 3:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=20)
+    assert (process.returncode, error.strip()) == (130, "interrupted")
+    assert_none_left(process.pid)
+
+
+def test_when_the_program_is_killed_its_jobs_and_their_processes_go_too(tmp_path):
+    process = start(*LONG, *ENDLESS, "engine=spawn", "processes=1", cwd=tmp_path)
+    while not process.stdout.readline().startswith("[2/8]"):
+        pass
+    assert len(processes_of_group(process.pid)) >= 5
+    process.kill()
+    process.communicate(timeout=20)
+    assert_none_left(process.pid)
+    assert len(finished_runs(tmp_path / "x")) >= 2
+
+
+def test_on_a_terminal_one_bar_counts_the_rounds_of_all_runs(tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedsim", "compare", *SERIAL, "rounds=50", "seed=0,1,2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+    )
+    os.close(theirs)
+    shown = []
+    with contextlib.suppress(OSError):  # end of a terminal
+        while chunk := os.read(ours, 65536):
+            shown.append(chunk.decode())
+    os.close(ours)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out.count("accuracy 0.") == 3
+    assert re.search(r"\d+/150 \[\d\d:\d\d<\d\d:\d\d, .*\d of 3 runs\]", "".join(shown))

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import fedsim
+from fedsim.comparison import Watcher, load_grid, run_grid
+from tests.comparison.test_comparing import without_times
+
+ROOT = Path(__file__).parents[2]
+
+
+def children():
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+class Look(Watcher):
+    """Notes which processes there are at every round."""
+
+    def __init__(self, act=lambda run, record: None):
+        self.seen, self.jobs, self._act = [], None, act
+
+    def start(self, grid, todo, jobs):
+        self.jobs = jobs
+
+    def round(self, run, record):
+        self.seen.append(children())
+        self._act(run, record)
+
+
+def test_several_jobs_give_the_bits_of_one_and_keep_their_processes(quick, serial, tmp_path):
+    axes = {"aggregate.rule": ["mean", "weighted_mean"], "model": ["logistic", "2nn"], "seed": [0, 1]}
+    look = Look()
+    several = run_grid(load_grid(quick, axes), tmp_path / "several", 2, look)
+    one = fedsim.compare(serial, axes, tmp_path / "one")
+    assert [without_times(run.history) for run in several.runs] == [without_times(run.history) for run in one.runs]
+    assert look.jobs == 2
+    assert len(set.union(*look.seen)) == 2, "one process a job, the same for all runs"
+    assert all(fedsim.load_experiment(run.folder / "experiment.toml").engine == "serial" for run in several.runs)
+    table = (tmp_path / "several" / "summary.txt").read_text()
+    assert table.splitlines()[:8] == (tmp_path / "one" / "summary.txt").read_text().splitlines()[:8]
+
+
+def test_jobs_of_an_experiment_that_names_its_engine_have_processes_of_their_own(quick, tmp_path):
+    tables = {**quick, "rounds": 1, "engine": "spawn", "processes": 1}
+    comparison = fedsim.compare(tables, {"seed": [0, 1]}, tmp_path, jobs=2)
+    assert not comparison.failed
+    assert {fedsim.load_experiment(run.folder / "experiment.toml").engine for run in comparison.runs} == {"spawn"}
+
+
+def test_the_death_of_a_job_fails_its_run_alone(quick, tmp_path):
+    """Two runs at once; when both have begun their processes are killed, and the rest goes on in others."""
+    in_hand, killed = set(), set()
+
+    def kill(run, record):
+        in_hand.add(run.id)
+        if record["round"] == 80:
+            in_hand.remove(run.id)
+        if len(in_hand) == 2 and not killed:
+            killed.update(children())
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            expected.extend(sorted(in_hand))
+
+    look, expected = Look(kill), []
+    grid = load_grid({**quick, "rounds": 80}, {"seed": [0, 1, 2, 3]})
+    comparison = run_grid(grid, tmp_path, 2, look)
+    assert [run.id for run in comparison.failed] == expected
+    for run in comparison.failed:
+        assert "was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs" in run.error
+    assert len(expected) == 2
+    assert [len(run.history) for run in comparison.runs if run.id not in expected] == [80, 80]
+    assert not look.seen[-1] & killed
+    assert not run_grid(grid, tmp_path, 2).failed, "and they are done again"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("kill", "its process, working on worker 0 in round 1, was killed by SIGKILL (exit code -9)"),
+        ("exit", "its process, working on worker 0 in round 1, ended with exit code 0 before its work was done"),
+        ("hang", "its process, working on worker 0 in round 1, gave no sign of life for 2 s"),
+    ],
+)
+def test_what_a_model_does_to_its_process_fails_its_run_alone(quick, tmp_path, how, message):
+    tables = {**quick, "rounds": 1, "timeout": 2.0, "model": {"name": "tests.plugs:Fails", "how": how}}
+    comparison = fedsim.compare(tables, {"model.how": [how, "never"], "seed": [0]}, tmp_path, jobs=2)
+    assert comparison.runs[0].error.startswith(message)
+    assert comparison.runs[1].error is None
+
+
+def test_work_that_shows_signs_of_life_may_take_longer_than_the_timeout(quick, tmp_path):
+    tables = {**quick, "rounds": 1, "timeout": 1.0, "workers": 1, "model": {"name": "tests.plugs:Fails", "how": "slow"}}
+    assert not fedsim.compare(tables, {"seed": [0, 1]}, tmp_path, jobs=2).failed
+
+
+def test_an_interrupt_ends_all_jobs_at_once(quick, tmp_path):
+    def interrupt(run, record):
+        raise KeyboardInterrupt
+
+    grid = load_grid({**quick, "rounds": 100_000}, {"seed": [0, 1]})
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(grid, tmp_path, 2, Look(interrupt))
+    assert children() == set()
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import fedsim\nfedsim.compare({'data': 'tests.plugs:tiny'}, {'seed': [0, 1]}, jobs=2)\n")
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 1
+    assert 'needs `if __name__ == "__main__":`' in done.stderr
+    assert time.monotonic() - started < 30
