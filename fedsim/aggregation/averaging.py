@@ -14,13 +14,13 @@ from fedsim.errors import ExperimentError
 LEAST_LOSS = 1e-10  # so that a loss of zero can be raised to a negative power
 
 
-@rule("mean", columnwise=True)
+@rule("mean", columnwise=True, linear=True)
 def mean(updates: Tensor, weights: Tensor | None = None) -> Tensor:
     """The plain average of the rows, or their weighted average where weights are given."""
     return updates.mean(0) if weights is None else weighted_mean(updates, weights)
 
 
-@rule("weighted_mean", columnwise=True)
+@rule("weighted_mean", columnwise=True, linear=True)
 def weighted_mean(updates: Tensor, weights: Tensor) -> Tensor:
     """Sum of p_k x_k with p_k = weight_k / sum of weights: FedAvg's average (McMahan et al. 2017).
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedsim.aggregation.columns import bad_rows, column_blocks, combine
 from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.rule import BoundRule, Mix, bind_rule, pre_aggregator, rule
+from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError, nearest, show
 from fedsim.randomness import numpy_generator
 from fedsim.registry import Plug
@@ -60,7 +61,7 @@ class Pipeline:
             mix = stage(lambda name, rows=rows: cohort.menu(name, rows), cohort.f_for(stage))
             rows = rows.mixed(mix.coefficients)
         if self.rule.columnwise:
-            return Outcome(self._by_columns(rows, cohort))
+            return Outcome(self._by_columns(rows, cohort), self._linear_shares(rows, cohort))
         result = self.rule(lambda name: cohort.menu(name, rows), cohort.f_for(self.rule))
         result, state = result if isinstance(result, tuple) else (result, {})
         if isinstance(result, Tensor):
@@ -75,6 +76,17 @@ class Pipeline:
                 lambda name, part=part: part if name == "updates" else cohort.menu(name, rows), cohort.f_for(self.rule)
             )
         return result
+
+    def shares(self, cohort: Cohort) -> Tensor | None:
+        """The coefficient with which each row goes into the result [n], where the rule is linear in all columns."""
+        return self._linear_shares(Rows(cohort.updates), cohort) if self.columnwise else None
+
+    def _linear_shares(self, rows: Rows, cohort: Cohort) -> Tensor | None:
+        if not self.rule.linear:
+            return None
+        units = torch.eye(len(rows), dtype=wide_dtype(cohort.updates.device), device=cohort.updates.device)
+        shares = self.rule(lambda name: units if name == "updates" else cohort.menu(name, rows))
+        return rows.shares(Mix(shares.double().cpu()))
 
     def rehearse(self, n: int) -> None:
         """Try it on n short rows, so that a constraint that n and f break is found out before anything is trained.

@@ -18,7 +18,8 @@ A rule that gives a Mix instead of a row says which workers count for how much, 
 pre-aggregator is the same, but its Mix has a matrix [m, n] and makes m rows of n.
 
 `@rule(name, columnwise=True)` declares that each column of the result depends on that column of the updates alone.
-Such rules run on blocks of columns, several processes at a time.
+Such rules run on blocks of columns, several processes at a time. `linear=True` declares that they are one and the same
+linear combination of the rows in all columns, so that it can be told which row counts for how much.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class RuleRegistry(Registry):
-    """A Registry whose decorator also takes `columnwise`."""
+    """A Registry whose decorator also takes `columnwise` and `linear`."""
 
-    def __call__(self, name: str, *, columnwise: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    def __call__(
+        self, name: str, *, columnwise: bool = False, linear: bool = False
+    ) -> Callable[[Callable[..., Any]], Any]:
         register = super().__call__(name)
 
         def mark(target: Callable[..., Any]) -> Any:
-            if columnwise:
-                target.columnwise = True  # type: ignore[attr-defined]  # a user's imported rule can set it too
+            for mark in ["columnwise"] * columnwise + ["linear"] * linear:
+                setattr(target, mark, True)  # a user's imported rule can set it too
             return register(target)
 
         return mark
@@ -81,6 +84,7 @@ class BoundRule:
     name: str
     takes: dict[str, bool]  # of what is given; whether it is needed
     columnwise: bool = False
+    linear: bool = False
     f: int | None = None  # as configured; None: the rule has no such parameter
 
     def __call__(self, menu: Callable[[str], Any], f: int | None = None) -> Any:
@@ -96,6 +100,7 @@ def bind_rule(plug: Plug, params: dict[str, Any]) -> BoundRule:
         name=plug.name,
         takes=plug.takes,
         columnwise=getattr(plug.target, "columnwise", False),
+        linear=getattr(plug.target, "linear", False),
         f=params.get("f"),
     )
 

@@ -18,6 +18,7 @@ from fedsim.comparison.jobs import run_here, run_in_jobs
 from fedsim.comparison.pictures import draw_accuracy, draw_heatmap
 from fedsim.comparison.results import RunResult, results_csv
 from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
+from fedsim.data import load_dataset
 from fedsim.devices import PRECISIONS, free_memory, resolve_device, usable_cores
 from fedsim.errors import ExperimentError
 from fedsim.experiment import Experiment
@@ -92,6 +93,7 @@ def compare(
 
     Raises:
         ExperimentError: one of the experiments cannot be run as described; none has been run then.
+        DataError: the data of one of them is missing; likewise.
         RecordError: the folder holds something else, or cannot be written.
         WorkerError: no processes can be started.
     """
@@ -110,6 +112,7 @@ def run_grid(
         raise ExperimentError(f"jobs = {jobs}: must be at least 1")
     with GridFolder(path, grid) as folder:
         todo = [run for run in grid.runs if not folder.is_finished(run)]
+        _require_data(todo)
         jobs = min(jobs or default_jobs(grid, todo), max(1, len(todo)))
         watcher.start(grid, todo, jobs)
         _run(grid, todo, jobs, folder, watcher)
@@ -118,6 +121,13 @@ def run_grid(
         if kept:
             _write(comparison, folder)
     return comparison
+
+
+def _require_data(runs: Sequence[PlannedRun]) -> None:
+    """Raise DataError where data is missing: then every run would fail of it, one after another."""
+    tables = {canonical(data.model_dump(mode="json")): data for run in runs for data in [run.experiment.data]}
+    for data in tables.values():
+        load_dataset(data.dataset, data.root, **data.params)
 
 
 def default_jobs(grid: Grid, runs: Sequence[PlannedRun]) -> int:

@@ -154,11 +154,16 @@ class Averaging:
         outcome = self._task.rule(cohort)
         self._state = outcome.state
         self._step(slice(None), outcome.update)
-        shares = None
-        if outcome.shares is not None:
-            values = iter(outcome.shares.tolist())
-            shares = [0.0 if place in bad else next(values) for place in range(len(meeting.slots))]
-        return Account(shares, [meeting.workers[place] for place in bad])
+        return self._account(meeting, bad, outcome.shares)
+
+    @staticmethod
+    def _account(meeting: Meeting, bad: list[int], shares: Tensor | None) -> Account:
+        """Of rows of which those at the places `bad` were left out, and the others had these shares."""
+        excluded = [meeting.workers[place] for place in bad]
+        if shares is None:
+            return Account(None, excluded)
+        values = iter(shares.tolist())
+        return Account([0.0 if place in bad else next(values) for place in range(len(meeting.slots))], excluded)
 
     def _move_by_columns(self, meeting: Meeting) -> Account:
         """A rule that looks at columns: each process applies it to its own, and moves the global row there."""
@@ -170,7 +175,7 @@ class Averaging:
                 cohort.f_for(self._task.rule.rule),
             )
             self._step(block, update)
-        return Account(None, [meeting.workers[place] for place in bad])
+        return self._account(meeting, bad, self._task.rule.shares(cohort) if self._first else None)
 
     def _screened(self, meeting: Meeting) -> tuple[Cohort, list[int]]:
         """The cohort without rows that are not finite, and their places in it."""
