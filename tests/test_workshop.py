@@ -99,6 +99,19 @@ def test_a_few_data_sets_are_kept_and_the_one_used_longest_ago_goes(loads):
     assert [size for _, size in loads] == [*sizes, 99, sizes[1]]
 
 
+@pytest.mark.gpu
+def test_on_a_card_runs_in_one_workshop_agree_with_single_ones_and_leave_no_memory(spawned):
+    tables = {**spawned, "device": "cuda", "precision": "float64"}
+    used = []
+    with Workshop() as workshop:
+        for seed in (0, 1, 2):
+            row = fedsim.run({**tables, "seed": seed}, workshop=workshop).global_row
+            alone = fedsim.run({**tables, "seed": seed, "engine": "serial", "processes": None}).global_row
+            assert torch.allclose(row, alone, rtol=0, atol=1e-9)
+            used.append(torch.cuda.memory_allocated())
+    assert used[1] == used[2]
+
+
 def test_no_shared_memory_of_a_run_stays(spawned):
     with Workshop() as workshop:
         fedsim.run(spawned, workshop=workshop)

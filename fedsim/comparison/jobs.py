@@ -94,7 +94,8 @@ class Jobs:
         """Start processes until there are `count`, those that have died aside."""
         self._jobs = [job for job in self._jobs if job.alive]
         while len(self._jobs) < count:
-            self._jobs.append(Job())
+            with interrupts_held():  # children inherit that: Ctrl-C is the parent's business
+                self._jobs.append(Job())
 
     @property
     def idle(self) -> list[Job]:
@@ -127,7 +128,7 @@ class Jobs:
 
 
 class Job:
-    """One process that carries out one run after another; `planned` is the one in hand."""
+    """One process that carries out one run after another; `planned` is the one in hand. Start it with Ctrl-C held."""
 
     def __init__(self) -> None:
         context = get_context("spawn")
@@ -137,11 +138,10 @@ class Job:
         self.started = False
         self._limit = START_TIMEOUT  # seconds of silence that are borne; infinite while it prepares or is idle
         self._silence = Silence(self._board, 0)
-        with interrupts_held():  # the child inherits that: Ctrl-C is the parent's business
-            self._pipe, theirs = context.Pipe()
-            with theirs:
-                self._process = context.Process(target=_serve, args=(self._board, theirs), name="fedsim-job")
-                self._process.start()
+        self._pipe, theirs = context.Pipe()
+        with theirs:
+            self._process = context.Process(target=_serve, args=(self._board, theirs), name="fedsim-job")
+            self._process.start()
 
     @property
     def waitables(self) -> list[Any]:
@@ -224,9 +224,11 @@ def _serve(board: Board, pipe: Connection) -> None:
             except Exception as error:  # it refers to what cannot be imported here
                 failure: str | None = f"{one_line(error)}\n{traceback.format_exc()}"
             else:
-                failure = attempt(experiment, folder, workshop, *_reporters(pipe))
+                failure = attempt(
+                    experiment,
+                    folder,
+                    workshop,
+                    on_start=lambda setting: pipe.send(("begun", None)),
+                    on_round=lambda record: pipe.send(("round", record)),
+                )
             pipe.send(("end", failure))
-
-
-def _reporters(pipe: Connection) -> tuple[Callable[[RoundRecord], object], Callable[[Setting], object]]:
-    return (lambda record: pipe.send(("round", record))), (lambda setting: pipe.send(("begun", None)))
