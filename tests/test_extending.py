@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import runpy
 import shlex
@@ -27,9 +28,13 @@ def my_plugs(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def command():
+def commands():
     (text,) = blocks("docs/extending.md", "bash")
-    return shlex.split(text.replace("\\\n", " "))[1:]
+    return [shlex.split(line)[1:] for line in text.replace("\\\n", " ").splitlines()]
+
+
+def command():
+    return commands()[0]
 
 
 def test_the_command_of_the_document_runs_and_learns(my_plugs):
@@ -40,6 +45,14 @@ def test_the_command_of_the_document_runs_and_learns(my_plugs):
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 
 
+def test_the_comparison_of_the_document_shows_which_rule_is_deaf_to_shouting(my_plugs):
+    done = CliRunner().invoke(app, [*commands()[1], "--jobs", "1", "--out", "grid"])
+    assert done.exit_code == 0, done.output
+    with Path("grid/summary.csv").open() as file:
+        accuracy = {row["aggregate.rule"]: float(row["accuracy"]) for row in csv.DictReader(file)}
+    assert accuracy["my_plugs:nearest_pair"] > accuracy["mean"] + 0.2
+
+
 def test_parameters_of_ones_own_plugs_are_checked(my_plugs):
     done = CliRunner().invoke(app, [*command(), "aggregate.c=-1", "model.hiden=3"])
     assert done.exit_code == 2
@@ -47,12 +60,22 @@ def test_parameters_of_ones_own_plugs_are_checked(my_plugs):
     assert 'did you mean "hidden"?' in done.stderr
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_the_python_of_the_readme_runs(number, tmp_path, capsys):
     script = tmp_path / "readme.py"
     script.write_text(blocks("README.md", "python")[number].replace('"rounds": 5', '"rounds": 1, "engine": "serial"'))
     runpy.run_path(str(script), run_name="__main__")
-    assert 0.1 < float(capsys.readouterr().out.split()[0]) < 1
+    printed = capsys.readouterr().out.split()
+    assert 0.1 < float(printed[-1] if number == 0 else printed[0]) < 1
+
+
+def test_the_readme_counts_the_plugs_right():
+    text = (ROOT / "README.md").read_text()
+    counts = re.search(
+        r"(\d+) aggregation rules, (\d+) pre-aggregators, (\d+) attacks, (\d+) server optimizers and (\d+) part", text
+    )
+    kinds = (fedsim.rules, fedsim.pre_aggregators, fedsim.attacks, fedsim.server_optimizers, fedsim.partitions)
+    assert [int(number) for number in counts.groups()] == [len(kind()) for kind in kinds]
 
 
 def test_the_readmes_first_two_commands_are_the_promised_ones():
