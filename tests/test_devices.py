@@ -50,3 +50,18 @@ def test_too_little_shared_memory_is_told_with_both_figures(tmp_path, monkeypatc
         devices.require_shared_memory(10**18)
     monkeypatch.setattr(devices, "SHARED_MEMORY", tmp_path / "not here")
     devices.require_shared_memory(10**18)
+
+
+def test_free_memory_respects_the_containers_limit(tmp_path, monkeypatch):
+    machine = tmp_path / "meminfo"
+    machine.write_text("MemTotal: 9000 kB\nMemAvailable: 2000 kB\n")
+    monkeypatch.setattr(devices, "MEMORY", machine)
+    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    assert devices.free_memory() == 2000 * 1024
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 100000\n")
+    for limit, free in (("1000000\n", 400_000), ("max\n", 2000 * 1024), (f"{10**12}\n", 2000 * 1024)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert devices.free_memory() == free
+    monkeypatch.setattr(devices, "MEMORY", tmp_path / "missing")
+    assert devices.free_memory() == float("inf")
