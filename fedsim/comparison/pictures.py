@@ -12,8 +12,8 @@ import numpy as np
 from fedsim.comparison.axes import SEED, canonical, describe_point, label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult
-from fedsim.comparison.statistics import mean_and_half_width
 from fedsim.comparison.summary import SummaryRow, groups_of
+from fedsim.intervals import mean_and_half_width
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

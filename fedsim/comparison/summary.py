@@ -9,7 +9,7 @@ from typing import Any
 from fedsim.comparison.axes import SEED, canonical, describe_point, label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import ATTACK_SUCCESS, RunResult, to_csv
-from fedsim.comparison.statistics import Estimate, estimate
+from fedsim.intervals import Estimate, estimate
 
 BEST, TIE = "*", "~"
 GAP = "  "

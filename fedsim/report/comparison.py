@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fedsim.intervals import Estimate, estimate
 from fedsim.report.figures import byzantine_weight, mean_or_none, total_seconds
-from fedsim.report.intervals import Interval, mean_interval
 from fedsim.report.reading import SEED, Grid, GridRun, Run
 
 
@@ -31,10 +31,10 @@ class Combination:
         """Runs with a round at least, finished or not."""
         return [entry.run for entry in self.runs if entry.run and entry.run.rounds]
 
-    def interval(self, read: Callable[[Run], float | None]) -> Interval | None:
+    def interval(self, read: Callable[[Run], float | None]) -> Estimate | None:
         """A number of each finished run, as mean and interval over the seeds."""
         values = [read(entry.run) for entry in self.finished if entry.run]
-        return mean_interval([value for value in values if value is not None])
+        return estimate([value for value in values if value is not None])
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Line:
     """A line of the table."""
 
     combination: Combination
-    accuracy: Interval | None
-    attack_success: Interval | None
+    accuracy: Estimate | None
+    attack_success: Estimate | None
     byzantine_weight: float | None
     seconds: float | None  # of a whole run
     best: bool  # of its group, by mean accuracy; several if they are equal
-    behind: Interval | None  # accuracy less that of the best, over the seeds that both have finished
+    behind: Estimate | None  # accuracy less that of the best, over the seeds that both have finished
 
 
 def other_axes(grid: Grid) -> list[str]:
@@ -86,7 +86,7 @@ def compare(combined: Sequence[Combination]) -> list[Line]:
     return lines
 
 
-def _leaders(combined: Sequence[Combination], accuracies: Sequence[Interval | None]) -> dict[tuple[int, ...], int]:
+def _leaders(combined: Sequence[Combination], accuracies: Sequence[Estimate | None]) -> dict[tuple[int, ...], int]:
     """The index of the best of each group, the first of equals; none where there is nothing to be better than."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, combination in enumerate(combined):
@@ -99,13 +99,13 @@ def _leaders(combined: Sequence[Combination], accuracies: Sequence[Interval | No
     }
 
 
-def paired_difference(one: Combination, other: Combination) -> Interval | None:
+def paired_difference(one: Combination, other: Combination) -> Estimate | None:
     """Final accuracy of `one` less that of `other`, seed by seed, as mean and interval.
 
     Runs of one seed meet the same start, cohorts and batches, so the difference varies less than either.
     """
     ours, theirs = _accuracy_by_seed(one), _accuracy_by_seed(other)
-    return mean_interval([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
+    return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
 
 def _accuracy_by_seed(combination: Combination) -> dict[int, float]:

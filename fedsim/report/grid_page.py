@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedsim.intervals import Estimate, student_quantile
 from fedsim.report import words
 from fedsim.report.comparison import (
     Combination,
@@ -27,7 +28,6 @@ from fedsim.report.figures import (
     short,
     weights_picture,
 )
-from fedsim.report.intervals import Interval, student_t
 from fedsim.report.reading import SEED, Grid, GridRun, Run
 
 MOST_CELLS = 2_000_000  # of all heat maps of weights together; about 10 MB of page
@@ -150,7 +150,7 @@ def grid_curves(grid: Grid, combined: list[Combination]) -> dict[str, Any]:
     return {
         "metrics": [{"label": metric.label, "unit": metric.unit} for metric in metrics],
         "curves": curves,
-        "student_t": [student_t(dof) for dof in range(1, most)],
+        "student_t": [student_quantile(dof) for dof in range(1, most)],
     }
 
 
@@ -164,8 +164,8 @@ def final_values(combined: list[Combination]) -> list[dict[str, Any]]:
     return choices
 
 
-def _cell(interval: Interval | None) -> list[float | int | None] | None:
-    return interval and [short(interval.mean), short(interval.half), interval.n]
+def _cell(interval: Estimate | None) -> list[float | int | None] | None:
+    return interval and [short(interval.mean), short(interval.half_width) if interval.n > 1 else None, interval.n]
 
 
 def grid_time(combined: list[Combination]) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def test_the_controls_of_a_grid_change_what_is_plotted(show, grid_folder):
     rounds = len(named(page)["mean"])
     interval = final[0, 1]
     assert bands[0][rounds - 1 : rounds + 1] == pytest.approx(
-        [interval.mean + interval.half, interval.mean - interval.half], rel=1e-4
+        [interval.mean + interval.half_width, interval.mean - interval.half_width], rel=1e-4
     )
     page.get_by_label("Bands").uncheck()
     assert len(plotted(page)) == 2

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from fedsim.intervals import estimate
 from fedsim.report.comparison import combinations, compare
-from fedsim.report.intervals import mean_interval
 from fedsim.report.reading import read_records
 from tests.report.folders import add_to_rounds, invent_run, write_points
 
@@ -38,8 +38,8 @@ def by_point(lines):
 def test_one_line_per_combination_over_the_seeds(lines):
     assert [line.combination.place for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     found = by_point(lines)
-    assert found[0, 0].accuracy == mean_interval([0.9, 0.8, 0.7])
-    assert found[1, 1].accuracy == mean_interval([0.6, 0.5])  # the run that is missing is not counted
+    assert found[0, 0].accuracy == estimate([0.9, 0.8, 0.7])
+    assert found[1, 1].accuracy == estimate([0.6, 0.5])  # the run that is missing is not counted
     assert found[2, 1].accuracy is None
 
 
@@ -53,11 +53,11 @@ def test_the_difference_is_taken_seed_by_seed(lines):
     found = by_point(lines)
     behind = found[1, 0].behind
     assert behind.mean == pytest.approx(-0.02)
-    assert behind.half == pytest.approx(0, abs=1e-9)  # though each varies by 0.1 from seed to seed
-    assert not behind.spans_zero
+    assert behind.half_width == pytest.approx(0, abs=1e-9)  # though each varies by 0.1 from seed to seed
+    assert not behind.includes(0)
     shared = found[0, 1].behind  # of the two seeds that both have
     assert shared.n == 2
-    assert shared.mean == pytest.approx(mean_interval([0.1 - 0.6, 0.2 - 0.5]).mean)
+    assert shared.mean == pytest.approx(estimate([0.1 - 0.6, 0.2 - 0.5]).mean)
     assert found[0, 0].behind is None
     assert found[2, 1].behind is None
 
@@ -74,7 +74,7 @@ def test_unfinished_runs_are_not_counted(tmp_path):
 
     grid = read_records(write_points(tmp_path / "grid", {"x": [1], "seed": [0, 1]}, make))
     (line,) = compare(combinations(grid))
-    assert line.accuracy == mean_interval([0.6])
+    assert line.accuracy == estimate([0.6])
     assert len(line.combination.begun) == 2
     assert not line.best  # there is nothing to be better than
 
@@ -84,6 +84,6 @@ def test_a_grid_over_seeds_alone_and_one_without_seeds(tmp_path):
         invent_run(path, [0.5])
 
     over_seeds = read_records(write_points(tmp_path / "a", {"seed": [0, 1]}, make))
-    assert [line.accuracy for line in compare(combinations(over_seeds))] == [mean_interval([0.5, 0.5])]
+    assert [line.accuracy for line in compare(combinations(over_seeds))] == [estimate([0.5, 0.5])]
     without = read_records(write_points(tmp_path / "b", {"x": ["u", "v"]}, make))
     assert [line.accuracy.n for line in compare(combinations(without))] == [1, 1]

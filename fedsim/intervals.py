@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -36,8 +37,8 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     """
     if not len(values):
         return None
-    mean, half_width = mean_and_half_width(np.asarray(values, dtype=float)[:, None])
-    return Estimate(float(mean[0]), float(half_width[0]), len(values))
+    _, half_width = mean_and_half_width(np.asarray(values, dtype=float)[:, None])
+    return Estimate(fmean(values), float(half_width[0]), len(values))  # the same mean in whatever order
 
 
 def mean_and_half_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
