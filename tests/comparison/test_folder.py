@@ -11,6 +11,8 @@ from fedsim.errors import RecordError
 
 AXES = {"aggregate.rule": ["mean", "weighted_mean"], "seed": [0, 1]}
 
+FILES = {"experiment.toml", "environment.json", "metrics.jsonl", "partition.json"}
+
 
 @pytest.fixture
 def grid(serial):
@@ -42,7 +44,7 @@ def test_the_folder_holds_what_it_promises_and_nothing_else(finished):
     names = {path.name for path in finished.iterdir()}
     assert names == {"grid.json", "runs", "results.csv", "summary.csv", "summary.txt", "accuracy.png"}
     for folder in (finished / "runs").iterdir():
-        assert {path.name for path in folder.iterdir()} == {"experiment.toml", "environment.json", "metrics.jsonl"}
+        assert {path.name for path in folder.iterdir()} == FILES
 
 
 def test_a_run_is_finished_when_all_its_rounds_are_on_record(finished, grid):

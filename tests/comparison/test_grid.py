@@ -19,7 +19,7 @@ def file(tmp_path):
         rounds = 7
         [server]
         optimizer = "momentum"
-        momentum = 0.8
+        beta = 0.8
         [grid]
         seed = [0, 1]
         "aggregate.rule" = ["mean", "weighted_mean"]
@@ -68,7 +68,7 @@ def test_naming_another_plug_leaves_the_parameters_of_the_one_before_behind(file
     grid = load_grid(file, {axis: ["sgd", "momentum"]})
     servers = {run.experiment.server.optimizer: run.experiment.server.params for run in grid.runs}
     assert servers["sgd"] == Experiment().server.params
-    assert servers["momentum"]["momentum"] == 0.8
+    assert servers["momentum"]["beta"] == 0.8
 
 
 def test_a_parameter_set_for_all_runs_belongs_to_the_plug_that_an_axis_names():
@@ -106,7 +106,7 @@ def test_it_is_known_whether_the_experiment_names_its_engine(source, words, chos
 def test_the_base_is_what_all_runs_have_in_common_beside_the_axes(file):
     base = flat(load_grid(file).base)
     assert base["rounds"] == 7
-    assert base["server.momentum"] == 0.8
+    assert base["server.beta"] == 0.8
     assert base["workers"] == 4
     assert not {"seed", "aggregate.rule", "local.lr"} & base.keys()
 
