@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import re
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_a_run_that_fails_is_noted_and_the_others_go_on(quick, tmp_path, jobs):
     axes = {"model.how": ["raise", "never"], "workers": [3, 1000], "seed": [0]}
     comparison = fedsim.compare(tables, axes, tmp_path / "x", jobs)
     errors = [run.error for run in comparison.runs]
-    assert errors[0].startswith("worker 0 in round 1 failed")
+    assert re.match("worker [01] in round 1 failed", errors[0])  # both do; either may be heard first
     assert "ZeroDivisionError: this model divides by zero" in errors[0]
     assert errors[1] == errors[3] == "workers = 1000: must be between 1 and the number of samples, 203"
     assert errors[2] is None
