@@ -1,0 +1,95 @@
+"""One aggregation as the rules see it: a cohort's updates, and all else that a rule may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from fedsim.aggregation.columns import bad_rows
+from fedsim.aggregation.gram import Gram
+from fedsim.aggregation.rows import Rows
+from fedsim.aggregation.rule import BoundRule
+from fedsim.errors import ExperimentError
+from fedsim.randomness import numpy_generator
+
+Nonfinite = Literal["error", "exclude", "keep"]
+
+SHOWN = 5  # rows named in an error
+
+
+@dataclass
+class Cohort:
+    """Everything that a rule may be given about one aggregation; see `fedsim.aggregation.rule`."""
+
+    updates: Tensor
+    weights: Tensor | None = None
+    root: Tensor | None = None
+    losses: Tensor | None = None
+    workers: list[int] | None = None
+    rng: np.random.Generator | None = None
+    state: dict[str, Tensor] | None = None  # None: nobody will see it again
+    last: Tensor | None = None
+    excluded: int = 0  # rows that were screened out, which count among the f
+    gram: Gram | None = None  # of the updates, if it has been computed already
+
+    def __post_init__(self) -> None:
+        if self.workers is None:
+            self.workers = list(range(len(self.updates)))
+
+    def f_for(self, stage: BoundRule) -> int | None:
+        return None if stage.f is None else max(0, stage.f - self.excluded)
+
+    def menu(self, name: str, rows: Rows) -> Any:
+        """What a stage takes under this name, where `rows` have come so far."""
+        if name == "updates":
+            return rows.block()
+        if name == "gram":
+            return self.gram if self.gram is not None and rows.are_updates else rows.gram
+        if name == "rng":
+            self.rng = self.rng or numpy_generator(0, "aggregate")
+            return self.rng
+        if name == "workers":
+            return self.workers if len(rows) == len(self.updates) else list(range(len(rows)))
+        value = getattr(self, name)
+        if value is None and name == "root":
+            raise ExperimentError("this rule needs root [d], the update that the server's own data gives")
+        if value is None and name == "losses":
+            raise ExperimentError("this rule needs losses [n], each worker's loss at the global row")
+        return value
+
+
+def screened(cohort: Cohort, nonfinite: Nonfinite) -> tuple[Cohort, list[int]]:
+    """The cohort without rows that hold a NaN or an infinity, and which rows those were; it may be the same cohort.
+
+    Raises ExperimentError where there are any and the policy is "error", or where no row is left.
+    """
+    bad = [] if nonfinite == "keep" else bad_rows(cohort.updates)
+    if not bad:
+        return cohort, []
+    assert cohort.workers is not None
+    counted = [row for row in bad if cohort.weights is None or cohort.weights[row] > 0]
+    if nonfinite == "error" and counted:
+        bad = counted
+        named = ", ".join(str(cohort.workers[row]) for row in bad[:SHOWN]) + (", ..." if len(bad) > SHOWN else "")
+        raise ExperimentError(
+            f"{len(bad)} of {len(cohort.updates)} updates hold NaN or infinity (rows of workers {named}); "
+            'nonfinite = "exclude" leaves such rows out'
+        )
+    good = [row for row in range(len(cohort.updates)) if row not in set(bad)]
+    if not good:
+        raise ExperimentError(f"all {len(bad)} updates hold NaN or infinity; none is left to aggregate")
+    kept = Cohort(
+        updates=cohort.updates[good],
+        weights=None if cohort.weights is None else cohort.weights[good],
+        root=cohort.root,
+        losses=None if cohort.losses is None else cohort.losses[good],
+        workers=[cohort.workers[row] for row in good],
+        rng=cohort.rng,
+        state=cohort.state,
+        last=cohort.last,
+        excluded=cohort.excluded + len(bad),
+    )
+    return kept, bad

@@ -1,0 +1,69 @@
+"""The rows that a rule is applied to: the updates, or what pre-aggregators mix of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+from torch import Tensor
+
+from fedsim.aggregation.columns import column_blocks, combine
+from fedsim.aggregation.gram import Gram
+from fedsim.aggregation.rule import Mix
+
+
+class Rows:
+    """The updates, or rows that pre-aggregators mix of them; these are made block by block, as they are needed."""
+
+    def __init__(self, updates: Tensor, mixing: Tensor | None = None, gram: Callable[[], Gram] | None = None) -> None:
+        self._updates, self._mixing = updates, mixing
+        self._make_gram = gram or (lambda: Gram(updates))
+
+    def __len__(self) -> int:
+        return len(self._updates) if self._mixing is None else len(self._mixing)
+
+    @property
+    def are_updates(self) -> bool:
+        """Whether nothing has been mixed yet."""
+        return self._mixing is None
+
+    @cached_property
+    def gram(self) -> Gram:
+        return self._make_gram()
+
+    def mixed(self, matrix: Tensor) -> Rows:
+        """The rows matrix [m', m] @ rows."""
+        mixing = matrix if self._mixing is None else matrix @ self._mixing
+        return Rows(self._updates, mixing, lambda: self.gram.mixed(matrix))
+
+    def block(self, columns: slice = slice(None)) -> Tensor:
+        """The rows at these columns."""
+        part = self._updates[:, columns]
+        return part if self._mixing is None else self._mixing.to(part.device, part.dtype) @ part
+
+    def row(self, mix: Mix) -> Tensor:
+        """The one row [d] that a mix of these rows is."""
+        if mix.then is None:
+            row = combine(self._of_updates(mix.coefficients), self._updates)
+            return row if mix.base is None else row + mix.base
+        matrix = self._of_updates(mix.coefficients).to(self._updates.device, self._updates.dtype)
+        result = self._updates.new_empty(self._updates.shape[1])
+        chosen = matrix.any(0).nonzero().flatten()
+        for block in column_blocks(len(result)):
+            result[block] = mix.then(_matmul(matrix, chosen, self._updates[:, block]))
+        return result
+
+    def shares(self, mix: Mix) -> Tensor:
+        """The coefficient of each update in a mix, [n]."""
+        coefficients = self._of_updates(mix.coefficients)
+        return coefficients if coefficients.ndim == 1 else coefficients.mean(0)
+
+    def _of_updates(self, coefficients: Tensor) -> Tensor:
+        return coefficients if self._mixing is None else coefficients @ self._mixing
+
+
+def _matmul(matrix: Tensor, chosen: Tensor, block: Tensor) -> Tensor:
+    """matrix @ block, where only the rows `chosen` of the block count; mere choices of rows cost no arithmetic."""
+    if bool((matrix.count_nonzero(1) == 1).all()) and bool(((matrix == 0) | (matrix == 1)).all()):
+        return block[matrix.argmax(1)]
+    return matrix[:, chosen] @ block[chosen]

@@ -1,0 +1,109 @@
+"""Aggregation in one line, on any tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedsim.aggregation.cohort import Cohort, Nonfinite, screened
+from fedsim.aggregation.pipeline import Pipeline
+from fedsim.aggregation.resolving import Stage, as_list, make_pipeline, resolve
+from fedsim.aggregation.rows import Rows
+from fedsim.errors import ExperimentError
+from fedsim.randomness import numpy_generator
+
+
+def aggregate(
+    updates: Tensor,
+    weights: Tensor | Sequence[float] | None = None,
+    rule: Stage | Sequence[Stage] = "mean",
+    *,
+    root: Tensor | None = None,
+    losses: Tensor | Sequence[float] | None = None,
+    last: Tensor | None = None,
+    seed: int = 0,
+    nonfinite: Nonfinite = "error",
+    **params: Any,
+) -> Tensor:
+    """Aggregate the rows of `updates` with a rule: `aggregate(updates, rule="krum", f=2)`.
+
+    Args:
+        updates: [n, d], any floating dtype and device; left unchanged.
+        weights: [n], finite and >= 0, need not sum to one. A rule without a weighted form refuses them; one that
+            needs them takes equal ones where they are left out.
+        rule: a registered name (see `fedsim.rules()`), "package.module:function", or a list of pre-aggregators that
+            ends in a rule: `["nnm", "trimmed_mean"]`. A stage with parameters of its own is a table:
+            `[{"rule": "bucketing", "s": 3}, "krum"]`.
+        root: [d], for rules that need the update that the server's own data gives (fltrust).
+        losses: [n], for rules that need each worker's loss (qfedavg).
+        last: [d], where centered_clipping starts.
+        seed: of random draws (bucketing, dnc, signguard), which are a pure function of it.
+        nonfinite: what becomes of rows that hold NaN or infinity: "error", "exclude" (they count among the f), "keep".
+        params: parameters by name; each goes to every stage that has one of that name.
+
+    Returns the aggregate [d], with the dtype and device of `updates`.
+
+    Raises ExperimentError (a ValueError) for an unknown rule, a wrong parameter, a wrong shape, impossible weights,
+    rows that are not finite, or a constraint on n and f that does not hold.
+    """
+    pipeline = make_pipeline(resolve(rule, params))
+    cohort = _checked_cohort(updates, weights, pipeline)
+    n, d = updates.shape
+    cohort.rng = numpy_generator(seed, "aggregate")
+    cohort.root = _checked("root", root, (d,), updates)
+    cohort.last = _checked("last", last, (d,), updates)
+    if losses is not None:
+        cohort.losses = _checked("losses", torch.as_tensor(losses), (n,), updates)
+        assert cohort.losses is not None
+        cohort.losses = cohort.losses.double()
+    kept, _ = screened(cohort, nonfinite)
+    return pipeline(kept).update
+
+
+def pre_aggregate(updates: Tensor, rule: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Tensor:
+    """The rows [m, d] that pre-aggregators make of `updates` [n, d]: `pre_aggregate(updates, "nnm", f=2)`.
+
+    Arguments and errors are those of `aggregate`.
+    """
+    pipeline = make_pipeline(resolve([*as_list(rule), "mean"], params))
+    cohort = _checked_cohort(updates, None, pipeline)
+    cohort.rng = numpy_generator(seed, "aggregate")
+    rows = Rows(screened(cohort, "error")[0].updates)
+    for stage in pipeline.pre:
+        rows = rows.mixed(stage(lambda name, rows=rows: cohort.menu(name, rows), stage.f).coefficients)
+    return rows.block()
+
+
+def _checked_cohort(updates: Tensor, weights: Tensor | Sequence[float] | None, pipeline: Pipeline) -> Cohort:
+    if updates.ndim != 2 or not len(updates) or not updates.is_floating_point():
+        raise ExperimentError(
+            f"updates: must be a floating tensor [n, d] with n >= 1, not {updates.dtype} {tuple(updates.shape)}"
+        )
+    updates = updates.detach()
+    if weights is not None:
+        weights = _checked_weights(weights, updates, pipeline)
+    elif pipeline.needs_weights:
+        weights = torch.ones(len(updates), dtype=torch.double, device=updates.device)
+    return Cohort(updates, weights)
+
+
+def _checked_weights(weights: Tensor | Sequence[float], updates: Tensor, pipeline: Pipeline) -> Tensor:
+    weights = torch.as_tensor(weights, dtype=torch.double, device=updates.device)
+    if not pipeline.takes_weights:
+        raise ExperimentError(f"weights: the rule {pipeline.name} has no weighted form")
+    if weights.shape != (len(updates),):
+        raise ExperimentError(f"weights: {len(updates)} rows need shape ({len(updates)},), not {tuple(weights.shape)}")
+    if not bool(((weights >= 0) & weights.isfinite()).all()) or not bool(weights.any()):
+        raise ExperimentError("weights: must be finite, >= 0 and not all zero")
+    return weights
+
+
+def _checked(name: str, value: Tensor | None, shape: tuple[int, ...], updates: Tensor) -> Tensor | None:
+    if value is None:
+        return None
+    if tuple(value.shape) != shape or not bool(value.isfinite().all()):
+        raise ExperimentError(f"{name}: must be finite, of shape {shape}, not {tuple(value.shape)}")
+    return value.to(updates.device)
