@@ -148,9 +148,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    figures = {
-        f"n={n}, d={d}": measure(n, d, arguments.repeats) for n in arguments.rows for d in arguments.columns
-    }
+    figures = {f"n={n}, d={d}": measure(n, d, arguments.repeats) for n in arguments.rows for d in arguments.columns}
     report("rules", **figures, repeats=arguments.repeats, threads=arguments.threads)
 
 

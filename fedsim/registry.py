@@ -87,7 +87,6 @@ class Plug:
             return Imported(self.name, params)
         return functools.partial(self.target, **params)
 
-
     def given(self, **menu: Any) -> dict[str, Any]:
         """Of all that is there to be given, what this plug takes."""
         return {name: menu[name] for name in self.takes}

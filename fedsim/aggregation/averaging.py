@@ -35,9 +35,7 @@ def weighted_mean(updates: Tensor, weights: Tensor) -> Tensor:
 
 
 @rule("qfedavg")
-def qfedavg(
-    updates: Tensor, losses: Tensor, *, q: Annotated[float, Field(ge=0)] = 1.0, lr: Positive = 0.1
-) -> Mix:
+def qfedavg(updates: Tensor, losses: Tensor, *, q: Annotated[float, Field(ge=0)] = 1.0, lr: Positive = 0.1) -> Mix:
     """q-FedAvg: workers with a higher loss count for more (Li et al. 2020, "Fair resource allocation").
 
     With g_k = -x_k / lr, lr the workers' learning rate, and F_k worker k's loss at the global row:

@@ -35,7 +35,7 @@ def resolve(
     """
     tables = [{"rule": stage} if isinstance(stage, str) else dict(stage) for stage in as_list(stages)]
     if not tables:
-        raise ExperimentError(f"{_key(place)} = []: needs a rule, such as \"mean\"")
+        raise ExperimentError(f'{_key(place)} = []: needs a rule, such as "mean"')
     for table in tables:
         if not isinstance(table.get("rule"), str):
             raise ExperimentError(f"{_key(place)}: a stage is a name or a table with the key rule, not {show(table)}")

@@ -87,9 +87,7 @@ def dnc(
 
 
 @rule("signguard")
-def signguard(
-    updates: Tensor, rng: np.random.Generator, *, fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
-) -> Mix:
+def signguard(updates: Tensor, rng: np.random.Generator, *, fraction: Annotated[float, Field(gt=0, le=1)] = 0.1) -> Mix:
     """The mean of rows of ordinary norm and ordinary signs, clipped to the median norm (Xu et al. 2022).
 
     Rows pass the norm filter if their norm is within 0.1 and 3 times the median norm. The shares of positive, zero

@@ -29,9 +29,7 @@ def fltrust(updates: Tensor, root: Tensor) -> Mix:
 
 
 @rule("foolsgold")
-def foolsgold(
-    updates: Tensor, workers: list[int], state: dict[str, Tensor] | None
-) -> tuple[Mix, dict[str, Tensor]]:
+def foolsgold(updates: Tensor, workers: list[int], state: dict[str, Tensor] | None) -> tuple[Mix, dict[str, Tensor]]:
     """Workers whose updates have been alike over the rounds count for little (Fung et al. 2020).
 
     H_k is the sum of worker k's updates so far, cs_ij = cos(H_i, H_j), v_i = max_j cs_ij. Pardoning: where v_j > v_i,
