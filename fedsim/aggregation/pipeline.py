@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedsim.aggregation.cohort import Cohort
-from fedsim.aggregation.columns import column_blocks
+from fedsim.aggregation.columns import column_blocks, small_blocks
 from fedsim.aggregation.rows import Rows
 from fedsim.aggregation.rule import BoundRule, Mix
 from fedsim.devices import wide_dtype
@@ -60,7 +60,7 @@ class Pipeline:
 
     def _by_columns(self, rows: Rows, cohort: Cohort) -> Tensor:
         result = cohort.updates.new_empty(cohort.updates.shape[1])
-        for block in column_blocks(len(result)):
+        for block in column_blocks(len(result)) if rows.are_updates else small_blocks(len(result)):
             part = rows.block(block)
             result[block] = self.rule(
                 lambda name, part=part: part if name == "updates" else cohort.menu(name, rows), cohort.f_for(self.rule)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from fedsim.aggregation.columns import column_blocks, combine
+from fedsim.aggregation.columns import combine, small_blocks
 from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.rule import Mix
 
@@ -49,7 +49,7 @@ class Rows:
         matrix = self._of_updates(mix.coefficients).to(self._updates.device, self._updates.dtype)
         result = self._updates.new_empty(self._updates.shape[1])
         chosen = matrix.any(0).nonzero().flatten()
-        for block in column_blocks(len(result)):
+        for block in small_blocks(len(result)):
             result[block] = mix.then(_matmul(matrix, chosen, self._updates[:, block]))
         return result
 

@@ -58,20 +58,26 @@ def bulyan(gram: Gram, *, f: Count) -> Mix:
     """
     n = len(gram)
     require(n >= 4 * f + 3, "bulyan", "n >= 4f + 3", f=f, n=n)
-    left = torch.arange(n)
-    picked = torch.zeros(n - 2 * f, n, dtype=torch.double)
-    for row in picked:
-        scores = krum_scores(gram.squared_distances[left][:, left], f)
-        best = int(stable_order(scores)[0])
-        row[left[best]] = 1
-        left = torch.cat([left[:best], left[best + 1 :]])
-    picked = picked[picked.argmax(1).argsort()]  # in the order of the workers, which decides ties
+    picked = torch.eye(n, dtype=torch.double)[_picked_by_krum(gram.squared_distances, f, n - 2 * f)]
     keep = n - 4 * f
 
     def around_median(ascending: Tensor, block: Tensor) -> Tensor:
         return mean_nearest(ascending, block, middle(ascending), keep)
 
     return Mix(picked, then=lambda rows: map_sorted_columns(rows, around_median))
+
+
+def _picked_by_krum(squared_distances: Tensor, f: int, count: int) -> Tensor:
+    """The rows that Krum picks one by one, each time of those that are left, bool [n]."""
+    n = len(squared_distances)
+    others = squared_distances.clone().fill_diagonal_(math.inf).sort(dim=1)
+    left = torch.ones(n, dtype=torch.bool)
+    for size in range(n, n - count, -1):
+        is_left = left[others.indices]  # sorted once: those that are left stay in order
+        nearest = is_left & (is_left.cumsum(1) <= max(0, size - f - 2))
+        scores = torch.where(nearest, others.values, 0).sum(1)[left]
+        left[left.nonzero().flatten()[stable_order(scores)[0]]] = False
+    return ~left
 
 
 @rule("mda")
