@@ -25,7 +25,7 @@ import fedsim
 from fedsim.aggregation import rule
 from fedsim.vision import import_torchvision
 
-KRUM_FAMILY = ("krum", "multi_krum", "medoid", "monna")
+KRUM_FAMILY = ("krum", "multi_krum", "medoid")
 ENOUGH_TIME = 0.2  # seconds that a short measurement is repeated for
 
 

@@ -58,6 +58,10 @@ class Pipeline:
             return Outcome(result, state=state)
         return Outcome(rows.row(result), rows.shares(result), state)
 
+    def by_columns(self, cohort: Cohort) -> Tensor:
+        """The result of a pipeline that is columnwise, without anything else that could be said of it."""
+        return self._by_columns(Rows(cohort.updates), cohort)
+
     def _by_columns(self, rows: Rows, cohort: Cohort) -> Tensor:
         result = cohort.updates.new_empty(cohort.updates.shape[1])
         for block in column_blocks(len(result)) if rows.are_updates else small_blocks(len(result)):

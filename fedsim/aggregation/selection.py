@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.aggregation.columns import map_sorted_columns, mean_nearest, middle, squared_distances_to
+from fedsim.aggregation.columns import map_sorted_columns, mean_nearest, middle, squared_distances_to, squared_norms
 from fedsim.aggregation.diameter import least_diameter
 from fedsim.aggregation.gram import Gram, stable_order
 from fedsim.aggregation.order_statistics import median
@@ -102,14 +102,14 @@ def medoid(gram: Gram) -> Mix:
 
 
 @rule("cge")
-def cge(gram: Gram, *, f: Count) -> Mix:
+def cge(updates: Tensor, *, f: Count) -> Mix:
     """Comparative gradient elimination: the mean of the n - f rows of least norm (Gupta et al. 2021).
 
-    Needs f < n. Ties: the lowest index.
+    Needs f < n. Ties: the lowest index. Cost: two passes over the [n, d] updates.
     """
-    n = len(gram)
+    n = len(updates)
     require(f < n, "cge", "f < n", f=f, n=n)
-    return average_of(stable_order(gram.norms)[: n - f], n)
+    return average_of(stable_order(squared_norms(updates).double().cpu())[: n - f], n)
 
 
 @rule("aksel")
@@ -125,15 +125,17 @@ def aksel(updates: Tensor, *, f: Count) -> Mix:
 
 
 @rule("monna")
-def monna(gram: Gram, workers: list[int], *, f: Count, row: Annotated[int, Field(ge=0)] = 0) -> Mix:
+def monna(updates: Tensor, workers: list[int], *, f: Count, row: Annotated[int, Field(ge=0)] = 0) -> Mix:
     """The mean of the n - f rows nearest the trusted row, itself included (Farhadkhani et al. 2023).
 
-    `row` is the number of the trusted worker, which has to take part. Needs f < n. Ties: the lowest index.
+    `row` is the number of the trusted worker, which has to take part. Needs f < n. Ties: the lowest index. Cost: two
+    passes over the [n, d] updates.
     """
-    n = len(gram)
+    n = len(updates)
     require(f < n, "monna", "f < n", f=f, n=n)
     if row not in workers:
         raise ExperimentError(f"monna: the trusted row = {row} is not among the workers {workers}")
-    away = gram.squared_distances[workers.index(row)].clone()
-    away[workers.index(row)] = -1  # it counts itself before any row that equals it
+    trusted = workers.index(row)
+    away = squared_distances_to(updates, updates[trusted]).double().cpu()
+    away[trusted] = -1  # it counts itself before any row that equals it
     return average_of(stable_order(away)[: n - f], n)

@@ -59,6 +59,10 @@ def aggregate(
         cohort.losses = _checked("losses", torch.as_tensor(losses), (n,), updates)
         assert cohort.losses is not None
         cohort.losses = cohort.losses.double()
+    if pipeline.columnwise and pipeline.rule.linear:  # what is not finite in a row that counts is so in the result
+        update = pipeline.by_columns(cohort)
+        if bool(update.sum().isfinite()):
+            return update
     kept, _ = screened(cohort, nonfinite)
     return pipeline(kept).update
 
