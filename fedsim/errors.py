@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+
+CLOSE = 0.65  # difflib's ratio from which on a name may be a slip of the other
 
 
 class FedsimError(Exception):
@@ -39,9 +42,19 @@ class WorkerError(FedsimError, RuntimeError):
 
 
 def show(value: Any) -> str:
-    """A value as an error line shows it: short, strings in quotes."""
-    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    """A value as an error line shows it: short, and as an experiment file would say it."""
+    text = _as_in_toml(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _as_in_toml(value: Any) -> str:
+    if isinstance(value, (str, bool)):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_as_in_toml, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key} = {_as_in_toml(each)}' for key, each in value.items())}}}"
+    return " ".join(repr(value).split())
 
 
 def one_line(error: BaseException) -> str:
@@ -49,34 +62,63 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
-    """`did you mean "x"? allowed: ...` for a name that is not among `allowed`."""
+def nearest(name: str, allowed: Iterable[str], elsewhere: Mapping[str, Sequence[str]] | None = None) -> str:
+    """`did you mean "x"? allowed: ...` for a name that is not among `allowed`.
+
+    `elsewhere` are names that would be right in another place, each with what to write instead.
+    """
     allowed = list(allowed)
-    matches = difflib.get_close_matches(name.lower(), allowed, n=1, cutoff=0.5)
-    guess = f'did you mean "{matches[0]}"? ' if matches else ""
+    meant = {**(elsewhere or {}), **{each: [each] for each in allowed}}
+    match = closest(name, meant)
+    guess = f"did you mean {' or '.join(map(show, meant[match]))}? " if match else ""
     return f"{guess}allowed: {', '.join(allowed) or 'none'}"
 
 
-def explain(error: ValidationError, model: type[BaseModel], place: str = "") -> list[str]:
-    """One line per problem that pydantic found in `model`, whose keys stand under `place` in the experiment."""
+def closest(name: str, allowed: Iterable[str]) -> str | None:
+    """Which of `allowed` was probably meant: one and the same but for - and _, an abbreviation (`lr`), a slip."""
+    allowed = list(allowed)
+    name = name.lower().replace("-", "_")
+    if name in allowed:
+        return name
+    abbreviated = [each for each in allowed if _initials(each) == name or _initials(name) == each]
+    return next(iter(abbreviated or difflib.get_close_matches(name, allowed, n=1, cutoff=CLOSE)), None)
+
+
+def _initials(name: str) -> str | None:
+    """`bs` of `batch_size`; None of a single word."""
+    return "".join(word[:1] for word in name.split("_")) if "_" in name else None
+
+
+def explain(
+    error: ValidationError,
+    model: type[BaseModel],
+    place: str = "",
+    elsewhere: Mapping[str, Sequence[str]] | None = None,
+) -> list[str]:
+    """One line per problem that pydantic found in `model`, whose keys stand under `place` in the experiment.
+
+    `elsewhere` are keys that belong in another table, for hints; see `nearest`.
+    """
     lines: list[str] = []
     wanted: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and what would do instead of it
     for problem in error.errors():
+        location = [part for part in problem["loc"] if not _is_choice(part)]
+        where = _dotted([place, *location])
         cause = problem.get("ctx", {}).get("error")
-        if isinstance(cause, ExperimentError):  # raised by one of our own validators: complete already
-            lines.extend(cause.lines)
+        if isinstance(cause, ExperimentError):  # raised by one of our own validators: complete but for places in lists
+            unnumbered = _dotted([place, *(part for part in location if isinstance(part, str))])
+            lines.extend(re.sub(rf"^{re.escape(unnumbered)}\b", where, line) for line in cause.lines)
             continue
-        location = [str(part) for part in problem["loc"] if not _is_choice(part)]
-        where = ".".join(([place] if place else []) + location)
         if problem["type"] == "extra_forbidden":
             allowed = _keys_at(model, location[:-1])
-            lines.append(f"{where} = {show(problem['input'])}: unknown key; {nearest(location[-1], allowed)}")
+            hint = nearest(str(location[-1]), allowed, elsewhere if len(location) == 1 else None)
+            lines.append(f"{where} = {show(problem['input'])}: unknown key; {hint}")
         elif problem["type"] == "missing":
             lines.append(f"{where}: is required")
         else:
             wanted.setdefault(where, (problem["input"], []))[1].append(_requirement(problem["msg"]))
     for where, (value, requirements) in wanted.items():
-        if not any(other.startswith(f"{where}.") for other in wanted):  # else what is wrong within says more
+        if not any(other.startswith((f"{where}.", f"{where}[")) for other in wanted):  # what is wrong within says more
             lines.append(f"{where} = {show(value)}: must be {' or '.join(requirements)}")
     return list(dict.fromkeys(lines))
 
@@ -86,15 +128,29 @@ def _is_choice(part: int | str) -> bool:
     return isinstance(part, str) and ("[" in part or part.startswith("constrained-"))
 
 
+def _dotted(parts: Iterable[int | str]) -> str:
+    """`data.augment[0].pixels`; empty parts are left out."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part != "")
+    return text.removeprefix(".")
+
+
 def _requirement(message: str) -> str:
-    """What pydantic's message asks for, in the words of experiment files."""
+    """What pydantic's message asks for, in the words of experiment files: what must be, without the "must be"."""
     message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
+    message = re.sub(r"^(String|List|Tuple|Set) should (match|have) ", _thing_that, message)
+    message = message.replace(" after validation", "")
     return re.sub(r"^(Input should be|Value error,) ", "", message).replace("'", '"')
 
 
-def _keys_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:
+def _thing_that(found: re.Match[str]) -> str:
+    """`a list that has` for `List should have`."""
+    thing, verb = found.groups()
+    return f"a {thing.lower()} that {'has' if verb == 'have' else 'matches the'} "
+
+
+def _keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     """The keys allowed in the (sub)table of `model` that `location` leads to."""
-    for part in location:
+    for part in (part for part in location if isinstance(part, str)):
         annotation = model.model_fields[part].annotation
         for candidate in (annotation, *get_args(annotation)):
             if isinstance(candidate, type) and issubclass(candidate, BaseModel):

@@ -6,9 +6,12 @@ Keys, types, bounds and defaults stand here once. A table that names a plug (`pa
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -33,6 +36,12 @@ from fedsim.randomness import numpy_generator
 from fedsim.registry import Plug, Registry
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+def _name_of_a_folder(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError("one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter or digit")
+    return name
 
 
 class Table(BaseModel):
@@ -64,6 +73,11 @@ class PlugTable(Table):
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
         """The table with what goes without saying; for tables where that depends on what is said."""
         return table
+
+    @classmethod
+    def not_both(cls) -> ExperimentError:
+        """What is the matter where more than one of the `alternatives` is given."""
+        return ExperimentError(f"{cls.place}: give {' or '.join(cls.alternatives)}, not both")
 
     @model_validator(mode="after")
     def _check_parameters(self) -> PlugTable:
@@ -139,7 +153,7 @@ class Local(PlugTable):
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
         given = [key for key in cls.alternatives if table.get(key) is not None]
         if len(given) > 1:
-            raise ExperimentError("local: give epochs or steps, not both")
+            raise cls.not_both()
         return table if given else {**table, "epochs": 1}
 
 
@@ -156,7 +170,7 @@ class Attack(PlugTable):
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
         if table.get("fraction") and table.get("workers") is not None:
-            raise ExperimentError("attack: give fraction or workers, not both")
+            raise cls.not_both()
         return table
 
     def bind(self) -> BoundAttack:
@@ -238,7 +252,7 @@ class Experiment(Table):
     `Experiment(workers=8, local={"lr": 0.1})` takes nested tables. Raises ExperimentError, one line per problem.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "mnist5k_sync_sgd"
+    name: Annotated[str, AfterValidator(_name_of_a_folder)] = "mnist5k_sync_sgd"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     rounds: PositiveInt = 10
     workers: PositiveInt = 4
@@ -264,7 +278,7 @@ class Experiment(Table):
         try:
             super().__init__(**tables)
         except ValidationError as error:
-            raise ExperimentError(*explain(error, type(self))) from None
+            raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(tables))) from None
 
     @field_validator("engine")
     @classmethod
@@ -303,12 +317,13 @@ class Experiment(Table):
         if weights is None:
             return []
         pipeline = self.pipeline
+        where = f"aggregate.weights = {show(weights)}"
         if not pipeline.takes_weights:
-            return [f"aggregate.weights: the rule {pipeline.name} has no weighted form; leave them out"]
+            return [f"{where}: the rule {pipeline.name} has no weighted form; leave them out"]
         if isinstance(weights, list) and len(weights) != self.workers:
-            return [f"aggregate.weights: must be {self.workers} numbers, one per worker, not {len(weights)}"]
+            return [f"{where}: must be {self.workers} numbers, one per worker, not {len(weights)}"]
         if isinstance(weights, list) and weights.count(0) >= self.cohort_size:
-            return [f"aggregate.weights: so many are zero that a whole cohort of {self.cohort_size} can be"]
+            return [f"{where}: so many are zero that a whole cohort of {self.cohort_size} can be"]
         return []
 
     def _problems_with_attackers(self) -> list[str]:
@@ -347,3 +362,27 @@ class Experiment(Table):
     def resolved(self) -> dict[str, Any]:
         """All keys with their values, defaults included, as nested tables; keys that are unset are left out."""
         return self.model_dump(mode="json", exclude_none=True)
+
+
+def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Where a key belongs that stands in no table: {"lr": ["local.lr", "server.lr"], ...}, for hints.
+
+    With the plugs that `tables` name; only where none of them has a key, all places where another plug would have it.
+    """
+    with_these: dict[str, list[str]] = {}
+    with_others: dict[str, list[str]] = {}
+    for place, field in Experiment.model_fields.items():
+        table = field.annotation
+        if not (isinstance(table, type) and issubclass(table, Table)):
+            continue
+        for key in table.model_fields:
+            with_these.setdefault(key, []).append(f"{place}.{key}")
+        if issubclass(table, PlugTable):
+            named = tables.get(place)
+            named = named.get(table.named_by) if isinstance(named, Mapping) else named
+            chosen = named if named in table.registry.names() else table.model_fields[table.named_by].default
+            for plug in table.registry:
+                for key in set(plug.parameters.model_fields) - set(table.model_fields):
+                    found = (with_these if plug.name == chosen else with_others).setdefault(key, [])
+                    found.extend({f"{place}.{key}"} - set(found))
+    return {**with_others, **with_these}

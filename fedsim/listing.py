@@ -92,6 +92,4 @@ def describe_parameters(plug: Plug) -> str:
 
 def show_toml(value: object) -> str:
     """A default as an experiment file would say it."""
-    if isinstance(value, bool):
-        return str(value).lower()
     return "unset" if value is None else show(value)

@@ -53,12 +53,19 @@ def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict
         return read_toml(Path(source))
     if isinstance(source, Experiment):
         return source.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    if source is not None and not isinstance(source, Mapping):
+        raise ExperimentError(f"{show(source)}: must be an Experiment, a table (dict) or the path of a TOML file")
     return copy.deepcopy(dict(source or {}))
 
 
 def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
-    """Set keys of nested tables; the order of a plug's name and its parameters does not matter."""
-    for keys, value in sorted(changes, key=lambda change: not _names_a_plug(change[0])):
+    """Set keys of nested tables; the order of a plug's name and its parameters does not matter.
+
+    Raises ExperimentError where the changes themselves are at odds, such as local.epochs with local.steps.
+    """
+    changes = sorted(changes, key=lambda change: not _names_a_plug(change[0]))
+    _refuse_alternatives(changes)
+    for keys, value in changes:
         _override(description, keys, value)
 
 
@@ -109,6 +116,16 @@ def _names_a_plug(keys: list[str]) -> bool:
     """Whether a key is one that names a plug; those come first, since a plug's parameters belong to its name."""
     table = PLUG_TABLES.get(keys[0])
     return table is not None and keys[1:] in ([], [table.named_by])
+
+
+def _refuse_alternatives(changes: Iterable[Change]) -> None:
+    given = {".".join(keys) for keys, _ in changes}
+    given |= {
+        f"{keys[0]}.{key}" for keys, value in changes if len(keys) == 1 and isinstance(value, dict) for key in value
+    }
+    for place, table in PLUG_TABLES.items():
+        if len(given & {f"{place}.{key}" for key in table.alternatives}) > 1:
+            raise table.not_both()
 
 
 def _override(description: dict[str, Any], keys: list[str], value: Any) -> None:

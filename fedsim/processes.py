@@ -6,14 +6,16 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from multiprocessing import parent_process, resource_tracker
+from multiprocessing import current_process, parent_process, resource_tracker
 from typing import Any
+
+from fedsim.errors import WorkerError
 
 GRACE = 2.0  # seconds for a process to go by itself before it is killed
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
-MAIN_GUARD = '(a script that runs experiments needs `if __name__ == "__main__":`)'
 
 
 def begin_as_child() -> None:
@@ -31,6 +33,42 @@ def how_it_ended(exitcode: int | None) -> str:
     if exitcode < 0:
         return f"was killed by {_signal_name(-exitcode)} (exit code {exitcode})"
     return f"ended with exit code {exitcode} before its work was done"
+
+
+def how_its_start_ended(exitcode: int | None, instead: str) -> str:
+    """The same of a process that had not begun yet; `instead` is what starts no process.
+
+    An exit code of Python's own is most likely that of a script which is imported by the processes that it starts.
+    """
+    if not exitcode or exitcode < 0:
+        return f"{how_it_ended(exitcode)}, while it started"
+    return (
+        f'ended with exit code {exitcode} while it started; a script needs `if __name__ == "__main__":` around what '
+        f"it does, because processes import it, or else {instead}"
+    )
+
+
+def require_importable_main(instead: str) -> None:
+    """Before processes are started, which import the program that they belong to: whether they can.
+
+    Raises WorkerError, with what to do `instead`, for a program that is not a file; see also `leave_if_being_started`.
+    """
+    leave_if_being_started()
+    path = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if path.startswith("<"):  # "<stdin>", for which multiprocessing would look on the disk
+        raise WorkerError(
+            f"processes cannot import a program that comes from {path}: it needs to be a file, with "
+            f'`if __name__ == "__main__":` around what it does, or else {instead}'
+        )
+
+
+def leave_if_being_started() -> None:
+    """End this process, without a word, if multiprocessing is just starting it.
+
+    It is importing the main program then, which has no main guard and so has come here again. Its parent says that.
+    """
+    if getattr(current_process(), "_inheriting", False):  # as multiprocessing.spawn finds out itself
+        sys.exit(1)
 
 
 @contextlib.contextmanager

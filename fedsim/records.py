@@ -55,14 +55,17 @@ def new_folder_name(name: str) -> Path:
 class RunFolder:
     """The records of one run, in a folder that is new or empty.
 
-    Made early, so that a run with nowhere to write stops at once; filled from `begin` on; and taken away again if the
-    run ends before that. Raises RecordError where the folder holds something already, or cannot be written.
+    Made early, so that a run with nowhere to write stops at once; filled from `begin` on; and taken away again, with
+    what it has written there, if the run ends before a round is on record.
+    Raises RecordError where the folder holds something already, or cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self._metrics: TextIO | None = None
-        self._made = not folder.exists()
+        self._written: list[Path] = []
+        self._worth_keeping = False
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
         try:
             folder.mkdir(parents=True, exist_ok=True)
             occupied = any(folder.iterdir())
@@ -77,8 +80,9 @@ class RunFolder:
             self._metrics = (self.path / METRICS).open("x", encoding="utf-8")  # "x": of two runs, one gets it
         except OSError as error:
             raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
-        write_whole(self.path / EXPERIMENT, to_toml(experiment).encode())
-        write_whole(self.path / ENVIRONMENT, to_json({**describe_environment(), **facts}, indent=2).encode())
+        self._written.append(self.path / METRICS)
+        self._write(EXPERIMENT, to_toml(experiment).encode())
+        self._write(ENVIRONMENT, to_json({**describe_environment(), **facts}, indent=2).encode())
 
     def round(self, record: RoundRecord) -> None:
         """Append one round, and flush it."""
@@ -86,13 +90,14 @@ class RunFolder:
         try:
             self._metrics.write(to_json(record) + "\n")
             self._metrics.flush()
+            self._worth_keeping = True
         except OSError as error:
             raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
 
     def partition(self, counts: np.ndarray, byzantine: list[int]) -> None:
         """Write how many samples of each class each worker holds, int [workers, classes], and who is Byzantine."""
         content = {"counts": counts.tolist(), "byzantine": byzantine}
-        write_whole(self.path / PARTITION, to_json(content).encode())
+        self._write(PARTITION, to_json(content).encode())
 
     def updates(self, round: int, kept: dict[str, Tensor]) -> None:
         """Write what the rule was given in a round, for `fedsim replay`.
@@ -100,16 +105,20 @@ class RunFolder:
         updates [n, d], workers int64 [n], samples int64 [n], byzantine bool [n]; root [d] and losses [n] where the rule
         took them.
         """
-        write_whole(self.path / UPDATES.format(round=round), save(kept, metadata={"round": str(round)}))
+        self._write(UPDATES.format(round=round), save(kept, metadata={"round": str(round)}))
 
     def model(self, model: nn.Module) -> None:
         """Write the model's parameters and buffers (not what else a module may put into its state)."""
         tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-        write_whole(self.path / MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
+        self._write(MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
 
     def curve(self, png: bytes) -> None:
         """Write the picture of the history."""
-        write_whole(self.path / CURVE, png)
+        self._write(CURVE, png)
+
+    def _write(self, name: str, content: bytes) -> None:
+        write_whole(self.path / name, content)
+        self._written.append(self.path / name)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -117,9 +126,12 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         if self._metrics is not None:
             self._metrics.close()
-        elif self._made:
+        if not self._worth_keeping:
             with contextlib.suppress(OSError):
-                self.path.rmdir()
+                for path in self._written:
+                    path.unlink()
+                for path in self._made:
+                    path.rmdir()
 
 
 def describe_environment() -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Plug:
     target: Callable[..., Any]
     parameters: type[BaseModel]
     takes: dict[str, bool] = dataclasses.field(default_factory=dict)  # what it is given; whether it needs that
+    siblings: Iterable[Plug] = dataclasses.field(default=(), repr=False, compare=False)  # all that are registered
 
     @property
     def summary(self) -> str:
@@ -54,8 +55,8 @@ class Plug:
         accepts_any = self.parameters.model_config.get("extra") == "allow"
         unknown = [] if accepts_any else [name for name in values if name not in known]
         lines = [
-            f"{where}{name} = {show(values[name])}: unknown key (the {self.kind} is {self.name}); "
-            + nearest(name, [*beside, *self.parameters.model_fields])
+            f"{where}{name} = {show(values[name])}: unknown key (the {self.kind} is {self.name}"
+            f"{self._others_with(name)}); {nearest(name, [*beside, *self.parameters.model_fields])}"
             for name in unknown
         ]
         try:
@@ -66,6 +67,11 @@ class Plug:
             raise ExperimentError(*lines)
         named = {name: getattr(checked, name) for name in self.parameters.model_fields}
         return {**named, **(checked.model_extra or {})}
+
+    def _others_with(self, name: str) -> str:
+        """`; m goes with multi_krum`, of a parameter that this plug does not have."""
+        others = [plug.name for plug in self.siblings if name in plug.parameters.model_fields]
+        return f"; {name} goes with {', '.join(others)}" if others else ""
 
     def _validated(self, values: dict[str, Any]) -> BaseModel:
         try:
@@ -154,7 +160,7 @@ class Registry:
 
     def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
         if not self._given:
-            return Plug(self.kind, name, target, _parameters(target, keyword_only=False))
+            return Plug(self.kind, name, target, _parameters(target, keyword_only=False), siblings=self)
         is_dataclass = dataclasses.is_dataclass(target)
         takes = _taken_by_position(target.__call__ if is_dataclass else target)
         strange = [parameter for parameter in takes if parameter not in self._given]
@@ -163,7 +169,7 @@ class Registry:
                 f"takes ({', '.join(takes)}) by position, but what is given to this kind of plug is "
                 f"({', '.join(self._given)}); parameters that configure it come after *"
             )
-        return Plug(self.kind, name, target, _parameters(target, keyword_only=not is_dataclass), takes)
+        return Plug(self.kind, name, target, _parameters(target, keyword_only=not is_dataclass), takes, self)
 
 
 def _taken_by_position(target: Callable[..., Any]) -> dict[str, bool]:

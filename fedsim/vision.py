@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +47,31 @@ def import_torchvision() -> Any:
 def download(dataset: str, root: Path) -> None:
     """Download torchvision's data set of this class name ("MNIST", "FashionMNIST") into `root`.
 
-    Raises DataError where that fails.
+    Raises DataError where that fails; the disk is then as it was before.
     """
     torchvision = import_torchvision()
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
     try:
-        getattr(torchvision.datasets, dataset)(root, download=True)
+        with _kept_whole_or_not_at_all(root / dataset):
+            getattr(torchvision.datasets, dataset)(root, download=True)
     except Exception as error:  # urllib's, the archive's and the file system's own errors alike
         raise DataError(f"the download failed ({one_line(error)})") from error
     finally:
         socket.setdefaulttimeout(before)
+
+
+@contextlib.contextmanager
+def _kept_whole_or_not_at_all(folder: Path) -> Iterator[None]:
+    """Where the block fails, take away what it has put into `folder`, and the folders that it made on the way there."""
+    before = set(folder.rglob("*"))
+    made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in sorted(set(folder.rglob("*")) - before, reverse=True):  # what is in a folder comes before it
+                path.rmdir() if path.is_dir() else path.unlink()
+            for path in made:
+                path.rmdir()
+        raise

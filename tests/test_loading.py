@@ -80,6 +80,26 @@ def test_steps_on_the_command_line_take_the_place_of_epochs(file):
     assert (local.steps, local.epochs, local.params["lr"]) == (9, None, 0.2)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["local.epochs=1", "local.steps=3"], "local: give epochs or steps, not both"),
+        (["local={epochs=1}", "local.steps=3"], "local: give epochs or steps, not both"),
+        (["attack.fraction=0.2", "attack.workers=[1]"], "attack: give fraction or workers, not both"),
+    ],
+)
+def test_alternatives_that_are_both_on_the_command_line_are_refused(file, words, message):
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment(file, words)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("source", [[1], 3, {1, 2}])
+def test_what_describes_no_experiment_is_one_clear_line(source):
+    with pytest.raises(ExperimentError, match=": must be an Experiment, a table "):
+        load_experiment(source)
+
+
 def test_the_order_of_a_plugs_name_and_its_parameters_does_not_matter():
     words = ["server.beta=0.5", "server=momentum"]
     assert load_experiment(None, words) == load_experiment(None, words[::-1])

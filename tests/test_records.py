@@ -79,17 +79,31 @@ def test_an_empty_folder_is_taken(tiny_experiment, tmp_path):
 
 def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path):
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
-    with first, second:
+    with first:
         first.begin(fedsim.Experiment(seed=1))
-        with pytest.raises(RecordError, match="cannot be written: File exists"):
+        with pytest.raises(RecordError, match="cannot be written: File exists"), second:
             second.begin(fedsim.Experiment(seed=2))
-    assert fedsim.load_experiment(tmp_path / "experiment.toml").seed == 1
+        assert fedsim.load_experiment(tmp_path / "experiment.toml").seed == 1
 
 
 def test_a_run_that_never_starts_leaves_no_folder(tiny_experiment, tmp_path):
     with pytest.raises(fedsim.ExperimentError):
         fedsim.run({**tiny_experiment, "workers": 1000}, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("out", ["runs/new", "."], ids=["new", "empty"])
+def test_a_run_that_ends_before_its_first_round_leaves_nothing(tiny_experiment, tmp_path, out):
+    def interrupt(setting):
+        assert (tmp_path / out / "partition.json").is_file()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedsim.run(tiny_experiment, tmp_path / out, on_start=interrupt)
+    failing = {**tiny_experiment, "model": "tests.plugs:Fails"}
+    with pytest.raises(fedsim.WorkerError):
+        fedsim.run(failing, tmp_path / out)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_in_the_way_is_one_clear_line(tiny_experiment, tmp_path):

@@ -63,10 +63,10 @@ def test_an_unknown_name_names_the_nearest():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"times": 1, "lound": True}, r'x.lound = True: unknown key \(the gadget is double\); did you mean "loud"\?'),
+        ({"times": 1, "lound": True}, r'x.lound = true: unknown key \(the gadget is double\); did you mean "loud"\?'),
         ({"times": 0}, "x.times = 0: must be greater than or equal to 1"),
         ({"times": "2"}, 'x.times = "2": must be a valid integer'),
-        ({"times": True}, "x.times = True: must be a valid integer"),
+        ({"times": True}, "x.times = true: must be a valid integer"),
         ({}, "x.times: is required"),
     ],
 )
@@ -74,6 +74,33 @@ def test_a_wrong_parameter_is_one_line_with_place_and_value(registry, values, me
     with pytest.raises(ExperimentError, match=message) as caught:
         registry.get("double").check(values, "x")
     assert len(caught.value.lines) == 1
+
+
+def test_a_parameter_of_other_plugs_names_them(registry):
+    registry("other")(lambda value, *, lots: value)
+    with pytest.raises(
+        ExperimentError, match=r"x.lots = 1: unknown key \(the gadget is double; lots goes with other\);"
+    ):
+        registry.get("double").check({"times": 1, "lots": 1}, "x")
+
+
+class Patterned:
+    """Bounds that are no numbers."""
+
+    def __init__(
+        self, word: Annotated[str, Field(pattern="^a+$")] = "a", few: Annotated[list[int], Field(min_length=1)] = (1,)
+    ) -> None: ...
+
+
+def test_what_pydantic_asks_for_fits_the_sentence():
+    registry = Registry("patterned")
+    registry("p")(Patterned)
+    with pytest.raises(ExperimentError) as caught:
+        registry.get("p").check({"word": "b", "few": []}, "x")
+    assert caught.value.lines == (
+        'x.word = "b": must be a string that matches the pattern "^a+$"',
+        "x.few = []: must be a list that has at least 1 item, not 0",
+    )
 
 
 def test_all_problems_are_told_at_once(registry):

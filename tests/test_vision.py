@@ -70,6 +70,27 @@ def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
         vision.download("MNIST", tmp_path)
 
 
+@pytest.mark.parametrize("error", [OSError("no network"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_failed_download_leaves_the_disk_as_it_was(tmp_path, monkeypatch, error):
+    def fail(root, download):
+        (root / "MNIST" / "raw").mkdir(parents=True, exist_ok=True)
+        (root / "MNIST" / "raw" / "half.gz").write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(vision.import_torchvision().datasets, "MNIST", fail)
+    with pytest.raises((DataError, KeyboardInterrupt)):
+        vision.download("MNIST", tmp_path / "some" / "typo")
+    assert list(tmp_path.iterdir()) == []
+
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    (raw / "mine.gz").write_bytes(b"mine")
+    (tmp_path / "data" / "other").mkdir()
+    with pytest.raises((DataError, KeyboardInterrupt)):
+        vision.download("MNIST", tmp_path / "data")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["MNIST", "data", "mine.gz", "other", "raw"]
+
+
 def test_the_declarations_outlive_the_import():
     vision.import_torchvision()
     assert hasattr(torch.ops.torchvision, "nms")

@@ -23,6 +23,7 @@ from fedsim.devices import PRECISIONS, free_memory, resolve_device, usable_cores
 from fedsim.errors import ExperimentError
 from fedsim.experiment import Experiment
 from fedsim.preparation import task_of
+from fedsim.processes import leave_if_being_started
 from fedsim.records import RoundRecord
 from fedsim.rows import Layout
 
@@ -110,6 +111,8 @@ def run_grid(
     watcher = watcher or Watcher()
     if jobs is not None and jobs < 1:
         raise ExperimentError(f"jobs = {jobs}: must be at least 1")
+    if jobs != 1:
+        leave_if_being_started()  # else it would find the folder taken, by its own parent
     with GridFolder(path, grid) as folder:
         todo = [run for run in grid.runs if not folder.is_finished(run)]
         _require_data(todo)

@@ -22,17 +22,25 @@ from typing import Any
 
 from fedsim.comparison.grid import PlannedRun
 from fedsim.engines import engine as engines
-from fedsim.engines.barrier import ROUND, WORKER, Board, Silence
-from fedsim.engines.crew import NOBODY, START_TIMEOUT, Seat, whereabouts
+from fedsim.engines.barrier import NOBODY, ROUND, WORKER, Board, Silence
+from fedsim.engines.crew import START_TIMEOUT, Seat, whereabouts
 from fedsim.errors import FedsimError, WorkerError, one_line
 from fedsim.experiment import Experiment
 from fedsim.preparation import Setting
-from fedsim.processes import GRACE, MAIN_GUARD, begin_as_child, how_it_ended, interrupts_held
+from fedsim.processes import (
+    GRACE,
+    begin_as_child,
+    how_it_ended,
+    how_its_start_ended,
+    interrupts_held,
+    require_importable_main,
+)
 from fedsim.records import RoundRecord
 from fedsim.simulation import run
 from fedsim.workshop import Workshop
 
 DISMISSED = b""  # in place of a pickled run
+INSTEAD = "jobs=1 with engine=serial, which start none"
 
 Work = tuple[PlannedRun, Experiment, Path]  # a run, the experiment that is run for it, and its folder
 OnRound = Callable[[PlannedRun, RoundRecord], object]
@@ -70,6 +78,7 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
     run's `timeout` says, where the run has no other process to watch over it. Another takes its place.
     Raises WorkerError where processes cannot be started at all.
     """
+    require_importable_main(INSTEAD)
     waiting = deque(work)
     with Jobs() as jobs:
         while waiting or jobs.busy:
@@ -112,7 +121,7 @@ class Jobs:
             for kind, content in job.messages():
                 self._has_worked = self._has_worked or job.started
                 if not self._has_worked:
-                    raise WorkerError(f"{content} {MAIN_GUARD}")
+                    raise WorkerError(f"no run can begin: {content}")
                 yield job, kind, content
 
     def __enter__(self) -> Jobs:
@@ -185,12 +194,16 @@ class Job:
     def _give_up(self, dead: bool) -> Iterator[tuple[str, Any]]:
         """Say how it ended, or end it because it hangs."""
         killed = self._process.exitcode == -signal.SIGKILL
-        how = how_it_ended(self._process.exitcode) if dead else f"gave no sign of life for {self._limit:g} s"
         hint = "; if memory ran out, try fewer jobs" if killed else ""
-        when = f", working on {whereabouts(self._board, 0)}," if self.started else ", while it started,"
+        if dead and self.started:
+            how = f", {whereabouts(self._board, 0)}, {how_it_ended(self._process.exitcode)}"
+        elif dead:
+            how = f" {how_its_start_ended(self._process.exitcode, INSTEAD)}"
+        else:
+            how = f", {whereabouts(self._board, 0)}, gave no sign of life for {self._limit:g} s"
         self.close(0.0)
         if self.planned is not None:
-            yield "end", f"its process{when} {how}{hint}"
+            yield "end", f"its process{how}{hint}"
 
     def dismiss(self) -> None:
         """Let it go, once it has ended what it does."""
@@ -213,7 +226,6 @@ def _serve(board: Board, pipe: Connection) -> None:
     """The life of a job."""
     begin_as_child()
     Seat.watched = board
-    board.write(0, WORKER, NOBODY)
     pipe.send(("started", None))
     with Workshop() as workshop, contextlib.suppress(EOFError, OSError):  # of the pipe: the parent is gone
         while (message := pipe.recv_bytes()) != DISMISSED:

@@ -16,6 +16,7 @@ from multiprocessing.context import BaseContext
 
 LINE = 16  # int64 a process: 128 bytes, so that no two processes write to one cache line
 ARRIVALS, BEATS, WORKER, ROUND = range(4)  # places in a process's line
+NOBODY = -1  # in place of a worker
 
 SPINS = 100  # looks at a peer's counter before the processor is offered to others, about 10 microseconds
 YIELDS = 500  # offers before sleeping
@@ -40,6 +41,8 @@ class Board:
     def __init__(self, count: int, context: BaseContext | None = None) -> None:
         self.count = count
         self._cells = (context or multiprocessing.get_context("spawn")).RawArray("q", LINE * (count + 1))
+        for index in range(count):
+            self.write(index, WORKER, NOBODY)
 
     def read(self, index: int, place: int) -> int:
         return self._cells[LINE * index + place]

@@ -20,13 +20,20 @@ from typing import Any, ClassVar
 import torch
 from torch import multiprocessing
 
-from fedsim.engines.barrier import ARRIVALS, ROUND, WORKER, AbortedError, Barrier, Board, Silence
+from fedsim.engines.barrier import ARRIVALS, NOBODY, ROUND, WORKER, AbortedError, Barrier, Board, Silence
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line
-from fedsim.processes import GRACE, MAIN_GUARD, begin_as_child, how_it_ended, interrupts_held
+from fedsim.processes import (
+    GRACE,
+    begin_as_child,
+    how_it_ended,
+    how_its_start_ended,
+    interrupts_held,
+    require_importable_main,
+)
 
 START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and report for work
-NOBODY = -1
 DISMISSED = b""  # in place of a pickled call
+INSTEAD = "engine=serial, which starts none"
 
 
 @dataclass
@@ -60,15 +67,21 @@ class Seat:
         yield
         self.board.write(self.index, WORKER, NOBODY)
 
-    def whereabouts(self) -> str:
-        """`worker 3 in round 2`, as far as is known."""
-        return whereabouts(self.board, self.index)
+
+def worker_in_hand(board: Board, index: int) -> str | None:
+    """`worker 3 in round 2`, if a process works on one."""
+    worker, round = board.read(index, WORKER), board.read(index, ROUND)
+    if worker == NOBODY:
+        return None
+    return f"worker {worker} in round {round}" if round else f"worker {worker}"
 
 
 def whereabouts(board: Board, index: int) -> str:
-    worker, round = board.read(index, WORKER), board.read(index, ROUND)
-    when = f" in round {round}" if round else ""
-    return f"worker {worker}{when}" if worker != NOBODY else f"no worker{when}"
+    """What a process is doing, as part of a sentence: `working on worker 3 in round 2`."""
+    worker, round = worker_in_hand(board, index), board.read(index, ROUND)
+    if worker:
+        return f"working on {worker}"
+    return f"between workers, last in round {round}" if round else "before the first worker"
 
 
 class Crew:
@@ -84,6 +97,7 @@ class Crew:
     """
 
     def __init__(self, count: int, threads: int = 1, timeout: float = 300.0) -> None:
+        require_importable_main(INSTEAD)
         context = multiprocessing.get_context("spawn")
         self.count, self._timeout = count, timeout
         self._board = Board(count, context)
@@ -195,22 +209,27 @@ class Crew:
         if kind == "refused":
             raise ExperimentError(*content)
         summary, trace = content
-        raise WorkerError(f"{whereabouts(self._board, index)} failed (process {index}): {summary}\n{trace}")
+        worker = worker_in_hand(self._board, index)
+        where = f"process {index}, {whereabouts(self._board, index)}, failed"
+        raise WorkerError(f"{f'{worker} failed (process {index})' if worker else where}: {summary}\n{trace}")
 
     def _silence(self, pending: list[int], timeout: float) -> WorkerError:
         """All of `pending` are silent, and wait for the one that has come least far at the barrier."""
         index = min(pending, key=lambda each: self._board.read(each, ARRIVALS))
+        if not self._ready:
+            return WorkerError(f"process {index} has not started within {timeout:g} s")
+        where = worker_in_hand(self._board, index) or whereabouts(self._board, index)
         return WorkerError(
-            f"process {index} has given no sign of life for {timeout:g} s ({whereabouts(self._board, index)}); "
+            f"process {index} has given no sign of life for {timeout:g} s ({where}); "
             "a step that takes longer needs a larger `timeout`"
         )
 
     def _death(self, index: int) -> WorkerError:
         process = self._processes[index]
         process.join(GRACE)
-        hint = "" if self._ready else f" while it started {MAIN_GUARD}"
-        how = how_it_ended(process.exitcode)
-        return WorkerError(f"process {index}, working on {whereabouts(self._board, index)}, {how}{hint}")
+        if not self._ready:
+            return WorkerError(f"process {index} {how_its_start_ended(process.exitcode, INSTEAD)}")
+        return WorkerError(f"process {index}, {whereabouts(self._board, index)}, {how_it_ended(process.exitcode)}")
 
 
 def _serve(index: int, board: Board, pipe: Connection, threads: int, timeout: float) -> None:
@@ -218,7 +237,6 @@ def _serve(index: int, board: Board, pipe: Connection, threads: int, timeout: fl
     begin_as_child()
     torch.set_num_threads(threads)
     gc.freeze()  # what is imported by now stays: collections, of which each task's end is one, need not look at it
-    board.write(index, WORKER, NOBODY)
     seat = Seat(index, board.count, board, Barrier(board, index, timeout + GRACE))  # the parent speaks up first
     pipe.send(("result", None))  # reports for work
     with contextlib.suppress(EOFError, OSError):  # of the pipe: the parent is gone

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fedsim.engines.crew import Seat
+from fedsim.engines.crew import Seat, whereabouts, worker_in_hand
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.station import Station
@@ -40,8 +40,10 @@ class SerialEngine(Engine):
         except FedsimError:
             raise
         except Exception as error:
-            where = self._seat.whereabouts()
-            raise WorkerError(f"{where} failed: {one_line(error)}\n{traceback.format_exc()}") from error
+            here = self._seat.board, self._seat.index
+            worker = worker_in_hand(*here)
+            where = f"{worker} failed" if worker else f"failed {whereabouts(*here)}"
+            raise WorkerError(f"{where}: {one_line(error)}\n{traceback.format_exc()}") from error
 
     def close(self) -> None:
         self.leave()

@@ -92,7 +92,7 @@ def test_losses_that_were_not_finite_are_read_as_such(tmp_path):
     [
         ({"rounds": 3}, {}, ["rounds: 2 there, 3 here"]),
         ({"local": {"batch_size": 16, "lr": 0.1}}, {}, ["local.lr: 0.05 there, 0.1 here"]),
-        ({"records": {"model": True}}, {}, ["records.model: False there, True here"]),
+        ({"records": {"model": True}}, {}, ["records.model: false there, true here"]),
         ({}, {"seed": [1, 2]}, ["seed = 0: is there, and not here"]),
         ({}, {"workers": [3, 4]}, ["workers: is an axis here, and not there"]),
         ({"cohort": 2, "name": "other"}, {}, ['name: "quick" there, "other" here', "cohort: not set there, 2 here"]),

@@ -113,7 +113,7 @@ def test_an_interrupt_ends_all_jobs_at_once(quick, tmp_path):
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import fedsim\nfedsim.compare({'data': 'tests.plugs:tiny'}, {'seed': [0, 1]}, jobs=2)\n")
+    script.write_text("import fedsim\nfedsim.compare({'data': 'tests.plugs:tiny'}, {'seed': [0, 1]}, 'x', jobs=2)\n")
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(script)],
@@ -124,5 +124,9 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 1
-    assert 'needs `if __name__ == "__main__":`' in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("fedsim.errors.WorkerError: no run can begin: its process ended with exit code 1 while it")
+    assert 'needs `if __name__ == "__main__":` around what it does' in last
+    assert last.endswith("or else jobs=1 with engine=serial, which start none")
     assert time.monotonic() - started < 30

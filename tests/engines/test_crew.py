@@ -141,7 +141,38 @@ def test_a_death_between_calls_is_found_at_the_next():
         pid = crew.call(who)[1][2]
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
-        assert "process 1, working on no worker, was killed by SIGKILL" in fails_within(5, crew, who)
+        assert "process 1, before the first worker, was killed by SIGKILL" in fails_within(5, crew, who)
+
+
+def work_on(seat, worker, round):
+    with seat.working_on(worker, round):
+        pass
+
+
+def test_a_death_between_workers_says_when_the_last_one_was():
+    with Crew(1) as crew:
+        (answer,) = crew.call(who)
+        crew.call(work_on, 5, 3)
+        os.kill(answer[2], signal.SIGKILL)
+        message = fails_within(5, crew, who)
+    assert message == "process 0, between workers, last in round 3, was killed by SIGKILL (exit code -9)"
+
+
+def fail(seat):
+    raise ZeroDivisionError("divided")
+
+
+def test_a_failure_between_workers_blames_no_worker():
+    with Crew(1) as crew:
+        message = fails_within(60, crew, fail)
+    assert message.startswith("process 0, before the first worker, failed: ZeroDivisionError: divided\nTraceback")
+
+
+def test_a_process_killed_as_it_starts_worked_on_nobody_and_lacks_no_guard():
+    with Crew(2) as crew:
+        os.kill(crew._processes[1].pid, signal.SIGKILL)
+        message = fails_within(60, crew, who)
+    assert message == "process 1 was killed by SIGKILL (exit code -9), while it started"
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_not_a_hang():
@@ -163,7 +194,7 @@ def import_missing():
 def test_a_call_that_cannot_be_unpickled_says_why():
     with Crew(1) as crew:
         message = fails_within(60, crew, remember, OnlyHere())
-    assert "failed (process 0): ModuleNotFoundError: no module named here_only" in message
+    assert "before the first worker, failed: ModuleNotFoundError: no module named here_only" in message
 
 
 def refuse(seat):
@@ -242,9 +273,9 @@ import os, sys, time
 from fedsim.engines.crew import Crew
 from tests.engines.test_crew import who, work_for
 if __name__ == "__main__":
-    crew = Crew(2)
-    print(*[answer[2] for answer in crew.call(who)], flush=True)
-    crew.call(work_for, 60.0)
+    with Crew(2) as crew:  # an interrupt may come as soon as the line is out, before the next call has begun
+        print(*[answer[2] for answer in crew.call(who)], flush=True)
+        crew.call(work_for, 60.0)
 """
 
 
@@ -305,18 +336,31 @@ def test_an_impatient_second_ctrl_c_leaves_nothing_behind(program):
     assert_gone(pids)
 
 
-def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+@pytest.mark.parametrize(
+    ("from_stdin", "message"),
+    [
+        (False, "process 0 ended with exit code 1 while it started; a script needs "),
+        (True, "processes cannot import a program that comes from <stdin>: it needs to be a file, with "),
+    ],
+    ids=["file", "stdin"],
+)
+def test_a_script_without_a_main_guard_is_told_so_once(tmp_path, from_stdin, message):
     script = tmp_path / "script.py"
     script.write_text(
         "from fedsim.engines.crew import Crew\nfrom tests.engines.test_crew import who\nCrew(1).call(who)\n"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, "-" if from_stdin else str(script)],
+        input=script.read_text() if from_stdin else "",
         capture_output=True,
         text=True,
         timeout=60,
         env={**os.environ, "PYTHONPATH": str(root)},
     )
     assert done.returncode == 1
-    assert 'needs `if __name__ == "__main__":`' in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"fedsim.errors.WorkerError: {message}")
+    assert '`if __name__ == "__main__":` around what it does' in last
+    assert last.endswith("or else engine=serial, which starts none")
