@@ -6,8 +6,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from fedsim.aggregation.rules import BLOCK
 
+from fedsim.aggregation.columns import BLOCK
 from fedsim.byzantine import attack
 from fedsim.byzantine.crafted import z_max
 from fedsim.errors import ExperimentError
