@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import signal
 import sys
 import threading
@@ -18,7 +20,8 @@ import fedsim
 from fedsim.comparison import load_grid, run_grid
 from fedsim.comparison.axes import describe_point, split_at_commas
 from fedsim.comparison.display import GridDisplay
-from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, show
+from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, plural, show
+from fedsim.experiment import keys_called
 from fedsim.listing import PLUGS, list_plugs
 from fedsim.loading import load_experiment, parse_value, to_toml
 from fedsim.preparation import Setting
@@ -36,6 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+WORDS_LIKE_OPTIONS = {"ignore_unknown_options": True}  # `--rounds 3` comes as words, and is told to be `rounds=3`
 
 Words = Annotated[
     list[str] | None,
@@ -48,8 +52,24 @@ Words = Annotated[
 ]
 
 
-@app.command()
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"fedsim {fedsim.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(context_settings=WORDS_LIKE_OPTIONS)
 def run(
+    context: typer.Context,
     words: Words = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the records, new or empty.", show_default="runs/NAME-DATE-TIME")
@@ -59,7 +79,7 @@ def run(
 ) -> None:
     """Run an experiment and keep its records in a folder."""
     with _errors_as_lines():
-        source, overrides = _source_and_overrides(words or [])
+        source, overrides = _source_and_overrides(words or [], context)
         experiment = load_experiment(source, overrides)
         if dry_run:
             print(to_toml(experiment), end="")
@@ -75,8 +95,9 @@ def run(
         print(folder)
 
 
-@app.command()
+@app.command(context_settings=WORDS_LIKE_OPTIONS)
 def compare(
+    context: typer.Context,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -101,7 +122,7 @@ def compare(
 ) -> None:
     """Run an experiment for every combination of some values, and compare: table, CSV and pictures."""
     with _errors_as_lines():
-        source, changes = _source_and_overrides(words or [])
+        source, changes = _source_and_overrides(words or [], context)
         grid = load_grid(source, words=changes)
         if dry_run:
             print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in grid.runs))
@@ -191,7 +212,7 @@ class Display:
     def finish(self, accuracy: float) -> None:
         seconds = time.perf_counter() - self._started
         self._print(
-            f"final test accuracy {accuracy:.4f} after {self._bar.total} rounds in {seconds:.1f} s "
+            f"final test accuracy {accuracy:.4f} after {plural(self._bar.total, 'round')} in {seconds:.1f} s "
             f"(and {self._started - self._begun:.1f} s to start)"
         )
 
@@ -199,7 +220,8 @@ class Display:
         """Say what an unfinished run has left behind."""
         self._bar.close()
         if self._done:
-            self._print(f"{self._done} of {self._bar.total} rounds are in {folder}")
+            with contextlib.suppress(OSError):  # that stdout is closed may be what ended it
+                self._print(f"{self._done} of {plural(self._bar.total, 'round')} are in {folder}")
 
     def _print(self, line: str) -> None:
         if not self._quiet:
@@ -213,12 +235,27 @@ class Display:
         self._bar.close()
 
 
-def _source_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:
+def _source_and_overrides(words: list[str], context: typer.Context) -> tuple[str | None, list[str]]:
     """The configuration's path, if there is one among the words, and the key=value words."""
+    for word, next_word in zip(words, [*words[1:], ""], strict=False):
+        if word.startswith("-"):
+            raise ExperimentError(_no_such_option(word, next_word, context))
     paths = [word for word in words if "=" not in word or Path(word).is_file()]
     if len(paths) > 1:
         raise ExperimentError(f"{show(paths[1])}: expected key=value, since {paths[0]} is the experiment already")
     return (paths[0] if paths else None), [word for word in words if word not in paths]
+
+
+def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
+    """What to write instead of `--rounds 3`, or which option was meant."""
+    option, equals, value = word.partition("=")
+    keys = keys_called(option.lstrip("-").replace("-", "_"))
+    if not keys:
+        options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        return f"{option}: no such option; {nearest(option, [*options, '--help'])}"
+    value = value if equals else next_word
+    words = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
+    return f"{option}: no such option; did you mean {words}?"
 
 
 @contextlib.contextmanager
@@ -253,11 +290,56 @@ def _terminate(*_: object) -> None:
 
 def main() -> None:
     """The console script `fedsim`."""
-    app()
+    _start(app)
 
 
 def run_main() -> None:
     """The script `run_experiment.py`: `fedsim run` without the word."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    single.command()(run)
-    single()
+    single.command(context_settings=WORDS_LIKE_OPTIONS)(run)
+    _start(single)
+
+
+def _start(program: typer.Typer) -> None:
+    """Run a program to its exit; where stdout takes no more, with a line on stderr, unless its reader has just gone."""
+    if sys.stdout is None:  # closed, as by `>&-`
+        return program()
+    out = sys.stdout = Output(
+        sys.stdout.buffer,
+        sys.stdout.encoding,
+        sys.stdout.errors,
+        line_buffering=sys.stdout.line_buffering,
+        write_through=sys.stdout.write_through,
+    )
+    try:
+        program()
+    finally:
+        with contextlib.suppress(OSError):
+            out.flush()
+        if out.failure is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # or Python complains at exit
+            if not isinstance(out.failure, BrokenPipeError):
+                print(f"error: standard output cannot be written: {out.failure.strerror}", file=sys.stderr)
+            sys.exit(FAILED)
+
+
+class Output(io.TextIOWrapper):
+    """A stdout that remembers why it could not be written, so that this is told from other failures."""
+
+    failure: OSError | None = None
+
+    def write(self, text: str) -> int:
+        with self._failure_noted():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._failure_noted():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _failure_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = error
+            raise

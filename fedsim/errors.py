@@ -57,6 +57,11 @@ def _as_in_toml(value: Any) -> str:
     return " ".join(repr(value).split())
 
 
+def plural(count: int, thing: str) -> str:
+    """`1 round`, `2 rounds`."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def one_line(error: BaseException) -> str:
     """An exception of somebody else's as `Type: message`, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -76,12 +81,12 @@ def nearest(name: str, allowed: Iterable[str], elsewhere: Mapping[str, Sequence[
 
 def closest(name: str, allowed: Iterable[str]) -> str | None:
     """Which of `allowed` was probably meant: one and the same but for - and _, an abbreviation (`lr`), a slip."""
-    allowed = list(allowed)
+    forms = {each.lower().replace("-", "_"): each for each in allowed}
     name = name.lower().replace("-", "_")
-    if name in allowed:
-        return name
-    abbreviated = [each for each in allowed if _initials(each) == name or _initials(name) == each]
-    return next(iter(abbreviated or difflib.get_close_matches(name, allowed, n=1, cutoff=CLOSE)), None)
+    abbreviated = [form for form in forms if _initials(form) == name or _initials(name) == form]
+    exact = [name] if name in forms else []
+    found = exact or abbreviated or difflib.get_close_matches(name, forms, n=1, cutoff=CLOSE)
+    return forms[found[0]] if found else None
 
 
 def _initials(name: str) -> str | None:

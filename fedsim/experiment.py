@@ -364,6 +364,13 @@ class Experiment(Table):
         return self.model_dump(mode="json", exclude_none=True)
 
 
+def keys_called(name: str) -> list[str]:
+    """The keys of an experiment, in dotted form, that `name` is, or is the last part of; [] where there is none."""
+    if name.partition(".")[0] in Experiment.model_fields:
+        return [name]
+    return keys_of_tables({}).get(name, [])
+
+
 def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
     """Where a key belongs that stands in no table: {"lr": ["local.lr", "server.lr"], ...}, for hints.
 

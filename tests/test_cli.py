@@ -47,6 +47,14 @@ def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
     assert "tests.plugs:tiny (203 train, 90 test), 2nn (199,210 parameters)" in lines[0]
 
 
+def test_one_round_is_one_round(cli):
+    assert " after 1 round in " in cli("run", *QUICK, "rounds=1").stdout
+
+
+def test_the_version(cli):
+    assert cli("--version").stdout == f"fedsim {fedsim.__version__}\n"
+
+
 def test_nothing_but_the_result_is_printed_where_nobody_watches(cli):
     done = cli("run", *QUICK, "--quiet", "--out", "here")
     assert done.stdout == "here\n"
@@ -76,6 +84,10 @@ def test_a_dry_run_prints_the_resolved_experiment_and_leaves_nothing(cli, tmp_pa
         (["nothere.toml"], "error: nothere.toml: no such file"),
         (["workers=5000"], "error: workers = 5000: must be between 1 and the number of samples, 203"),
         (["a.toml", "b.toml"], 'error: "b.toml": expected key=value, since a.toml is the experiment already'),
+        (["--rounds", "3"], "error: --rounds: no such option; did you mean rounds=3?\n"),
+        (["--local.lr=0.1"], "error: --local.lr: no such option; did you mean local.lr=0.1?\n"),
+        (["--batch-size", "3"], "error: --batch-size: no such option; did you mean local.batch_size=3?\n"),
+        (["--dryrun"], 'error: --dryrun: no such option; did you mean "--dry-run"? allowed: --out, --dry-run, --quiet'),
         (["cohort=5"], "error: cohort = 5: must be at most workers, 4"),
     ],
 )
@@ -136,13 +148,13 @@ def test_list_takes_a_kind(cli):
     assert 'did you mean "partitions"?' in wrong.stderr
 
 
-def start(*words, cwd, **environment):
+def start(*words, cwd, stdout=subprocess.PIPE, **environment):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=cwd,
         env=environment,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -154,7 +166,7 @@ def test_the_front_door_the_module_and_the_script_are_one_program(tmp_path):
     for words in (
         [str(ROOT / "run_experiment.py"), "rounds=3", "--dry-run"],
         ["-m", "fedsim", "run", "rounds=3", "--dry-run"],
-        ["-c", "from fedsim.cli import main; main()", "run", "rounds=3", "--dry-run"],
+        ["-c", "from fedsim_main import main; main()", "run", "rounds=3", "--dry-run"],
     ):
         process = start(*words, cwd=tmp_path)
         out, error = process.communicate(timeout=60)
@@ -214,6 +226,36 @@ def assert_none_left(group):
     while processes_of_group(group) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert processes_of_group(group) == []
+
+
+def test_ctrl_c_while_modules_are_imported_is_told_in_one_word(tmp_path):
+    process = start(str(ROOT / "run_experiment.py"), "rounds=100000", cwd=tmp_path)
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=20)
+    assert (process.returncode, out, error) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("words", [["run", "data=tests.plugs:tiny"], ["run", "--dry-run"], ["--version"], ["--help"]])
+def test_a_stdout_that_cannot_be_written_is_one_line(tmp_path, words):
+    with Path("/dev/full").open("w") as full:
+        process = start("-m", "fedsim", *words, cwd=tmp_path, stdout=full)
+    _, error = process.communicate(timeout=60)
+    assert error == "error: standard output cannot be written: No space left on device\n"
+    assert process.returncode == 1
+    assert_none_left(process.pid)
+
+
+def test_a_reader_that_goes_ends_the_program_without_a_word(tmp_path):
+    process = start("-m", "fedsim", "run", "data=tests.plugs:tiny", "rounds=100000", "--out", "x", cwd=tmp_path)
+    while not process.stdout.readline().startswith("    1"):
+        pass
+    process.stdout.close()
+    assert process.wait(timeout=20) == 1
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert_none_left(process.pid)
 
 
 @pytest.mark.parametrize("moment", ["starting", "training"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from tqdm import tqdm
 
 from fedsim.comparison.comparing import Watcher
 from fedsim.comparison.grid import Grid, PlannedRun
+from fedsim.errors import plural
 from fedsim.records import RoundRecord
 
 
@@ -29,7 +31,7 @@ class GridDisplay(Watcher):
         rounds = sum(self._rounds.values())
         self._bar = tqdm(total=rounds, unit="round", leave=False, disable=self._quiet or not sys.stderr.isatty())
         axes = " x ".join(f"{len(values)} {key}" for key, values in grid.axes.items())
-        self._print(f"{grid.name}: {len(grid.runs)} runs ({axes}), {jobs} at a time")
+        self._print(f"{grid.name}: {plural(len(grid.runs), 'run')} ({axes}), {jobs} at a time")
         if len(todo) < len(grid.runs):
             self._print(f"{len(grid.runs) - len(todo)} of them are finished already")
 
@@ -55,7 +57,7 @@ class GridDisplay(Watcher):
     def finish(self) -> None:
         """Say how long it took."""
         if self._total:
-            self._print(f"{self._total} runs in {self._seconds:.1f} s\n")
+            self._print(f"{plural(self._total, 'run')} in {self._seconds:.1f} s\n")
 
     def leave(self, folder: Path) -> None:
         """Say what an unfinished comparison has left behind."""
@@ -63,7 +65,8 @@ class GridDisplay(Watcher):
             self._bar.close()
             if self._ended:
                 done = self._ended - self._failed
-                self._print(f"{done} of {self._total} runs are in {folder}; --out {folder} goes on from there")
+                with contextlib.suppress(OSError):  # that stdout is closed may be what ended it
+                    self._print(f"{done} of {self._total} runs are in {folder}; --out {folder} goes on from there")
 
     def _print(self, line: str) -> None:
         if not self._quiet:
