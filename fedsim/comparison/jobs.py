@@ -116,7 +116,8 @@ class Jobs:
 
     def messages(self) -> Iterator[tuple[Job, str, Any]]:
         """Wait a moment, and say what has come: ("round", record), or ("end", why it failed or None)."""
-        wait([item for job in self._jobs for item in job.waitables], timeout=1.0)
+        interval = min(job.look_interval for job in self._jobs)
+        wait([item for job in self._jobs for item in job.waitables], timeout=interval)
         for job in self._jobs:
             for kind, content in job.messages():
                 self._has_worked = self._has_worked or job.started
@@ -146,11 +147,16 @@ class Job:
         self._board = Board(1, context)
         self.started = False
         self._limit = START_TIMEOUT  # seconds of silence that are borne; infinite while it prepares or is idle
-        self._silence = Silence(self._board, 0)
+        self._silence = Silence(self._board, 0, self._limit)
         self._pipe, theirs = context.Pipe()
         with theirs:
             self._process = context.Process(target=_serve, args=(self._board, theirs), name="fedsim-job")
             self._process.start()
+
+    @property
+    def look_interval(self) -> float:
+        """Seconds after which `messages` is to be asked again at the latest."""
+        return self._silence.interval
 
     @property
     def waitables(self) -> list[Any]:
@@ -183,13 +189,13 @@ class Job:
         except (EOFError, OSError):
             self._process.join(GRACE)
             dead = True
-        if dead or self._silence.seconds() > self._limit:
+        if dead or self._silence.too_long():
             yield from self._give_up(dead)
 
     def _heard(self, kind: str) -> None:
         self.started = True
         self._limit = self._timeout if kind in ("begun", "round") and self._watched else math.inf
-        self._silence = Silence(self._board, 0)
+        self._silence = Silence(self._board, 0, self._limit)
 
     def _give_up(self, dead: bool) -> Iterator[tuple[str, Any]]:
         """Say how it ended, or end it because it hangs."""

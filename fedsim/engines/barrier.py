@@ -21,6 +21,7 @@ NOBODY = -1  # in place of a worker
 SPINS = 100  # looks at a peer's counter before the processor is offered to others, about 10 microseconds
 YIELDS = 500  # offers before sleeping
 SLEEP = 0.0002  # seconds
+LOOKS = 10  # for signs of life of a peer, at the least, before its silence has lasted too long
 
 
 class AbortedError(RuntimeError):
@@ -68,20 +69,21 @@ class Board:
 class Silence:
     """How long a process has given no sign of life, as far as somebody was there to look.
 
-    Time between two looks counts for a second at most: a program that was suspended has not been looking, and its
-    peers were suspended with it.
+    Look at least every `interval` seconds, of which a timeout is many: more than that never counts between two looks.
+    A program that was suspended has not been looking, and its peers, suspended with it, need time to go on.
     """
 
-    def __init__(self, board: Board, index: int) -> None:
-        self._board, self._index = board, index
+    def __init__(self, board: Board, index: int, timeout: float) -> None:
+        self.interval = min(1.0, timeout / LOOKS)
+        self._board, self._index, self._timeout = board, index, timeout
         self._beats, self._looked, self._seconds = board.read(index, BEATS), time.monotonic(), 0.0
 
-    def seconds(self) -> float:
-        """Look, and say."""
+    def too_long(self) -> bool:
+        """Look, and say whether it has been silent for longer than the timeout."""
         now, beats = time.monotonic(), self._board.read(self._index, BEATS)
-        self._seconds = self._seconds + min(1.0, now - self._looked) if beats == self._beats else 0.0
+        self._seconds = self._seconds + min(self.interval, now - self._looked) if beats == self._beats else 0.0
         self._beats, self._looked = beats, now
-        return self._seconds
+        return self._seconds > self._timeout
 
 
 class Barrier:
@@ -116,7 +118,7 @@ class Barrier:
         for _ in range(SPINS):
             if board.read(peer, ARRIVALS) >= goal:
                 return
-        looks, silence = 0, Silence(board, peer)
+        looks, silence = 0, Silence(board, peer, self._timeout)
         while board.read(peer, ARRIVALS) < goal:
             if board.aborted:
                 raise AbortedError("called off")
@@ -125,7 +127,7 @@ class Barrier:
                 _yield_processor()
                 continue
             time.sleep(SLEEP)
-            if silence.seconds() > self._timeout:
+            if silence.too_long():
                 raise DeadlineError(f"process {peer} has not come and has made no step for {self._timeout:g} s")
 
     def _fence(self) -> None:

@@ -178,12 +178,12 @@ class Crew:
     def _collect(self, timeout: float) -> list[Any]:
         """One answer from every process."""
         answers: dict[int, Any] = {}
-        silences = [Silence(self._board, index) for index in range(self.count)]
+        silences = [Silence(self._board, index, timeout) for index in range(self.count)]
         while len(answers) < self.count:
             pending = [index for index in range(self.count) if index not in answers]
             pipes = {self._pipes[index]: index for index in pending}
             sentinels = {self._processes[index].sentinel: index for index in range(self.count)}
-            ready = wait([*pipes, *sentinels], timeout=min(1.0, timeout))
+            ready = wait([*pipes, *sentinels], timeout=silences[0].interval)
             for item in ready:
                 if item in pipes:
                     answers[pipes[item]] = self._receive(pipes[item])
@@ -193,7 +193,8 @@ class Crew:
                 if index is not None and (index in answers or not self._pipes[index].poll()):
                     raise self._death(index)
             waiting_for = [index for index in pending if index not in answers]
-            if waiting_for and min(silences[index].seconds() for index in waiting_for) > timeout:
+            silent = [silences[index].too_long() for index in waiting_for]  # looks at each of them
+            if silent and all(silent):
                 raise self._silence(waiting_for, timeout)
         return [answers[index] for index in range(self.count)]
 

@@ -56,17 +56,37 @@ def test_a_peer_that_works_is_waited_for_past_the_deadline():
 
 
 def test_time_in_which_nobody_looked_does_not_count(monkeypatch):
-    """A suspended program must not take its own suspension for its peers' silence."""
+    """A suspended program must not take its own suspension for its peers' silence, however short its timeout."""
     now = [0.0]
     monkeypatch.setattr("fedsim.engines.barrier.time.monotonic", lambda: now[0])
     board = Board(1)
-    silence = Silence(board, 0)
-    now[0] = 3600.0
-    assert silence.seconds() == 1.0
-    now[0] += 0.5
-    assert silence.seconds() == 1.5
+    for timeout, interval in ((1.0, 0.1), (300.0, 1.0), (float("inf"), 1.0)):
+        silence = Silence(board, 0, timeout)
+        assert silence.interval == interval
+        for _ in range(8):
+            now[0] += 3600.0
+            assert not silence.too_long()
+
+
+def test_silence_lasts_from_one_sign_of_life_to_the_next(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("fedsim.engines.barrier.time.monotonic", lambda: now[0])
+    board = Board(1)
+    silence = Silence(board, 0, 2.0)
+
+    def silent_at(second):
+        looks = []
+        while now[0] < second:
+            now[0] += 0.125
+            looks.append(silence.too_long())
+        return looks[-1]
+
+    assert not silent_at(2.0)
     board.beat(0)
-    assert silence.seconds() == 0.0
+    assert not silent_at(4.0)
+    assert silent_at(4.25)
+    board.beat(0)
+    assert not silence.too_long()
 
 
 def test_work_that_is_called_off_stops_at_its_next_sign_of_life():
