@@ -33,6 +33,8 @@ def resolve(
 
     Raises ExperimentError, one line per problem.
     """
+    if not isinstance(stages, (str, dict, list, tuple)):
+        raise ExperimentError(f"{_key(place)} = {show(stages)}: must be a name, or a list of names and tables")
     tables = [{"rule": stage} if isinstance(stage, str) else dict(stage) for stage in as_list(stages)]
     if not tables:
         raise ExperimentError(f'{_key(place)} = []: needs a rule, such as "mean"')

@@ -12,7 +12,7 @@ from fedsim.aggregation.cohort import Cohort, Nonfinite, screened
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.resolving import Stage, as_list, make_pipeline, resolve
 from fedsim.aggregation.rows import Rows
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
 from fedsim.randomness import numpy_generator
 
 
@@ -82,6 +82,8 @@ def pre_aggregate(updates: Tensor, rule: Stage | Sequence[Stage], *, seed: int =
 
 
 def _checked_cohort(updates: Tensor, weights: Tensor | Sequence[float] | None, pipeline: Pipeline) -> Cohort:
+    if not isinstance(updates, Tensor):
+        raise ExperimentError(f"updates: must be a floating tensor [n, d], not a {type(updates).__name__}")
     if updates.ndim != 2 or not len(updates) or not updates.is_floating_point():
         raise ExperimentError(
             f"updates: must be a floating tensor [n, d] with n >= 1, not {updates.dtype} {tuple(updates.shape)}"
@@ -95,7 +97,10 @@ def _checked_cohort(updates: Tensor, weights: Tensor | Sequence[float] | None, p
 
 
 def _checked_weights(weights: Tensor | Sequence[float], updates: Tensor, pipeline: Pipeline) -> Tensor:
-    weights = torch.as_tensor(weights, dtype=torch.double, device=updates.device)
+    try:
+        weights = torch.as_tensor(weights, dtype=torch.double, device=updates.device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ExperimentError(f"weights: must be {len(updates)} numbers, not {show(weights)}") from None
     if not pipeline.takes_weights:
         raise ExperimentError(f"weights: the rule {pipeline.name} has no weighted form")
     if weights.shape != (len(updates),):
@@ -108,6 +113,7 @@ def _checked_weights(weights: Tensor | Sequence[float], updates: Tensor, pipelin
 def _checked(name: str, value: Tensor | None, shape: tuple[int, ...], updates: Tensor) -> Tensor | None:
     if value is None:
         return None
+    value = torch.as_tensor(value)
     if tuple(value.shape) != shape or not bool(value.isfinite().all()):
         raise ExperimentError(f"{name}: must be finite, of shape {shape}, not {tuple(value.shape)}")
     return value.to(updates.device)

@@ -149,6 +149,7 @@ def test_a_users_own_rule_comes_by_import_path(updates):
     [
         ([1.0, 2.0], r"5 rows need shape \(5,\), not \(2,\)"),
         ([0.0] * 5, "not all zero"),
+        ("abc", 'must be 5 numbers, not "abc"'),
         ([1, 1, 1, 1, -1], "must be finite, >= 0"),
         ([1, 1, 1, 1, float("nan")], "must be finite, >= 0"),
         ([1, 1, 1, 1, float("inf")], "must be finite, >= 0"),
@@ -159,10 +160,18 @@ def test_impossible_weights_are_refused(updates, weights, message):
         fedsim.aggregate(updates, weights)
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(0, 3), torch.zeros(2, 3, dtype=torch.long)])
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(3), torch.zeros(0, 3), torch.zeros(2, 3, dtype=torch.long), np.zeros((2, 3)), [[1.0]], None]
+)
 def test_anything_but_a_floating_matrix_is_refused(bad):
     with pytest.raises(ExperimentError, match=r"must be a floating tensor \[n, d\]"):
         fedsim.aggregate(bad)
+
+
+@pytest.mark.parametrize("bad", [None, 3, lambda updates: updates[0]])
+def test_a_rule_is_a_name_or_a_list(updates, bad):
+    with pytest.raises(ExperimentError, match="must be a name, or a list of names and tables"):
+        fedsim.aggregate(updates, rule=bad)
 
 
 def test_an_unknown_rule_or_parameter_names_the_nearest(updates):
