@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.errors import ExperimentError, explain, nearest, one_line, show
@@ -74,6 +75,7 @@ class Plug:
         return f"; {name} goes with {', '.join(others)}" if others else ""
 
     def _validated(self, values: dict[str, Any]) -> BaseModel:
+        values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
         try:
             return self.parameters(**values)
         except ValidationError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -42,7 +43,9 @@ def qfedavg(updates: Tensor, losses: Tensor, *, q: Annotated[float, Field(ge=0)]
     h_k = q F_k^(q-1) |g_k|^2 + F_k^q / lr, and the result is -sum F_k^q g_k / sum h_k; q = 0 is the plain mean.
     Needs `losses` [n], >= 0. Cost: two passes over the [n, d] updates.
     """
-    raised = (losses + LEAST_LOSS).cpu()
+    if bool((losses < 0).any()):
+        raise ExperimentError(f"qfedavg: losses must be >= 0; the least here is {float(losses.min()):g}")
+    raised = torch.where(losses == 0, LEAST_LOSS, losses).cpu()
     squares = squared_norms(updates).double().cpu() / lr**2
     steps = q * raised ** (q - 1) * squares + raised**q / lr
     return Mix(raised**q / lr / steps.sum())

@@ -95,7 +95,7 @@ def geometric_median(
     weights: Tensor | None = None,
     *,
     nu: Positive = 1e-6,
-    iterations: PositiveInt = 100,
+    iterations: PositiveInt = 1_000,
     tol: Annotated[float, Field(ge=0)] = 1e-10,
     start: Literal["mean", "zeros"] = "mean",
 ) -> Mix:

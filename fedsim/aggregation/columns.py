@@ -40,10 +40,12 @@ def small_blocks(d: int) -> Iterator[slice]:
 
 
 def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """[d], where `function` makes [columns] of a block [n, columns]."""
+    """[d], where `function` makes [columns] of a block [n, columns], which it gets in float32 at least."""
     result = updates.new_empty(updates.shape[1])
+    narrow = updates.dtype in (torch.float16, torch.bfloat16)
     for block in small_blocks(len(result)):
-        result[block] = function(updates[:, block])
+        part = updates[:, block]
+        result[block] = function(part.float() if narrow else part).to(result.dtype)
     return result
 
 
@@ -55,7 +57,7 @@ def map_sorted_columns(updates: Tensor, function: Callable[[Tensor, Tensor], Ten
 def _sorted(block: Tensor) -> Tensor:
     """The values of each column in ascending order: [n, columns] -> [columns, n], a new tensor."""
     if block.device.type == "cpu" and block.dtype in SORTED_BY_NUMPY:
-        values = np.ascontiguousarray(block.detach().numpy().T)
+        values = np.array(block.detach().numpy().T, order="C", copy=True)  # a copy even of what lies in order already
         values.sort(axis=1)
         return torch.from_numpy(values)
     return block.t().sort(dim=1).values
@@ -117,6 +119,9 @@ def products_with(updates: Tensor, vector: Tensor) -> Tensor:
 def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
     """coefficients [n] @ updates [n, d] -> [d]; a row with coefficient 0 does not count, even if it is not finite."""
     used = coefficients.nonzero().flatten()
+    if updates.dtype in (torch.float16, torch.bfloat16):
+        exact = coefficients.to(updates.device, torch.float32)
+        return map_columns(updates, lambda block: exact[used.to(block.device)] @ block[used.to(block.device)])
     coefficients = coefficients.to(updates.device, updates.dtype)
     if len(used) == 1:
         only = int(used)

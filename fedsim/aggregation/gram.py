@@ -59,6 +59,13 @@ class Gram:
 
     @cached_property
     def offsets(self) -> Tensor:
+        """Inner products of the rows as seen from one in their midst, [m, m], as exact as the distances are."""
+        squares = self.squared_distances
+        origin = squares[int(squares.median(dim=1).values.argmin())]
+        return (origin.unsqueeze(0) + origin.unsqueeze(1) - squares) / 2
+
+    @cached_property
+    def _raw_offsets(self) -> Tensor:
         """Inner products of the rows as seen from one of them, [m, m]: what distances are made of."""
         if self._mixing is None:
             return self._basis[:-1, :-1]
@@ -68,9 +75,9 @@ class Gram:
     @cached_property
     def squared_distances(self) -> Tensor:
         """|z_i - z_j|^2, [m, m], symmetric, 0 on the diagonal."""
-        diagonal = self.offsets.diagonal()
+        diagonal = self._raw_offsets.diagonal()
         scale = diagonal.unsqueeze(0) + diagonal.unsqueeze(1)
-        result = (scale - 2 * self.offsets).clamp(min=0)
+        result = (scale - 2 * self._raw_offsets).clamp(min=0)
         result = (result + result.t()) / 2
         result.fill_diagonal_(0)
         pairs = ((result <= CANCELLED * scale) & (scale > 0)).triu(1).nonzero().tolist()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedsim.aggregation.clipping import clip_factors
 from fedsim.aggregation.columns import squared_norms
-from fedsim.aggregation.gram import Gram, stable_order
+from fedsim.aggregation.gram import TIED, Gram, stable_order
 from fedsim.aggregation.rule import Count, Mix, Positive, average_of, require, rule
 from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
@@ -44,7 +44,8 @@ def caf(gram: Gram, *, f: Count) -> Mix:
         highest = along[c > 0].max()
         if highest <= 0:  # all rows that count are the same
             break
-        c = (c * (1 - along / highest)).clamp(min=0)
+        c = c * (1 - along / highest)
+        c = torch.where(c > TIED, c, 0)  # what is left of a weight by rounding does not count
         if float(c.sum()) <= n - 2 * f:
             break
     return Mix(best)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from fedsim.aggregation.cohort import Cohort, Nonfinite, screened
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.resolving import Stage, as_list, make_pipeline, resolve
 from fedsim.aggregation.rows import Rows
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, nearest, show
 from fedsim.randomness import numpy_generator
 
 
@@ -49,6 +49,8 @@ def aggregate(
     Raises ExperimentError (a ValueError) for an unknown rule, a wrong parameter, a wrong shape, impossible weights,
     rows that are not finite, or a constraint on n and f that does not hold.
     """
+    if nonfinite not in get_args(Nonfinite):
+        raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
     pipeline = make_pipeline(resolve(rule, params))
     cohort = _checked_cohort(updates, weights, pipeline)
     n, d = updates.shape
@@ -107,13 +109,15 @@ def _checked_weights(weights: Tensor | Sequence[float], updates: Tensor, pipelin
         raise ExperimentError(f"weights: {len(updates)} rows need shape ({len(updates)},), not {tuple(weights.shape)}")
     if not bool(((weights >= 0) & weights.isfinite()).all()) or not bool(weights.any()):
         raise ExperimentError("weights: must be finite, >= 0 and not all zero")
-    return weights
+    return weights if bool(weights.sum().isfinite()) else weights / weights.max()
 
 
 def _checked(name: str, value: Tensor | None, shape: tuple[int, ...], updates: Tensor) -> Tensor | None:
     if value is None:
         return None
     value = torch.as_tensor(value)
-    if tuple(value.shape) != shape or not bool(value.isfinite().all()):
-        raise ExperimentError(f"{name}: must be finite, of shape {shape}, not {tuple(value.shape)}")
+    if tuple(value.shape) != shape:
+        raise ExperimentError(f"{name}: must be of shape {shape}, not {tuple(value.shape)}")
+    if not bool(value.isfinite().all()):
+        raise ExperimentError(f"{name}: must be finite; {int((~value.isfinite()).sum())} of its numbers are not")
     return value.to(updates.device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedsim.aggregation.columns import products_with, squared_norms
-from fedsim.aggregation.gram import Gram
+from fedsim.aggregation.gram import TIED, Gram
 from fedsim.aggregation.rule import Mix, require, rule
 
 
@@ -46,6 +46,7 @@ def foolsgold(updates: Tensor, workers: list[int], state: dict[str, Tensor] | No
     ratio = most.unsqueeze(1) / most.unsqueeze(0)
     alike = torch.where(most.unsqueeze(0) > most.unsqueeze(1), alike * ratio, alike)
     a = (1 - alike.amax(1)).clamp(0, 1)
+    a = torch.where(a > TIED, a, 0)  # a cosine of 1, but for rounding
     if not bool(a.any()):
         return Mix(torch.zeros_like(a)), state
     a = ((a / a.max()).logit() + 0.5).clamp(0, 1)

@@ -48,6 +48,7 @@ def attack(
     plug = attack_strategy.get(name, "attack.name")
     bound = bind_attack(plug, plug.check(params, "attack", beside=["name"]))
     _check_honest(honest)
+    honest = honest.detach()
     if not isinstance(n_byzantine, Integral) or isinstance(n_byzantine, bool) or n_byzantine < 0:
         raise ExperimentError(f"n_byzantine = {show(n_byzantine)}: must be a whole number >= 0")
     (h, d), b = honest.shape, int(n_byzantine)

@@ -111,7 +111,7 @@ def centered_clipping(x, tau=10.0, iterations=1, start="zeros", last=None):
     return v
 
 
-def geometric_median(x, nu=1e-6, iterations=100, tol=1e-10, start="mean", weights=None):
+def geometric_median(x, nu=1e-6, iterations=1000, tol=1e-10, start="mean", weights=None):
     a = np.ones(len(x)) / len(x) if weights is None else np.asarray(weights) / np.sum(weights)
     z = a @ x if start == "mean" else np.zeros(x.shape[1])
     for _ in range(iterations):

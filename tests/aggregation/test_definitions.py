@@ -88,6 +88,74 @@ def test_krum_picks_the_right_row_in_float32_where_raw_products_do_not(seed):
     assert np.array_equal(fedsim.aggregate(torch.from_numpy(x), rule="krum", f=3).numpy(), expected.astype(np.float32))
 
 
+COLUMNWISE = {"median": {}, "trimmed_mean": {"f": 1}, "meamed": {"f": 1}, "phocas": {"f": 1}, "aksel": {"f": 1}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [*COLUMNWISE, "bulyan", "sign_vote"])
+def test_columns_that_lie_in_order_in_memory_are_not_sorted_in_place(name, dtype):
+    one = torch.tensor([[3.0], [1], [2], [-5], [4], [9], [-2]], dtype=dtype)
+    turned = torch.randn(6, 7, dtype=dtype, generator=torch.Generator().manual_seed(0)).t()
+    for updates in (one, turned):
+        before = updates.clone()
+        params = {**COLUMNWISE, "bulyan": {"f": 1}}.get(name, {})
+        result = fedsim.aggregate(updates, rule=name, **params)
+        assert torch.equal(updates, before)
+        again = fedsim.aggregate(before.contiguous(), rule=name, **params)
+        assert torch.allclose(result, again, rtol=0, atol=1e-6)  # sums in another order
+
+
+@pytest.mark.parametrize("pre", [{"rule": "norm_clipping", "c": 1e300}, {"rule": "nnm", "f": 2}])
+@pytest.mark.parametrize("name", ["geometric_median", "caf"])
+def test_an_outlier_in_the_first_row_costs_no_digits_behind_a_pre_aggregator(name, pre):
+    x = torch.from_numpy(normal(10, 5))
+    x[0] *= 1e8
+    params = {"f": 2} if name == "caf" else {}
+    mixed = fedsim.pre_aggregate(x, [pre])
+    expected = fedsim.aggregate(mixed, rule=name, **params)
+    ours = fedsim.aggregate(x, rule=[pre, {"rule": name, **params}])
+    assert torch.allclose(ours, expected, rtol=1e-7, atol=1e-7)
+
+
+def test_a_zero_row_among_rows_far_from_zero_costs_no_digits():
+    x = offset(9, 20)
+    x[4] = 0
+    ours = fedsim.aggregate(torch.from_numpy(x), rule="geometric_median").numpy()
+    assert np.abs(ours - reference.geometric_median(x)).max() <= 1e-9 * 1e5
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 7.0, 10.0])
+def test_foolsgold_trusts_no_clones_whatever_their_scale(scale):
+    x = torch.tensor([[0.1, 0.2], [0.1, 0.2], [0.3, -0.1], [0.3, -0.1]], dtype=torch.double) * scale
+    assert not fedsim.aggregate(x, rule="foolsgold").any()
+
+
+def test_caf_does_not_depend_on_the_order_of_rows():
+    x = torch.tensor([-2.0, 2, -2, 1, -3, 3, -3, 0, 2, 3, 2, 3, 1, 3, 0], dtype=torch.double).unsqueeze(1)
+    first, other = (fedsim.aggregate(rows, rule="caf", f=6) for rows in (x, x.flip(0)))
+    assert torch.allclose(first, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", [1e-1, 1e-4, 1e-8])
+def test_qfedavg_is_exact_for_small_losses(loss):
+    x, losses = normal(4, 3), np.array([loss, 2 * loss, 3 * loss, loss])
+    ours = fedsim.aggregate(torch.from_numpy(x), rule="qfedavg", losses=torch.from_numpy(losses), lr=0.1).numpy()
+    expected = reference.qfedavg(x, losses, 1.0, 0.1)
+    assert np.abs(ours - expected).max() <= 1e-12 * np.abs(expected).max()
+    with pytest.raises(ExperimentError, match="losses must be >= 0; the least here is -1"):
+        fedsim.aggregate(torch.from_numpy(x), rule="qfedavg", losses=[1.0, -1.0, 1.0, 1.0])
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    x = torch.from_numpy(normal(10, 3))
+    assert torch.equal(fedsim.aggregate(x, rule="krum", f=np.int64(2)), fedsim.aggregate(x, rule="krum", f=2))
+
+
+def test_an_unknown_policy_for_rows_that_are_not_finite_is_refused():
+    with pytest.raises(ExperimentError, match='nonfinite = "exclud": did you mean "exclude"'):
+        fedsim.aggregate(torch.ones(2, 2), nonfinite="exclud")
+
+
 @pytest.mark.parametrize("f", range(5))
 def test_mda_is_the_subset_of_least_diameter_for_every_f(f):
     x = normal(10, 4)

@@ -54,6 +54,8 @@ def partition(
     labels = np.asarray(labels)
     if labels.ndim != 1:
         raise ExperimentError(f"labels: must be [n], one for each sample, not of shape {labels.shape}")
+    if isinstance(n_workers, bool) or n_workers != int(n_workers):
+        raise ExperimentError(f"workers = {n_workers}: must be a whole number")
     if not 1 <= n_workers <= len(labels):
         raise ExperimentError(f"workers = {n_workers}: must be between 1 and the number of samples, {len(labels)}")
     if ids is not None:
