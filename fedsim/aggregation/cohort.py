@@ -39,6 +39,10 @@ class Cohort:
         if self.workers is None:
             self.workers = list(range(len(self.updates)))
 
+    def rows(self) -> Rows:
+        """The updates, before anything has been mixed of them."""
+        return Rows(self.updates, gram=None if self.gram is None else lambda: self.gram)
+
     def f_for(self, stage: BoundRule) -> int | None:
         return None if stage.f is None else max(0, stage.f - self.excluded)
 
@@ -47,7 +51,7 @@ class Cohort:
         if name == "updates":
             return rows.block()
         if name == "gram":
-            return self.gram if self.gram is not None and rows.are_updates else rows.gram
+            return rows.gram
         if name == "rng":
             self.rng = self.rng or numpy_generator(0, "aggregate")
             return self.rng

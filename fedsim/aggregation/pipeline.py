@@ -46,7 +46,7 @@ class Pipeline:
 
     def __call__(self, cohort: Cohort) -> Outcome:
         """What the rule makes of a cohort's updates."""
-        rows = Rows(cohort.updates)
+        rows = cohort.rows()
         for stage in self.pre:
             mix = stage(lambda name, rows=rows: cohort.menu(name, rows), cohort.f_for(stage))
             rows = rows.mixed(mix.coefficients)
@@ -60,7 +60,7 @@ class Pipeline:
 
     def by_columns(self, cohort: Cohort) -> Tensor:
         """The result of a pipeline that is columnwise, without anything else that could be said of it."""
-        return self._by_columns(Rows(cohort.updates), cohort)
+        return self._by_columns(cohort.rows(), cohort)
 
     def _by_columns(self, rows: Rows, cohort: Cohort) -> Tensor:
         result = cohort.updates.new_empty(cohort.updates.shape[1])
@@ -73,7 +73,7 @@ class Pipeline:
 
     def shares(self, cohort: Cohort) -> Tensor | None:
         """The coefficient with which each row goes into the result [n], where the rule is linear in all columns."""
-        return self._linear_shares(Rows(cohort.updates), cohort) if self.columnwise else None
+        return self._linear_shares(cohort.rows(), cohort) if self.columnwise else None
 
     def _linear_shares(self, rows: Rows, cohort: Cohort) -> Tensor | None:
         if not self.rule.linear:

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim.aggregation import Pipeline, gram
+from fedsim.cli import app
+from fedsim.errors import ExperimentError, RecordError
+from fedsim.replay import applicable_rules, load_round, replay, stored_rounds
+
+
+@pytest.fixture
+def tables(tiny_experiment):
+    return {
+        **tiny_experiment,
+        "workers": 9,
+        "model": "logistic",
+        "attack": {"name": "sign_flipping", "workers": [2, 5]},
+        "aggregate": {"rule": "krum"},
+        "records": {"updates": [1, 2], "curve": False, "model": False},
+    }
+
+
+@pytest.fixture
+def run(tables, tmp_path):
+    return fedsim.run(tables, tmp_path / "run")
+
+
+def test_the_rounds_asked_for_are_kept_and_no_other(tables, tmp_path):
+    fedsim.run({**tables, "rounds": 3, "records": {"updates": [2, 7]}}, tmp_path / "other")
+    assert stored_rounds(tmp_path / "other") == [2]
+
+
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_replaying_the_runs_own_rule_gives_what_the_run_did(sync, tables, tmp_path):
+    result = fedsim.run({**tables, "sync": sync, "rounds": 1, "local": {"steps": 1}}, tmp_path / "run")
+    start = fedsim.run({**tables, "rounds": 1, "records": {}, "local": {"lr": 0.0}}).global_row
+    (replayed,) = replay(load_round(tmp_path / "run"), ["krum"])
+    lr = 0.05 if sync == "gradients" else -1.0  # a gradient is stepped against, an update along
+    assert torch.allclose(result.global_row, start - lr * replayed.update, rtol=0, atol=1e-6)
+    assert list(replayed.shares.values()) == result.history[0]["coefficients"]
+
+
+def test_each_rule_does_what_aggregate_does_with_the_stored_rows(run):
+    stored = load_round(run.folder, 1)
+    updates = stored.tensors["updates"]
+    rules = ["median", "krum", ["nnm", "trimmed_mean"], {"rule": "norm_clipping", "c": 0.1}]
+    median, krum, mixed, clipped = replay(stored, rules)
+    assert torch.equal(median.update, fedsim.aggregate(updates, rule="median"))
+    assert torch.equal(krum.update, fedsim.aggregate(updates, rule="krum", f=2))
+    assert torch.equal(mixed.update, fedsim.aggregate(updates, rule=["nnm", "trimmed_mean"], f=2))
+    assert torch.equal(clipped.update, fedsim.aggregate(updates, rule="norm_clipping", c=0.1))
+
+
+def test_distance_angle_and_shares_by_hand(run):
+    stored = load_round(run.folder, 1)
+    honest = [row for row, worker in enumerate(stored.workers) if worker not in (2, 5)]
+    centre = stored.tensors["updates"][honest].double().mean(0)
+    assert stored.byzantine == [2, 5]
+    (mean,) = replay(stored, ["mean"])
+    update = mean.update.double()
+    assert mean.distance == pytest.approx(float((update - centre).norm()))
+    assert mean.angle == pytest.approx(math.degrees(math.acos(float(update @ centre / update.norm() / centre.norm()))))
+    assert mean.byzantine_share == pytest.approx(2 / 9)
+    assert mean.chosen == stored.workers
+    (krum,) = replay(stored, ["krum"])
+    assert len(krum.chosen) == 1
+    assert krum.byzantine_share == 0
+
+
+def test_rules_that_go_by_distances_share_one_product(run, monkeypatch):
+    stored, made, whole = load_round(run.folder), [], gram._products
+    monkeypatch.setattr(gram, "_products", lambda updates: made.append(len(updates)) or whole(updates))
+    monkeypatch.setattr(Pipeline, "rehearse", lambda self, n: None)
+    replay(stored, ["krum", "multi_krum", "medoid", "geometric_median", ["nnm", "krum"]])
+    assert made == [9]
+
+
+def test_rows_that_are_not_finite_are_left_out(tables, tmp_path):
+    change = {"attack": {"name": "nan", "workers": [3]}, "aggregate": {"rule": "mean", "nonfinite": "exclude"}}
+    fedsim.run({**tables, **change}, tmp_path / "run")
+    (krum,) = replay(load_round(tmp_path / "run"), ["krum"])
+    assert krum.shares[3] == 0
+    assert krum.update.isfinite().all()
+
+
+def test_by_default_all_rules_that_can_do_with_what_there_is(run):
+    names = applicable_rules(load_round(run.folder))
+    assert {"mean", "median", "krum", "caf"} <= set(names)
+    assert not {"fltrust", "qfedavg", "norm_clipping", "bulyan"} & set(names)  # no root, no losses, no c, too few rows
+
+
+def test_the_command_shows_a_table_or_json(run):
+    words = [
+        "replay",
+        str(run.folder),
+        "--rules",
+        'median,krum,["nnm","median"],{rule="multi_krum",m=3}',
+        "--round",
+        "1",
+    ]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[2:]] == [
+        *("median", "krum", "nnm + median", "multi_krum")
+    ]
+    told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert told["byzantine"] == [2, 5]
+    assert [rule["rule"] for rule in told["rules"]] == ["median", "krum", "nnm + median", "multi_krum"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        (["medan"], ExperimentError, 'did you mean "median"'),
+        ([3], ExperimentError, "3 is not a rule"),
+        ([{"rule": "krum", "f": 4}], ExperimentError, "with a cohort of 9: krum: needs n >= 2f"),
+        (["fltrust"], ExperimentError, r"needs root \[d\]"),
+    ],
+)
+def test_a_rule_that_cannot_be_applied_is_one_clear_line(run, rules, error, message):
+    with pytest.raises(error, match=message):
+        replay(load_round(run.folder), rules)
+
+
+def test_what_is_no_run_folder_or_keeps_nothing_is_one_clear_line(run, tables, tmp_path):
+    with pytest.raises(RecordError, match="is not a run folder"):
+        load_round(tmp_path)
+    with pytest.raises(RecordError, match="keeps the updates of rounds 1, 2, not of 9"):
+        load_round(run.folder, 9)
+    fedsim.run({**tables, "records": {}}, tmp_path / "bare")
+    with pytest.raises(RecordError, match="keeps no round's updates"):
+        load_round(tmp_path / "bare")
+    (run.folder / "updates-00002.safetensors").write_bytes(b"x" * 40)
+    with pytest.raises(RecordError, match=r"updates-00002.safetensors: cannot be read"):
+        load_round(run.folder, 2)
