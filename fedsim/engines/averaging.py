@@ -57,6 +57,7 @@ class Averaging:
         self._state: dict[str, Tensor] = {}  # of the rule
         self._number = 0  # of aggregations so far, the same in every process
         self._has_last = False
+        self._shared: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)  # weights, rows, their shares
 
     def weights(self, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
         """The weights [n] that the rule is given for these workers, or None for equal ones.
@@ -141,7 +142,7 @@ class Averaging:
             root=None if self._root_slot is None else memory.rows[self._root_slot],
             losses=memory.losses[slots] if task.rule.takes("losses") else None,
             workers=list(meeting.workers),
-            rng=numpy_generator(task.seed, "aggregate", *meeting.moment),
+            rng=numpy_generator(task.seed, "aggregate", *meeting.moment) if task.rule.takes("rng") else None,
             state=self._state,
             last=memory.last if self._has_last else None,
         )
@@ -175,7 +176,17 @@ class Averaging:
                 cohort.f_for(self._task.rule.rule),
             )
             self._step(block, update)
-        return self._account(meeting, bad, self._task.rule.shares(cohort) if self._first else None)
+        return self._account(meeting, bad, self._shares(meeting, cohort, bad) if self._first else None)
+
+    def _shares(self, meeting: Meeting, cohort: Cohort, bad: list[int]) -> Tensor | None:
+        """The shares of a linear rule; at every step of synchronous SGD they are those of the step before."""
+        if bad:
+            return self._task.rule.shares(cohort)
+        weights, n, shares = self._shared
+        if meeting.weights is not weights or len(meeting.slots) != n:
+            shares = self._task.rule.shares(cohort)
+            self._shared = meeting.weights, len(meeting.slots), shares
+        return shares
 
     def _screened(self, meeting: Meeting) -> tuple[Cohort, list[int]]:
         """The cohort without rows that are not finite, and their places in it."""
