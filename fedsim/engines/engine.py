@@ -29,7 +29,7 @@ class Engine(ABC):
 
     @abstractmethod
     def begin(self, task: Task, memory: Memory) -> None:
-        """Take on a task; the one before is left."""
+        """Take on a task; the one before is left. Raises ExperimentError where the engine cannot do it."""
 
     @property
     def at_work(self) -> bool:

@@ -35,7 +35,7 @@ class RowModule:
 
     def take(self, row: Tensor, gradient: Tensor, buffers: Tensor) -> None:
         """Bind to `row` [d] and `gradient` [d], and load the buffers [b]."""
-        if self._changed():
+        if self.changed():
             self.module, self._rows = self._make(), None
         if self._rows is None or row is not self._rows[0] or gradient is not self._rows[1]:
             self.layout.bind(self.module, row, gradient)
@@ -63,7 +63,7 @@ class RowModule:
             )
         self.layout.read_buffers(self.module, out=buffers)
 
-    def _changed(self) -> bool:
+    def changed(self) -> bool:
         """Whether the module differs from its start in anything that no row holds."""
         for start, now in zip(self._start.modules(), self.module.modules(), strict=True):
             if not _equal(_attributes(start), _attributes(now)):

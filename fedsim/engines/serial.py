@@ -10,7 +10,8 @@ import torch
 from fedsim.engines.crew import Seat, whereabouts, worker_in_hand
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Task
-from fedsim.engines.station import Station
+from fedsim.engines.station import MakeTrainer, Station
+from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import FedsimError, WorkerError, one_line
 
 
@@ -24,10 +25,10 @@ class SerialEngine(Engine):
         self._station: Station | None = None
         torch.set_num_threads(threads)
 
-    def begin(self, task: Task, memory: Memory) -> None:
+    def begin(self, task: Task, memory: Memory, trainer: MakeTrainer = RowTrainer) -> None:
         self.memory = memory
         self._seat = Seat.alone()
-        self._station = Station(self._seat, task, memory)
+        self._station = Station(self._seat, task, memory, trainer)
 
     def leave(self) -> None:
         if self._station is not None:

@@ -11,7 +11,8 @@ from fedsim.devices import forget_shared_memory
 from fedsim.engines.crew import Crew, Seat
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Task
-from fedsim.engines.station import Station
+from fedsim.engines.station import MakeTrainer, Station
+from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import ExperimentError, FedsimError, one_line, show
 
 
@@ -26,12 +27,12 @@ class SpawnEngine(Engine):
         self._crew = Crew(processes, threads, timeout)
         self._began = False
 
-    def begin(self, task: Task, memory: Memory) -> None:
+    def begin(self, task: Task, memory: Memory, trainer: MakeTrainer = RowTrainer) -> None:
         self.leave()
         self.memory = memory.share()
         self._began = True
         try:
-            self._crew.call(_take_station, task, self.memory)
+            self._crew.call(_take_station, task, self.memory, trainer)
         except RuntimeError as error:
             if isinstance(error, FedsimError) or task.device.type == "cpu":
                 raise
@@ -67,10 +68,10 @@ class SpawnEngine(Engine):
         forget_shared_memory(device)
 
 
-def _take_station(seat: Seat, task: Task, memory: Memory) -> None:
+def _take_station(seat: Seat, task: Task, memory: Memory, trainer: MakeTrainer) -> None:
     if task.device.type != "cpu":
         torch.get_device_module(task.device).set_device(task.device)
-    seat.belongings["station"] = Station(seat, task, memory)
+    seat.belongings["station"] = Station(seat, task, memory, trainer)
 
 
 def _at_station(seat: Seat, method: str, *arguments: object) -> Any:

@@ -1,0 +1,79 @@
+"""What each worker sees, batch by batch: the same draws whoever asks, so that engines cannot come to differ in it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.data import CustomSubset
+from fedsim.engines.job import Memory, Task
+from fedsim.randomness import numpy_generator, torch_generator
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+Alteration = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Feed:
+    """The workers' samples in the order in which they meet them in a round, altered as the experiment has it."""
+
+    def __init__(self, task: Task, memory: Memory) -> None:
+        self._task, self._memory = task, memory
+        self._sizes = memory.shard_ends.diff(prepend=torch.zeros(1, dtype=torch.long)).tolist()
+        self.root = len(self._sizes) - 1 if task.rule.takes("root") else None  # the server, as a worker
+
+    def size(self, worker: int) -> int:
+        """How many samples a worker has."""
+        return self._sizes[worker]
+
+    def steps(self, worker: int) -> int:
+        """How many steps a worker takes in a round; the server, in synchronous SGD, as many as anybody else."""
+        if worker == self.root and self._task.sync == "gradients":
+            return sys.maxsize
+        return self._task.schedule.steps_for(self.size(worker))
+
+    def shard(self, worker: int) -> CustomSubset:
+        """A worker's samples as they lie in the data set."""
+        return CustomSubset(self._memory.train, self._memory.shard_of(worker))
+
+    def batches(self, worker: int, round: int) -> Batches:
+        """A worker's batches without end: its shard, in a new order for each epoch."""
+        shard, alter = self.shard(worker), self.alteration(worker, round)
+        for order in self.orders(worker, round):
+            for inputs, targets in shard.batches(self._task.schedule.batch_size, order):
+                yield alter(inputs, targets) if alter else (inputs, targets)
+
+    def positions(self, worker: int, round: int) -> Iterator[np.ndarray]:
+        """The same batches as positions in the data set, before any alteration."""
+        shard, size = self._memory.shard_of(worker).numpy(), self._task.schedule.batch_size
+        for order in self.orders(worker, round):
+            positions = shard[order.numpy()]
+            yield from (positions[start : start + size] for start in range(0, len(positions), size))
+
+    def orders(self, worker: int, round: int) -> Iterator[Tensor]:
+        """For each epoch of a worker's round the order of its samples: a permutation of their places in the shard."""
+        orders, size = numpy_generator(self._task.seed, "batches", round, worker), self.size(worker)
+        while True:
+            yield torch.from_numpy(orders.permutation(size))
+
+    def alteration(self, worker: int, round: int) -> Alteration | None:
+        """What becomes of a worker's batches, one after another, before it trains on them; None where nothing does."""
+        task, classes = self._task, self._memory.classes
+        view = task.transforms[worker] if worker != self.root else None
+        poison = task.attack.poison if worker in task.byzantine else None
+        if view is None and poison is None and not task.augment:
+            return None
+        augmentation = torch_generator(task.seed, "augment", round, worker)
+        poisoning = numpy_generator(task.seed, "poison", round, worker)
+
+        def alter(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            if view is not None:
+                inputs = view(images=inputs, generator=augmentation)
+            for augment in task.augment:
+                inputs = augment(images=inputs, generator=augmentation)
+            return (inputs, targets) if poison is None else poison(inputs, targets, classes, poisoning)
+
+        return alter

@@ -1,0 +1,123 @@
+"""How a process trains its members of the cohort: one row after another. `stack_trainer.py` has the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fedsim.devices import wide_dtype
+from fedsim.engines.crew import Seat
+from fedsim.engines.feed import Batches, Feed
+from fedsim.engines.job import Memory, Task
+from fedsim.engines.module import RowModule
+from fedsim.local import RowOptimizer
+from fedsim.randomness import seed_everything
+from fedsim.rows import new_rows
+from fedsim.training import backward, train_epoch
+
+
+class Member(NamedTuple):
+    """A member of the cohort: its row's place, and which worker it is."""
+
+    slot: int
+    worker: int
+
+
+class Trainer(Protocol):
+    """What a station asks of whoever trains its members. Rows, buffers and losses lie in the engine's Memory.
+
+    A class of these is made with (seat, task, memory, feed) in every process.
+    """
+
+    def train(self, members: Sequence[Member], round: int) -> None:
+        """One round: each member's row learns on its worker's shard."""
+
+    def meet_at_global_row(self, members: Sequence[Member], round: int) -> None:
+        """Begin a round of synchronous SGD, in which the members' rows hold gradients."""
+
+    def gradients(self, step: int) -> None:
+        """The gradients of the next batches, all at the global row, into the rows of the members who still have any."""
+
+    def part(self) -> None:
+        """End that round."""
+
+
+@dataclass
+class Partaker:
+    """A member that takes part in synchronous SGD, for one round."""
+
+    member: Member
+    module: RowModule
+    batches: Batches
+    loss_sum: Tensor
+    samples: int = 0
+
+
+class RowTrainer:
+    """Trains one row after another, with a module that is bound to each in turn."""
+
+    def __init__(self, seat: Seat, task: Task, memory: Memory, feed: Feed) -> None:
+        self._seat, self._task, self._memory, self._feed = seat, task, memory, feed
+        self._rows = list(memory.rows)
+        self._modules = [RowModule(task.new_module)]  # with sync = "gradients", one for each member
+        self._gradient = new_rows(1, memory.rows.shape[1], task.dtype, task.device)[0]
+        self._round, self._partakers = 0, list[Partaker]()
+
+    def train(self, members: Sequence[Member], round: int) -> None:
+        task, memory, module = self._task, self._memory, self._modules[0]
+        tallies = {}
+        for slot, worker in members:
+            with self._seat.working_on(worker, round):
+                module.take(self._rows[slot], self._gradient, memory.buffers[slot])
+                seed_everything(task.device, task.seed, "layers", round, worker)
+                optimizer = RowOptimizer(task.solver, self._rows[slot], self._gradient)
+                batches = islice(self._feed.batches(worker, round), self._feed.steps(worker))
+                tallies[slot] = train_epoch(module.module, self._with_signs_of_life(batches), optimizer)
+                module.give(memory.buffers[slot])
+        for slot, tally in tallies.items():  # only now, because reading a number waits for the device
+            memory.train_loss[slot] = tally.loss
+
+    def meet_at_global_row(self, members: Sequence[Member], round: int) -> None:
+        memory, device = self._memory, self._task.device
+        while len(self._modules) < len(members):
+            self._modules.append(RowModule(self._task.new_module))
+        self._round, self._partakers = round, []
+        for member, module in zip(members, self._modules, strict=False):
+            module.take(memory.global_row, self._rows[member.slot], memory.buffers[member.slot])
+            module.module.train()
+            loss_sum = torch.zeros((), dtype=wide_dtype(device), device=device)
+            batches = self._with_signs_of_life(self._feed.batches(member.worker, round))
+            self._partakers.append(Partaker(member, module, batches, loss_sum))
+
+    def gradients(self, step: int) -> None:
+        for partaker in self._partakers:
+            if step < self._feed.steps(partaker.member.worker):
+                with self._seat.working_on(partaker.member.worker, self._round):
+                    self._gradient_of(partaker, step)
+
+    def part(self) -> None:
+        for partaker in self._partakers:
+            with self._seat.working_on(partaker.member.worker, self._round):
+                partaker.module.give(self._memory.buffers[partaker.member.slot])
+            self._memory.train_loss[partaker.member.slot] = partaker.loss_sum.item() / partaker.samples
+
+    def _gradient_of(self, partaker: Partaker, step: int) -> None:
+        (slot, worker), task = partaker.member, self._task
+        inputs, targets = next(partaker.batches)
+        seed_everything(task.device, task.seed, "layers", self._round, worker, step)
+        self._rows[slot].zero_()
+        loss = backward(partaker.module.module, inputs, targets)
+        if task.rule.takes("losses"):
+            self._memory.losses[slot] = loss.item()
+        partaker.loss_sum.add_(loss, alpha=len(targets))
+        partaker.samples += len(targets)
+
+    def _with_signs_of_life(self, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in batches:
+            self._seat.beat()
+            yield batch
