@@ -170,7 +170,7 @@ def test_a_failure_between_workers_blames_no_worker():
 
 def test_a_process_killed_as_it_starts_worked_on_nobody_and_lacks_no_guard():
     with Crew(2) as crew:
-        os.kill(crew._processes[1].pid, signal.SIGKILL)
+        os.kill(crew._children[1].pid, signal.SIGKILL)
         message = fails_within(60, crew, who)
     assert message == "process 1 was killed by SIGKILL (exit code -9), while it started"
 
