@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fedsim.cli import app
 from tests.plugs import TINY_TEST, TINY_TRAIN
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it; the tests' must not
@@ -56,3 +58,14 @@ def data_root(tmp_path, monkeypatch):
     """An empty folder for downloads, and no $FEDSIM_DATA."""
     monkeypatch.delenv("FEDSIM_DATA", raising=False)
     return tmp_path / "data"
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch):
+    """`fedsim` with some words, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*words):
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    return invoke
