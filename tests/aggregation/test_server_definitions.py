@@ -86,6 +86,16 @@ def test_yogi_holds_v_where_it_equals_the_square_and_lowers_it_where_it_is_more(
     assert server.state["v"].tolist() == [4.0, 3.5, 8.5]
 
 
+def by_torch(optimizer, row, updates, **params):
+    """Where an optimizer of PyTorch takes the row, given the negated updates as gradients."""
+    parameter = torch.nn.Parameter(row.clone())
+    theirs = optimizer([parameter], **params)
+    for update in updates:
+        parameter.grad = -update
+        theirs.step()
+    return parameter.detach()
+
+
 @pytest.mark.parametrize(
     ("name", "params", "nesterov"),
     [
@@ -96,34 +106,22 @@ def test_yogi_holds_v_where_it_equals_the_square_and_lowers_it_where_it_is_more(
 )
 def test_momentum_is_torch_optim_sgd_on_the_negated_update(name, params, nesterov, case):
     row, updates = case
-    parameter = torch.nn.Parameter(row.clone())
-    theirs = torch.optim.SGD([parameter], lr=0.5, momentum=0.9, nesterov=nesterov)
-    for update in updates:
-        parameter.grad = -update
-        theirs.step()
-    assert torch.allclose(path(name, row, updates, **params)[-1], parameter.detach(), rtol=1e-13, atol=1e-12)
+    theirs = by_torch(torch.optim.SGD, row, updates, lr=0.5, momentum=0.9, nesterov=nesterov)
+    assert torch.allclose(path(name, row, updates, **params)[-1], theirs, rtol=1e-13, atol=1e-12)
 
 
 def test_diloco_is_torch_optim_sgd_with_the_papers_settings(case):
     row, updates = case
-    parameter = torch.nn.Parameter(row.clone())
-    theirs = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
-    for update in updates:
-        parameter.grad = -update
-        theirs.step()
-    assert torch.allclose(path("diloco", row, updates)[-1], parameter.detach(), rtol=1e-13, atol=1e-12)
+    theirs = by_torch(torch.optim.SGD, row, updates, lr=0.7, momentum=0.9, nesterov=True)
+    assert torch.allclose(path("diloco", row, updates)[-1], theirs, rtol=1e-13, atol=1e-12)
 
 
 @pytest.mark.parametrize("bias_correction", [False, True])
 def test_adam_with_bias_correction_is_torch_optim_adam_and_without_it_is_not(bias_correction, case):
     row, updates = case
-    parameter = torch.nn.Parameter(row.clone())
-    theirs = torch.optim.Adam([parameter], lr=0.1, betas=(0.9, 0.99), eps=1e-3)
-    for update in updates:
-        parameter.grad = -update
-        theirs.step()
+    theirs = by_torch(torch.optim.Adam, row, updates, lr=0.1, betas=(0.9, 0.99), eps=1e-3)
     ours = path("adam", row, updates, lr=0.1, bias_correction=bias_correction)[-1]
-    assert torch.allclose(ours, parameter.detach(), **EXACT) is bias_correction
+    assert torch.allclose(ours, theirs, **EXACT) is bias_correction
 
 
 @pytest.mark.parametrize("lr", [1e-4, 0.05, 3.0])
