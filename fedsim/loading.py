@@ -11,7 +11,8 @@ from typing import Any
 import tomli_w
 
 from fedsim.errors import ExperimentError, show
-from fedsim.experiment import Experiment, PlugTable
+from fedsim.experiment import Experiment
+from fedsim.tables import PlugTable
 
 if sys.version_info >= (3, 11):
     import tomllib

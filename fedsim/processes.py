@@ -8,14 +8,64 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from multiprocessing import current_process, parent_process, resource_tracker
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import current_process, get_context, parent_process, resource_tracker
 from typing import Any
 
 from fedsim.errors import WorkerError
 
 GRACE = 2.0  # seconds for a process to go by itself before it is killed
+DISMISSED = b""  # in place of a pickled message
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
+
+
+class Child:
+    """A spawn process and the parent's end of a pipe to it. Start it inside `interrupts_held`.
+
+    Args:
+        serve: what it does, `serve(pipe, *arguments)`: `begin_as_child`, and then answer messages until DISMISSED.
+        arguments: picklable, or what multiprocessing hands to processes as they start.
+        name: of the process.
+        daemon: whether it may have no processes of its own, and is ended where the parent forgets to.
+    """
+
+    def __init__(self, serve: Callable[..., object], *arguments: Any, name: str, daemon: bool) -> None:
+        context = get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        with theirs:
+            self._process = context.Process(target=serve, args=(theirs, *arguments), name=name, daemon=daemon)
+            self._process.start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def sentinel(self) -> int:
+        """What `multiprocessing.connection.wait` takes to wait for its end."""
+        return self._process.sentinel
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, but no longer than that."""
+        self._process.join(seconds)
+
+    def dismiss(self) -> None:
+        """Ask it to go once it has ended what it does; one that is gone already is not asked."""
+        with contextlib.suppress(OSError):
+            self.pipe.send_bytes(DISMISSED)
+
+    def close(self, deadline: float) -> None:
+        """Wait until it is gone; kill it where it has not gone by then, a time of `time.monotonic`."""
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self.pipe.close()
 
 
 def begin_as_child() -> None:

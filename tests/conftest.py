@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fedsim.cli import app
+from tests.leftovers import left_behind, segments
 from tests.plugs import TINY_TEST, TINY_TRAIN
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it; the tests' must not
@@ -26,15 +28,11 @@ def nothing_stays_behind(request):
 
     Processes that a fixture called `workshop` keeps from test to test are its own to end.
     """
-    before, children = _segments(), set(multiprocessing.active_children())
+    before, children = segments(), set(multiprocessing.active_children())
     yield
     if "workshop" not in request.fixturenames:
         assert set(multiprocessing.active_children()) <= children
-    assert _segments() <= before
-
-
-def _segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("*") if path.name.startswith(("torch_", "pym-", "psm_"))}
+    assert left_behind(before) == set()
 
 
 @pytest.fixture
@@ -56,3 +54,14 @@ def data_root(tmp_path, monkeypatch):
     """An empty folder for downloads, and no $FEDSIM_DATA."""
     monkeypatch.delenv("FEDSIM_DATA", raising=False)
     return tmp_path / "data"
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch):
+    """`fedsim` with some words, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*words):
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    return invoke

@@ -1,37 +1,18 @@
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import pty
 import re
 import signal
-import struct
-import subprocess
-import sys
-import termios
 import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import fedsim
-from fedsim.cli import app
 from fedsim.listing import PLUGS
+from tests.commands import ROOT, assert_none_left, processes_of_group, read_until, run_on_a_terminal, run_python, start
 
-ROOT = Path(__file__).parents[1]
 QUICK = ["engine=serial", "model=2nn", "data=tests.plugs:tiny", "rounds=2"]
-
-
-@pytest.fixture
-def cli(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def invoke(*words):
-        return CliRunner().invoke(app, [str(word) for word in words])
-
-    return invoke
 
 
 def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
@@ -148,19 +129,6 @@ def test_list_takes_a_kind(cli):
     assert 'did you mean "partitions"?' in wrong.stderr
 
 
-def start(*words, cwd, stdout=subprocess.PIPE, **environment):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=cwd,
-        env=environment,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def test_the_front_door_the_module_and_the_script_are_one_program(tmp_path):
     outputs = []
     for words in (
@@ -168,64 +136,24 @@ def test_the_front_door_the_module_and_the_script_are_one_program(tmp_path):
         ["-m", "fedsim", "run", "rounds=3", "--dry-run"],
         ["-c", "from fedsim_main import main; main()", "run", "rounds=3", "--dry-run"],
     ):
-        process = start(*words, cwd=tmp_path)
-        out, error = process.communicate(timeout=60)
-        assert process.returncode == 0, error
-        outputs.append(out)
+        done = run_python(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
     assert len(set(outputs)) == 1
 
 
 def test_the_front_door_runs_the_engine_spawn(tmp_path):
-    process = start(str(ROOT / "run_experiment.py"), "data=tests.plugs:tiny", "rounds=1", "--out", "x", cwd=tmp_path)
-    out, error = process.communicate(timeout=60)
-    assert process.returncode == 0, error
-    assert out.endswith("x\n")
-    assert error == ""
+    done = run_python(str(ROOT / "run_experiment.py"), "data=tests.plugs:tiny", "rounds=1", "--out", "x", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("x\n")
+    assert done.stderr == ""
 
 
 def test_on_a_terminal_a_bar_shows_rounds_accuracy_and_time_left(tmp_path):
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # tqdm hides in a window of size 0
     words = [*QUICK, "model=logistic", "rounds=300", "records.curve=false"]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "run_experiment.py"), *words],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        text=True,
-    )
-    os.close(theirs)
-    shown = []
-    with contextlib.suppress(OSError):  # end of a terminal
-        while chunk := os.read(ours, 65536):
-            shown.append(chunk.decode())
-    os.close(ours)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
+    out, shown = run_on_a_terminal(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
     assert len(out.splitlines()) == 3 + 300 + 2, "the table goes to stdout, whole"
-    assert re.search(r"\d+/300 \[\d\d:\d\d<\d\d:\d\d, .*accuracy 0\.\d{4}\]", "".join(shown))
-
-
-def processes_of_group(group):
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    members = []
-    for pid in pids:
-        try:
-            fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            members.append(pid)
-    return members
-
-
-def assert_none_left(group):
-    """Within a moment: Python's own resource tracker goes only after the program it belongs to."""
-    deadline = time.monotonic() + 3
-    while processes_of_group(group) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert processes_of_group(group) == []
+    assert re.search(r"\d+/300 \[\d\d:\d\d<\d\d:\d\d, .*accuracy 0\.\d{4}\]", shown)
 
 
 def test_ctrl_c_while_modules_are_imported_is_told_in_one_word(tmp_path):
@@ -249,8 +177,7 @@ def test_a_stdout_that_cannot_be_written_is_one_line(tmp_path, words):
 
 def test_a_reader_that_goes_ends_the_program_without_a_word(tmp_path):
     process = start("-m", "fedsim", "run", "data=tests.plugs:tiny", "rounds=100000", "--out", "x", cwd=tmp_path)
-    while not process.stdout.readline().startswith("    1"):
-        pass
+    read_until(process, "    1")
     process.stdout.close()
     assert process.wait(timeout=20) == 1
     assert process.stderr.read() == ""
@@ -263,8 +190,7 @@ def test_ctrl_c_ends_all_processes_at_once_and_says_what_there_is(tmp_path, mome
     words = ["data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
     process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
     if moment == "training":
-        while not process.stdout.readline().startswith("    3"):
-            pass
+        read_until(process, "    3")
     else:
         while len(processes_of_group(process.pid)) < 3:  # parent, and children that import PyTorch
             time.sleep(0.02)
@@ -286,8 +212,7 @@ def test_sigterm_ends_all_processes_and_leaves_no_temporary_folder(tmp_path):
     temporary.mkdir()
     words = ["data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
     process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
-    while not process.stdout.readline().startswith("    3"):
-        pass
+    read_until(process, "    3")
     process.terminate()
     out, error = process.communicate(timeout=20)
     assert process.returncode == 143
@@ -300,8 +225,7 @@ def test_sigterm_ends_all_processes_and_leaves_no_temporary_folder(tmp_path):
 def test_a_run_that_was_suspended_goes_on(tmp_path):
     words = ["data=tests.plugs:tiny", "rounds=30", "timeout=1", "sync=gradients", "workers=3", "--out", "x"]
     process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
-    while not process.stdout.readline().startswith("    2"):
-        pass
+    read_until(process, "    2")
     for _ in range(3):
         os.killpg(process.pid, signal.SIGSTOP)
         time.sleep(1.5)

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -28,7 +27,9 @@ from fedsim.errors import FedsimError, WorkerError, one_line
 from fedsim.experiment import Experiment
 from fedsim.preparation import Setting
 from fedsim.processes import (
+    DISMISSED,
     GRACE,
+    Child,
     begin_as_child,
     how_it_ended,
     how_its_start_ended,
@@ -39,7 +40,6 @@ from fedsim.records import RoundRecord
 from fedsim.simulation import run
 from fedsim.workshop import Workshop
 
-DISMISSED = b""  # in place of a pickled run
 INSTEAD = "jobs=1 with engine=serial, which start none"
 
 Work = tuple[PlannedRun, Experiment, Path]  # a run, the experiment that is run for it, and its folder
@@ -141,17 +141,13 @@ class Job:
     """One process that carries out one run after another; `planned` is the one in hand. Start it with Ctrl-C held."""
 
     def __init__(self) -> None:
-        context = get_context("spawn")
         self.planned: PlannedRun | None = None
         self.alive = True
-        self._board = Board(1, context)
+        self._board = Board(1)
         self.started = False
         self._limit = START_TIMEOUT  # seconds of silence that are borne; infinite while it prepares or is idle
         self._silence = Silence(self._board, 0, self._limit)
-        self._pipe, theirs = context.Pipe()
-        with theirs:
-            self._process = context.Process(target=_serve, args=(self._board, theirs), name="fedsim-job")
-            self._process.start()
+        self._child = Child(_serve, self._board, name="fedsim-job", daemon=False)
 
     @property
     def look_interval(self) -> float:
@@ -160,14 +156,14 @@ class Job:
 
     @property
     def waitables(self) -> list[Any]:
-        return [self._pipe, self._process.sentinel] if self.alive else []
+        return [self._child.pipe, self._child.sentinel] if self.alive else []
 
     def begin(self, planned: PlannedRun, experiment: Experiment, folder: Path) -> None:
         """Send it a run."""
         self.planned, self._timeout = planned, planned.experiment.timeout
         self._watched = engines.get(experiment.engine).target.one_process  # others are watched by their own crew
         with contextlib.suppress(OSError):  # it is dead, which will be noticed
-            self._pipe.send((experiment, folder))
+            self._child.pipe.send((experiment, folder))
 
     def end(self) -> PlannedRun:
         """The run that it had in hand."""
@@ -179,15 +175,15 @@ class Job:
         """What it has said; its death, or its silence, is the end of its run too."""
         if not self.alive:
             return
-        dead = self._process.exitcode is not None  # looked at first, so that what it said before is still heard
+        dead = self._child.exitcode is not None  # looked at first, so that what it said before is still heard
         try:
-            while self._pipe.poll():
-                kind, content = self._pipe.recv()
+            while self._child.pipe.poll():
+                kind, content = self._child.pipe.recv()
                 self._heard(kind)
                 if kind in ("round", "end"):
                     yield kind, content
         except (EOFError, OSError):
-            self._process.join(GRACE)
+            self._child.wait(GRACE)
             dead = True
         if dead or self._silence.too_long():
             yield from self._give_up(dead)
@@ -199,12 +195,12 @@ class Job:
 
     def _give_up(self, dead: bool) -> Iterator[tuple[str, Any]]:
         """Say how it ended, or end it because it hangs."""
-        killed = self._process.exitcode == -signal.SIGKILL
+        killed = self._child.exitcode == -signal.SIGKILL
         hint = "; if memory ran out, try fewer jobs" if killed else ""
         if dead and self.started:
-            how = f", {whereabouts(self._board, 0)}, {how_it_ended(self._process.exitcode)}"
+            how = f", {whereabouts(self._board, 0)}, {how_it_ended(self._child.exitcode)}"
         elif dead:
-            how = f" {how_its_start_ended(self._process.exitcode, INSTEAD)}"
+            how = f" {how_its_start_ended(self._child.exitcode, INSTEAD)}"
         else:
             how = f", {whereabouts(self._board, 0)}, gave no sign of life for {self._limit:g} s"
         self.close(0.0)
@@ -214,21 +210,16 @@ class Job:
     def dismiss(self) -> None:
         """Let it go, once it has ended what it does."""
         if self.alive:
-            with contextlib.suppress(OSError):
-                self._pipe.send_bytes(DISMISSED)
+            self._child.dismiss()
 
     def close(self, deadline: float) -> None:
-        """Wait until it is gone; kill it where it has not gone by then."""
+        """Wait until it is gone; kill it where it has not gone by then, a time of `time.monotonic`."""
         if self.alive:
             self.alive = False
-            self._process.join(max(0.0, deadline - time.monotonic()))
-            self._process.kill()
-            self._process.join()
-            self._process.close()
-            self._pipe.close()
+            self._child.close(deadline)
 
 
-def _serve(board: Board, pipe: Connection) -> None:
+def _serve(pipe: Connection, board: Board) -> None:
     """The life of a job."""
     begin_as_child()
     Seat.watched = board

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import threading
 import time
-from multiprocessing.context import BaseContext
 
 LINE = 16  # int64 a process: 128 bytes, so that no two processes write to one cache line
 ARRIVALS, BEATS, WORKER, ROUND = range(4)  # places in a process's line
@@ -39,9 +38,9 @@ class Board:
     is working on, so that the parent can say so when it dies. Can be sent to another process while that is started.
     """
 
-    def __init__(self, count: int, context: BaseContext | None = None) -> None:
+    def __init__(self, count: int) -> None:
         self.count = count
-        self._cells = (context or multiprocessing.get_context("spawn")).RawArray("q", LINE * (count + 1))
+        self._cells = multiprocessing.get_context("spawn").RawArray("q", LINE * (count + 1))
         for index in range(count):
             self.write(index, WORKER, NOBODY)
 

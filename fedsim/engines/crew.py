@@ -18,12 +18,13 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
 import torch
-from torch import multiprocessing
 
 from fedsim.engines.barrier import ARRIVALS, NOBODY, ROUND, WORKER, AbortedError, Barrier, Board, Silence
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line
 from fedsim.processes import (
+    DISMISSED,
     GRACE,
+    Child,
     begin_as_child,
     how_it_ended,
     how_its_start_ended,
@@ -32,7 +33,6 @@ from fedsim.processes import (
 )
 
 START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and report for work
-DISMISSED = b""  # in place of a pickled call
 INSTEAD = "engine=serial, which starts none"
 
 
@@ -98,28 +98,18 @@ class Crew:
 
     def __init__(self, count: int, threads: int = 1, timeout: float = 300.0) -> None:
         require_importable_main(INSTEAD)
-        context = multiprocessing.get_context("spawn")
         self.count, self._timeout = count, timeout
-        self._board = Board(count, context)
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
+        self._board = Board(count)
+        self._children: list[Child] = []
         self._ready = False
         try:
             with interrupts_held():  # children inherit that: Ctrl-C is the parent's business
                 for index in range(count):
-                    self._start(context, index, threads)
+                    seat = index, self._board, threads, timeout
+                    self._children.append(Child(_serve, *seat, name=f"fedsim-{index}", daemon=True))
         except BaseException:
             self.close()
             raise
-
-    def _start(self, context: Any, index: int, threads: int) -> None:
-        ours, theirs = context.Pipe()
-        self._pipes.append(ours)
-        with theirs:
-            arguments = (index, self._board, theirs, threads, self._timeout)
-            process = context.Process(target=_serve, args=arguments, name=f"fedsim-{index}", daemon=True)
-            process.start()
-        self._processes.append(process)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run `function(seat, *arguments)` in every process; the results in order of the processes.
@@ -134,9 +124,9 @@ class Crew:
                 self._collect(START_TIMEOUT)  # each process reports for work once
                 self._ready = True
             message = (function, arguments)
-            for index, pipe in enumerate(self._pipes):
+            for index, child in enumerate(self._children):
                 try:
-                    pipe.send(message)
+                    child.pipe.send(message)
                 except (BrokenPipeError, ConnectionResetError):
                     raise self._death(index) from None
             return self._collect(self._timeout)
@@ -147,7 +137,7 @@ class Crew:
     @property
     def at_work(self) -> bool:
         """Whether it has not been dismissed, nor ended by a failure."""
-        return bool(self._processes)
+        return bool(self._children)
 
     def close(self) -> None:
         """Dismiss the processes and wait until they are gone.
@@ -156,18 +146,11 @@ class Crew:
         """
         self._board.abort()
         with interrupts_held():  # half closed would be worse than late
-            for pipe in self._pipes:
-                with contextlib.suppress(OSError):
-                    pipe.send_bytes(DISMISSED)
+            for child in self._children:
+                child.dismiss()
             deadline = time.monotonic() + (GRACE if self._ready else 0.0)
-            while self._processes:
-                process = self._processes.pop()
-                process.join(max(0.0, deadline - time.monotonic()))
-                process.kill()
-                process.join()
-                process.close()
-            while self._pipes:
-                self._pipes.pop().close()
+            while self._children:
+                self._children.pop().close(deadline)
 
     def __enter__(self) -> Crew:
         return self
@@ -181,8 +164,8 @@ class Crew:
         silences = [Silence(self._board, index, timeout) for index in range(self.count)]
         while len(answers) < self.count:
             pending = [index for index in range(self.count) if index not in answers]
-            pipes = {self._pipes[index]: index for index in pending}
-            sentinels = {self._processes[index].sentinel: index for index in range(self.count)}
+            pipes = {self._children[index].pipe: index for index in pending}
+            sentinels = {child.sentinel: index for index, child in enumerate(self._children)}
             ready = wait([*pipes, *sentinels], timeout=silences[0].interval)
             for item in ready:
                 if item in pipes:
@@ -190,7 +173,7 @@ class Crew:
             for item in ready:
                 index = sentinels.get(item)
                 # A process whose answer is still in its pipe is asked once more; dead without an answer it has failed.
-                if index is not None and (index in answers or not self._pipes[index].poll()):
+                if index is not None and (index in answers or not self._children[index].pipe.poll()):
                     raise self._death(index)
             waiting_for = [index for index in pending if index not in answers]
             silent = [silences[index].too_long() for index in waiting_for]  # looks at each of them
@@ -200,7 +183,7 @@ class Crew:
 
     def _receive(self, index: int) -> Any:
         try:
-            kind, content = self._pipes[index].recv()
+            kind, content = self._children[index].pipe.recv()
         except (EOFError, ConnectionResetError):
             raise self._death(index) from None
         if kind == "result":
@@ -226,14 +209,14 @@ class Crew:
         )
 
     def _death(self, index: int) -> WorkerError:
-        process = self._processes[index]
-        process.join(GRACE)
+        child = self._children[index]
+        child.wait(GRACE)
         if not self._ready:
-            return WorkerError(f"process {index} {how_its_start_ended(process.exitcode, INSTEAD)}")
-        return WorkerError(f"process {index}, {whereabouts(self._board, index)}, {how_it_ended(process.exitcode)}")
+            return WorkerError(f"process {index} {how_its_start_ended(child.exitcode, INSTEAD)}")
+        return WorkerError(f"process {index}, {whereabouts(self._board, index)}, {how_it_ended(child.exitcode)}")
 
 
-def _serve(index: int, board: Board, pipe: Connection, threads: int, timeout: float) -> None:
+def _serve(pipe: Connection, index: int, board: Board, threads: int, timeout: float) -> None:
     """The life of one process of a crew."""
     begin_as_child()
     torch.set_num_threads(threads)

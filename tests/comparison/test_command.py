@@ -1,26 +1,17 @@
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
-import pty
 import re
 import signal
-import struct
-import subprocess
-import sys
-import termios
 import time
 
 import pytest
 
-from tests.test_cli import ROOT, assert_none_left, cli, processes_of_group, start
+from tests.commands import assert_none_left, processes_of_group, read_until, run_on_a_terminal, run_python, start
 
 QUICK = ["name=quick", "model=logistic", "data=tests.plugs:tiny", "workers=3", "rounds=2"]
 SERIAL = [*QUICK, "engine=serial"]
-
-__all__ = ["cli"]  # the fixture
 
 
 def test_it_prints_a_line_per_run_the_table_and_the_folder(cli, tmp_path):
@@ -108,14 +99,7 @@ def finished_runs(folder):
 
 
 def goes_on_where_it_stopped(tmp_path, before):
-    done = subprocess.run(
-        [sys.executable, *LONG, *ENDLESS],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run_python(*LONG, *ENDLESS, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"{len(before)} of them are finished already" in done.stdout
     assert not any(f" {name}: " in done.stdout for name in before)
@@ -127,8 +111,7 @@ def goes_on_where_it_stopped(tmp_path, before):
 )
 def test_a_signal_ends_everything_at_once_and_the_same_command_goes_on(tmp_path, number, code, word):
     process = start(*LONG, *ENDLESS, cwd=tmp_path)
-    while not process.stdout.readline().startswith("[2/8]"):
-        pass
+    read_until(process, "[2/8]")
     sent = time.monotonic()
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
@@ -156,8 +139,7 @@ def test_ctrl_c_while_jobs_start_leaves_nobody(tmp_path):
 
 def test_when_the_program_is_killed_its_jobs_and_their_processes_go_too(tmp_path):
     process = start(*LONG, *ENDLESS, "engine=spawn", "processes=1", cwd=tmp_path)
-    while not process.stdout.readline().startswith("[2/8]"):
-        pass
+    read_until(process, "[2/8]")
     assert len(processes_of_group(process.pid)) >= 5
     process.kill()
     process.communicate(timeout=20)
@@ -166,23 +148,7 @@ def test_when_the_program_is_killed_its_jobs_and_their_processes_go_too(tmp_path
 
 
 def test_on_a_terminal_one_bar_counts_the_rounds_of_all_runs(tmp_path):
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fedsim", "compare", *SERIAL, "rounds=50", "seed=0,1,2"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        text=True,
-    )
-    os.close(theirs)
-    shown = []
-    with contextlib.suppress(OSError):  # end of a terminal
-        while chunk := os.read(ours, 65536):
-            shown.append(chunk.decode())
-    os.close(ours)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
+    words = ["-m", "fedsim", "compare", *SERIAL, "rounds=50", "seed=0,1,2"]
+    out, shown = run_on_a_terminal(*words, cwd=tmp_path)
     assert out.count("accuracy 0.") == 3
-    assert re.search(r"\d+/150 \[\d\d:\d\d<\d\d:\d\d, .*\d of 3 runs\]", "".join(shown))
+    assert re.search(r"\d+/150 \[\d\d:\d\d<\d\d:\d\d, .*\d of 3 runs\]", shown)

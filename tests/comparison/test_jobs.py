@@ -3,18 +3,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 import fedsim
 from fedsim.comparison import Watcher, load_grid, run_grid
+from tests.commands import run_python
 from tests.comparison.test_comparing import without_times
-
-ROOT = Path(__file__).parents[2]
 
 
 def children():
@@ -115,14 +111,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import fedsim\nfedsim.compare({'data': 'tests.plugs:tiny'}, {'seed': [0, 1]}, 'x', jobs=2)\n")
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run_python(str(script), cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     last = done.stderr.splitlines()[-1]

@@ -24,7 +24,7 @@ def meet(board, index, crossings, cells):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_nobody_passes_before_all_have_come(count):
     context = multiprocessing.get_context("spawn")
-    board, cells = Board(count, context), context.RawArray("q", count)
+    board, cells = Board(count), context.RawArray("q", count)
     processes = [context.Process(target=meet, args=(board, index, 2000, cells)) for index in range(count)]
     for process in processes:
         process.start()
@@ -124,7 +124,7 @@ def wait_for_ever(board, index):
 def test_a_process_killed_while_it_waits_leaves_nothing_taken():
     """What multiprocessing.Barrier fails at: its peers, and abort() itself, would hang."""
     context = multiprocessing.get_context("spawn")
-    board = Board(3, context)
+    board = Board(3)
     victim, survivor = (context.Process(target=wait_for_ever, args=(board, index)) for index in (0, 1))
     victim.start()
     survivor.start()

@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 
 from fedsim.engines.crew import Crew
 from fedsim.errors import ExperimentError, WorkerError
+from tests.commands import run_python, start
 
 
 def who(seat):
@@ -170,7 +170,7 @@ def test_a_failure_between_workers_blames_no_worker():
 
 def test_a_process_killed_as_it_starts_worked_on_nobody_and_lacks_no_guard():
     with Crew(2) as crew:
-        os.kill(crew._processes[1].pid, signal.SIGKILL)
+        os.kill(crew._children[1].pid, signal.SIGKILL)
         message = fails_within(60, crew, who)
     assert message == "process 1 was killed by SIGKILL (exit code -9), while it started"
 
@@ -291,15 +291,7 @@ def program(tmp_path):
     """A running program with a crew of two that is at work, and the processes of that crew."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        start_new_session=True,
-    ) as parent:
+    with start(str(script), cwd=tmp_path, stderr=subprocess.DEVNULL) as parent:
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2
         yield parent, pids
@@ -349,15 +341,8 @@ def test_a_script_without_a_main_guard_is_told_so_once(tmp_path, from_stdin, mes
     script.write_text(
         "from fedsim.engines.crew import Crew\nfrom tests.engines.test_crew import who\nCrew(1).call(who)\n"
     )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-" if from_stdin else str(script)],
-        input=script.read_text() if from_stdin else "",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
+    source = script.read_text() if from_stdin else ""
+    done = run_python("-" if from_stdin else str(script), input=source)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     last = done.stderr.splitlines()[-1]

@@ -1,0 +1,82 @@
+"""What tables of an experiment have in common: they are strict, and some of them name a plug.
+
+A table that names a plug (`partition.strategy`, `aggregate.rule`, ...) also takes that plug's own parameters, which are
+checked against its signature.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from fedsim.errors import ExperimentError
+from fedsim.registry import Plug, Registry
+
+
+class Table(BaseModel):
+    """A table of the experiment: strict types, no unknown keys, frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class PlugTable(Table):
+    """A table whose key `named_by` names a plug; its further keys are that plug's parameters.
+
+    A bare string stands for the table with that name alone: `partition = "iid"`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    place: ClassVar[str]
+    named_by: ClassVar[str]
+    registry: ClassVar[Registry]
+    alternatives: ClassVar[tuple[str, ...]] = ()  # keys of which only one may be given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_table(cls, value: Any) -> Any:
+        table = {cls.named_by: value} if isinstance(value, str) else value
+        return cls.completed(table) if isinstance(table, dict) else table
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """The table with what goes without saying; for tables where that depends on what is said."""
+        return table
+
+    @classmethod
+    def not_both(cls) -> ExperimentError:
+        """What is the matter where more than one of the `alternatives` is given."""
+        return ExperimentError(f"{cls.place}: give {' or '.join(cls.alternatives)}, not both")
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> PlugTable:
+        own = [key for key in type(self).model_fields if key != self.named_by]
+        clash = sorted(set(own) & set(self.plug.parameters.model_fields))
+        if clash:
+            raise ExperimentError(
+                f"{self.place}.{clash[0]}: is a key of every [{self.place}]; give the parameter of {self.plug.name} "
+                "another name"
+            )
+        checked = self.plug.check(self.params, self.place, beside=[self.named_by, *own])
+        for name, value in checked.items():
+            if value is None and self.plug.parameters.model_fields[name].default is not None:
+                raise ExperimentError(
+                    f"{self.place}.{name} = None: experiment files have no word for that; leave it out"
+                )
+        self.plug.bind(checked)  # a dataclass checks what concerns several of its fields as it is made
+        self.params.update(checked)
+        return self
+
+    @property
+    def plug(self) -> Plug:
+        return self.registry.get(getattr(self, self.named_by), f"{self.place}.{self.named_by}")
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The plug's parameters, defaults included."""
+        return cast(dict[str, Any], self.__pydantic_extra__)
+
+    def bind(self) -> Any:
+        """The plug with its parameters."""
+        return self.plug.bind(self.params)

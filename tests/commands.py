@@ -1,0 +1,85 @@
+"""Programs that tests start as a user would, and what is left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def _environment(**more):
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def run_python(*words, timeout=60, **options):
+    """`python *words`, to its end."""
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=_environment(), **options
+    )
+
+
+def start(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
+    """`python *words`, just begun, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=cwd,
+        env=_environment(**environment),
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def read_until(process, beginning):
+    """Read what a program prints up to the first line that begins so."""
+    for line in iter(process.stdout.readline, ""):
+        if line.startswith(beginning):
+            return
+    raise AssertionError(f"it ended before it printed {beginning!r}")
+
+
+def run_on_a_terminal(*words, cwd):
+    """`python *words`, to its end, where stderr is a terminal: what it printed, and what the terminal was sent."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # tqdm hides in a window of size 0
+    process = start(*words, cwd=cwd, stderr=theirs)
+    os.close(theirs)
+    shown = []
+    with contextlib.suppress(OSError):  # end of a terminal
+        while chunk := os.read(ours, 65536):
+            shown.append(chunk.decode())
+    os.close(ours)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return out, "".join(shown)
+
+
+def processes_of_group(group):
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    members = []
+    for pid in pids:
+        try:
+            fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            members.append(pid)
+    return members
+
+
+def assert_none_left(group):
+    """Within a moment: Python's own resource tracker goes only after the program it belongs to."""
+    deadline = time.monotonic() + 3
+    while processes_of_group(group) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_of_group(group) == []

@@ -1,0 +1,60 @@
+"""Shared memory that tests leave behind, told from that of other programs on the machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+NAME = re.compile(r"(?:torch_|pym-)(?P<maker>\d+)|psm_")  # PyTorch's and multiprocessing's, most with the maker's pid
+MARK = f"FEDSIM_TESTS={os.getpid()}"  # in the environment of all processes that come of this one, orphans included
+
+os.environ.update([MARK.split("=")])
+
+
+def segments() -> set[str]:
+    """The names of all segments that there are."""
+    return {path.name for path in SHARED_MEMORY.glob("*") if NAME.match(path.name)}
+
+
+def left_behind(before: set[str]) -> set[str]:
+    """The segments that were not there before, but for those that another living program has made or uses.
+
+    Where nobody has a segment any more it counts as ours, since its maker may have been.
+    """
+    new = segments() - before
+    others = _other_programs() if new else []
+    foreign = {name for name in new if any(_made(pid, name) or _uses(pid, name) for pid in others)}
+    return {name for name in new - foreign if (SHARED_MEMORY / name).exists()}
+
+
+def _other_programs() -> list[int]:
+    """The living processes that are neither this one nor come of it."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if pid != os.getpid() and _is_foreign(pid)]
+
+
+def _is_foreign(pid: int) -> bool:
+    try:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":  # dead, though not yet reaped
+            return False
+        return MARK.encode() not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except PermissionError:  # another user's
+        return True
+    except OSError:  # it has gone
+        return False
+
+
+def _made(pid: int, name: str) -> bool:
+    return NAME.match(name)["maker"] == str(pid)
+
+
+def _uses(pid: int, name: str) -> bool:
+    path = str(SHARED_MEMORY / name)
+    try:
+        return path in Path(f"/proc/{pid}/maps").read_text() or any(
+            os.readlink(each) == path for each in Path(f"/proc/{pid}/fd").iterdir()
+        )
+    except OSError:  # it has gone, or is another user's
+        return False

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from fedsim import ExperimentError
+from fedsim.registry import Registry
+from fedsim.tables import PlugTable, Table
+
+oven = Registry("oven")
+
+
+@oven("gas")
+def gas(*, degrees: float = 180.0, fan: bool = False):
+    """One with a flame."""
+    return degrees, fan
+
+
+@oven("stone")
+def stone(*, logs: int):
+    """One with a fire."""
+    return logs
+
+
+class Bake(PlugTable):
+    place, named_by, registry = "bake", "oven", oven
+
+    oven: str = "gas"
+    minutes: int = 30
+
+
+def test_a_bare_string_names_the_plug():
+    assert Bake.model_validate("gas") == Bake(oven="gas") == Bake()
+
+
+def test_the_parameters_are_checked_and_filled_in_with_the_plugs_defaults():
+    bake = Bake(minutes=10, fan=True)
+    assert (bake.minutes, bake.params) == (10, {"degrees": 180.0, "fan": True})
+    assert bake.bind()() == (180.0, True)
+    assert bake.model_dump() == {"oven": "gas", "minutes": 10, "degrees": 180.0, "fan": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"oven": "gaz"}, 'bake.oven = "gaz": no such oven; did you mean "gas"?'),
+        ({"logs": 3}, "bake.logs = 3: unknown key (the oven is gas; logs goes with stone); "),
+        ({"minuts": 3}, 'bake.minuts = 3: unknown key (the oven is gas); did you mean "minutes"?'),
+        ({"degrees": "hot"}, 'bake.degrees = "hot": must be a valid number'),
+        ({"oven": f"{__name__}:hasty"}, "bake.minutes: is a key of every [bake]; give the parameter of"),
+        ({"oven": f"{__name__}:vague", "turns": None}, "bake.turns = None: experiment files have no word for that"),
+    ],
+)
+def test_what_does_not_go_with_the_plug_is_one_line(keys, line):
+    with pytest.raises((ExperimentError, ValidationError)) as caught:
+        Bake(**keys)
+    assert line in str(caught.value)
+
+
+def hasty(*, minutes: int = 1):
+    """Its parameter is called as a key of the table is."""
+
+
+def vague(*, turns: int | None = 2):
+    """Its parameter may be None, but is not so by itself."""
+
+
+@pytest.mark.parametrize("keys", [{"colour": "red"}, {"size": "3"}, {"size": float("nan")}])
+def test_a_table_is_strict(keys):
+    class Plain(Table):
+        size: float = 1.0
+
+    with pytest.raises(ValidationError):
+        Plain(**keys)
+    with pytest.raises(ValidationError, match="frozen"):
+        Plain().size = 2.0
