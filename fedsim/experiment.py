@@ -166,6 +166,12 @@ class Server(PlugTable):
     optimizer: str = "sgd"
 
 
+class Batched(Table):
+    """How the engine `batched` stacks rows."""
+
+    width: PositiveInt | None = None  # how many at most; None: what fits into memory
+
+
 class Records(Table):
     """What a run folder holds besides the experiment, the environment, the partition and the metrics."""
 
@@ -199,6 +205,7 @@ class Experiment(Table):
     data: Data = Data()
     partition: Partition = Partition()
     local: Local = Local(epochs=1)
+    batched: Batched = Batched()
     attack: Attack = Attack()
     aggregate: Aggregate = Aggregate()
     server: Server = Server()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedsim.data import TensorData, label_counts, partition, partition_transforms
-from fedsim.devices import PRECISIONS, default_processes, describe_device, resolve_device, shares_memory
+from fedsim.devices import PRECISIONS, describe_device, resolve_device, shares_memory
 from fedsim.engines import Engine, Memory, Schedule, Task
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, one_line, show
@@ -32,7 +32,7 @@ class Setting:
     experiment: Experiment
     task: Task
     device: str
-    processes: int
+    how: dict[str, Any]  # it is computed: the engine's choices
     parameters: int
     train_samples: int
     test_samples: int
@@ -50,7 +50,7 @@ class Setting:
         """What the run folder says of all this, beyond the experiment itself."""
         return {
             "device": self.device,
-            "processes": self.processes,
+            **self.how,
             "parameters": self.parameters,
             "train_samples": self.train_samples,
             "test_samples": self.test_samples,
@@ -84,7 +84,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             experiment=experiment,
             task=task,
             device=describe_device(device),
-            processes=processes,
+            how=engine.facts(),
             parameters=len(memory.global_row),
             train_samples=len(train),
             test_samples=len(test),
@@ -118,6 +118,7 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         transforms=tuple(partition_transforms(experiment.workers, chosen.strategy, **chosen.params)),
         device=device,
         dtype=PRECISIONS[experiment.precision],
+        width=experiment.batched.width,
     )
     _check_model(experiment, task)
     return task
@@ -162,15 +163,14 @@ def _check_fit(experiment: Experiment, task: Task, train: TensorData, test: Tens
 
 
 def _processes(experiment: Experiment, device: torch.device) -> int:
-    if engines.get(experiment.engine).target.one_process:
-        return 1
-    if not shares_memory(device):
+    engine, most = engines.get(experiment.engine).target, experiment.cohort_size
+    default = engine.default_processes(device, most, experiment.threads_per_process)
+    processes = min(most, experiment.processes or default)
+    if processes > 1 and not shares_memory(device):
         raise ExperimentError(
-            f'engine = "{experiment.engine}": processes cannot share memory of the device {device}; use engine=serial'
+            f'engine = "{experiment.engine}": processes cannot share memory of the device {device}; use processes=1'
         )
-    most = experiment.cohort_size
-    default = default_processes(device, most, experiment.threads_per_process)
-    return min(most, experiment.processes or default)
+    return processes
 
 
 def _root(experiment: Experiment, train: TensorData) -> np.ndarray:

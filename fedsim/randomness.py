@@ -34,6 +34,28 @@ def torch_generator(seed: int, purpose: str, *coordinates: int) -> torch.Generat
     return torch.Generator().manual_seed(draw_key(seed, purpose, *coordinates))
 
 
+class Stream:
+    """PyTorch's global generator on `device`, seeded as `seed_everything` does it, but only within `with` blocks.
+
+    From block to block the stream goes on; outside of them the generator is where it was. So several streams can be
+    drawn from in turns, each as if it were alone.
+    """
+
+    def __init__(self, device: torch.device, seed: int, purpose: str, *coordinates: int) -> None:
+        self._generator = _default_generator(device)
+        with self:
+            self._generator.manual_seed(draw_key(seed, purpose, *coordinates))
+
+    def __enter__(self) -> None:
+        self._outside = self._generator.get_state()
+        if hasattr(self, "_inside"):
+            self._generator.set_state(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = self._generator.get_state()
+        self._generator.set_state(self._outside)
+
+
 def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates: int) -> None:
     """Seed all global generators that a model may draw from: PyTorch's on `device` (dropout), NumPy's and Python's.
 
@@ -42,14 +64,16 @@ def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates:
     key = draw_key(seed, purpose, *coordinates)
     random.seed(key)
     np.random.seed(key % 2**32)
+    _default_generator(device).manual_seed(key)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
-        torch.default_generator.manual_seed(key)
-        return
+        return torch.default_generator
     backend = torch.get_device_module(device)
     if hasattr(backend, "default_generators"):
-        backend.default_generators[device.index].manual_seed(key)
-    else:
-        backend.manual_seed(key)
+        return backend.default_generators[device.index]
+    return backend._get_default_mps_generator()  # the one kind of device that has a single generator
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Engines: who trains the rows of a cohort, and where."""
 
+from fedsim.engines.batched import BatchedEngine
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Schedule, Task
 from fedsim.engines.serial import SerialEngine
@@ -9,5 +10,6 @@ from fedsim.registry import Registry
 engine = Registry("engine", given=("processes", "threads", "timeout"))
 engine("serial")(SerialEngine)
 engine("spawn")(SpawnEngine)
+engine("batched")(BatchedEngine)
 
-__all__ = ["Engine", "Memory", "Schedule", "SerialEngine", "SpawnEngine", "Task", "engine"]
+__all__ = ["BatchedEngine", "Engine", "Memory", "Schedule", "SerialEngine", "SpawnEngine", "Task", "engine"]

@@ -16,6 +16,7 @@ import time
 LINE = 16  # int64 a process: 128 bytes, so that no two processes write to one cache line
 ARRIVALS, BEATS, WORKER, ROUND = range(4)  # places in a process's line
 NOBODY = -1  # in place of a worker
+SEVERAL = -2  # the same, where many are worked on at a time
 
 SPINS = 100  # looks at a peer's counter before the processor is offered to others, about 10 microseconds
 YIELDS = 500  # offers before sleeping

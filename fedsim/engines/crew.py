@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fedsim.engines.barrier import ARRIVALS, NOBODY, ROUND, WORKER, AbortedError, Barrier, Board, Silence
+from fedsim.engines.barrier import ARRIVALS, NOBODY, ROUND, SEVERAL, WORKER, AbortedError, Barrier, Board, Silence
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line
 from fedsim.processes import (
     DISMISSED,
@@ -67,12 +67,18 @@ class Seat:
         yield
         self.board.write(self.index, WORKER, NOBODY)
 
+    def working_on_several(self, round: int) -> contextlib.AbstractContextManager[None]:
+        """The same for workers that are trained together."""
+        return self.working_on(SEVERAL, round)
+
 
 def worker_in_hand(board: Board, index: int) -> str | None:
-    """`worker 3 in round 2`, if a process works on one."""
+    """`worker 3 in round 2`, or `a stack of workers in round 2`, if a process works on any."""
     worker, round = board.read(index, WORKER), board.read(index, ROUND)
     if worker == NOBODY:
         return None
+    if worker == SEVERAL:
+        return f"a stack of workers in round {round}"
     return f"worker {worker} in round {round}" if round else f"worker {worker}"
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fedsim.devices import default_processes
 from fedsim.engines.averaging import Account
 from fedsim.engines.job import Memory, Task
 
@@ -24,6 +25,11 @@ class Engine(ABC):
     one_process: ClassVar[bool] = False  # whether it is always one
     memory: Memory
 
+    @classmethod
+    def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:
+        """How many processes are good for a cohort, where the experiment leaves that open."""
+        return default_processes(device, cohort, threads)
+
     @abstractmethod
     def __init__(self, processes: int, threads: int, timeout: float) -> None: ...
 
@@ -35,6 +41,10 @@ class Engine(ABC):
     def at_work(self) -> bool:
         """Whether it can take on a task: not after it was closed, or has lost its processes to a failure."""
         return True
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """For the run record: how the task in hand is computed, `processes` among it."""
 
     @abstractmethod
     def leave(self) -> None:

@@ -74,6 +74,7 @@ class Task:
     transforms: tuple[Augmentation | None, ...]  # how each worker sees its samples
     device: torch.device
     dtype: torch.dtype
+    width: int | None  # how many rows are stacked at most, where rows are stacked
 
     @property
     def keeps_last(self) -> bool:

@@ -20,6 +20,10 @@ class SerialEngine(Engine):
 
     one_process = True
 
+    @classmethod
+    def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:
+        return 1
+
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         self._threads_before = torch.get_num_threads()
         self._station: Station | None = None
@@ -29,6 +33,9 @@ class SerialEngine(Engine):
         self.memory = memory
         self._seat = Seat.alone()
         self._station = Station(self._seat, task, memory, trainer)
+
+    def facts(self) -> dict[str, Any]:
+        return {"processes": 1}
 
     def leave(self) -> None:
         if self._station is not None:

@@ -41,6 +41,9 @@ class SpawnEngine(Engine):
                 f"({one_line(error)}); use engine=serial"
             ) from error
 
+    def facts(self) -> dict[str, Any]:
+        return {"processes": self._crew.count}
+
     def _each(self, method: str, *arguments: object) -> list[Any]:
         return self._crew.call(_at_station, method, *arguments)
 

@@ -19,13 +19,16 @@ def headline(setting: Setting) -> str:
     smallest, largest = min(setting.shard_sizes), max(setting.shard_sizes)
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
     cohort = f", {experiment.cohort_size} per round" if experiment.cohort_size < experiment.workers else ""
-    processes = f", {setting.processes} processes" if setting.processes > 1 else ""
+    processes = f", {setting.how['processes']} processes" if setting.how["processes"] > 1 else ""
+    width = f", stacks of {setting.how['width']} rows" if "width" in setting.how else ""
     samples = f"{setting.train_samples:,} train, {setting.test_samples:,} test"
     return (
         f"{experiment.name}: {experiment.data.dataset} ({samples}), "
         f"{experiment.model.name} ({setting.parameters:,} parameters)\n"
         f"{experiment.workers} workers{cohort}, {shards} samples each ({experiment.partition.strategy}); "
-        f"{experiment.aggregate.label} of {experiment.sync}; {experiment.engine}{processes} on {setting.device}"
+        f"{experiment.aggregate.label} of {experiment.sync}; "
+        f"{setting.how.get('engine', experiment.engine)}{processes}{width} "
+        f"on {setting.device}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What every engine must do: give the global rows and the history that `serial` gives."""
+"""What every engine must do: give the global rows and the history that `serial` gives, to the bit or up to rounding."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ CASES = {
 }
 
 EXACT = {"spawn": 2}  # engines that give the very same bits on a CPU, with a number of processes that share the work
+CLOSE = {
+    "batched": {"processes": 1, "batched": {"width": 3}}
+}  # that agree up to rounding; several stacks where it matters
+REFUSED = {("batched", "state that no row holds"): "which no row holds; use engine=spawn"}
+ROUNDING = 1e-9  # in float64, after a few rounds
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +86,18 @@ def without_times(history):
     return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
 
 
+def assert_close(serial, other, tolerance):
+    """Global rows, buffers and histories agree to a tolerance, and what is counted is the same."""
+    for name, value in serial.model.state_dict().items():
+        assert torch.allclose(value, other.model.state_dict()[name], rtol=0, atol=tolerance), name
+    for record, another in zip(without_times(serial.history), without_times(other.history), strict=True):
+        assert another == {key: nearly(value, 2 * tolerance) for key, value in record.items()}
+
+
+def nearly(value, tolerance):
+    return value if value is None else pytest.approx(value, abs=tolerance, rel=0)
+
+
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("engine", EXACT)
@@ -94,6 +111,42 @@ def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_ex
     assert without_times(serial.history) == without_times(other.history)
     for name, value in serial.model.state_dict().items():
         assert torch.equal(value, other.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("engine", CLOSE)
+def test_the_engine_agrees_with_serial_up_to_rounding(engine, case, sync, tiny_experiment):
+    if sync == "gradients" and "server" in CASES[case]:
+        pytest.skip("with sync = gradients there is no server optimizer")
+    tables = {**tiny_experiment, "sync": sync, **CASES[case], "precision": "float64"}
+    if (engine, case) in REFUSED:
+        with pytest.raises(fedsim.ExperimentError, match=REFUSED[engine, case]):
+            fedsim.run({**tables, "engine": engine, **CLOSE[engine]})
+        return
+    serial = fedsim.run({**tables, "engine": "serial", "processes": None})
+    assert_close(serial, fedsim.run({**tables, "engine": engine, **CLOSE[engine]}), ROUNDING)
+
+
+@pytest.mark.parametrize("model", ["2nn", "cnn", "net"])
+def test_stacked_rows_agree_with_serial_on_mnist(model):
+    """In both precisions, after three rounds of partial cohorts, uneven shards, momentum and weight decay."""
+    tables = {"rounds": 3, "workers": 30, "cohort": 4, "partition": "tests.plugs:uneven", "engine": "serial"}
+    tables["model"] = {"name": "net", "dropout": 0.0} if model == "net" else model
+    tables["local"] = {"steps": 3, "batch_size": 20, "momentum": 0.9, "weight_decay": 0.01}
+    for precision, tolerance in (("float64", ROUNDING), ("float32", 1e-4)):
+        serial = fedsim.run({**tables, "precision": precision})
+        stacked = fedsim.run({**tables, "precision": precision, "engine": "batched", "processes": 1})
+        assert torch.allclose(serial.global_row, stacked.global_row, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+@pytest.mark.parametrize("case", ["partial cohorts of uneven shards", "dropout", "buffers averaged"])
+def test_processes_that_stack_rows_agree_with_serial(case, sync, tiny_experiment, workshop):
+    tables = {**tiny_experiment, "sync": sync, **CASES[case], "precision": "float64"}
+    serial = fedsim.run(tables)
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 2}, workshop=workshop)
+    assert_close(serial, stacked, ROUNDING)
 
 
 @pytest.mark.parametrize("engine", EXACT)

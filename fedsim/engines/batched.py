@@ -1,0 +1,73 @@
+"""The engine `batched`: whole cohorts in one set of kernels, in one process or in several."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+
+from fedsim.devices import default_processes, free_memory
+from fedsim.engines.engine import Engine
+from fedsim.engines.job import Memory, Task
+from fedsim.engines.rehearsal import Rehearsal
+from fedsim.engines.serial import SerialEngine
+from fedsim.engines.spawn import SpawnEngine
+from fedsim.engines.stack_trainer import StackTrainer
+
+MEMORY_SHARE = 0.5  # of what is free, for stacks
+WIDEST_ON_CPU = 32  # more rows share no more of a step's fixed cost, and leave the caches
+
+
+class BatchedEngine(Engine):
+    """Stacks of rows: one process by default on a card, where it fills the card; on a CPU as many as cores.
+
+    Agrees with the engine `serial` up to rounding.
+    """
+
+    def __init__(self, processes: int, threads: int, timeout: float) -> None:
+        self._processes = processes
+        self._host = (SerialEngine if processes == 1 else SpawnEngine)(processes, threads, timeout)
+        self._width = 0
+
+    @classmethod
+    def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:
+        return default_processes(device, cohort, threads) if device.type == "cpu" else 1
+
+    def begin(self, task: Task, memory: Memory) -> None:
+        rehearsal = Rehearsal.of(task, memory)
+        self._width = task.width or stack_width(task, memory, rehearsal, self._processes)
+        self._host.begin(task, memory, partial(StackTrainer, width=self._width, rehearsal=rehearsal))
+        self.memory = memory
+
+    def facts(self) -> dict[str, Any]:
+        return {**self._host.facts(), "width": self._width}
+
+    def _each(self, method: str, *arguments: object) -> list[Any]:
+        return self._host._each(method, *arguments)
+
+    @property
+    def at_work(self) -> bool:
+        return self._host.at_work
+
+    def leave(self) -> None:
+        self._host.leave()
+
+    def close(self) -> None:
+        self._host.close()
+
+
+def stack_width(task: Task, memory: Memory, rehearsal: Rehearsal, processes: int) -> int:
+    """How many rows a process should stack: its share of the cohort, if that fits into memory (and, on a CPU, caches).
+
+    A row takes its parameters, their gradients, twice what the solver keeps of it, and the activations of a batch.
+    """
+    d = memory.rows.shape[1]
+    copies = 3 + 2 * len(task.solver.start(memory.global_row[:1]))
+    row_bytes = copies * d * task.dtype.itemsize + 2 * task.schedule.batch_size * rehearsal.sample_bytes
+    on_cpu = task.device.type == "cpu"
+    free = free_memory() if on_cpu else torch.get_device_module(task.device).mem_get_info(task.device)[0]
+    fitting = MEMORY_SHARE * free / processes / row_bytes
+    share = -(-len(memory.rows) // processes)
+    return max(1, int(min(share, WIDEST_ON_CPU if on_cpu else math.inf, fitting)))

@@ -1,0 +1,152 @@
+"""Members of a cohort that are trained together as a stack of rows: their batches, step by step, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.devices import wide_dtype
+from fedsim.engines.feed import Feed
+from fedsim.engines.job import Task
+from fedsim.engines.trainer import Member
+from fedsim.local import State
+from fedsim.randomness import Stream
+
+STEPS_AT_A_TIME = 256  # for so many steps the positions of samples go to the device at once
+
+
+class Lot(NamedTuple):
+    """Batches of one step, for some members of a stack.
+
+    Attributes:
+        members: their places in the stack, [m]: a range, or a list where they do not stand side by side.
+        sizes: how many samples each has, [m], on the host; `counts` are the same on the device, in a wide type.
+        positions: of the samples in the data set, int64 [m, batch]; 0 beyond the size.
+        weights: of the samples in the loss, [m, batch]: one over the size, and 0 beyond it.
+    """
+
+    members: range | list[int]
+    sizes: np.ndarray
+    counts: Tensor
+    positions: Tensor
+    weights: Tensor
+
+    @property
+    def places(self) -> slice | list[int]:
+        """What selects the members from a stacked tensor: views where they stand side by side."""
+        return self.members if isinstance(self.members, list) else slice(self.members.start, self.members.stop)
+
+    def by_size(self) -> list[Lot]:
+        """The same batches in lots of one size each, without any filling."""
+        sizes = np.unique(self.sizes)
+        if len(sizes) == 1:
+            return [self._replace(positions=self.positions[:, : sizes[0]], weights=self.weights[:, : sizes[0]])]
+        lots = []
+        for size in sizes.tolist():
+            these = np.flatnonzero(self.sizes == size).tolist()
+            lots.append(
+                Lot(
+                    [self.members[place] for place in these],
+                    self.sizes[these],
+                    self.counts[these],
+                    self.positions[these, :size],
+                    self.weights[these, :size],
+                )
+            )
+        return lots
+
+
+class Stack:
+    """Members that are trained together, those with most steps first, and their losses in a round."""
+
+    def __init__(self, members: Sequence[Member], round: int, task: Task, feed: Feed) -> None:
+        self.members = sorted(members, key=lambda member: -feed.steps(member.worker))
+        self.round, self._task, self._feed = round, task, feed
+        self.slots = torch.tensor([member.slot for member in self.members])
+        self.alterations = [feed.alteration(member.worker, round) for member in self.members]
+        self._loss_sum = torch.zeros(len(members), dtype=wide_dtype(task.device), device=task.device)
+        self._samples = np.zeros(len(members), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def lots(self) -> Iterator[Lot]:
+        """For each step the batches of those who have not finished, until everybody has."""
+        batch_size = self._task.schedule.batch_size
+        steps = np.array([self._feed.steps(member.worker) for member in self.members])
+        batches = [self._feed.positions(member.worker, self.round) for member in self.members]
+        for start in range(0, int(steps.max()), STEPS_AT_A_TIME):
+            ahead = np.clip(steps - start, 0, STEPS_AT_A_TIME)
+            positions = np.zeros((ahead.max(), len(self), batch_size), dtype=np.int64)
+            sizes = np.zeros((ahead.max(), len(self)), dtype=np.int64)
+            for member, count in enumerate(ahead.tolist()):
+                for step, batch in enumerate(islice(batches[member], count)):
+                    positions[step, member, : len(batch)] = batch
+                    sizes[step, member] = len(batch)
+            yield from self._on_device(positions, sizes)
+
+    def streams(self, *step: int) -> list[Stream]:
+        """For each member the stream from which its layers draw."""
+        task = self._task
+        return [Stream(task.device, task.seed, "layers", self.round, member.worker, *step) for member in self.members]
+
+    def count(self, lot: Lot, losses: Tensor) -> None:
+        """Add up mean losses [m] of a lot, without waiting for the device."""
+        self._loss_sum[lot.places] += losses * lot.counts
+        self._samples[lot.places] += lot.sizes
+
+    def mean_losses(self) -> Tensor:
+        """Of each member, per sample, on the host."""
+        return self._loss_sum.cpu().double() / torch.from_numpy(self._samples)
+
+    def _on_device(self, positions: np.ndarray, sizes: np.ndarray) -> Iterator[Lot]:
+        device = self._task.device
+        on_device, counts = (torch.from_numpy(array).to(device) for array in (positions, sizes))
+        inside = torch.arange(positions.shape[2], device=device) < counts.unsqueeze(2)
+        weights = inside.to(self._task.dtype) / counts.clamp(min=1).unsqueeze(2)
+        counts = counts.to(self._loss_sum.dtype)
+        for step, active in enumerate((sizes > 0).sum(1).tolist()):
+            yield Lot(
+                range(active),
+                sizes[step, :active],
+                counts[step, :active],
+                on_device[step, :active],
+                weights[step, :active],
+            )
+
+
+@dataclass
+class Holdings:
+    """What the members of a stack hold, [k, ...] each: parameters, the solver's state for each of them, buffers."""
+
+    parameters: list[Tensor]
+    states: list[State]
+    buffers: list[Tensor]
+
+    def of(self, lot: Lot) -> Holdings:
+        """The holdings of a lot's members: views, or copies where they do not stand side by side."""
+        places = lot.places
+        return Holdings(
+            [tensor[places] for tensor in self.parameters],
+            [{name: tensor[places] for name, tensor in state.items()} for state in self.states],
+            [tensor[places] for tensor in self.buffers],
+        )
+
+    def take_back(self, lot: Lot, theirs: Holdings) -> None:
+        """What has become of the holdings of a lot's members."""
+        places = lot.places
+        for ours, new in zip(self.buffers, theirs.buffers, strict=True):
+            ours[places] = new
+        if isinstance(places, slice):
+            return
+        for ours, new in zip(self.parameters, theirs.parameters, strict=True):
+            ours[places] = new
+        for state, new_state in zip(self.states, theirs.states, strict=True):
+            for name, tensor in new_state.items():
+                state[name][places] = tensor

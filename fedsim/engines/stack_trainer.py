@@ -1,0 +1,162 @@
+"""How a process trains its members of the cohort many at a time, as stacks of rows in one set of kernels each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedsim.engines.crew import Seat
+from fedsim.engines.feed import Feed
+from fedsim.engines.job import Memory, Task
+from fedsim.engines.rehearsal import Rehearsal
+from fedsim.engines.stack import Holdings, Lot, Stack
+from fedsim.engines.stacked_module import StackedModule
+from fedsim.engines.trainer import Member
+from fedsim.local import State
+from fedsim.randomness import Stream
+from fedsim.rows import new_rows
+
+
+class Meeting(NamedTuple):
+    """A stack in a round of synchronous SGD: its members' buffers, and the batches still to come."""
+
+    stack: Stack
+    holdings: Holdings
+    lots: Iterator[Lot]
+
+
+class StackTrainer:
+    """Trains a process's members in stacks of at most `width` rows.
+
+    A member that has finished is not touched again, since those who still train are the first rows of their stack.
+    Short batches are filled up with samples of weight 0; where a model's samples see each other (BatchNorm), rows with
+    batches of one size are trained together instead.
+    """
+
+    def __init__(self, seat: Seat, task: Task, memory: Memory, feed: Feed, *, width: int, rehearsal: Rehearsal) -> None:
+        self._seat, self._task, self._memory, self._feed = seat, task, memory, feed
+        self._width, self._rehearsal = width, rehearsal
+        self._module = StackedModule(task.new_module)
+        self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
+        self._meetings: list[Meeting] = []
+
+    def train(self, members: Sequence[Member], round: int) -> None:
+        stacks = self._stacks(members, round)
+        for stack in stacks:
+            with self._seat.working_on_several(round):
+                self._train(stack)
+        self._tell_losses(stacks)
+
+    def meet_at_global_row(self, members: Sequence[Member], round: int) -> None:
+        self._meetings = [
+            Meeting(stack, Holdings([], [], self._buffers(stack)), stack.lots())
+            for stack in self._stacks(members, round)
+        ]
+
+    def gradients(self, step: int) -> None:
+        memory = self._memory
+        for stack, holdings, lots in self._meetings:
+            whole = next(lots, None)
+            if whole is None:
+                continue
+            with self._seat.working_on_several(stack.round):
+                streams = self._streams(stack, step)
+                for lot in self._lots_of(whole):
+                    theirs = holdings.of(lot)
+                    parameters = self._module.views(memory.global_row.expand(len(lot.members), -1))
+                    losses, gradients = self._gradients(stack, lot, parameters, theirs.buffers, streams)
+                    holdings.take_back(lot, theirs)
+                    slots = stack.slots[lot.places]
+                    memory.rows[slots] = torch.cat([gradient.flatten(1) for gradient in gradients], 1)
+                    if self._task.rule.takes("losses"):
+                        memory.losses[slots] = losses.double().cpu()
+
+    def part(self) -> None:
+        for stack, holdings, _ in self._meetings:
+            self._give_buffers(stack, holdings)
+        self._tell_losses([meeting.stack for meeting in self._meetings])
+        self._meetings = []
+
+    def _stacks(self, members: Sequence[Member], round: int) -> list[Stack]:
+        """As few stacks as the width allows, of about the same size; members with like numbers of steps together."""
+        if not members:
+            return []
+        members = sorted(members, key=lambda member: -self._feed.steps(member.worker))
+        count = -(-len(members) // self._width)
+        cuts = [len(members) * part // count for part in range(count + 1)]
+        return [Stack(members[start:stop], round, self._task, self._feed) for start, stop in pairwise(cuts)]
+
+    def _train(self, stack: Stack) -> None:
+        memory, solver = self._memory, self._task.solver
+        rows = self._rows(len(stack))
+        rows.copy_(memory.rows[stack.slots])
+        parameters = self._module.views(rows)
+        states: list[State] = [{} for _ in parameters]
+        for name, tensor in solver.start(rows).items():
+            for state, view in zip(states, self._module.views(tensor), strict=True):
+                state[name] = view
+        holdings = Holdings(parameters, states, self._buffers(stack))
+        streams = self._streams(stack)
+        for whole in stack.lots():
+            for lot in self._lots_of(whole):
+                theirs = holdings.of(lot)
+                _, gradients = self._gradients(stack, lot, theirs.parameters, theirs.buffers, streams)
+                for parameter, gradient, state in zip(theirs.parameters, gradients, theirs.states, strict=True):
+                    solver.step(parameter, gradient, state)
+                holdings.take_back(lot, theirs)
+        memory.rows[stack.slots] = rows
+        self._give_buffers(stack, holdings)
+
+    def _gradients(
+        self, stack: Stack, lot: Lot, parameters: list[Tensor], buffers: list[Tensor], streams: Sequence[Stream]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The losses [m] and gradients of a lot's members, at these parameters; their buffers are replaced."""
+        self._seat.beat()
+        inputs, targets = self._memory.train.gather(lot.positions.flatten())
+        inputs, targets = (tensor.unflatten(0, lot.positions.shape) for tensor in (inputs, targets))
+        for place, member in enumerate(lot.members):
+            if alter := stack.alterations[member]:
+                size = int(lot.sizes[place])
+                inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size])
+        factors = self._factors(lot, streams, inputs)
+        losses, gradients = self._module.gradients(parameters, buffers, inputs, targets, lot.weights, factors)
+        stack.count(lot, losses)
+        return losses, gradients
+
+    def _factors(self, lot: Lot, streams: Sequence[Stream], inputs: Tensor) -> list[Tensor]:
+        """What each dropout multiplies by, [m, batch, ...]: each member's drawn as if it trained alone."""
+        dropouts = self._rehearsal.dropouts
+        factors = [inputs.new_zeros(*lot.positions.shape, *dropout.shape) for dropout in dropouts]
+        for place, member in enumerate(lot.members if dropouts else ()):
+            size = int(lot.sizes[place])
+            with streams[member]:
+                for dropout, of_all in zip(dropouts, factors, strict=True):
+                    of_all[place, :size] = dropout.draw(size, like=of_all)
+        return factors
+
+    def _streams(self, stack: Stack, *step: int) -> list[Stream]:
+        return stack.streams(*step) if self._rehearsal.dropouts else []
+
+    def _lots_of(self, lot: Lot) -> list[Lot]:
+        return lot.by_size() if self._rehearsal.coupled else [lot]
+
+    def _rows(self, count: int) -> Tensor:
+        if len(self._room) < count:
+            self._room = new_rows(count, self._module.layout.d, self._task.dtype, self._task.device)
+        return self._room[:count]
+
+    def _buffers(self, stack: Stack) -> list[Tensor]:
+        return self._module.unpack_buffers(self._memory.buffers[stack.slots])
+
+    def _give_buffers(self, stack: Stack, holdings: Holdings) -> None:
+        rows = torch.empty_like(self._memory.buffers[: len(stack)])
+        self._module.pack_buffers(holdings.buffers, rows)
+        self._memory.buffers[stack.slots] = rows
+
+    def _tell_losses(self, stacks: Sequence[Stack]) -> None:
+        for stack in stacks:  # only now, because reading numbers waits for the device
+            self._memory.train_loss[stack.slots] = stack.mean_losses()
