@@ -66,7 +66,13 @@ def aggregate(
         if bool(update.sum().isfinite()):
             return update
     kept, _ = screened(cohort, nonfinite)
-    return pipeline(kept).update
+    update = pipeline(kept).update
+    if nonfinite != "keep" and not bool(update.isfinite().all()):
+        raise ExperimentError(
+            f"{pipeline.name}: the result is not finite; the updates hold values up to "
+            f"{float(kept.updates.abs().max()):.3g}, and {updates.dtype} ends at {torch.finfo(updates.dtype).max:.3g}"
+        )
+    return update
 
 
 def pre_aggregate(updates: Tensor, rule: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Tensor:
