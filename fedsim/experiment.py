@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -53,7 +53,7 @@ class Table(BaseModel):
 class PlugTable(Table):
     """A table whose key `named_by` names a plug; its further keys are that plug's parameters.
 
-    A bare string stands for the table with that name alone: `partition = "iid"`.
+    A bare name stands for the table with that name alone: `partition = "iid"`, `aggregate = ["nnm", "mean"]`.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -66,8 +66,15 @@ class PlugTable(Table):
     @model_validator(mode="before")
     @classmethod
     def _as_table(cls, value: Any) -> Any:
-        table = {cls.named_by: value} if isinstance(value, str) else value
+        table = {cls.named_by: value} if cls.is_name(value) else value
         return cls.completed(table) if isinstance(table, dict) else table
+
+    @classmethod
+    def is_name(cls, value: Any) -> bool:
+        """Whether a value is of a kind that the key `named_by` takes, so that it can stand for the table."""
+        annotation = cls.model_fields[cls.named_by].annotation
+        kinds = get_args(annotation) or (annotation,)
+        return isinstance(value, tuple(get_origin(kind) or kind for kind in kinds))
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
