@@ -151,9 +151,11 @@ class Registry:
 
         Raises ExperimentError with the nearest right name where there is none.
         """
+        where = f"{place or self.kind} = {show(name)}"
+        if not isinstance(name, str):
+            raise ExperimentError(f"{where}: must be a name")
         if name in self._plugs:
             return self._plugs[name]
-        where = f"{place or self.kind} = {show(name)}"
         if ":" not in name:
             hint = nearest(name, self._plugs)
             raise ExperimentError(f'{where}: no such {self.kind}; {hint}, or your own as "package.module:name"')

@@ -17,6 +17,7 @@ from fedsim.aggregation.rule import Count, Mix, Positive, average_of, require, r
 from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
 
+ROUNDING = 1e-9  # 0.29 times 100 is 29
 NORM_RANGE = (0.1, 3.0)  # SignGuard: of the median norm
 
 
@@ -69,7 +70,7 @@ def dnc(
     the rows that every iteration kept; none is an error. Needs c f < n. Cost: [n, b] singular vectors per iteration.
     """
     n, d = updates.shape
-    dropped = int(c * f)
+    dropped = int(c * f + ROUNDING)
     require(dropped < n, "dnc", "c f < n", c=c, f=f, n=n)
     kept = torch.ones(n, dtype=torch.bool)
     for _ in range(iterations):
@@ -99,10 +100,11 @@ def signguard(updates: Tensor, rng: np.random.Generator, *, fraction: Annotated[
     Any n >= 1. Cost: two passes over the [n, d] updates.
     """
     n, d = updates.shape
+    require(d >= 1, "signguard", "d >= 1", d=d)
     lengths = norms(updates)
     typical = float(lengths.quantile(0.5))
     ordinary = (lengths >= NORM_RANGE[0] * typical) & (lengths <= NORM_RANGE[1] * typical)
-    columns = np.sort(rng.choice(d, max(1, int(fraction * d)), replace=False))
+    columns = np.sort(rng.choice(d, max(1, int(fraction * d + ROUNDING)), replace=False))
     kept = (ordinary & _largest_cluster(_sign_shares(updates, columns))).nonzero().flatten()
     if not len(kept):
         raise ExperimentError(f"signguard: none of the {n} rows passes both filters")
