@@ -77,25 +77,32 @@ class Gram:
         to_middle = squares[middle]
         longer = torch.maximum(to_middle.unsqueeze(0), to_middle.unsqueeze(1))
         from_distances = (to_middle.unsqueeze(0) + to_middle.unsqueeze(1) - squares) / 2
-        away = self._coordinates - self._coordinates[middle]
-        from_products = away @ self._basis @ away.t()
+        from_products = self._products_from(middle)
         reach = self._reach + self._reach[middle]
         return torch.where(reach.unsqueeze(0) * reach.unsqueeze(1) < longer, from_products, from_distances)
+
+    def _products_from(self, row: int) -> Tensor:
+        """Inner products of the rows as seen from one of them, [m, m], of the centred updates' products."""
+        if self._mixing is None:
+            products = self._basis[:-1, :-1]
+            to_row = products[row]
+            return products - to_row.unsqueeze(0) - to_row.unsqueeze(1) + to_row[row]
+        away = self._coordinates - self._coordinates[row]
+        return away @ self._basis @ away.t()
 
     @cached_property
     def _reach(self) -> Tensor:
         """How far the rows are from the centre, [m]: the digits of products go by that."""
+        if self._mixing is None:
+            return self._basis.diagonal()[:-1].clamp(min=0).sqrt()
         away = self._coordinates.clone()
         away[:, -1] -= 1
-        return (away @ self._basis @ away.t()).diagonal().clamp(min=0).sqrt()
+        return (away @ self._basis * away).sum(1).clamp(min=0).sqrt()
 
     @cached_property
     def _raw_offsets(self) -> Tensor:
         """Inner products of the rows as seen from one of them, [m, m]: what distances are made of."""
-        if self._mixing is None:
-            return self._basis[:-1, :-1]
-        away = self._coordinates - self._coordinates[0]
-        return away @ self._basis @ away.t()
+        return self._basis[:-1, :-1] if self._mixing is None else self._products_from(0)
 
     @cached_property
     def squared_distances(self) -> Tensor:

@@ -33,8 +33,8 @@ def _cosines(updates: Tensor, lengths: Tensor, root: Tensor, length: Tensor) -> 
     unlike = (lengths > 0) & (length > 0) & ~in_range(both)
     for row in unlike.nonzero().flatten().tolist():  # products out of range
         sizes = power_of_two(float(lengths[row])), power_of_two(float(length))
-        product = products_with(updates[row : row + 1].double() * sizes[0], root.double() * sizes[1]).double().cpu()
-        cosines[row] = float(product) / float(lengths[row] * sizes[0] * length * sizes[1])
+        product = float(products_with(updates[row : row + 1] * sizes[0], root * sizes[1]))
+        cosines[row] = product / float(lengths[row] * sizes[0] * length * sizes[1])
     return cosines
 
 
