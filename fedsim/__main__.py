@@ -1,6 +1,6 @@
 """`python -m fedsim`."""
 
 if __name__ == "__main__":
-    from fedsim.cli import main
+    from fedsim_main import main
 
     main()

@@ -136,9 +136,9 @@ def _override(description: dict[str, Any], keys: list[str], value: Any) -> None:
     behind, and `local.steps` takes the place of `local.epochs` (and the reverse).
     """
     plug_table = PLUG_TABLES.get(keys[0])
-    if plug_table and isinstance(description.get(keys[0]), str):
+    if plug_table and plug_table.is_name(description.get(keys[0])):
         description[keys[0]] = {plug_table.named_by: description[keys[0]]}
-    if plug_table and keys[1:] == [] and isinstance(value, str):
+    if plug_table and keys[1:] == [] and plug_table.is_name(value):
         keys = [keys[0], plug_table.named_by]
     table = description
     for depth, key in enumerate(keys[:-1], start=1):

@@ -57,7 +57,8 @@ class Plug:
         unknown = [] if accepts_any else [name for name in values if name not in known]
         lines = [
             f"{where}{name} = {show(values[name])}: unknown key (the {self.kind} is {self.name}"
-            f"{self._others_with(name)}); {nearest(name, [*beside, *self.parameters.model_fields])}"
+            f"{goes_with(name, self.siblings)}); "
+            f"{nearest(name, dict.fromkeys([*beside, *self.parameters.model_fields]))}"
             for name in unknown
         ]
         try:
@@ -68,11 +69,6 @@ class Plug:
             raise ExperimentError(*lines)
         named = {name: getattr(checked, name) for name in self.parameters.model_fields}
         return {**named, **(checked.model_extra or {})}
-
-    def _others_with(self, name: str) -> str:
-        """`; m goes with multi_krum`, of a parameter that this plug does not have."""
-        others = [plug.name for plug in self.siblings if name in plug.parameters.model_fields]
-        return f"; {name} goes with {', '.join(others)}" if others else ""
 
     def _validated(self, values: dict[str, Any]) -> BaseModel:
         values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
@@ -98,6 +94,12 @@ class Plug:
     def given(self, **menu: Any) -> dict[str, Any]:
         """Of all that is there to be given, what this plug takes."""
         return {name: menu[name] for name in self.takes}
+
+
+def goes_with(name: str, plugs: Iterable[Plug]) -> str:
+    """`; m goes with multi_krum`, of a parameter that some of the plugs have; else nothing."""
+    those = dict.fromkeys(plug.name for plug in plugs if name in plug.parameters.model_fields)
+    return f"; {name} goes with {', '.join(those)}" if those else ""
 
 
 class Imported:
@@ -149,9 +151,11 @@ class Registry:
 
         Raises ExperimentError with the nearest right name where there is none.
         """
+        where = f"{place or self.kind} = {show(name)}"
+        if not isinstance(name, str):
+            raise ExperimentError(f"{where}: must be a name")
         if name in self._plugs:
             return self._plugs[name]
-        where = f"{place or self.kind} = {show(name)}"
         if ":" not in name:
             hint = nearest(name, self._plugs)
             raise ExperimentError(f'{where}: no such {self.kind}; {hint}, or your own as "package.module:name"')

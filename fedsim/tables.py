@@ -6,7 +6,7 @@ checked against its signature.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -23,7 +23,7 @@ class Table(BaseModel):
 class PlugTable(Table):
     """A table whose key `named_by` names a plug; its further keys are that plug's parameters.
 
-    A bare string stands for the table with that name alone: `partition = "iid"`.
+    A bare name stands for the table with that name alone: `partition = "iid"`, `aggregate = ["nnm", "mean"]`.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -36,8 +36,15 @@ class PlugTable(Table):
     @model_validator(mode="before")
     @classmethod
     def _as_table(cls, value: Any) -> Any:
-        table = {cls.named_by: value} if isinstance(value, str) else value
+        table = {cls.named_by: value} if cls.is_name(value) else value
         return cls.completed(table) if isinstance(table, dict) else table
+
+    @classmethod
+    def is_name(cls, value: Any) -> bool:
+        """Whether a value is of a kind that the key `named_by` takes, so that it can stand for the table."""
+        annotation = cls.model_fields[cls.named_by].annotation
+        kinds = get_args(annotation) or (annotation,)
+        return isinstance(value, tuple(get_origin(kind) or kind for kind in kinds))
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:

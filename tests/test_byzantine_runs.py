@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
 from fedsim.loading import PLUG_TABLES
 from fedsim.randomness import numpy_generator
 from tests import plugs
@@ -161,18 +161,77 @@ def test_bmuf_with_nesterov_sends_workers_the_row_it_looks_ahead_to(tables):
         ({"attack": {"name": "ipm", "fraction": 1.5}}, "attack.fraction = 1.5: must be less than 1"),
         ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
         ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": a pre-aggregator makes rows of rows'),
-        ({"aggregate": {"rule": ["krum", "mean"]}}, "aggregate.rule: krum ends a list"),
+        ({"aggregate": {"rule": ["krum", "mean"]}}, r'aggregate.rule\[0\] = "krum": it ends a list'),
         ({"aggregate": {"rule": ["nnm", "weighted_mean"]}}, "needs weights, which mixed rows do not have"),
         ({"aggregate": {"rule": []}}, r"aggregate.rule = \[\]: needs a rule"),
         ({"aggregate": {"rule": [{"name": "krum"}]}}, "a stage is a name or a table with the key rule"),
         ({"aggregate": {"rule": 3}}, "aggregate.rule = 3: must be a name, or a list"),
-        ({"aggregate": {"rule": ["nnm", "krum"], "tau": 3}}, r"tau = 3: unknown key \(the rule is nnm \+ krum\)"),
+        ({"aggregate": {"rule": ["nnm", "krum"], "tau": 3}}, r"tau = 3: unknown key \(the rule is nnm \+ krum; "),
         ({"aggregate": {"f": -1}}, "aggregate.f = -1: must be greater than or equal to 0"),
     ],
 )
 def test_what_is_impossible_is_one_clear_line(change, message, tables):
     with pytest.raises(ExperimentError, match=message):
         fedsim.Experiment(**{**tables, **change})
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        (["nnm", {"rule": "krum", "fe": 2}], r'rule\[1\].fe = 2: unknown key \(.* krum\); did you mean "f"\?'),
+        ([{"rule": "bucketing", "s": 0}, "krum"], r"rule\[0\].s = 0: must be greater than 0"),
+        (["nnm", {"rule": "krum", "m": 2}], r"rule\[1\].m = 2: unknown key \(.* krum; m goes with multi_krum\)"),
+        (["nnm", {"rul": "krum"}], r'rule\[1\] = \{rul = "krum"\}: a stage is a name or a table with the key rule'),
+        (["nnm", "krumm"], r'rule\[1\] = "krumm": no such aggregation rule; did you mean "krum"\?'),
+        (["nmn", "krum"], r'rule\[0\] = "nmn": no such pre-aggregator; did you mean "nnm"\?'),
+        (["nnm", 1], r"rule\[1\] = 1: a stage is a name or a table"),
+    ],
+)
+def test_what_is_wrong_in_a_list_of_stages_names_the_stage(rule, line, tables, tmp_path):
+    changed = {**tables, "aggregate": {"rule": rule}}
+    with pytest.raises(ExperimentError, match=f"^aggregate.{line}"):
+        fedsim.Experiment(**changed)
+    with pytest.raises(ExperimentError, match=f"^aggregate.{line}"):
+        fedsim.load_experiment(tables, [f"aggregate.rule={show(rule)}"])
+    path = tmp_path / "wrong.toml"
+    path.write_text(f"[aggregate]\nrule = {show(rule)}\n")
+    with pytest.raises(ExperimentError, match=f"wrong.toml: aggregate.{line}"):
+        fedsim.load_experiment(path)
+    with pytest.raises(ExperimentError, match=f"^{line}"):
+        fedsim.aggregate(torch.zeros(7, 3), rule=rule, f=1)
+
+
+def test_a_parameter_of_all_stages_is_named_by_its_own_place(tables):
+    with pytest.raises(ExperimentError, match="^aggregate.s = 0: must be greater than 0$"):
+        fedsim.Experiment(**{**tables, "aggregate": {"rule": ["bucketing", "krum"], "s": 0}})
+
+
+@pytest.mark.parametrize(
+    ("table", "other"),
+    [
+        ({"rule": "krum", "m": 2}, "m goes with multi_krum"),
+        ({"rule": ["nnm", "mean"], "s": 2}, "s goes with bucketing"),
+    ],
+)
+def test_a_parameter_of_another_rule_is_said_to_be_that_ones(table, other, tables):
+    with pytest.raises(ExperimentError, match=rf"^aggregate.. = 2: unknown key \(the rule is .*; {other}\); allowed: "):
+        fedsim.Experiment(**{**tables, "aggregate": table})
+
+
+def test_a_list_of_stages_may_stand_for_the_whole_table(tables):
+    wanted = fedsim.Experiment(**{**tables, "aggregate": {"rule": ["bucketing", "mean"]}})
+    assert fedsim.Experiment(**{**tables, "aggregate": ["bucketing", "mean"]}) == wanted
+    assert fedsim.load_experiment(tables, ['aggregate=["bucketing", "mean"]']) == wanted
+    krum = {**tables, "aggregate": {"rule": "multi_krum", "m": 3}}
+    assert fedsim.load_experiment(krum, ['aggregate=["bucketing", "mean"]']).aggregate.rule == wanted.aggregate.rule
+    with_s = fedsim.load_experiment({**tables, "aggregate": ["bucketing", "mean"]}, ["aggregate.s=3"])
+    assert with_s.aggregate.rule == [{"rule": "bucketing", "s": 3}, {"rule": "mean"}]
+    assert with_s == fedsim.load_experiment(tables, ["aggregate.s=3", 'aggregate=["bucketing", "mean"]'])
+
+
+def test_only_where_a_list_can_be_a_name(tables):
+    with pytest.raises(ExperimentError, match=r'^partition = \["iid"\]: must be a table'):
+        fedsim.Experiment(**{**tables, "partition": ["iid"]})
 
 
 def test_an_experiment_with_a_pipeline_survives_its_own_file(tables, tmp_path):

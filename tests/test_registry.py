@@ -173,3 +173,9 @@ def test_a_failed_import_is_one_clear_line(registry, path):
 def test_a_name_is_registered_once(registry):
     with pytest.raises(ValueError, match="registered already"):
         registry("double")(lambda x: x)
+
+
+@pytest.mark.parametrize("name", [5, None, ["krum"]])
+def test_a_name_is_a_string(name):
+    with pytest.raises(ExperimentError, match=r"^x.rule = \S+: must be a name$"):
+        Registry("gadget").get(name, "x.rule")

@@ -46,6 +46,7 @@ def qfedavg(updates: Tensor, losses: Tensor, *, q: Annotated[float, Field(ge=0)]
     if bool((losses < 0).any()):
         raise ExperimentError(f"qfedavg: losses must be >= 0; the least here is {float(losses.min()):g}")
     raised = torch.where(losses == 0, LEAST_LOSS, losses).cpu()
-    squares = squared_norms(updates).double().cpu() / lr**2
-    steps = q * raised ** (q - 1) * squares + raised**q / lr
+    steps = raised**q / lr
+    if q:  # or nothing depends on the squares, even where they overflow
+        steps += q * raised ** (q - 1) * squared_norms(updates).double().cpu() / lr**2
     return Mix(raised**q / lr / steps.sum())

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedsim.aggregation.columns import combine, squared_distances_to, squared_norms
+from fedsim.aggregation.columns import combine, distances_to, norms
 from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.rule import Count, Mix, Positive, pre_aggregator, require, rule
 from fedsim.errors import ExperimentError
 
 
-def clip_factors(norms: Tensor, c: float) -> Tensor:
-    """min(1, c / norm) for each of the norms; 1 for a norm of zero."""
-    return torch.where(norms > c, c / norms, 1.0)
+def clip_factors(lengths: Tensor, c: float) -> Tensor:
+    """min(1, c / length) for each of the lengths; 1 for zero. Raises ExperimentError for one that is infinite."""
+    beyond = int(lengths.isinf().sum())
+    if beyond:
+        raise ExperimentError(
+            f"updates: {beyond} of {len(lengths)} rows are longer than float64 can say ({sys.float_info.max:.3g})"
+        )
+    return torch.where(lengths > c, c / lengths, 1.0)
 
 
 @pre_aggregator("norm_clipping")
 def norm_clipping(updates: Tensor, *, c: Positive) -> Mix:
     """Each row x becomes x min(1, c / |x|). Cost: one pass over the [n, d] updates."""
-    return Mix(torch.diag(clip_factors(_norms(updates), c)))
+    return Mix(torch.diag(clip_factors(norms(updates), c)))
 
 
 @rule("norm_clipping")
 def mean_of_clipped(updates: Tensor, *, c: Positive) -> Mix:
     """The mean of the rows x min(1, c / |x|) (Sun et al. 2019). Cost: two passes over the [n, d] updates."""
-    return Mix(clip_factors(_norms(updates), c) / len(updates))
+    return Mix(clip_factors(norms(updates), c) / len(updates))
 
 
 @pre_aggregator("arc")
@@ -54,13 +60,9 @@ def mean_of_arc(updates: Tensor, *, f: Count) -> Mix:
 def _arc_factors(updates: Tensor, f: int) -> Tensor:
     n = len(updates)
     require(2 * f < n, "arc", "2f < n", f=f, n=n)
-    norms = _norms(updates)
+    lengths = norms(updates)
     clipped = 2 * f * (n - f) // n
-    return clip_factors(norms, float(norms.sort(descending=True).values[clipped]))
-
-
-def _norms(updates: Tensor) -> Tensor:
-    return squared_norms(updates).double().cpu().sqrt()
+    return clip_factors(lengths, float(lengths.sort(descending=True).values[clipped]))
 
 
 @rule("centered_clipping")
@@ -81,8 +83,7 @@ def centered_clipping(
     if centre is None:
         centre = updates.mean(0) if start == "mean" else torch.zeros_like(updates[0])
     for iteration in range(iterations):
-        distances = squared_distances_to(updates, centre).double().cpu().sqrt()
-        coefficients = clip_factors(distances, tau) / n
+        coefficients = clip_factors(distances_to(updates, centre), tau) / n
         base = centre * float(1 - coefficients.sum())
         if iteration < iterations - 1:
             centre = base + combine(coefficients, updates)
@@ -113,7 +114,7 @@ def geometric_median(
     if start == "zeros":
         distances = gram.norms
     for iteration in range(iterations):
-        pull = shares / distances.clamp(min=nu)
+        pull = shares / distances.clamp(min=nu / gram.unit)
         moved = pull / pull.sum()
         settled = False
         if iteration or start == "mean":

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.aggregation.magnitude import in_range
 from fedsim.devices import wide_dtype
 
 BLOCK = 16_384  # columns at least that a process takes: in smaller blocks the calls cost more than the arithmetic
@@ -107,6 +108,32 @@ def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
     return total
 
 
+def norms(updates: Tensor) -> Tensor:
+    """|x_k|, [n]; see `distances_to`."""
+    return distances_to(updates, None)
+
+
+def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
+    """|x_k - point|, [n], of the rows from `point` [d] (None: from zero), float64 on the CPU.
+
+    Right also where the squares leave the range of float64; infinite where the distance itself does.
+    """
+    squares = squared_distances_to(updates, point)
+    distances = squares.double().cpu().sqrt()
+    for row in (~in_range(squares)).nonzero().flatten().tolist():  # zero, as a rule, and then soon done
+        distances[row] = _scaled_distance(updates[row], point, squares.dtype)
+    return distances
+
+
+def _scaled_distance(row: Tensor, point: Tensor | None, wide: torch.dtype) -> float:
+    half = row.to(wide) / 2 if point is None else row.to(wide) / 2 - point.to(wide) / 2
+    peak = float(half.abs().max()) if len(half) else 0.0
+    if not 0 < peak < math.inf:
+        return peak
+    norm = float(torch.linalg.vector_norm(half / peak).double())
+    return norm * peak * 2
+
+
 def products_with(updates: Tensor, vector: Tensor) -> Tensor:
     """[n] inner products of the rows with `vector` [d], in double precision where there is one."""
     wide = wide_dtype(updates.device)
@@ -119,9 +146,12 @@ def products_with(updates: Tensor, vector: Tensor) -> Tensor:
 def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
     """coefficients [n] @ updates [n, d] -> [d]; a row with coefficient 0 does not count, even if it is not finite."""
     used = coefficients.nonzero().flatten()
-    if updates.dtype in (torch.float16, torch.bfloat16):
-        exact = coefficients.to(updates.device, torch.float32)
-        return map_columns(updates, lambda block: exact[used.to(block.device)] @ block[used.to(block.device)])
+    narrow = updates.dtype in (torch.float16, torch.bfloat16)
+    working = working_dtype(coefficients, torch.float32 if narrow else updates.dtype, updates.device)
+    if working != updates.dtype:
+        some = used.to(updates.device)
+        exact = coefficients.to(updates.device, working)[some]
+        return map_columns(updates, lambda block: exact @ block[some].to(working))
     coefficients = coefficients.to(updates.device, updates.dtype)
     if len(used) == 1:
         only = int(used)
@@ -131,6 +161,15 @@ def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
         return result
     some = used.to(updates.device)  # 0 times infinity is not a number
     return map_columns(updates, lambda block: coefficients[some] @ block[some])
+
+
+def working_dtype(coefficients: Tensor, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In what to multiply rows of `dtype` by these coefficients: a wider one where that cannot hold them.
+
+    What makes a huge row an ordinary one may be too small for float32 itself.
+    """
+    sizes = coefficients.abs()
+    return wide_dtype(device) if bool(((sizes > 0) & (sizes < torch.finfo(dtype).tiny)).any()) else dtype
 
 
 def bad_rows(updates: Tensor) -> list[int]:

@@ -7,8 +7,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.columns import small_blocks
+from fedsim.aggregation.columns import distances_to, norms, small_blocks
+from fedsim.aggregation.magnitude import in_range, unit_for
 from fedsim.devices import wide_dtype
+from fedsim.errors import ExperimentError
 
 STRIP = 64  # rows of the product at once: with its symmetry, half of it need not be computed
 CANCELLED = 1e-7  # a squared distance this small beside what it is the difference of has lost half its digits
@@ -26,16 +28,23 @@ class Gram:
     Args:
         updates: [n, d].
         mixing: M [m, n], or None for the updates themselves.
+
+    Attributes:
+        unit: what lengths are counted in here, and products in its square: 1, but where squares would leave the range
+            of float64 another power of two (and the products are made once more).
+
+    Raises ExperimentError where rows differ so much in size that no unit will do.
     """
 
-    def __init__(self, updates: Tensor, mixing: Tensor | None = None, basis: Tensor | None = None) -> None:
+    def __init__(self, updates: Tensor, mixing: Tensor | None = None, basis: Basis | None = None) -> None:
         self._updates, self._mixing = updates, mixing
-        self._basis = _products(updates) if basis is None else basis
+        self._whole = _basis(updates) if basis is None else basis
+        self._basis, self.unit = self._whole
 
     def mixed(self, matrix: Tensor) -> Gram:
         """Of the rows matrix [m', m] @ rows; costs no further pass over the updates."""
         mixing = matrix if self._mixing is None else matrix @ self._mixing
-        return Gram(self._updates, mixing, self._basis)
+        return Gram(self._updates, mixing, self._whole)
 
     def __len__(self) -> int:
         return len(self._updates) if self._mixing is None else len(self._mixing)
@@ -59,18 +68,41 @@ class Gram:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Inner products of the rows as seen from one in their midst, [m, m], as exact as the distances are."""
+        """Inner products of the rows as seen from one in their midst, [m, m], as exact as the distances are.
+
+        Made of distances, which loses what is small beside the longer of the two; of products where that keeps more.
+        """
         squares = self.squared_distances
-        origin = squares[int(squares.median(dim=1).values.argmin())]
-        return (origin.unsqueeze(0) + origin.unsqueeze(1) - squares) / 2
+        middle = int(squares.median(dim=1).values.argmin())
+        to_middle = squares[middle]
+        longer = torch.maximum(to_middle.unsqueeze(0), to_middle.unsqueeze(1))
+        from_distances = (to_middle.unsqueeze(0) + to_middle.unsqueeze(1) - squares) / 2
+        from_products = self._products_from(middle)
+        reach = self._reach + self._reach[middle]
+        return torch.where(reach.unsqueeze(0) * reach.unsqueeze(1) < longer, from_products, from_distances)
+
+    def _products_from(self, row: int) -> Tensor:
+        """Inner products of the rows as seen from one of them, [m, m], of the centred updates' products."""
+        if self._mixing is None:
+            products = self._basis[:-1, :-1]
+            to_row = products[row]
+            return products - to_row.unsqueeze(0) - to_row.unsqueeze(1) + to_row[row]
+        away = self._coordinates - self._coordinates[row]
+        return away @ self._basis @ away.t()
+
+    @cached_property
+    def _reach(self) -> Tensor:
+        """How far the rows are from the centre, [m]: the digits of products go by that."""
+        if self._mixing is None:
+            return self._basis.diagonal()[:-1].clamp(min=0).sqrt()
+        away = self._coordinates.clone()
+        away[:, -1] -= 1
+        return (away @ self._basis * away).sum(1).clamp(min=0).sqrt()
 
     @cached_property
     def _raw_offsets(self) -> Tensor:
         """Inner products of the rows as seen from one of them, [m, m]: what distances are made of."""
-        if self._mixing is None:
-            return self._basis[:-1, :-1]
-        away = self._coordinates - self._coordinates[0]
-        return away @ self._basis @ away.t()
+        return self._basis[:-1, :-1] if self._mixing is None else self._products_from(0)
 
     @cached_property
     def squared_distances(self) -> Tensor:
@@ -117,20 +149,51 @@ class Gram:
     def _squared_difference(self, i: int, j: int) -> float:
         wide, total = wide_dtype(self._updates.device), 0.0
         weights = None if self._mixing is None else (self._mixing[i] - self._mixing[j]).to(self._updates.device, wide)
+        factor = 1 / self.unit
         for block in small_blocks(self._updates.shape[1]):
             if weights is None:
                 away = self._updates[i, block].to(wide) - self._updates[j, block].to(wide)
             else:
                 away = weights @ self._updates[:, block].to(wide)
+            if factor != 1:
+                away = away * factor
             total += float(away @ away)
         return total
 
 
-def _products(updates: Tensor) -> Tensor:
+Basis = tuple[Tensor, float]  # products, and the unit of length that they are counted in
+
+
+def _basis(updates: Tensor) -> Basis:
+    """The products of the centred updates, in such a unit that they are in range."""
+    wide = wide_dtype(updates.device)
+    products = _products(updates, 1.0)
+    if bool(in_range(products.diagonal().max().to(wide))):
+        return products, 1.0
+    peak = float(torch.linalg.vector_norm(updates, torch.inf)) if updates.numel() else 0.0
+    unit = unit_for(peak, updates.numel(), wide)
+    if unit == 1.0:  # all rows are zero, or one of them is not finite
+        return products, unit
+    products = _products(updates, unit)
+    _require_digits(updates, unit, peak)
+    return products, unit
+
+
+def _require_digits(updates: Tensor, unit: float, peak: float) -> None:
+    """Raise ExperimentError where what rows differ by is lost in a unit that their largest values ask for."""
+    away = distances_to(updates, updates[int(norms(updates).argmin())])
+    least = float(away[away > 0].min()) if bool(away.any()) else peak
+    if not bool(in_range(torch.tensor((least / unit) ** 2, dtype=wide_dtype(updates.device)))):
+        raise ExperimentError(
+            f"updates: values up to {peak:.3g} beside rows that are {least:.3g} apart leave no digits for distances"
+        )
+
+
+def _products(updates: Tensor, unit: float) -> Tensor:
     """Inner products of the centred updates and, in the last place, the centre itself: float64 [n + 1, n + 1]."""
     n, d = updates.shape
     wide = wide_dtype(updates.device)
-    sample = updates[:, :: max(1, d // SAMPLED)].to(wide)
+    sample = updates[:, :: max(1, d // SAMPLED)].to(wide) / unit
     centre = int(torch.linalg.vecdot(sample, sample).argmin())
     total = torch.zeros(n, n, dtype=wide, device=updates.device)
     room: Tensor | None = None
@@ -139,6 +202,8 @@ def _products(updates: Tensor) -> Tensor:
         if room is None or room.shape != part.shape:
             room = torch.empty(part.shape, dtype=wide, device=updates.device)
         room.copy_(part)
+        if unit != 1:
+            room.mul_(1 / unit)
         middle = room[centre].clone()
         room.sub_(middle)
         room[centre] = middle  # in place of the zeros that its own difference is

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.rule import bind_rule, pre_aggregator, rule
 from fedsim.errors import ExperimentError, nearest, show
-from fedsim.registry import Plug
+from fedsim.registry import Plug, goes_with
 
 Stage = str | dict[str, Any]
 
@@ -35,34 +36,46 @@ def resolve(
     """
     if not isinstance(stages, (str, dict, list, tuple)):
         raise ExperimentError(f"{_key(place)} = {show(stages)}: must be a name, or a list of names and tables")
-    tables = [{"rule": stage} if isinstance(stage, str) else dict(stage) for stage in as_list(stages)]
+    wheres = _places(stages, place)
+    tables = [_as_table(stage, where) for stage, where in zip(as_list(stages), wheres, strict=True)]
     if not tables:
         raise ExperimentError(f'{_key(place)} = []: needs a rule, such as "mean"')
-    for table in tables:
-        if not isinstance(table.get("rule"), str):
-            raise ExperimentError(f"{_key(place)}: a stage is a name or a table with the key rule, not {show(table)}")
-    plugs = [_stage_plug(table["rule"], is_last=table is tables[-1], place=place) for table in tables]
-    known = {name for plug in plugs for name in plug.parameters.model_fields}
-    free = any(plug.parameters.model_config.get("extra") == "allow" for plug in plugs)
-    unknown = [] if free else [name for name in params if name not in known]
-    if unknown:
-        where = f"{place}." if place != "rule" else ""
-        kind = f"unknown key (the rule is {' + '.join(plug.name for plug in plugs)})"
-        keys = list(dict.fromkeys([*beside, *sorted(known)]))
-        lines = [f"{where}{name} = {show(params[name])}: {kind}; {nearest(name, keys)}" for name in unknown]
-        raise ExperimentError(*lines)
+    plugs = [
+        _stage_plug(table["rule"], where, is_last=table is tables[-1])
+        for table, where in zip(tables, wheres, strict=True)
+    ]
+    table_place = "" if place == "rule" else place
+    _refuse_unknown(params, plugs, table_place, beside)
     resolved = []
-    for plug, table in zip(plugs, tables, strict=True):
+    for plug, table, where in zip(plugs, tables, wheres, strict=True):
         own = {name: value for name, value in table.items() if name != "rule"}
-        takes_any = plug.parameters.model_config.get("extra") == "allow"
         fields = plug.parameters.model_fields
         further = {name: value for name, value in (background or {}).items() if name in fields}
         shared = {name: value for name, value in further.items() if value or fields[name].is_required()}
-        shared |= {name: value for name, value in params.items() if takes_any or name in fields}
-        resolved.append((plug, plug.check({**shared, **own}, "" if place == "rule" else place, beside=beside)))
+        shared |= {name: value for name, value in params.items() if _takes_any(plug) or name in fields}
+        resolved.append((plug, _checked(plug, shared, own, table_place, where)))
     if len(plugs) > 1 and plugs[-1].takes.get("weights"):
         raise ExperimentError(f"{_key(place)}: {plugs[-1].name} needs weights, which mixed rows do not have; use mean")
     return resolved
+
+
+def _takes_any(plug: Plug) -> bool:
+    return plug.parameters.model_config.get("extra") == "allow"
+
+
+def _refuse_unknown(params: dict[str, Any], plugs: list[Plug], place: str, beside: Sequence[str]) -> None:
+    """Raise ExperimentError where no stage has one of the parameters that go to all of them."""
+    known = {name for plug in plugs for name in plug.parameters.model_fields}
+    unknown = [] if any(map(_takes_any, plugs)) else [name for name in params if name not in known]
+    if not unknown:
+        return
+    kind = f"the rule is {' + '.join(plug.name for plug in plugs)}"
+    keys = list(dict.fromkeys([*beside, *sorted(known)]))
+    lines = []
+    for name in unknown:
+        others = goes_with(name, [*rule, *pre_aggregator])
+        lines.append(f"{name} = {show(params[name])}: unknown key ({kind}{others}); {nearest(name, keys)}")
+    raise ExperimentError(*(f"{place}.{line}" if place else line for line in lines))
 
 
 def make_pipeline(resolved: Sequence[tuple[Plug, dict[str, Any]]]) -> Pipeline:
@@ -79,11 +92,36 @@ def _key(place: str) -> str:
     return place if place == "rule" else f"{place}.rule"
 
 
-def _stage_plug(name: str, *, is_last: bool, place: str) -> Plug:
-    key = _key(place)
+def _places(stages: Stage | Sequence[Stage], place: str) -> list[str]:
+    """What an error calls each stage: `aggregate.rule[1]`, or without a number where there is no list."""
+    if isinstance(stages, (str, dict)):
+        return [_key(place)]
+    return [f"{_key(place)}[{index}]" for index in range(len(stages))]
+
+
+def _as_table(stage: Any, where: str) -> dict[str, Any]:
+    table = {"rule": stage} if isinstance(stage, str) else stage
+    if not isinstance(table, dict) or not isinstance(table.get("rule"), str):
+        raise ExperimentError(f"{where} = {show(stage)}: a stage is a name or a table with the key rule")
+    return table
+
+
+def _checked(plug: Plug, shared: dict[str, Any], own: dict[str, Any], place: str, where: str) -> dict[str, Any]:
+    """A stage's parameters, of which it has some to itself; errors say where each of them was given."""
+    try:
+        return plug.check({**shared, **own}, beside=["rule"])
+    except ExperimentError as error:
+        lines = []
+        for line in error.lines:  # each begins with a parameter
+            before = where if re.split(r"\W", line, maxsplit=1)[0] in own else place
+            lines.append(f"{before}.{line}" if before else line)
+        raise ExperimentError(*lines) from None
+
+
+def _stage_plug(name: str, key: str, *, is_last: bool) -> Plug:
     if not is_last and name in rule.names() and name not in pre_aggregator.names():
         raise ExperimentError(
-            f"{key}: {name} ends a list; before it come pre-aggregators: {', '.join(pre_aggregator.names())}"
+            f"{key} = {show(name)}: it ends a list; before it come pre-aggregators: {', '.join(pre_aggregator.names())}"
         )
     if is_last and name in pre_aggregator.names() and name not in rule.names():
         raise ExperimentError(

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from fedsim.aggregation.columns import combine, small_blocks
+from fedsim.aggregation.columns import combine, small_blocks, working_dtype
 from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.rule import Mix
 
@@ -39,14 +39,24 @@ class Rows:
     def block(self, columns: slice = slice(None)) -> Tensor:
         """The rows at these columns."""
         part = self._updates[:, columns]
-        return part if self._mixing is None else self._mixing.to(part.device, part.dtype) @ part
+        return part if self._mixing is None else (self._matrix @ part.to(self._matrix.dtype)).to(part.dtype)
+
+    @cached_property
+    def _matrix(self) -> Tensor:
+        """The mixing, ready to be multiplied with updates."""
+        assert self._mixing is not None
+        return self._ready(self._mixing)
+
+    def _ready(self, matrix: Tensor) -> Tensor:
+        updates = self._updates
+        return matrix.to(updates.device, working_dtype(matrix, updates.dtype, updates.device))
 
     def row(self, mix: Mix) -> Tensor:
         """The one row [d] that a mix of these rows is."""
         if mix.then is None:
             row = combine(self._of_updates(mix.coefficients), self._updates)
             return row if mix.base is None else row + mix.base
-        matrix = self._of_updates(mix.coefficients).to(self._updates.device, self._updates.dtype)
+        matrix = self._ready(self._of_updates(mix.coefficients))
         result = self._updates.new_empty(self._updates.shape[1])
         chosen = matrix.any(0).nonzero().flatten()
         for block in small_blocks(len(result)):
@@ -66,4 +76,4 @@ def _matmul(matrix: Tensor, chosen: Tensor, block: Tensor) -> Tensor:
     """matrix @ block, where only the rows `chosen` of the block count; mere choices of rows cost no arithmetic."""
     if bool((matrix.count_nonzero(1) == 1).all()) and bool(((matrix == 0) | (matrix == 1)).all()):
         return block[matrix.argmax(1)]
-    return matrix[:, chosen] @ block[chosen]
+    return (matrix[:, chosen] @ block[chosen].to(matrix.dtype)).to(block.dtype)

@@ -6,7 +6,8 @@ name, what it needs of all that there is; its keyword-only parameters are its co
     updates   [n, d], the workers' updates
     weights   [n] float64, >= 0. Without it a rule has no weighted form, and weights are an error. With a default it
               can do without; where it has none, an experiment gives sample counts unless told otherwise
-    gram      Gram: distances and inner products of all pairs of rows, shared by all rules that ask for them
+    gram      Gram: distances and inner products of all pairs of rows, shared by all rules that ask for them (where
+              squares would leave the range of float64, in a unit of its own: `gram.unit`)
     rng       NumPy generator, seeded by (seed, round)
     state     what the rule returned last time, a dict of tensors; {} at first. Such a rule returns (result, state)
     root      [d], the update that the server's own data gives

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.aggregation.columns import map_sorted_columns, mean_nearest, middle, squared_distances_to, squared_norms
+from fedsim.aggregation.columns import distances_to, map_sorted_columns, mean_nearest, middle, norms
 from fedsim.aggregation.diameter import least_diameter
 from fedsim.aggregation.gram import Gram, stable_order
 from fedsim.aggregation.order_statistics import median
@@ -109,7 +109,7 @@ def cge(updates: Tensor, *, f: Count) -> Mix:
     """
     n = len(updates)
     require(f < n, "cge", "f < n", f=f, n=n)
-    return average_of(stable_order(squared_norms(updates).double().cpu())[: n - f], n)
+    return average_of(stable_order(norms(updates))[: n - f], n)
 
 
 @rule("aksel")
@@ -120,8 +120,7 @@ def aksel(updates: Tensor, *, f: Count) -> Mix:
     """
     n = len(updates)
     require(2 * f < n, "aksel", "2f < n", f=f, n=n)
-    away = squared_distances_to(updates, median(updates)).double().cpu()
-    return average_of(stable_order(away)[: n - f], n)
+    return average_of(stable_order(distances_to(updates, median(updates)))[: n - f], n)
 
 
 @rule("monna")
@@ -136,6 +135,6 @@ def monna(updates: Tensor, workers: list[int], *, f: Count, row: Annotated[int, 
     if row not in workers:
         raise ExperimentError(f"monna: the trusted row = {row} is not among the workers {workers}")
     trusted = workers.index(row)
-    away = squared_distances_to(updates, updates[trusted]).double().cpu()
+    away = distances_to(updates, updates[trusted])
     away[trusted] = -1  # it counts itself before any row that equals it
     return average_of(stable_order(away)[: n - f], n)

@@ -10,12 +10,14 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.clipping import clip_factors
-from fedsim.aggregation.columns import squared_norms
+from fedsim.aggregation.columns import norms
 from fedsim.aggregation.gram import TIED, Gram, stable_order
+from fedsim.aggregation.magnitude import unit_for
 from fedsim.aggregation.rule import Count, Mix, Positive, average_of, require, rule
 from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
 
+ROUNDING = 1e-9  # 0.29 times 100 is 29
 NORM_RANGE = (0.1, 3.0)  # SignGuard: of the median norm
 
 
@@ -40,11 +42,11 @@ def caf(gram: Gram, *, f: Count) -> Mix:
         values, vectors = torch.linalg.eigh(roots.unsqueeze(1) * centred * roots.unsqueeze(0))
         if values[-1] < least:
             best, least = shares, float(values[-1])
-        along = (centred @ (roots * vectors[:, -1])).square()
+        along = (centred @ (roots * vectors[:, -1])).abs()
         highest = along[c > 0].max()
         if highest <= 0:  # all rows that count are the same
             break
-        c = c * (1 - along / highest)
+        c = c * (1 - (along / highest).square())
         c = torch.where(c > TIED, c, 0)  # what is left of a weight by rounding does not count
         if float(c.sum()) <= n - 2 * f:
             break
@@ -68,12 +70,13 @@ def dnc(
     the rows that every iteration kept; none is an error. Needs c f < n. Cost: [n, b] singular vectors per iteration.
     """
     n, d = updates.shape
-    dropped = int(c * f)
+    dropped = int(c * f + ROUNDING)
     require(dropped < n, "dnc", "c f < n", c=c, f=f, n=n)
     kept = torch.ones(n, dtype=torch.bool)
     for _ in range(iterations):
         columns = np.arange(d) if d <= b else np.sort(rng.choice(d, b, replace=False))
         part = updates[:, torch.from_numpy(columns).to(updates.device)].to(wide_dtype(updates.device)).double().cpu()
+        part = part / unit_for(float(part.abs().max()), n * n * len(columns), part.dtype)
         part = part - part.mean(0)
         values, vectors = torch.linalg.eigh(part @ part.t())
         along = vectors[:, -1].square() * values[-1].clamp(min=0)
@@ -97,15 +100,16 @@ def signguard(updates: Tensor, rng: np.random.Generator, *, fraction: Annotated[
     Any n >= 1. Cost: two passes over the [n, d] updates.
     """
     n, d = updates.shape
-    norms = squared_norms(updates).double().cpu().sqrt()
-    typical = float(norms.quantile(0.5))
-    ordinary = (norms >= NORM_RANGE[0] * typical) & (norms <= NORM_RANGE[1] * typical)
-    columns = np.sort(rng.choice(d, max(1, int(fraction * d)), replace=False))
+    require(d >= 1, "signguard", "d >= 1", d=d)
+    lengths = norms(updates)
+    typical = float(lengths.quantile(0.5))
+    ordinary = (lengths >= NORM_RANGE[0] * typical) & (lengths <= NORM_RANGE[1] * typical)
+    columns = np.sort(rng.choice(d, max(1, int(fraction * d + ROUNDING)), replace=False))
     kept = (ordinary & _largest_cluster(_sign_shares(updates, columns))).nonzero().flatten()
     if not len(kept):
         raise ExperimentError(f"signguard: none of the {n} rows passes both filters")
     coefficients = torch.zeros(n, dtype=torch.double)
-    coefficients[kept] = clip_factors(norms, typical)[kept] / len(kept)
+    coefficients[kept] = clip_factors(lengths[kept], typical) / len(kept)
     return Mix(coefficients)
 
 

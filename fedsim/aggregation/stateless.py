@@ -58,7 +58,7 @@ def aggregate(
     cohort.root = _checked("root", root, (d,), updates)
     cohort.last = _checked("last", last, (d,), updates)
     if losses is not None:
-        cohort.losses = _checked("losses", torch.as_tensor(losses), (n,), updates)
+        cohort.losses = _checked("losses", losses, (n,), updates)
         assert cohort.losses is not None
         cohort.losses = cohort.losses.double()
     if pipeline.columnwise and pipeline.rule.linear:  # what is not finite in a row that counts is so in the result
@@ -66,7 +66,13 @@ def aggregate(
         if bool(update.sum().isfinite()):
             return update
     kept, _ = screened(cohort, nonfinite)
-    return pipeline(kept).update
+    update = pipeline(kept).update
+    if nonfinite != "keep" and not bool(update.isfinite().all()):
+        raise ExperimentError(
+            f"{pipeline.name}: the result is not finite; the updates hold values up to "
+            f"{float(kept.updates.abs().max()):.3g}, and {updates.dtype} ends at {torch.finfo(updates.dtype).max:.3g}"
+        )
+    return update
 
 
 def pre_aggregate(updates: Tensor, rule: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Tensor:
@@ -112,10 +118,15 @@ def _checked_weights(weights: Tensor | Sequence[float], updates: Tensor, pipelin
     return weights if bool(weights.sum().isfinite()) else weights / weights.max()
 
 
-def _checked(name: str, value: Tensor | None, shape: tuple[int, ...], updates: Tensor) -> Tensor | None:
+def _checked(
+    name: str, value: Tensor | Sequence[float] | None, shape: tuple[int, ...], updates: Tensor
+) -> Tensor | None:
     if value is None:
         return None
-    value = torch.as_tensor(value)
+    try:
+        value = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ExperimentError(f"{name}: must be numbers of shape {shape}, not {show(value)}") from None
     if tuple(value.shape) != shape:
         raise ExperimentError(f"{name}: must be of shape {shape}, not {tuple(value.shape)}")
     if not bool(value.isfinite().all()):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.columns import products_with, squared_norms
+from fedsim.aggregation.columns import norms, products_with
 from fedsim.aggregation.gram import TIED, Gram
+from fedsim.aggregation.magnitude import in_range, power_of_two
 from fedsim.aggregation.rule import Mix, require, rule
 
 
@@ -18,14 +19,23 @@ def fltrust(updates: Tensor, root: Tensor) -> Mix:
     scaled to |g0|; the result is sum t_k x_k |g0| / |x_k| / sum t_k, and zero where nobody is trusted. Cost: three
     passes over the [n, d] updates.
     """
-    norms = squared_norms(updates).double().cpu().sqrt()
-    size = squared_norms(root.unsqueeze(0)).double().cpu().sqrt()
-    lengths = norms * size
-    agreement = products_with(updates, root).double().cpu()
-    trust = torch.where(lengths > 0, agreement / lengths, 0.0).clamp(min=0)
+    lengths, length = norms(updates), norms(root.unsqueeze(0))
+    trust = _cosines(updates, lengths, root, length).clamp(min=0)
     if not bool(trust.any()):
         return Mix(torch.zeros_like(trust))
-    return Mix(torch.where(norms > 0, size / norms, 0.0) * trust / trust.sum())
+    return Mix(torch.where(lengths > 0, length / lengths, 0.0) * trust / trust.sum())
+
+
+def _cosines(updates: Tensor, lengths: Tensor, root: Tensor, length: Tensor) -> Tensor:
+    """cos(x_k, root), [n], given the norms; 0 where one of these is zero."""
+    both = lengths * length
+    cosines = torch.where(both > 0, products_with(updates, root).double().cpu() / both, 0.0)
+    unlike = (lengths > 0) & (length > 0) & ~in_range(both)
+    for row in unlike.nonzero().flatten().tolist():  # products out of range
+        sizes = power_of_two(float(lengths[row])), power_of_two(float(length))
+        product = float(products_with(updates[row : row + 1] * sizes[0], root * sizes[1]))
+        cosines[row] = product / float(lengths[row] * sizes[0] * length * sizes[1])
+    return cosines
 
 
 @rule("foolsgold")

@@ -73,6 +73,8 @@ def _check_honest(honest: Tensor) -> None:
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) -> Tensor:
     """`tensor` if it has this shape and is of the dtype and on the device of the honest rows."""
+    if not isinstance(tensor, Tensor):
+        raise ExperimentError(f"{name}: must be a tensor {tuple(shape)}, not a {type(tensor).__name__}")
     wanted, found = (
         f"{dtype} {tuple(shape)} on {device}"
         for dtype, shape, device in (

@@ -297,3 +297,15 @@ def test_weights_are_refused_by_rules_without_a_weighted_form():
     for name in set(RULES) - takes_weights:
         with pytest.raises(ExperimentError, match=f"the rule {name} has no weighted form"):
             fedsim.aggregate(torch.from_numpy(normal(11, 3)), [1.0] * 11, name, **RULES[name])
+
+
+def test_dnc_drops_c_f_rows_not_what_rounding_makes_of_it():
+    x = torch.arange(150.0, dtype=torch.double).unsqueeze(1) ** 2
+    kept = fedsim.aggregate(x, rule="dnc", f=100, c=0.29)
+    away = (x - x.mean(0)).abs().flatten()
+    assert torch.allclose(kept, x[away.argsort()[: 150 - 29]].mean(0), rtol=1e-12)
+
+
+def test_losses_that_are_no_numbers_are_refused():
+    with pytest.raises(ExperimentError, match=r'^losses: must be numbers of shape \(2,\), not \["a", "b"\]$'):
+        fedsim.aggregate(torch.zeros(2, 3), rule="qfedavg", losses=["a", "b"])

@@ -185,3 +185,9 @@ def test_a_wrong_name_or_parameter_is_one_clear_line(name, params, message, hone
     with pytest.raises(ExperimentError, match=message) as caught:
         attack(honest, 3, name, **params)
     assert len(caught.value.lines) == 1
+
+
+@pytest.mark.parametrize(("name", "given"), [("sign_flipping", "own"), ("free_rider", "last")])
+def test_what_is_no_tensor_is_refused(name, given):
+    with pytest.raises(ExperimentError, match=rf"^{given}: must be a tensor \(.*\), not a list$"):
+        attack(torch.zeros(3, 2), 1, name, **{given: [0.0, 0.0]})

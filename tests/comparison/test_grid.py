@@ -39,6 +39,16 @@ def test_the_last_axis_varies_fastest_and_the_seed_fastest_of_all(file):
     assert [run.id for run in grid.runs][:2] == ["mean-lr0.1-seed0", "mean-lr0.1-seed1"]
 
 
+def test_a_list_of_stages_is_a_value_of_an_axis_that_takes_whole_tables(tmp_path):
+    path = tmp_path / "rules.toml"
+    path.write_text('[grid]\naggregate = [["nnm", "mean"], "median"]\n')
+    for grid in (load_grid(path), load_grid(None, words=['aggregate=["nnm","mean"],median'])):
+        assert rules_of(grid) == [[{"rule": "nnm"}, {"rule": "mean"}], "median"]
+        assert [run.id for run in grid.runs] == ["nnm+mean", "median"]
+    with pytest.raises(ExperimentError, match=r"an axis sets that too"):
+        load_grid(path, words=["aggregate.rule=mean"])
+
+
 def test_words_replace_axes_and_single_values_drop_them(file):
     grid = load_grid(file, words=["seed=5,6,7", "local.lr=0.3", "rounds=2", "workers=2,3"])
     assert grid.axes == {"aggregate.rule": ["mean", "weighted_mean"], "workers": [2, 3], "seed": [5, 6, 7]}

@@ -11,12 +11,13 @@ A strategy under which workers also see their samples differently is a frozen da
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
 from fedsim.randomness import numpy_generator
 from fedsim.registry import Registry
 
@@ -54,8 +55,8 @@ def partition(
     labels = np.asarray(labels)
     if labels.ndim != 1:
         raise ExperimentError(f"labels: must be [n], one for each sample, not of shape {labels.shape}")
-    if isinstance(n_workers, bool) or n_workers != int(n_workers):
-        raise ExperimentError(f"workers = {n_workers}: must be a whole number")
+    if not isinstance(n_workers, Integral) or isinstance(n_workers, bool):
+        raise ExperimentError(f"workers = {show(n_workers)}: must be a whole number")
     if not 1 <= n_workers <= len(labels):
         raise ExperimentError(f"workers = {n_workers}: must be between 1 and the number of samples, {len(labels)}")
     if ids is not None:

@@ -125,3 +125,9 @@ def test_sixty_thousand_samples_go_to_a_thousand_workers_within_seconds():
         start = time.perf_counter()
         fedsim.partition(labels, 1000, strategy, ids=np.arange(60_000) % 3500)
         assert time.perf_counter() - start < 2, strategy
+
+
+@pytest.mark.parametrize("n_workers", [None, "3", 2.5, 3.0, float("nan"), True])
+def test_the_number_of_workers_is_a_whole_number(n_workers):
+    with pytest.raises(ExperimentError, match=r"^workers = \S+: must be a whole number$"):
+        fedsim.partition(np.zeros(9, dtype=int), n_workers)
