@@ -193,7 +193,7 @@ class Experiment(Table):
     rounds: PositiveInt = 10
     workers: PositiveInt = 4
     cohort: PositiveInt | None = None  # workers that take part in a round; None: all
-    engine: str = "spawn"
+    engine: str = "auto"
     processes: PositiveInt | None = None  # None: by cores, and by free memory on a card
     threads_per_process: PositiveInt = 1
     timeout: PositiveFloat = 300.0  # seconds without a sign of life after which a process counts as hanging

@@ -103,6 +103,7 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
     weights = aggregate.weights or ("samples" if rule.needs_weights else "uniform")
     task = Task(
         seed=experiment.seed,
+        rounds=experiment.rounds,
         sync=experiment.sync,
         model=experiment.model.bind(),
         schedule=Schedule(local.batch_size, local.epochs, local.steps),

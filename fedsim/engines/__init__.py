@@ -1,5 +1,6 @@
 """Engines: who trains the rows of a cohort, and where."""
 
+from fedsim.engines.auto import AutoEngine
 from fedsim.engines.batched import BatchedEngine
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Schedule, Task
@@ -11,5 +12,16 @@ engine = Registry("engine", given=("processes", "threads", "timeout"))
 engine("serial")(SerialEngine)
 engine("spawn")(SpawnEngine)
 engine("batched")(BatchedEngine)
+engine("auto")(AutoEngine)
 
-__all__ = ["BatchedEngine", "Engine", "Memory", "Schedule", "SerialEngine", "SpawnEngine", "Task", "engine"]
+__all__ = [
+    "AutoEngine",
+    "BatchedEngine",
+    "Engine",
+    "Memory",
+    "Schedule",
+    "SerialEngine",
+    "SpawnEngine",
+    "Task",
+    "engine",
+]

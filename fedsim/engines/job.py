@@ -59,6 +59,7 @@ class Task:
     """The part of an experiment that every process needs to know; pickles to a few hundred bytes."""
 
     seed: int
+    rounds: int
     sync: Literal["parameters", "gradients"]
     model: Callable[[], nn.Module]
     schedule: Schedule

@@ -6,6 +6,7 @@ of the test batches. What it reads and writes lies in the engine's Memory.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -20,6 +21,8 @@ from fedsim.engines.module import RowModule
 from fedsim.engines.trainer import Member, Trainer
 from fedsim.rows import new_rows, pull_down
 from fedsim.training import test
+
+TIMINGS, PATIENCE = 3, 0.2  # how often a measurement is repeated, as long as that has taken few seconds
 
 MakeTrainer = Callable[[Seat, Task, Memory, Feed], Trainer]
 
@@ -76,6 +79,21 @@ class Station:
                     self.memory.losses[member.slot] = self._loss_before_training(member)
         self.trainer.train(members, round)
         synchronize(self.task.device)
+
+    def time_training(self, workers: Sequence[int]) -> float:
+        """Seconds that this process's share of a round of training takes from the global row; nothing is kept of it."""
+        memory = self.memory
+        members = self._mine(workers)
+        for slot, _ in members:
+            memory.rows[slot] = memory.global_row
+            memory.buffers[slot] = memory.global_buffers
+        taken: list[float] = []
+        while len(taken) < TIMINGS and sum(taken) < PATIENCE:
+            start = time.perf_counter()
+            self.trainer.train(members, round=0)
+            synchronize(self.task.device)
+            taken.append(time.perf_counter() - start)
+        return min(taken)
 
     def aggregate(self, cohort: Sequence[int], round: int) -> Account:
         """Move the global row along the aggregate of the cohort's updates."""

@@ -1,0 +1,144 @@
+"""The engine `auto`: the fastest of the others for the task in hand, found out by a few steps of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fedsim.engines.batched import stack_width
+from fedsim.engines.engine import Engine
+from fedsim.engines.job import Memory, Schedule, Task
+from fedsim.engines.rehearsal import Rehearsal
+from fedsim.engines.serial import SerialEngine
+from fedsim.engines.spawn import SpawnEngine
+from fedsim.engines.stack_trainer import StackTrainer
+from fedsim.engines.station import MakeTrainer
+from fedsim.engines.trainer import RowTrainer
+from fedsim.errors import ExperimentError
+
+STEPS = 2  # of each row in a measurement
+ROWS_STACKED = 16  # at most, in a measurement
+START_PAYS = 4.0  # seconds of training in this process from which on it is worth while to start others
+HOPELESS = 1.5  # times as long as one row after another: stacks are not tried in several processes then
+GAIN = 0.9  # stacks must take at most so much of the time of whole rows, whose results are the same bits everywhere
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a task: what it would be called, in how many processes, by which trainer."""
+
+    engine: str
+    processes: int
+    trainer: MakeTrainer
+    width: int = 0
+
+    @property
+    def label(self) -> str:
+        return self.engine if self.processes == 1 or not self.width else f"{self.engine}, {self.processes} processes"
+
+
+class AutoEngine(Engine):
+    """Measures a few steps of serial, batched and spawn at the start of a task, and does it in the fastest way.
+
+    Processes are started where the whole of the training is long enough for that to pay. A task that differs from an
+    earlier one in nothing that its speed depends on is done in the same way.
+    """
+
+    def __init__(self, processes: int, threads: int, timeout: float) -> None:
+        self._processes, self._threads, self._timeout = processes, threads, timeout
+        self._here = SerialEngine(1, threads, timeout)
+        self._crew: SpawnEngine | None = None
+        self._chosen: dict[str, tuple[Way, dict[str, Any]]] = {}
+        self._way, self._figures = Way("serial", 1, RowTrainer), dict[str, Any]()
+
+    def begin(self, task: Task, memory: Memory) -> None:
+        self.leave()
+        key = repr((task.model, task.schedule, task.solver, task.dtype, task.device, task.width, memory.rows.shape))
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(task, memory)
+        self._way, self._figures = self._chosen[key]
+        self._host.begin(task, memory, self._way.trainer)
+        self.memory = memory
+
+    def facts(self) -> dict[str, Any]:
+        width = {"width": self._way.width} if self._way.width else {}
+        return {"engine": self._way.engine, "processes": self._way.processes, **width, "probe": self._figures}
+
+    @property
+    def _host(self) -> SerialEngine | SpawnEngine:
+        return self._host_for(self._way.processes)
+
+    def _host_for(self, processes: int) -> SerialEngine | SpawnEngine:
+        if processes == 1:
+            return self._here
+        if self._crew is None:
+            self._crew = SpawnEngine(processes, self._threads, self._timeout)
+        return self._crew
+
+    def _choose(self, task: Task, memory: Memory) -> tuple[Way, dict[str, Any]]:
+        """The best way, and the seconds that a round of training was found to take in each."""
+        figures: dict[str, Any] = {}
+        seconds: dict[Way, float] = {}
+
+        def measure(way: Way) -> float:
+            seconds[way] = self._seconds_per_round(way, task, memory)
+            figures[way.label] = round(seconds[way], 4)
+            return seconds[way]
+
+        def stacked(processes: int) -> Way:
+            width = task.width or stack_width(task, memory, rehearsal, processes)
+            return Way("batched", processes, partial(StackTrainer, width=width, rehearsal=rehearsal), width)
+
+        one_by_one = measure(Way("serial", 1, RowTrainer))
+        stacks_may_pay = True
+        try:
+            rehearsal = Rehearsal.of(task, memory)
+            stacks_may_pay = measure(stacked(1)) < HOPELESS * one_by_one
+        except ExperimentError as refusal:
+            figures["batched"], stacks_may_pay = str(refusal), False
+        if self._processes > 1 and (self._crew or min(seconds.values()) * task.rounds > START_PAYS):
+            try:
+                measure(Way("spawn", self._processes, RowTrainer))
+                if stacks_may_pay:
+                    measure(stacked(self._processes))
+            except ExperimentError as refusal:  # no room in shared memory
+                figures["spawn"] = str(refusal)
+        return min(seconds, key=lambda way: seconds[way] / (GAIN if way.width else 1.0)), figures
+
+    def _seconds_per_round(self, way: Way, task: Task, memory: Memory) -> float:
+        """What training takes of a round, by a few steps of as many rows as go together."""
+        host = self._host_for(way.processes)
+        steps = replace(task.schedule, epochs=None, steps=STEPS)
+        rows = min(len(memory.rows), way.processes * min(way.width or 1, ROWS_STACKED))
+        host.begin(replace(task, sync="parameters", schedule=steps), memory, way.trainer)
+        try:
+            taken = max(host._each("time_training", range(rows)))
+        finally:
+            host.leave()
+        return taken / (rows * STEPS) * _steps_of_a_round(task.schedule, memory)
+
+    def _each(self, method: str, *arguments: object) -> list[Any]:
+        return self._host._each(method, *arguments)
+
+    @property
+    def at_work(self) -> bool:
+        return self._crew is None or self._crew.at_work
+
+    def leave(self) -> None:
+        self._here.leave()
+        if self._crew is not None:
+            self._crew.leave()
+
+    def close(self) -> None:
+        try:
+            self._here.close()
+        finally:
+            if self._crew is not None:
+                self._crew.close()
+
+
+def _steps_of_a_round(schedule: Schedule, memory: Memory) -> float:
+    """Of all members of a cohort together, on average."""
+    shards = memory.shard_ends.diff(prepend=memory.shard_ends.new_zeros(1)).tolist()
+    return len(memory.rows) * sum(map(schedule.steps_for, shards)) / len(shards)
