@@ -7,10 +7,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.columns import small_blocks
+from fedsim.aggregation.columns import small_blocks, wide_blocks
 from fedsim.devices import wide_dtype
 
-STRIP = 64  # rows of the product at once: with its symmetry, half of it need not be computed
+STRIP = 24  # rows of the product at once: with its symmetry, half of it need not be computed
 CANCELLED = 1e-7  # a squared distance this small beside what it is the difference of has lost half its digits
 SAMPLED = 512  # columns by which the row of least norm is found, more or less
 TIED = 1e-12  # relative: sums that differ by less were equal before rounding
@@ -133,18 +133,13 @@ def _products(updates: Tensor) -> Tensor:
     sample = updates[:, :: max(1, d // SAMPLED)].to(wide)
     centre = int(torch.linalg.vecdot(sample, sample).argmin())
     total = torch.zeros(n, n, dtype=wide, device=updates.device)
-    room: Tensor | None = None
-    for block in small_blocks(d):
-        part = updates[:, block]
-        if room is None or room.shape != part.shape:
-            room = torch.empty(part.shape, dtype=wide, device=updates.device)
-        room.copy_(part)
-        middle = room[centre].clone()
-        room.sub_(middle)
-        room[centre] = middle  # in place of the zeros that its own difference is
+    for _, rows in wide_blocks(updates):
+        middle = rows[centre].clone()
+        rows.sub_(middle)
+        rows[centre] = middle  # in place of the zeros that its own difference is
         for start in range(0, n, STRIP):
             end = start + STRIP
-            total[start:end, :end].addmm_(room[start:end], room[:end].t())
+            total[start:end, :end].addmm_(rows[start:end], rows[:end].t())
     lower = total.double().cpu().tril()
     products = lower + lower.tril(-1).t()
     basis = torch.zeros(n + 1, n + 1, dtype=torch.double)
@@ -160,9 +155,10 @@ def stable_order(values: Tensor) -> Tensor:
 
     Values that differ by rounding alone count as equal.
     """
-    order = values.argsort(stable=True)
-    ascending = values[order]
+    ascending, order = values.sort(stable=True)
     step = ascending.diff() > TIED * ascending[1:].abs()
+    if bool(step.all()):
+        return order
     rank = torch.zeros(len(values), dtype=torch.long)
     rank[order[1:]] = step.cumsum(0)
     return rank.argsort(stable=True)
