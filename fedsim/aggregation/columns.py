@@ -64,10 +64,10 @@ def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor
 
 def map_sorted_columns(updates: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """[d], where `function` makes [columns] of the sorted values [columns, n] and the block [n, columns] itself."""
-    return map_columns(updates, lambda block: function(_sorted(block), block))
+    return map_columns(updates, lambda block: function(sorted_columns(block), block))
 
 
-def _sorted(block: Tensor) -> Tensor:
+def sorted_columns(block: Tensor) -> Tensor:
     """The values of each column in ascending order: [n, columns] -> [columns, n], a new tensor."""
     if block.device.type == "cpu" and block.dtype in SORTED_BY_NUMPY:
         values = np.array(block.detach().numpy().T, order="C", copy=True)  # a copy even of what lies in order already

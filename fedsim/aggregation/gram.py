@@ -136,7 +136,7 @@ def _products(updates: Tensor) -> Tensor:
     for _, rows in wide_blocks(updates):
         middle = rows[centre].clone()
         rows.sub_(middle)
-        rows[centre] = middle  # in place of the zeros that its own difference is
+        rows[centre].copy_(middle)  # in place of the zeros that its own difference is
         for start in range(0, n, STRIP):
             end = start + STRIP
             total[start:end, :end].addmm_(rows[start:end], rows[:end].t())
