@@ -156,8 +156,8 @@ def stable_order(values: Tensor) -> Tensor:
     Values that differ by rounding alone count as equal.
     """
     ascending, order = values.sort(stable=True)
-    step = ascending.diff() > TIED * ascending[1:].abs()
-    if bool(step.all()):
+    step = ascending.diff() > TIED * ascending[:-1].abs()  # of the lower one, or infinity would equal all numbers
+    if bool(step.all()):  # no ties
         return order
     rank = torch.zeros(len(values), dtype=torch.long)
     rank[order[1:]] = step.cumsum(0)
