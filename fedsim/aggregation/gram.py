@@ -10,7 +10,7 @@ from torch import Tensor
 from fedsim.aggregation.columns import small_blocks, wide_blocks
 from fedsim.devices import wide_dtype
 
-STRIP = 24  # rows of the product at once: with its symmetry, half of it need not be computed
+STRIP = 48  # columns of the product at once: with its symmetry, half of it need not be computed
 CANCELLED = 1e-7  # a squared distance this small beside what it is the difference of has lost half its digits
 SAMPLED = 512  # columns by which the row of least norm is found, more or less
 TIED = 1e-12  # relative: sums that differ by less were equal before rounding
@@ -139,7 +139,7 @@ def _products(updates: Tensor) -> Tensor:
         rows[centre].copy_(middle)  # in place of the zeros that its own difference is
         for start in range(0, n, STRIP):
             end = start + STRIP
-            total[start:end, :end].addmm_(rows[start:end], rows[:end].t())
+            total[start:, start:end].addmm_(rows[start:], rows[start:end].t())
     lower = total.double().cpu().tril()
     products = lower + lower.tril(-1).t()
     basis = torch.zeros(n + 1, n + 1, dtype=torch.double)
