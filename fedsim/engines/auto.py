@@ -19,7 +19,7 @@ from fedsim.errors import ExperimentError
 
 STEPS = 2  # of each row in a measurement
 ROWS_STACKED = 16  # at most, in a measurement
-START_PAYS = 4.0  # seconds of training in this process from which on it is worth while to start others
+START_SECONDS = 3.0  # about what starting processes takes, which they must save
 HOPELESS = 1.5  # times as long as one row after another: stacks are not tried in several processes then
 GAIN = 0.9  # stacks must take at most so much of the time of whole rows, whose results are the same bits everywhere
 
@@ -97,7 +97,8 @@ class AutoEngine(Engine):
             stacks_may_pay = measure(stacked(1)) < HOPELESS * one_by_one
         except ExperimentError as refusal:
             figures["batched"], stacks_may_pay = str(refusal), False
-        if self._processes > 1 and (self._crew or min(seconds.values()) * task.rounds > START_PAYS):
+        saved = min(seconds.values()) * task.rounds * (1 - 1 / self._processes)  # at best
+        if self._processes > 1 and (self._crew or saved > START_SECONDS):
             try:
                 measure(Way("spawn", self._processes, RowTrainer))
                 if stacks_may_pay:
