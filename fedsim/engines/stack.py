@@ -143,10 +143,13 @@ class Holdings:
         places = lot.places
         for ours, new in zip(self.buffers, theirs.buffers, strict=True):
             ours[places] = new
-        if isinstance(places, slice):
-            return
-        for ours, new in zip(self.parameters, theirs.parameters, strict=True):
-            ours[places] = new
-        for state, new_state in zip(self.states, theirs.states, strict=True):
+        for parameter, new, state, new_state in zip(
+            self.parameters, theirs.parameters, self.states, theirs.states, strict=True
+        ):
+            if isinstance(places, list):
+                parameter[places] = new
             for name, tensor in new_state.items():
-                state[name][places] = tensor
+                if name not in state:  # a solver that had nothing to keep before its first step
+                    state[name] = torch.zeros_like(parameter)
+                if isinstance(places, list) or tensor.data_ptr() != state[name][places].data_ptr():
+                    state[name][places] = tensor

@@ -71,7 +71,7 @@ class StackTrainer:
                     losses, gradients = self._gradients(stack, lot, parameters, theirs.buffers, streams)
                     holdings.take_back(lot, theirs)
                     slots = stack.slots[lot.places]
-                    memory.rows[slots] = torch.cat([gradient.flatten(1) for gradient in gradients], 1)
+                    memory.rows[slots] = torch.cat([gradient.unsqueeze(-1).flatten(1) for gradient in gradients], 1)
                     if self._task.rule.takes("losses"):
                         memory.losses[slots] = losses.double().cpu()
 
@@ -122,15 +122,15 @@ class StackTrainer:
             if alter := stack.alterations[member]:
                 size = int(lot.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size])
-        factors = self._factors(lot, streams, inputs)
+        factors = self._factors(lot, streams)
         losses, gradients = self._module.gradients(parameters, buffers, inputs, targets, lot.weights, factors)
         stack.count(lot, losses)
         return losses, gradients
 
-    def _factors(self, lot: Lot, streams: Sequence[Stream], inputs: Tensor) -> list[Tensor]:
+    def _factors(self, lot: Lot, streams: Sequence[Stream]) -> list[Tensor]:
         """What each dropout multiplies by, [m, batch, ...]: each member's drawn as if it trained alone."""
         dropouts = self._rehearsal.dropouts
-        factors = [inputs.new_zeros(*lot.positions.shape, *dropout.shape) for dropout in dropouts]
+        factors = [lot.weights.new_zeros(*lot.positions.shape, *dropout.shape) for dropout in dropouts]
         for place, member in enumerate(lot.members if dropouts else ()):
             size = int(lot.sizes[place])
             with streams[member]:
