@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.module import differ
+from fedsim.engines.stack import starting_states
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.stacked_operations import OTHER_DROPOUTS, Dropout, Recording
 from fedsim.errors import ExperimentError, one_line
@@ -45,6 +46,8 @@ class Rehearsal:
             together = _try(task, inputs, targets)
             coupled = _is_coupled(task, together, inputs, targets)
             _compare_gradients(task, memory, together.dropouts, count)
+            if task.sync == "parameters":
+                _compare_steps(task)
         return cls(together.dropouts, coupled, together.sample_bytes)
 
 
@@ -142,6 +145,25 @@ def _compare_gradients(task: Task, memory: Memory, dropouts: tuple[Dropout, ...]
         for entry in layout.buffers:
             if not _agree(found_buffers[k, entry.span], read[entry.span], task.dtype):
                 raise _refusal(f"the buffer {entry.name} comes out otherwise when rows are stacked")
+
+
+def _compare_steps(task: Task) -> None:
+    """Two steps of the local solver on each parameter of two rows, against the same steps on the whole rows."""
+    solver, module = task.solver, StackedModule(task.new_module)
+    d = module.layout.d
+    gradients = torch.linspace(-1, 1, 2 * d, dtype=task.dtype, device=task.device).view(2, d)
+    whole, rows = gradients.cos(), gradients.cos()
+    try:
+        state, states = solver.start(whole), starting_states(solver, rows, module)
+        for _ in range(2):
+            solver.step(whole, gradients.clone(), state)
+            parts = zip(module.views(rows), module.views(gradients.clone()), states, strict=True)
+            for parameter, gradient, its_state in parts:
+                solver.step(parameter, gradient, its_state)
+    except Exception as error:
+        raise _refusal(f"local.solver cannot step them: {one_line(error)}") from error
+    if not _agree(rows, whole, task.dtype):
+        raise _refusal("local.solver is not element-wise: a part of a row does not move as it does in the whole")
 
 
 def _agree(found: Tensor, reference: Tensor, dtype: torch.dtype) -> bool:

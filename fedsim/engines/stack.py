@@ -14,8 +14,9 @@ from torch import Tensor
 from fedsim.devices import wide_dtype
 from fedsim.engines.feed import Feed
 from fedsim.engines.job import Task
+from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.trainer import Member
-from fedsim.local import State
+from fedsim.local import Solver, State
 from fedsim.randomness import Stream
 
 STEPS_AT_A_TIME = 256  # for so many steps the positions of samples go to the device at once
@@ -119,6 +120,12 @@ class Stack:
                 on_device[step, :active],
                 weights[step, :active],
             )
+
+
+def starting_states(solver: Solver, rows: Tensor, module: StackedModule) -> list[State]:
+    """What a solver keeps of rows [k, d] at their start, as stacks [k, ...] for each parameter."""
+    views = {name: module.views(tensor) for name, tensor in solver.start(rows).items()}
+    return [{name: of_all[place] for name, of_all in views.items()} for place in range(len(module.layout.parameters))]
 
 
 @dataclass

@@ -13,10 +13,9 @@ from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Feed
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.rehearsal import Rehearsal
-from fedsim.engines.stack import Holdings, Lot, Stack
+from fedsim.engines.stack import Holdings, Lot, Stack, starting_states
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.trainer import Member
-from fedsim.local import State
 from fedsim.randomness import Stream
 from fedsim.rows import new_rows
 
@@ -95,11 +94,7 @@ class StackTrainer:
         rows = self._rows(len(stack))
         rows.copy_(memory.rows[stack.slots])
         parameters = self._module.views(rows)
-        states: list[State] = [{} for _ in parameters]
-        for name, tensor in solver.start(rows).items():
-            for state, view in zip(states, self._module.views(tensor), strict=True):
-                state[name] = view
-        holdings = Holdings(parameters, states, self._buffers(stack))
+        holdings = Holdings(parameters, starting_states(solver, rows, self._module), self._buffers(stack))
         streams = self._streams(stack)
         for whole in stack.lots():
             for lot in self._lots_of(whole):
