@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, PositiveInt
 
+from fedsim.data.partitions.dealing import Concentration
 from fedsim.data.partitions.dirichlet import draw_counts
 from fedsim.data.partitions.strategy import partition_strategy
 from fedsim.errors import ExperimentError
 
-EVEN = 1e12  # alphas beyond count as infinite: shares would be equal, and sums overflow
+Skew = Annotated[Concentration | None, BeforeValidator(lambda alpha: None if alpha == math.inf else alpha)]
 
 
 @partition_strategy("virtual")
@@ -34,7 +35,8 @@ class Virtual:
 
     Args:
         samples: of each worker, at most n.
-        alpha: the smaller, the more skew. inf (as any above 1e12): no skew, a simple random sample of the data.
+        alpha: the smaller, the more skew; inf, or left out: none, a simple random sample of the data. (In a grid say
+            1e12: its folder has no word for inf, and could not be gone on with.)
 
     Draws, from the worker's own generator: one `rng.choice(n, samples, replace=False, shuffle=False)`; with skew, the
     counts as in `dirichlet_workers`, then for each class that is wanted, ascending, one `rng.choice` of that kind.
@@ -45,7 +47,7 @@ class Virtual:
     """
 
     samples: PositiveInt = 60
-    alpha: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
+    alpha: Skew = None
 
     def __call__(
         self, labels: np.ndarray, worker: int, rng: np.random.Generator, by_class: Sequence[np.ndarray]
@@ -53,7 +55,7 @@ class Virtual:
         n = len(labels)
         if self.samples > n:
             raise ExperimentError(f"partition.samples = {self.samples}: more than the {n} samples there are")
-        if self.alpha > EVEN:
+        if self.alpha is None:
             return rng.choice(n, self.samples, replace=False, shuffle=False)
         sizes = np.array([len(members) for members in by_class])
         alphas = np.maximum(self.alpha * len(sizes) * sizes / n, np.finfo(float).tiny)
