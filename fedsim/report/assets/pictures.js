@@ -103,7 +103,7 @@ function drawPartition(target, picture) {
   const byzantine = new Set(picture.byzantine);
   const workers = picture.workers ?? counts.map((_, worker) => worker);
   element("partition-sample").textContent = picture.workers
-    ? `These are ${workers.length} of the ${picture.population ?? "many"} workers, drawn at random.`
+    ? `These are ${workers.length} of the ${picture.population?.toLocaleString("en") ?? "many"} workers, drawn at random.`
     : "";
   const names = workers.map((worker) => workerName(worker, byzantine));
   const labels = counts[0].map((_, label) => label);
