@@ -37,9 +37,7 @@ class Setting:
     parameters: int
     train_samples: int
     test_samples: int
-    looked_at: list[int] | None  # the workers of whom the next lines tell, of a virtual population; None: of all
-    smallest_shard: int
-    largest_shard: int
+    looked_at: list[int] | None  # the workers of whom the next line tells, of a virtual population; None: of all
     label_counts: np.ndarray  # [workers looked at, classes]
     byzantine: list[int]
     row_bytes: int  # of one model, or one gradient
@@ -49,6 +47,11 @@ class Setting:
     def schedule(self) -> Schedule:
         return self.task.schedule
 
+    @property
+    def shard_sizes(self) -> list[int]:
+        """How many samples the workers hold that were looked at."""
+        return self.label_counts.sum(1).tolist()
+
     def facts(self) -> dict[str, Any]:
         """What the run folder says of all this, beyond the experiment itself."""
         return {
@@ -57,8 +60,8 @@ class Setting:
             "parameters": self.parameters,
             "train_samples": self.train_samples,
             "test_samples": self.test_samples,
-            "smallest_shard": self.smallest_shard,
-            "largest_shard": self.largest_shard,
+            "smallest_shard": min(self.shard_sizes),
+            "largest_shard": max(self.shard_sizes),
             **({} if self.looked_at is None else {"workers_looked_at": len(self.looked_at)}),
         }
 
@@ -96,8 +99,6 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             train_samples=len(train),
             test_samples=len(test),
             looked_at=looked_at,
-            smallest_shard=int(counts.sum(1).min()),
-            largest_shard=int(counts.sum(1).max()),
             label_counts=counts,
             byzantine=experiment.byzantine,
             row_bytes=memory.global_row.nbytes,

@@ -16,7 +16,7 @@ HEADER = f"{'round':>5}  {'test loss':>9}  {'accuracy':>8}  {'train loss':>10}" 
 def headline(setting: Setting) -> str:
     """What runs, where, on what, in two lines."""
     experiment = setting.experiment
-    smallest, largest = setting.smallest_shard, setting.largest_shard
+    smallest, largest = min(setting.shard_sizes), max(setting.shard_sizes)
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
     seen = "" if setting.looked_at is None else f", as seen in {len(setting.looked_at):,} of them"
     cohort = f", {experiment.cohort_size} per round" if experiment.cohort_size < experiment.workers else ""
