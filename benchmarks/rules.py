@@ -1,8 +1,9 @@
 """Time and memory of every aggregation rule: against PyTorch's plain operations, and against the package byzfl.
 
-Everything is timed on the same float32 updates, in turn, and the least of several times counts. Where byzfl has the
-same rule, both results must agree. Memory is what the process needed at its peak beyond what it had before, in terms of
-the updates' size; on Linux only.
+Everything is timed on the same float32 updates, and the least of several times counts. What is compared is timed in
+turn: a rule, then byzfl's or the product that it needs, and again. Where byzfl has the same rule, both results must
+agree. Memory is what the process needed at its peak beyond what it had before, in terms of the updates' size; on Linux
+only.
 
     python -m pip install byzfl
     python benchmarks/rules.py [--rows 20 100] [--columns 21840 1663370] [--repeats 3] [--threads 2]
@@ -26,6 +27,8 @@ from fedsim.aggregation import rule
 from fedsim.vision import import_torchvision
 
 KRUM_FAMILY = ("krum", "multi_krum", "medoid")
+PRODUCTS = ("product_float64", "product_float32")
+PLAINLY = dict.fromkeys(KRUM_FAMILY, PRODUCTS) | {"median": ("torch_median",), "trimmed_mean": ("torch_sort",)}
 ENOUGH_TIME = 0.2  # seconds that a short measurement is repeated for
 
 
@@ -70,14 +73,17 @@ def theirs(f: int) -> dict[str, Any]:
 OTHERWISE_DEFINED = {"median", "caf", "multi_krum"}  # torch.median's lower value; one power step; one neighbour more
 
 
-def seconds(function: Callable[[], object], repeats: int) -> float:
-    """The least of several times; what is short is repeated more often."""
-    least, spent, runs = float("inf"), 0.0, 0
-    while runs < repeats or spent < ENOUGH_TIME:
-        started = time.perf_counter()
-        function()
-        took = time.perf_counter() - started
-        least, spent, runs = min(least, took), spent + took, runs + 1
+def seconds(*functions: Callable[[], object], repeats: int) -> list[float]:
+    """The least of several times of each function; they take turns, in each of which a short one is called often."""
+    least = [float("inf")] * len(functions)
+    for _ in range(repeats):
+        for place, function in enumerate(functions):
+            spent = 0.0
+            while spent < ENOUGH_TIME / repeats:
+                started = time.perf_counter()
+                function()
+                took = time.perf_counter() - started
+                least[place], spent = min(least[place], took), spent + took
     return least
 
 
@@ -106,34 +112,41 @@ def measure(n: int, d: int, repeats: int) -> dict[str, Any]:
         return wide @ wide.t()
 
     baselines = {
-        "product_float64": seconds(product64, repeats),
-        "product_float32": seconds(lambda: updates @ updates.t(), repeats),
-        "torch_median": seconds(lambda: updates.median(0), repeats),
-        "torch_sort": seconds(lambda: updates.sort(0), repeats),
+        "product_float64": product64,
+        "product_float32": lambda: updates @ updates.t(),
+        "torch_median": lambda: updates.median(0),
+        "torch_sort": lambda: updates.sort(0),
     }
-    others, rules = theirs(f), {}
+    others, rules, times = theirs(f), {}, {}
     for plug in rule:
         function = ours(plug.name, updates, f if plug.name != "bulyan" else (n - 3) // 4)
-        figures: dict[str, Any] = {"ms": 1e3 * seconds(function, repeats), "memory": memory(function, updates)}
+        against = {name: baselines[name] for name in PLAINLY.get(plug.name, ())}
         if plug.name in others:
-            other = others[plug.name]
+            against["byzfl"] = lambda other=others[plug.name]: other(updates)
             if plug.name not in OTHERWISE_DEFINED:
-                away = float((function() - other(updates)).abs().max())
+                away = float((function() - against["byzfl"]()).abs().max())
                 assert away < 1e-5, f"{plug.name}: byzfl's result differs by {away}"
-            figures["byzfl_over_ours"] = 1e3 * seconds(lambda other=other: other(updates), repeats) / figures["ms"]
-        rules[plug.name] = {key: value if value is None else round(value, 3) for key, value in figures.items()}
+        took = seconds(function, *against.values(), repeats=repeats)
+        times[plug.name] = dict(zip(("ours", *against), took, strict=True))
+        rules[plug.name] = {"ms": round(1e3 * took[0], 3), "memory": memory(function, updates)}
+        if plug.name in others:
+            rules[plug.name]["byzfl_over_ours"] = round(times[plug.name]["byzfl"] / took[0], 3)
     ratios = [figures["byzfl_over_ours"] for figures in rules.values() if "byzfl_over_ours" in figures]
+
+    def over_ours(baseline: str) -> dict[str, float]:
+        return {name: each[baseline] / each["ours"] for name, each in times.items() if baseline in each}
+
     return {
         "rules": rules,
-        "baselines_ms": {name: round(1e3 * value, 3) for name, value in baselines.items()},
-        "krum_family_over_product_float64": {
-            name: round(rules[name]["ms"] / 1e3 / baselines["product_float64"], 3) for name in KRUM_FAMILY
+        "baselines_ms": {
+            name: round(1e3 * min(each[name] for each in times.values() if name in each), 3) for name in baselines
         },
-        "krum_family_over_product_float32": {
-            name: round(rules[name]["ms"] / 1e3 / baselines["product_float32"], 3) for name in KRUM_FAMILY
+        **{
+            f"krum_family_over_{product}": {name: round(1 / ratio, 3) for name, ratio in over_ours(product).items()}
+            for product in PRODUCTS
         },
-        "times_faster_than_torch_median": round(1e3 * baselines["torch_median"] / rules["median"]["ms"], 2),
-        "times_faster_than_torch_sort": round(1e3 * baselines["torch_sort"] / rules["trimmed_mean"]["ms"], 2),
+        "times_faster_than_torch_median": round(over_ours("torch_median")["median"], 2),
+        "times_faster_than_torch_sort": round(over_ours("torch_sort")["trimmed_mean"], 2),
         "byzfl_over_ours_median": round(statistics.median(ratios), 2),
         "byzfl_over_ours_least": round(min(ratios), 2),
         "most_memory": max((r["memory"] or 0.0, name) for name, r in rules.items()),

@@ -67,6 +67,14 @@ def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates:
     _default_generator(device).manual_seed(key)
 
 
+def global_states(device: torch.device) -> list[object]:
+    """Where those generators are, in values that can be compared: equal before and after what draws from none."""
+    numpy_state = np.random.get_state(legacy=False)
+    generators = torch.default_generator, _default_generator(device)
+    torch_states = [generator.get_state().tolist() for generator in generators]
+    return [random.getstate(), repr(numpy_state), numpy_state["state"]["key"].tolist(), torch_states]
+
+
 def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator

@@ -112,6 +112,9 @@ class Imported:
     def __call__(self, **given: Any) -> Any:
         return self._target(**{**self._params, **given})
 
+    def __repr__(self) -> str:
+        return f"Imported({self._path!r}, {self._params!r})"
+
     def __reduce__(self) -> tuple[type[Imported], tuple[str, dict[str, Any]]]:
         return Imported, (self._path, self._params)
 

@@ -112,7 +112,8 @@ class Layout:
         for entry in self.parameters:
             parameter = values[entry.name]
             for tensor, whole in ((parameter, row), (parameter.grad, grad_row)):
-                if tensor is None or tensor.data_ptr() != whole.data_ptr() + entry.offset * whole.element_size():
+                address = whole.data_ptr() + entry.offset * whole.element_size()
+                if tensor is None or (tensor.numel() and tensor.data_ptr() != address):
                     return entry.name
         return None
 

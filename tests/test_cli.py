@@ -143,7 +143,8 @@ def test_the_front_door_the_module_and_the_script_are_one_program(tmp_path):
 
 
 def test_the_front_door_runs_the_engine_spawn(tmp_path):
-    done = run_python(str(ROOT / "run_experiment.py"), "data=tests.plugs:tiny", "rounds=1", "--out", "x", cwd=tmp_path)
+    words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=1", "--out", "x"]
+    done = run_python(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("x\n")
     assert done.stderr == ""
@@ -187,7 +188,7 @@ def test_a_reader_that_goes_ends_the_program_without_a_word(tmp_path):
 
 @pytest.mark.parametrize("moment", ["starting", "training"])
 def test_ctrl_c_ends_all_processes_at_once_and_says_what_there_is(tmp_path, moment):
-    words = ["data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
+    words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
     process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
     if moment == "training":
         read_until(process, "    3")
@@ -210,7 +211,7 @@ def test_ctrl_c_ends_all_processes_at_once_and_says_what_there_is(tmp_path, mome
 def test_sigterm_ends_all_processes_and_leaves_no_temporary_folder(tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    words = ["data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
+    words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
     process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
     read_until(process, "    3")
     process.terminate()
@@ -223,7 +224,7 @@ def test_sigterm_ends_all_processes_and_leaves_no_temporary_folder(tmp_path):
 
 
 def test_a_run_that_was_suspended_goes_on(tmp_path):
-    words = ["data=tests.plugs:tiny", "rounds=30", "timeout=1", "sync=gradients", "workers=3", "--out", "x"]
+    words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=30", "timeout=1", "sync=gradients", "workers=3"]
     process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
     read_until(process, "    2")
     for _ in range(3):
@@ -256,7 +257,8 @@ def test_a_run_that_was_suspended_goes_on(tmp_path):
 )
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_a_dead_worker_never_hangs_the_program(tmp_path, how, message, sync):
-    words = [f"model.how={how}", "model.name=tests.plugs:Fails", "data=tests.plugs:tiny", f"sync={sync}", "timeout=3"]
+    model = [f"model.how={how}", "model.name=tests.plugs:Fails"]
+    words = ["engine=spawn", *model, "data=tests.plugs:tiny", f"sync={sync}", "timeout=3"]
     process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 1

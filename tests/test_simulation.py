@@ -261,4 +261,4 @@ def test_callbacks_see_the_setting_and_every_round(tiny_experiment):
     (setting,) = settings
     assert sum(setting.shard_sizes) == setting.train_samples == 203
     assert setting.parameters == 199_210
-    assert setting.processes == 1
+    assert setting.how == {"processes": 1}

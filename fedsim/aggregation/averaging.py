@@ -18,7 +18,11 @@ LEAST_LOSS = 1e-10  # so that a loss of zero can be raised to a negative power
 @rule("mean", columnwise=True, linear=True)
 def mean(updates: Tensor, weights: Tensor | None = None) -> Tensor:
     """The plain average of the rows, or their weighted average where weights are given."""
-    return updates.mean(0) if weights is None else weighted_mean(updates, weights)
+    if weights is not None:
+        return weighted_mean(updates, weights)
+    if updates.element_size() < 4:  # sums of half precision may be too large for it
+        return updates.mean(0)
+    return (updates.new_ones(len(updates)) @ updates).div_(len(updates))  # faster than updates.mean(0)
 
 
 @rule("weighted_mean", columnwise=True, linear=True)

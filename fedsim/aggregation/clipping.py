@@ -9,8 +9,9 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedsim.aggregation.columns import combine, distances_to, norms
+from fedsim.aggregation.columns import distances_to, norms
 from fedsim.aggregation.gram import Gram
+from fedsim.aggregation.rows import Rows
 from fedsim.aggregation.rule import Count, Mix, Positive, pre_aggregator, require, rule
 from fedsim.errors import ExperimentError
 
@@ -79,15 +80,16 @@ def centered_clipping(
     v starts at the last round's result; in the first round, and in stateless use without `last` [d], at `start`. Cost:
     two passes over the [n, d] updates for each iteration.
     """
-    n, centre = len(updates), last
-    if centre is None:
-        centre = updates.mean(0) if start == "mean" else torch.zeros_like(updates[0])
+    n, centre = len(updates), last  # None: zero
+    if centre is None and start == "mean":
+        centre = updates.mean(0)
     for iteration in range(iterations):
-        coefficients = clip_factors(distances_to(updates, centre), tau) / n
-        base = centre * float(1 - coefficients.sum())
+        mix = Mix(clip_factors(distances_to(updates, centre), tau) / n)
+        if centre is not None:
+            mix = Mix(mix.coefficients, centre * float(1 - mix.coefficients.sum()))
         if iteration < iterations - 1:
-            centre = base + combine(coefficients, updates)
-    return Mix(coefficients, base)
+            centre = Rows(updates).row(mix)
+    return mix
 
 
 @rule("geometric_median")

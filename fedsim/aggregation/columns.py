@@ -40,6 +40,19 @@ def small_blocks(d: int) -> Iterator[slice]:
         yield slice(start, min(start + size, d))
 
 
+def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Small blocks of columns, each with a copy of the rows there [n, columns], in double precision where there is one.
+
+    The copy may be changed; the next one takes its place, in memory that is in cache by then.
+    """
+    room: Tensor | None = None
+    for block in small_blocks(updates.shape[1]):
+        part = updates[:, block]
+        if room is None:
+            room = torch.empty(part.shape, dtype=wide_dtype(updates.device), device=updates.device)
+        yield block, room[:, : part.shape[1]].copy_(part)
+
+
 def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """[d], where `function` makes [columns] of a block [n, columns], which it gets in float32 at least."""
     result = updates.new_empty(updates.shape[1])
@@ -52,10 +65,10 @@ def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor
 
 def map_sorted_columns(updates: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """[d], where `function` makes [columns] of the sorted values [columns, n] and the block [n, columns] itself."""
-    return map_columns(updates, lambda block: function(_sorted(block), block))
+    return map_columns(updates, lambda block: function(sorted_columns(block), block))
 
 
-def _sorted(block: Tensor) -> Tensor:
+def sorted_columns(block: Tensor) -> Tensor:
     """The values of each column in ascending order: [n, columns] -> [columns, n], a new tensor."""
     if block.device.type == "cpu" and block.dtype in SORTED_BY_NUMPY:
         values = np.array(block.detach().numpy().T, order="C", copy=True)  # a copy even of what lies in order already
@@ -98,13 +111,11 @@ def squared_norms(updates: Tensor) -> Tensor:
 
 def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
     """[n] squared distances of the rows from `point` [d] (None: from zero), in double precision where there is one."""
-    wide = wide_dtype(updates.device)
-    total = torch.zeros(len(updates), dtype=wide, device=updates.device)
-    for block in small_blocks(updates.shape[1]):
-        part = updates[:, block].to(wide)
+    total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
+    for block, rows in wide_blocks(updates):
         if point is not None:
-            part = part - point[block].to(wide)
-        total += torch.linalg.vecdot(part, part)
+            rows.sub_(point[block])
+        total += rows.square_().sum(1)
     return total
 
 
@@ -136,10 +147,9 @@ def _scaled_distance(row: Tensor, point: Tensor | None, wide: torch.dtype) -> fl
 
 def products_with(updates: Tensor, vector: Tensor) -> Tensor:
     """[n] inner products of the rows with `vector` [d], in double precision where there is one."""
-    wide = wide_dtype(updates.device)
-    total = torch.zeros(len(updates), dtype=wide, device=updates.device)
-    for block in small_blocks(updates.shape[1]):
-        total += updates[:, block].to(wide) @ vector[block].to(wide)
+    total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
+    for block, rows in wide_blocks(updates):
+        total += rows @ vector[block].to(rows.dtype)
     return total
 
 
@@ -157,7 +167,7 @@ def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
         only = int(used)
         return updates[only] * coefficients[only]
     result = coefficients @ updates
-    if len(used) == len(updates) or bool(result.sum().isfinite()):
+    if len(used) == len(updates) or math.isfinite(result.sum()):
         return result
     some = used.to(updates.device)  # 0 times infinity is not a number
     return map_columns(updates, lambda block: coefficients[some] @ block[some])
@@ -174,5 +184,8 @@ def working_dtype(coefficients: Tensor, dtype: torch.dtype, device: torch.device
 
 def bad_rows(updates: Tensor) -> list[int]:
     """The rows that hold a NaN or an infinity."""
-    suspects = (~updates.sum(1).isfinite()).nonzero().flatten().tolist()  # a sum of finite numbers may overflow
+    sums = updates.sum(1)
+    if math.isfinite(sums.sum()):
+        return []
+    suspects = (~sums.isfinite()).nonzero().flatten().tolist()  # a sum of finite numbers may overflow
     return [row for row in suspects if not bool(updates[row].isfinite().all())]

@@ -7,12 +7,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.columns import distances_to, norms, small_blocks
+from fedsim.aggregation.columns import distances_to, norms, small_blocks, wide_blocks
 from fedsim.aggregation.magnitude import in_range, unit_for
 from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
 
-STRIP = 64  # rows of the product at once: with its symmetry, half of it need not be computed
+STRIP = 48  # columns of the product at once: with its symmetry, half of it need not be computed
 CANCELLED = 1e-7  # a squared distance this small beside what it is the difference of has lost half its digits
 SAMPLED = 512  # columns by which the row of least norm is found, more or less
 TIED = 1e-12  # relative: sums that differ by less were equal before rounding
@@ -196,20 +196,15 @@ def _products(updates: Tensor, unit: float) -> Tensor:
     sample = updates[:, :: max(1, d // SAMPLED)].to(wide) / unit
     centre = int(torch.linalg.vecdot(sample, sample).argmin())
     total = torch.zeros(n, n, dtype=wide, device=updates.device)
-    room: Tensor | None = None
-    for block in small_blocks(d):
-        part = updates[:, block]
-        if room is None or room.shape != part.shape:
-            room = torch.empty(part.shape, dtype=wide, device=updates.device)
-        room.copy_(part)
+    for _, rows in wide_blocks(updates):
         if unit != 1:
-            room.mul_(1 / unit)
-        middle = room[centre].clone()
-        room.sub_(middle)
-        room[centre] = middle  # in place of the zeros that its own difference is
+            rows.mul_(1 / unit)
+        middle = rows[centre].clone()
+        rows.sub_(middle)
+        rows[centre].copy_(middle)  # in place of the zeros that its own difference is
         for start in range(0, n, STRIP):
             end = start + STRIP
-            total[start:end, :end].addmm_(room[start:end], room[:end].t())
+            total[start:, start:end].addmm_(rows[start:], rows[start:end].t())
     lower = total.double().cpu().tril()
     products = lower + lower.tril(-1).t()
     basis = torch.zeros(n + 1, n + 1, dtype=torch.double)
@@ -225,9 +220,10 @@ def stable_order(values: Tensor) -> Tensor:
 
     Values that differ by rounding alone count as equal.
     """
-    order = values.argsort(stable=True)
-    ascending = values[order]
-    step = ascending.diff() > TIED * ascending[1:].abs()
+    ascending, order = values.sort(stable=True)
+    step = ascending.diff() > TIED * ascending[:-1].abs()  # of the lower one, or infinity would equal all numbers
+    if bool(step.all()):  # no ties
+        return order
     rank = torch.zeros(len(values), dtype=torch.long)
     rank[order[1:]] = step.cumsum(0)
     return rank.argsort(stable=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -54,7 +55,7 @@ def aggregate(
     pipeline = make_pipeline(resolve(rule, params))
     cohort = _checked_cohort(updates, weights, pipeline)
     n, d = updates.shape
-    cohort.rng = numpy_generator(seed, "aggregate")
+    cohort.rng = numpy_generator(seed, "aggregate") if pipeline.takes("rng") else None
     cohort.root = _checked("root", root, (d,), updates)
     cohort.last = _checked("last", last, (d,), updates)
     if losses is not None:
@@ -63,7 +64,7 @@ def aggregate(
         cohort.losses = cohort.losses.double()
     if pipeline.columnwise and pipeline.rule.linear:  # what is not finite in a row that counts is so in the result
         update = pipeline.by_columns(cohort)
-        if bool(update.sum().isfinite()):
+        if math.isfinite(update.sum()):
             return update
     kept, _ = screened(cohort, nonfinite)
     update = pipeline(kept).update

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.comparison.grid import PlannedRun
-from fedsim.engines import engine as engines
 from fedsim.engines.barrier import NOBODY, ROUND, WORKER, Board, Silence
 from fedsim.engines.crew import START_TIMEOUT, Seat, whereabouts
 from fedsim.errors import FedsimError, WorkerError, one_line
@@ -75,7 +74,7 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
     """Carry out runs in `count` processes, each with one run at a time.
 
     A process that dies fails the run it had in hand, and so does one that gives no sign of life for as long as that
-    run's `timeout` says, where the run has no other process to watch over it. Another takes its place.
+    run's `timeout` says; watching over a crew of its own is one. Another takes its place.
     Raises WorkerError where processes cannot be started at all.
     """
     require_importable_main(INSTEAD)
@@ -161,7 +160,6 @@ class Job:
     def begin(self, planned: PlannedRun, experiment: Experiment, folder: Path) -> None:
         """Send it a run."""
         self.planned, self._timeout = planned, planned.experiment.timeout
-        self._watched = engines.get(experiment.engine).target.one_process  # others are watched by their own crew
         with contextlib.suppress(OSError):  # it is dead, which will be noticed
             self._child.pipe.send((experiment, folder))
 
@@ -190,7 +188,7 @@ class Job:
 
     def _heard(self, kind: str) -> None:
         self.started = True
-        self._limit = self._timeout if kind in ("begun", "round") and self._watched else math.inf
+        self._limit = self._timeout if kind in ("begun", "round") else math.inf
         self._silence = Silence(self._board, 0, self._limit)
 
     def _give_up(self, dead: bool) -> Iterator[tuple[str, Any]]:

@@ -66,9 +66,7 @@ class TensorData(Dataset):
         indices = indices.to(self.inputs.device)
         raw = self.inputs.index_select(0, indices)  # many times faster than self.inputs[indices] on a CPU
         targets = self.targets.index_select(0, indices)
-        images_on_cpu = raw.ndim == 4 and raw.device.type == "cpu"
-        order = torch.channels_last if images_on_cpu else torch.contiguous_format
-        inputs = torch.empty(raw.shape, dtype=self.dtype, device=raw.device, memory_format=order).copy_(raw)
+        inputs = torch.empty(raw.shape, dtype=self.dtype, device=raw.device, memory_format=_order_of(raw)).copy_(raw)
         return self._normalise(inputs), targets
 
     def _normalise(self, inputs: Tensor) -> Tensor:
@@ -89,6 +87,17 @@ class TensorData(Dataset):
     def tensors(self) -> tuple[Tensor, Tensor]:
         """What the data set keeps in memory."""
         return self.inputs, self.targets
+
+
+def in_order(inputs: Tensor) -> Tensor:
+    """Inputs [batch, ...] in the memory order in which `TensorData.gather` gives them; copied where they are not."""
+    room = torch.empty_like(inputs, memory_format=_order_of(inputs))
+    return inputs if inputs.stride() == room.stride() else room.copy_(inputs)
+
+
+def _order_of(inputs: Tensor) -> torch.memory_format:
+    images_on_cpu = inputs.ndim == 4 and inputs.device.type == "cpu"
+    return torch.channels_last if images_on_cpu else torch.contiguous_format
 
 
 def as_tensor_data(data: Any) -> TensorData:

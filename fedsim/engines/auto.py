@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
+from fedsim.devices import default_processes, shares_memory
 from fedsim.engines.batched import stack_width
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Schedule, Task
@@ -19,8 +22,8 @@ from fedsim.errors import ExperimentError
 
 STEPS = 2  # of each row in a measurement
 ROWS_STACKED = 16  # at most, in a measurement
-START_PAYS = 4.0  # seconds of training in this process from which on it is worth while to start others
 LOOKED_AT = 500  # workers at most, whose steps stand for everybody's
+START_SECONDS = 3.0  # about what starting processes takes, which they must save
 HOPELESS = 1.5  # times as long as one row after another: stacks are not tried in several processes then
 GAIN = 0.9  # stacks must take at most so much of the time of whole rows, whose results are the same bits everywhere
 
@@ -46,6 +49,10 @@ class AutoEngine(Engine):
     earlier one in nothing that its speed depends on is done in the same way.
     """
 
+    @classmethod
+    def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:
+        return default_processes(device, cohort, threads) if shares_memory(device) else 1
+
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         self._processes, self._threads, self._timeout = processes, threads, timeout
         self._here = SerialEngine(1, threads, timeout)
@@ -55,12 +62,15 @@ class AutoEngine(Engine):
 
     def begin(self, task: Task, memory: Memory) -> None:
         self.leave()
-        key = repr((task.model, task.schedule, task.solver, task.dtype, task.device, task.width, memory.rows.shape))
+        key = _what_speed_depends_on(task, memory)
         if key not in self._chosen:
             self._chosen[key] = self._choose(task, memory)
         self._way, self._figures = self._chosen[key]
         self._host.begin(task, memory, self._way.trainer)
-        self.memory = memory
+
+    @property
+    def memory(self) -> Memory:  # type: ignore[override]  # it is the host's
+        return self._host.memory
 
     def facts(self) -> dict[str, Any]:
         width = {"width": self._way.width} if self._way.width else {}
@@ -98,7 +108,8 @@ class AutoEngine(Engine):
             stacks_may_pay = measure(stacked(1)) < HOPELESS * one_by_one
         except ExperimentError as refusal:
             figures["batched"], stacks_may_pay = str(refusal), False
-        if self._processes > 1 and (self._crew or min(seconds.values()) * task.rounds > START_PAYS):
+        saved = min(seconds.values()) * task.rounds * (1 - 1 / self._processes)  # at best
+        if self._processes > 1 and (self._crew or saved > START_SECONDS):
             try:
                 measure(Way("spawn", self._processes, RowTrainer))
                 if stacks_may_pay:
@@ -111,13 +122,14 @@ class AutoEngine(Engine):
         """What training takes of a round, by a few steps of as many rows as go together."""
         host = self._host_for(way.processes)
         steps = replace(task.schedule, epochs=None, steps=STEPS)
-        rows = min(len(memory.rows), way.processes * min(way.width or 1, ROWS_STACKED))
+        of_the_server = int(task.rule.takes("root"))  # it trains along, on the row behind those of the workers
+        workers = min(len(memory.rows) - of_the_server, way.processes * min(way.width or 1, ROWS_STACKED))
         host.begin(replace(task, sync="parameters", schedule=steps), memory, way.trainer)
         try:
-            taken = max(host._each("time_training", range(rows)))
+            taken = max(host._each("time_training", range(workers)))
         finally:
             host.leave()
-        return taken / (rows * STEPS) * _steps_of_a_round(task.schedule, memory)
+        return taken / ((workers + of_the_server) * STEPS) * _steps_of_a_round(task.schedule, memory)
 
     def _each(self, method: str, *arguments: object) -> list[Any]:
         return self._host._each(method, *arguments)
@@ -137,6 +149,15 @@ class AutoEngine(Engine):
         finally:
             if self._crew is not None:
                 self._crew.close()
+
+
+def _what_speed_depends_on(task: Task, memory: Memory) -> str:
+    """Of a task; equal for the runs of a comparison that differ in other things only."""
+    inputs, shards = memory.train.inputs, memory.shards
+    held = len(memory.train) if shards.listed else _steps_of_a_round(task.schedule, memory)
+    sizes = held, len(shards), len(memory.root), memory.rows.shape
+    how = task.rounds, task.schedule, task.solver, task.dtype, task.device, task.width, task.augment
+    return repr((task.model, *how, sizes, inputs.shape[1:], inputs.dtype, task.rule.takes("root")))
 
 
 def _steps_of_a_round(schedule: Schedule, memory: Memory) -> float:

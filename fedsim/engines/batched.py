@@ -39,7 +39,10 @@ class BatchedEngine(Engine):
         rehearsal = Rehearsal.of(task, memory)
         self._width = task.width or stack_width(task, memory, rehearsal, self._processes)
         self._host.begin(task, memory, partial(StackTrainer, width=self._width, rehearsal=rehearsal))
-        self.memory = memory
+
+    @property
+    def memory(self) -> Memory:  # type: ignore[override]  # it is the host's
+        return self._host.memory
 
     def facts(self) -> dict[str, Any]:
         return {**self._host.facts(), "width": self._width}

@@ -181,6 +181,8 @@ class Crew:
                 # A process whose answer is still in its pipe is asked once more; dead without an answer it has failed.
                 if index is not None and (index in answers or not self._children[index].pipe.poll()):
                     raise self._death(index)
+            if Seat.watched is not None:
+                Seat.watched.beat(0)  # whoever watches over this process leaves those of the crew to it
             waiting_for = [index for index in pending if index not in answers]
             silent = [silences[index].too_long() for index in waiting_for]  # looks at each of them
             if silent and all(silent):

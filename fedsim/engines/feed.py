@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.data import CustomSubset
+from fedsim.data.tensors import in_order
 from fedsim.engines.job import Memory, Task
 from fedsim.randomness import numpy_generator, torch_generator
 
@@ -76,6 +77,8 @@ class Feed:
                 inputs = view(images=inputs, generator=augmentation)
             for augment in task.augment:
                 inputs = augment(images=inputs, generator=augmentation)
-            return (inputs, targets) if poison is None else poison(inputs, targets, classes, poisoning)
+            if poison is not None:
+                inputs, targets = poison(inputs, targets, classes, poisoning)
+            return in_order(inputs), targets
 
         return alter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -65,12 +66,15 @@ class RowModule:
 
     def changed(self) -> bool:
         """Whether the module differs from its start in anything that no row holds."""
-        for start, now in zip(self._start.modules(), self.module.modules(), strict=True):
-            if not _equal(_attributes(start), _attributes(now)):
-                return True
-            if not _equal(_unsaved_buffers(start), _unsaved_buffers(now)):
-                return True
-        return False
+        return differ(self._start, self.module)
+
+
+def differ(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two modules of one make differ in anything that no row holds: attributes, buffers that are not saved."""
+    return not all(
+        _equal(_attributes(one), _attributes(other)) and _equal(_unsaved_buffers(one), _unsaved_buffers(other))
+        for one, other in zip(a.modules(), b.modules(), strict=True)
+    )
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -85,6 +89,10 @@ def _equal(a: Any, b: Any) -> bool:
     """Whether two values are equal for certain; what cannot be compared is not."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, weakref.ref) and isinstance(b, weakref.ref):  # as nn.LSTM keeps of its parameters
+        return _equal(a(), b())
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     try:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import random
+import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.engines.job import Memory, Task
-from fedsim.engines.module import RowModule
+from fedsim.engines.module import differ
+from fedsim.engines.stack import starting_states
 from fedsim.engines.stacked_module import StackedModule
-from fedsim.engines.stacked_operations import Dropout, Recording
+from fedsim.engines.stacked_operations import OTHER_DROPOUTS, Dropout, Recording
 from fedsim.errors import ExperimentError, one_line
-from fedsim.randomness import random_state_kept
+from fedsim.randomness import global_states, random_state_kept
 from fedsim.rows import Layout, new_rows
 
 SAMPLES = 4
@@ -28,7 +29,7 @@ class Rehearsal:
 
     Attributes:
         dropouts: its calls of dropout, in their order.
-        coupled: whether the samples of a batch see each other, as in BatchNorm.
+        coupled: whether the samples of a batch see each other, as in BatchNorm, or are counted.
         sample_bytes: what one sample's forward pass leaves for the backward pass.
     """
 
@@ -42,65 +43,134 @@ class Rehearsal:
         count = min(SAMPLES, len(memory.train))
         inputs, targets = memory.train.gather(torch.arange(count))
         with random_state_kept(task.device):
-            trained, outputs, dropouts, sample_bytes = _train_once(task, inputs, targets, seed=0)
-            if trained.changed():
-                raise _refusal("its training changes attributes or unsaved buffers, which no row holds")
-            if not torch.equal(outputs, _train_once(task, inputs, targets, seed=1)[1]):
-                raise _refusal("it draws random numbers by other means than torch.nn.functional.dropout")
-            others = torch.cat([inputs[:1], _different(inputs[:1]).expand(count, *inputs.shape[1:])[1:]])
-            elsewhere = _train_once(task, others, targets, seed=0)[1]
-            coupled = not torch.allclose(outputs[0], elsewhere[0], rtol=TOLERANCE[task.dtype], atol=1e-6)
-            _compare_gradients(task, inputs, targets, dropouts)
-        return cls(dropouts, coupled, sample_bytes)
+            together = _try(task, inputs, targets)
+            coupled = _is_coupled(task, together, inputs, targets)
+            _compare_gradients(task, memory, together.dropouts, count)
+            if task.sync == "parameters":
+                _compare_steps(task)
+        return cls(together.dropouts, coupled, together.sample_bytes)
 
 
-def _train_once(
-    task: Task, inputs: Tensor, targets: Tensor, seed: int
-) -> tuple[RowModule, Tensor, tuple[Dropout, ...], int]:
-    """A new module's outputs in training, without dropout; what that has left of it; its dropouts; bytes per sample."""
-    made = RowModule(task.new_module)
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+class Trial(NamedTuple):
+    """A forward pass in training without dropout.
+
+    Its outputs, the buffers after it, its dropouts, and the bytes that a sample leaves for the backward pass.
+    """
+
+    outputs: Tensor
+    buffers: Tensor
+    dropouts: tuple[Dropout, ...]
+    sample_bytes: int
+
+
+def _try(task: Task, inputs: Tensor, targets: Tensor) -> Trial:
+    module = task.new_module().train()
+    try:
+        start = copy.deepcopy(module)
+    except Exception as error:
+        raise _refusal(f"a module of it cannot be copied: {one_line(error)}") from error
+    generators = global_states(task.device)
     kept: dict[int, int] = {}
 
     def weigh(tensor: Tensor) -> Tensor:
         kept[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
-    parameters = sum(parameter.nbytes for parameter in made.module.parameters())
     with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
-        outputs = made.module.train()(inputs)
+        outputs = module(inputs)
         F.cross_entropy(outputs, targets)
+    if differ(start, module):
+        raise _refusal("its training changes attributes or unsaved buffers, which no row holds")
+    if global_states(task.device) != generators:
+        raise _refusal("it draws random numbers by other means than torch.nn.functional.dropout")
+    if any(samples != len(inputs) for samples in recording.samples):
+        raise _refusal("it has dropout of something else than [batch, ...]")
+    parameters = sum(parameter.nbytes for parameter in module.parameters())
     activations = max(0, sum(kept.values()) - parameters)
-    return made, outputs.detach(), tuple(recording.dropouts), activations // len(inputs)
+    buffers = Layout.of(module).read_buffers(module)
+    return Trial(outputs.detach(), buffers, tuple(recording.dropouts), activations // len(inputs))
 
 
-def _compare_gradients(task: Task, inputs: Tensor, targets: Tensor, dropouts: tuple[Dropout, ...]) -> None:
+def _is_coupled(task: Task, together: Trial, inputs: Tensor, targets: Tensor) -> bool:
+    """Whether what comes of the first sample, or the buffers, depend on the others, or on how many there are."""
+    others = _different(inputs[:1]).expand_as(inputs)[1:]
+    elsewhere = _try(task, torch.cat([inputs[:1], others]), targets)
+    try:
+        alone = _try(task, inputs[:1], targets[:1])
+    except ExperimentError:
+        raise
+    except Exception:  # BatchNorm wants more than one
+        return True
+    if [d.of_a_sample for d in alone.dropouts] != [d.of_a_sample for d in together.dropouts]:
+        raise OTHER_DROPOUTS
+    seen = [(trial.outputs[0], trial.buffers) for trial in (together, elsewhere, alone)]
+    return not all(_agree(a, b, task.dtype) for other in seen[1:] for a, b in zip(other, seen[0], strict=True))
+
+
+def _compare_gradients(task: Task, memory: Memory, dropouts: tuple[Dropout, ...], count: int) -> None:
     """Two rows at once, which differ, against one after the other."""
-    module, count = task.new_module(), len(inputs)
+    module = task.new_module()
     layout = Layout.of(module)
     rows = new_rows(2, layout.d, task.dtype, task.device)
     rows.copy_(layout.read(module))
     rows[1].mul_(1.125).add_(0.01)
     buffers = torch.zeros(2, layout.n_buffer_values, dtype=torch.double, device=task.device)
     buffers.copy_(layout.read_buffers(module))
-    batches = torch.stack([inputs, inputs.flip(0)]), torch.stack([targets, targets.flip(0)])
+    own = dict(module.named_buffers())
+    for entry in layout.buffers:
+        if own[entry.name].is_floating_point():
+            buffers[1, entry.span].mul_(1.125).add_(0.01)
+    positions = torch.arange(count)
+    gathered = memory.train.gather(torch.cat([positions, positions.flip(0)]))  # as batches are for training
+    inputs, targets = (tensor.unflatten(0, (2, count)) for tensor in gathered)
     weights = torch.full((2, count), 1 / count, dtype=task.dtype, device=task.device)
-    stacked = StackedModule(task.new_module)
+    stacked, found_buffers = StackedModule(task.new_module), buffers.clone()
     try:
         kept = [weights.new_ones(2, count, *dropout.shape) for dropout in dropouts]
-        _, found = stacked.gradients(stacked.views(rows), stacked.unpack_buffers(buffers), *batches, weights, kept)
+        unpacked = stacked.unpack_buffers(buffers)
+        _, found = stacked.gradients(stacked.views(rows), unpacked, inputs, targets, weights, kept)
+        stacked.pack_buffers(unpacked, found_buffers)
+    except ExperimentError:
+        raise
     except Exception as error:
-        raise _refusal(f"torch.func.vmap cannot run it: {one_line(error)}") from error
+        raise _refusal(f"torch.func.vmap cannot run it: {one_line(error).split('. ')[0]}") from error
     for k in range(2):
         layout.write(rows[k], module)
         layout.write_buffers(buffers[k], module)
-        expected = _plain_gradients(module.train(), batches[0][k], batches[1][k])
+        expected = _plain_gradients(module.train(), inputs[k], targets[k])
         for entry, gradient, reference in zip(layout.parameters, found, expected, strict=True):
-            off = (gradient[k] - reference).abs().max() if reference.numel() else torch.zeros(())
-            if not off <= TOLERANCE[task.dtype] * max(1.0, float(reference.abs().max())):
+            if not _agree(gradient[k], reference, task.dtype):
                 raise _refusal(f"the gradient of {entry.name} comes out otherwise when rows are stacked")
+        read = layout.read_buffers(module, out=buffers[k])
+        for entry in layout.buffers:
+            if not _agree(found_buffers[k, entry.span], read[entry.span], task.dtype):
+                raise _refusal(f"the buffer {entry.name} comes out otherwise when rows are stacked")
+
+
+def _compare_steps(task: Task) -> None:
+    """Two steps of the local solver on each parameter of two rows, against the same steps on the whole rows."""
+    solver, module = task.solver, StackedModule(task.new_module)
+    d = module.layout.d
+    gradients = torch.linspace(-1, 1, 2 * d, dtype=task.dtype, device=task.device).view(2, d)
+    whole, rows = gradients.cos(), gradients.cos()
+    try:
+        state, states = solver.start(whole), starting_states(solver, rows, module)
+        for _ in range(2):
+            solver.step(whole, gradients.clone(), state)
+            parts = zip(module.views(rows), module.views(gradients.clone()), states, strict=True)
+            for parameter, gradient, its_state in parts:
+                solver.step(parameter, gradient, its_state)
+    except Exception as error:
+        raise _refusal(f"local.solver cannot step them: {one_line(error)}") from error
+    if not _agree(rows, whole, task.dtype):
+        raise _refusal("local.solver is not element-wise: a part of a row does not move as it does in the whole")
+
+
+def _agree(found: Tensor, reference: Tensor, dtype: torch.dtype) -> bool:
+    """Up to rounding, in terms of the largest value."""
+    if not reference.numel():
+        return True
+    return bool((found - reference).abs().max() <= TOLERANCE[dtype] * max(1.0, float(reference.abs().max())))
 
 
 def _plain_gradients(module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:

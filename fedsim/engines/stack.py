@@ -14,8 +14,9 @@ from torch import Tensor
 from fedsim.devices import wide_dtype
 from fedsim.engines.feed import Feed
 from fedsim.engines.job import Task
+from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.trainer import Member
-from fedsim.local import State
+from fedsim.local import Solver, State
 from fedsim.randomness import Stream
 
 STEPS_AT_A_TIME = 256  # for so many steps the positions of samples go to the device at once
@@ -121,6 +122,12 @@ class Stack:
             )
 
 
+def starting_states(solver: Solver, rows: Tensor, module: StackedModule) -> list[State]:
+    """What a solver keeps of rows [k, d] at their start, as stacks [k, ...] for each parameter."""
+    views = {name: module.views(tensor) for name, tensor in solver.start(rows).items()}
+    return [{name: of_all[place] for name, of_all in views.items()} for place in range(len(module.layout.parameters))]
+
+
 @dataclass
 class Holdings:
     """What the members of a stack hold, [k, ...] each: parameters, the solver's state for each of them, buffers."""
@@ -143,10 +150,13 @@ class Holdings:
         places = lot.places
         for ours, new in zip(self.buffers, theirs.buffers, strict=True):
             ours[places] = new
-        if isinstance(places, slice):
-            return
-        for ours, new in zip(self.parameters, theirs.parameters, strict=True):
-            ours[places] = new
-        for state, new_state in zip(self.states, theirs.states, strict=True):
+        for parameter, new, state, new_state in zip(
+            self.parameters, theirs.parameters, self.states, theirs.states, strict=True
+        ):
+            if isinstance(places, list):
+                parameter[places] = new
             for name, tensor in new_state.items():
-                state[name][places] = tensor
+                if name not in state:  # a solver that had nothing to keep before its first step
+                    state[name] = torch.zeros_like(parameter)
+                if isinstance(places, list) or tensor.data_ptr() != state[name][places].data_ptr():
+                    state[name][places] = tensor

@@ -13,10 +13,9 @@ from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Feed
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.rehearsal import Rehearsal
-from fedsim.engines.stack import Holdings, Lot, Stack
+from fedsim.engines.stack import Holdings, Lot, Stack, starting_states
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.trainer import Member
-from fedsim.local import State
 from fedsim.randomness import Stream
 from fedsim.rows import new_rows
 
@@ -71,7 +70,7 @@ class StackTrainer:
                     losses, gradients = self._gradients(stack, lot, parameters, theirs.buffers, streams)
                     holdings.take_back(lot, theirs)
                     slots = stack.slots[lot.places]
-                    memory.rows[slots] = torch.cat([gradient.flatten(1) for gradient in gradients], 1)
+                    memory.rows[slots] = torch.cat([gradient.unsqueeze(-1).flatten(1) for gradient in gradients], 1)
                     if self._task.rule.takes("losses"):
                         memory.losses[slots] = losses.double().cpu()
 
@@ -95,11 +94,7 @@ class StackTrainer:
         rows = self._rows(len(stack))
         rows.copy_(memory.rows[stack.slots])
         parameters = self._module.views(rows)
-        states: list[State] = [{} for _ in parameters]
-        for name, tensor in solver.start(rows).items():
-            for state, view in zip(states, self._module.views(tensor), strict=True):
-                state[name] = view
-        holdings = Holdings(parameters, states, self._buffers(stack))
+        holdings = Holdings(parameters, starting_states(solver, rows, self._module), self._buffers(stack))
         streams = self._streams(stack)
         for whole in stack.lots():
             for lot in self._lots_of(whole):
@@ -122,15 +117,15 @@ class StackTrainer:
             if alter := stack.alterations[member]:
                 size = int(lot.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size])
-        factors = self._factors(lot, streams, inputs)
+        factors = self._factors(lot, streams)
         losses, gradients = self._module.gradients(parameters, buffers, inputs, targets, lot.weights, factors)
         stack.count(lot, losses)
         return losses, gradients
 
-    def _factors(self, lot: Lot, streams: Sequence[Stream], inputs: Tensor) -> list[Tensor]:
+    def _factors(self, lot: Lot, streams: Sequence[Stream]) -> list[Tensor]:
         """What each dropout multiplies by, [m, batch, ...]: each member's drawn as if it trained alone."""
         dropouts = self._rehearsal.dropouts
-        factors = [inputs.new_zeros(*lot.positions.shape, *dropout.shape) for dropout in dropouts]
+        factors = [lot.weights.new_zeros(*lot.positions.shape, *dropout.shape) for dropout in dropouts]
         for place, member in enumerate(lot.members if dropouts else ()):
             size = int(lot.sizes[place])
             with streams[member]:

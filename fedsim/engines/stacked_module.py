@@ -84,8 +84,9 @@ class StackedModule:
         for places, tensor in zip(self._buffers, buffers, strict=True):
             for module, name in places:
                 module._buffers[name] = tensor
-        with Substitutes(factors):
+        with Substitutes(factors) as substitutes:
             outputs = self._module(inputs)
+        substitutes.require_all_used()
         return outputs, [places[0][0]._buffers[places[0][1]] for places in self._buffers]
 
 

@@ -6,6 +6,7 @@ in place of some of them; they are used within vmap alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fedsim.errors import ExperimentError
+
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
 DROPOUTS = (F.dropout, *FEATURE_DROPOUTS)
+OTHER_DROPOUTS = ExperimentError(
+    'engine = "batched": the rows of this model cannot be stacked: which dropouts it calls is not always the same; '
+    "use engine=spawn"
+)
 
 
 @dataclass(frozen=True)
@@ -27,41 +34,48 @@ class Dropout:
         function: which of `DROPOUTS`.
         p: probability of an element (or a channel) to be zeroed.
         shape: of what it draws for one sample.
-        order: in which memory order that is drawn.
+        order: the dimensions of what it draws, samples included, in the order in which they lie in memory.
     """
 
     function: Callable[..., Tensor]
     p: float
     shape: tuple[int, ...]
-    order: torch.memory_format
+    order: tuple[int, ...]
 
     @classmethod
     def of(cls, function: Callable[..., Tensor], inputs: Tensor, p: float) -> Dropout:
-        shape, order = tuple(inputs.shape[1:]), torch.contiguous_format
         if function in FEATURE_DROPOUTS:
-            shape = (shape[0], *[1] * len(shape[1:]))
-        elif inputs.ndim == 4 and not inputs.is_contiguous():
-            order = torch.channels_last
-        return cls(function, p, shape, order)
+            return cls(function, p, (*inputs.shape[1:2], *[1] * (inputs.ndim - 2)), tuple(range(inputs.ndim)))
+        strides = torch.empty_like(inputs).stride()  # as PyTorch makes room for what it draws
+        longer = [stride if size > 1 else math.inf for stride, size in zip(strides, inputs.shape, strict=True)]
+        return cls(function, p, tuple(inputs.shape[1:]), tuple(sorted(range(inputs.ndim), key=lambda k: -longer[k])))
+
+    @property
+    def of_a_sample(self) -> tuple[Callable[..., Tensor], float, tuple[int, ...]]:
+        """What does not depend on how many samples there are."""
+        return self.function, self.p, self.shape
 
     def draw(self, samples: int, like: Tensor) -> Tensor:
         """The factors of a batch [samples, ...], 0 or 1 / (1 - p), as PyTorch draws them from its global generator."""
-        ones = torch.ones(samples, *self.shape, dtype=like.dtype, device=like.device)
-        return self.function(ones.contiguous(memory_format=self.order), self.p, True)
+        shape = (samples, *self.shape)
+        ones = torch.empty_permuted(shape, self.order, dtype=like.dtype, device=like.device).fill_(1)
+        return self.function(ones, self.p, True)
 
 
 class Recording(TorchFunctionMode):
-    """Leaves dropout out of a forward pass, and notes where it would have been."""
+    """Leaves dropout out of a forward pass, and notes where it would have been, and of how many samples."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dropouts: list[Dropout] = []
+        self.samples: list[int] = []
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function in DROPOUTS:
             inputs, p, training, _ = _dropout_arguments(*args, **kwargs or {})
             if training and p:
                 self.dropouts.append(Dropout.of(function, inputs, p))
+                self.samples.append(len(inputs))
             return inputs
         return function(*args, **kwargs or {})
 
@@ -83,11 +97,18 @@ class Substitutes(TorchFunctionMode):
             inputs, p, training, inplace = _dropout_arguments(*args, **kwargs)
             if not (training and p):
                 return inputs
-            factors = next(self._factors)
+            factors = next(self._factors, None)
+            if factors is None or factors.shape[:1] != inputs.shape[:1]:
+                raise OTHER_DROPOUTS
             return inputs.mul_(factors) if inplace else inputs * factors
-        if function is F.linear:
-            return _linear(*args, **kwargs)
+        if function in SUBSTITUTES:
+            return SUBSTITUTES[function](*args, **kwargs)
         return function(*args, **kwargs)
+
+    def require_all_used(self) -> None:
+        """Raise ExperimentError where factors are left when the forward pass has ended."""
+        if next(self._factors, None) is not None:
+            raise OTHER_DROPOUTS
 
 
 def _dropout_arguments(
@@ -98,6 +119,32 @@ def _dropout_arguments(
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _VmappedLinear.apply(input, weight, bias) if input.ndim > 1 else F.linear(input, weight, bias)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Without gradient at `padding_idx`, which PyTorch's batching rule forgets."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise NotImplementedError("embedding with max_norm, scale_grad_by_freq or sparse")
+    found = F.embedding(input, weight)
+    if padding_idx is None:
+        return found
+    return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), found.detach(), found)
+
+
+def _group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """PyTorch's batching rule fails where the input is in channels_last order."""
+    return F.group_norm(input.contiguous(), *args, **kwargs)
+
+
+SUBSTITUTES = {F.linear: _linear, F.embedding: _embedding, F.group_norm: _group_norm}
 
 
 class _VmappedLinear(torch.autograd.Function):

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.aggregation.columns import bad_rows, products_with, sorted_columns, squared_distances_to, wide_blocks
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def normal(n, d, dtype=torch.double):
+    return torch.randn(n, d, dtype=torch.double, generator=torch.Generator().manual_seed(n + d)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [0, 1, 255, 256, 257, 700, 50_000])
+def test_wide_blocks_are_copies_that_cover_every_column_once(d, dtype):
+    updates = normal(3, d, dtype)
+    before, blocks = updates.clone(), []
+    for block, rows in wide_blocks(updates):
+        assert torch.equal(rows, before[:, block].double())
+        rows.fill_(7.0)
+        blocks.append(block)
+    assert torch.equal(updates, before)
+    assert [column for block in blocks for column in range(d)[block]] == list(range(d))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [1, 257, 50_000])
+def test_distances_and_products_are_sums_in_double_precision(d, dtype):
+    updates, point = normal(5, d, dtype), normal(1, d, dtype)[0]
+    before = updates.clone()
+    wide, centre = updates.double(), point.double()
+    for found, expected in (
+        (squared_distances_to(updates, None), [sum((row * row).tolist()) for row in wide]),
+        (squared_distances_to(updates, point), [sum(((row - centre) ** 2).tolist()) for row in wide]),
+        (products_with(updates, point), [sum((row * centre).tolist()) for row in wide]),
+    ):
+        expected = torch.tensor(expected, dtype=torch.double)
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12 * d)
+    assert torch.equal(updates, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5), (7, 1), (20, 3_000), (100, 40_000)], ids=str)
+def test_the_mean_is_as_exact_as_its_dtype(shape, dtype):
+    updates = normal(*shape, dtype)
+    expected = updates.double().mean(0)
+    away = (fedsim.aggregate(updates).double() - expected).abs().max()
+    assert away <= 2 * torch.finfo(dtype).eps * updates.double().abs().max()
+
+
+def test_the_mean_of_whole_numbers_is_exact():
+    updates = torch.arange(49 * 6).reshape(49, 6).float()
+    assert torch.equal(fedsim.aggregate(updates), updates[24])
+
+
+def test_the_mean_of_half_precision_does_not_overflow():
+    updates = torch.full((20, 3), 60_000.0, dtype=torch.float16)
+    assert torch.equal(fedsim.aggregate(updates), updates[0])
+
+
+def test_rows_are_bad_if_they_hold_what_is_not_finite_and_not_if_their_sum_overflows():
+    updates = torch.ones(6, 4)
+    assert bad_rows(updates) == []
+    updates[1] = 3e38
+    updates[2, 0], updates[3, 3], updates[5, 1] = float("nan"), float("inf"), -float("inf")
+    assert bad_rows(updates) == [2, 3, 5]
+    assert bad_rows(updates[[0, 1, 4]]) == []
+    assert bad_rows(torch.tensor([[3e38], [-3e38], [3e38], [3e38]])) == []
+
+
+def test_infinities_of_opposite_sign_do_not_hide_each_other():
+    updates = torch.tensor([[float("inf"), 1.0], [-float("inf"), 1.0], [0.0, 1.0]])
+    assert bad_rows(updates) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sorted_columns_are_new_and_ascending(dtype):
+    block = normal(9, 4, dtype)
+    before = block.clone()
+    assert torch.equal(sorted_columns(block), before.t().sort(dim=1).values)
+    assert torch.equal(block, before)
