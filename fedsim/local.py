@@ -8,7 +8,7 @@ a slice of columns take the same code.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
@@ -24,6 +24,25 @@ NonNegative = Annotated[float, Field(ge=0)]
 State = dict[str, Tensor]
 
 
+class Product(NamedTuple):
+    """Gradients of a stack of weights that have not been computed: left^T right, [k, o, i].
+
+    Attributes:
+        left: [k, m, o], of the loss by the outputs of the layer that the weights belong to.
+        right: [k, m, i], inputs of that layer.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def computed(self) -> Tensor:
+        return torch.bmm(self.left.mT, self.right)
+
+    def add_to(self, weights: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
+        """weights = beta weights + alpha left^T right, in one pass over the weights [k, o, i]."""
+        weights.baddbmm_(self.left.mT, self.right, beta=beta, alpha=alpha)
+
+
 class Solver(Protocol):
     """What the engines ask of a local solver."""
 
@@ -32,6 +51,19 @@ class Solver(Protocol):
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         """Move `rows` one step, in place; may also change `gradients` and `state`."""
+
+    # A solver may also have `step_of_product(rows, product, state)`: the same step for weights [k, o, i], without ever
+    # computing their gradients, which would be written to memory and read again.
+
+
+def step_along(solver: Solver, rows: Tensor, gradients: Tensor | Product, state: State) -> None:
+    """A solver's step along gradients that may not have been computed."""
+    if isinstance(gradients, Tensor):
+        solver.step(rows, gradients, state)
+    elif hasattr(solver, "step_of_product"):
+        solver.step_of_product(rows, gradients, state)
+    else:
+        solver.step(rows, gradients.computed(), state)
 
 
 @solver("sgd")
@@ -65,6 +97,18 @@ class SGD:
             velocity = state["momentum"].mul_(self.momentum).add_(gradients)
             direction = gradients.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
         rows.add_(direction, alpha=-self.lr)
+
+    def step_of_product(self, rows: Tensor, product: Product, state: State) -> None:
+        if self.nesterov:  # goes along the gradient twice
+            self.step(rows, product.computed(), state)
+        elif self.momentum:
+            velocity = state["momentum"]
+            product.add_to(velocity, beta=self.momentum)
+            if self.weight_decay:
+                velocity.add_(rows, alpha=self.weight_decay)
+            rows.add_(velocity, alpha=-self.lr)
+        else:
+            product.add_to(rows, beta=1 - self.lr * self.weight_decay, alpha=-self.lr)
 
 
 class RowOptimizer:

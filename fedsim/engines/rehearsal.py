@@ -16,6 +16,7 @@ from fedsim.engines.stack import starting_states
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.stacked_operations import OTHER_DROPOUTS, Dropout, Recording
 from fedsim.errors import ExperimentError, one_line
+from fedsim.local import Product, step_along
 from fedsim.randomness import global_states, random_state_kept
 from fedsim.rows import Layout, new_rows
 
@@ -30,11 +31,13 @@ class Rehearsal:
     Attributes:
         dropouts: its calls of dropout, in their order.
         coupled: whether the samples of a batch see each other, as in BatchNorm, or are counted.
+        merged: whether the batches of several rows can be run as one, [rows * batch, ...]; else `torch.func.vmap` does.
         sample_bytes: what one sample's forward pass leaves for the backward pass.
     """
 
     dropouts: tuple[Dropout, ...]
     coupled: bool
+    merged: bool
     sample_bytes: int
 
     @classmethod
@@ -45,10 +48,12 @@ class Rehearsal:
         with random_state_kept(task.device):
             together = _try(task, inputs, targets)
             coupled = _is_coupled(task, together, inputs, targets)
-            _compare_gradients(task, memory, together.dropouts, count)
+            merged = not coupled and _can_be_merged(task, memory, together.dropouts, count)
+            if not merged:
+                _compare_gradients(task, memory, together.dropouts, count)
             if task.sync == "parameters":
                 _compare_steps(task)
-        return cls(together.dropouts, coupled, together.sample_bytes)
+        return cls(together.dropouts, coupled, merged, together.sample_bytes)
 
 
 class Trial(NamedTuple):
@@ -107,7 +112,17 @@ def _is_coupled(task: Task, together: Trial, inputs: Tensor, targets: Tensor) ->
     return not all(_agree(a, b, task.dtype) for other in seen[1:] for a, b in zip(other, seen[0], strict=True))
 
 
-def _compare_gradients(task: Task, memory: Memory, dropouts: tuple[Dropout, ...], count: int) -> None:
+def _can_be_merged(task: Task, memory: Memory, dropouts: tuple[Dropout, ...], count: int) -> bool:
+    try:
+        _compare_gradients(task, memory, dropouts, count, merged=True)
+    except Exception:  # whatever a model does to a batch that is not what it seems
+        return False
+    return True
+
+
+def _compare_gradients(
+    task: Task, memory: Memory, dropouts: tuple[Dropout, ...], count: int, *, merged: bool = False
+) -> None:
     """Two rows at once, which differ, against one after the other."""
     module = task.new_module()
     layout = Layout.of(module)
@@ -124,7 +139,7 @@ def _compare_gradients(task: Task, memory: Memory, dropouts: tuple[Dropout, ...]
     gathered = memory.train.gather(torch.cat([positions, positions.flip(0)]))  # as batches are for training
     inputs, targets = (tensor.unflatten(0, (2, count)) for tensor in gathered)
     weights = torch.full((2, count), 1 / count, dtype=task.dtype, device=task.device)
-    stacked, found_buffers = StackedModule(task.new_module), buffers.clone()
+    stacked, found_buffers = StackedModule(task.new_module, merged=merged), buffers.clone()
     try:
         kept = [weights.new_ones(2, count, *dropout.shape) for dropout in dropouts]
         unpacked = stacked.unpack_buffers(buffers)
@@ -159,11 +174,20 @@ def _compare_steps(task: Task) -> None:
             solver.step(whole, gradients.clone(), state)
             parts = zip(module.views(rows), module.views(gradients.clone()), states, strict=True)
             for parameter, gradient, its_state in parts:
-                solver.step(parameter, gradient, its_state)
+                step_along(solver, parameter, _as_product(gradient), its_state)
     except Exception as error:
         raise _refusal(f"local.solver cannot step them: {one_line(error)}") from error
     if not _agree(rows, whole, task.dtype):
         raise _refusal("local.solver is not element-wise: a part of a row does not move as it does in the whole")
+
+
+def _as_product(gradient: Tensor) -> Tensor | Product:
+    """The same as a product, where it could be one."""
+    if gradient.ndim != 3:
+        return gradient
+    return Product(
+        torch.eye(gradient.shape[1], dtype=gradient.dtype, device=gradient.device).expand(2, -1, -1), gradient
+    )
 
 
 def _agree(found: Tensor, reference: Tensor, dtype: torch.dtype) -> bool:

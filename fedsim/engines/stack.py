@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -64,12 +64,18 @@ class Lot(NamedTuple):
 
 
 class Stack:
-    """Members that are trained together, those with most steps first, and their losses in a round."""
+    """Members that are trained together, those with most steps first, and their losses in a round.
+
+    Attributes:
+        slots: the places of their rows, int64 [k].
+        evenly: the same as a slice, which selects a view, where the slots ascend in steps of one size; else None.
+    """
 
     def __init__(self, members: Sequence[Member], round: int, task: Task, feed: Feed) -> None:
         self.members = sorted(members, key=lambda member: -feed.steps(member.worker))
         self.round, self._task, self._feed = round, task, feed
         self.slots = torch.tensor([member.slot for member in self.members])
+        self.evenly = _evenly_spaced([member.slot for member in self.members])
         self.alterations = [feed.alteration(member.worker, round) for member in self.members]
         self._loss_sum = torch.zeros(len(members), dtype=wide_dtype(task.device), device=task.device)
         self._samples = np.zeros(len(members), dtype=np.int64)
@@ -120,6 +126,12 @@ class Stack:
                 on_device[step, :active],
                 weights[step, :active],
             )
+
+
+def _evenly_spaced(numbers: list[int]) -> slice | None:
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    even = step > 0 and all(b - a == step for a, b in pairwise(numbers))
+    return slice(numbers[0], numbers[-1] + 1, step) if even else None
 
 
 def starting_states(solver: Solver, rows: Tensor, module: StackedModule) -> list[State]:

@@ -16,6 +16,7 @@ from fedsim.engines.rehearsal import Rehearsal
 from fedsim.engines.stack import Holdings, Lot, Stack, starting_states
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.trainer import Member
+from fedsim.local import Product, step_along
 from fedsim.randomness import Stream
 from fedsim.rows import new_rows
 
@@ -39,7 +40,7 @@ class StackTrainer:
     def __init__(self, seat: Seat, task: Task, memory: Memory, feed: Feed, *, width: int, rehearsal: Rehearsal) -> None:
         self._seat, self._task, self._memory, self._feed = seat, task, memory, feed
         self._width, self._rehearsal = width, rehearsal
-        self._module = StackedModule(task.new_module)
+        self._module = StackedModule(task.new_module, merged=rehearsal.merged)
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._meetings: list[Meeting] = []
 
@@ -91,24 +92,32 @@ class StackTrainer:
 
     def _train(self, stack: Stack) -> None:
         memory, solver = self._memory, self._task.solver
-        rows = self._rows(len(stack))
-        rows.copy_(memory.rows[stack.slots])
+        rows = memory.rows[stack.evenly] if stack.evenly else self._copies(stack)
         parameters = self._module.views(rows)
         holdings = Holdings(parameters, starting_states(solver, rows, self._module), self._buffers(stack))
         streams = self._streams(stack)
         for whole in stack.lots():
             for lot in self._lots_of(whole):
                 theirs = holdings.of(lot)
-                _, gradients = self._gradients(stack, lot, theirs.parameters, theirs.buffers, streams)
-                for parameter, gradient, state in zip(theirs.parameters, gradients, theirs.states, strict=True):
-                    solver.step(parameter, gradient, state)
+                held = theirs.parameters, theirs.buffers
+                _, found = self._gradients(stack, lot, *held, streams, leave_products=True)
+                for parameter, gradient, state in zip(theirs.parameters, found, theirs.states, strict=True):
+                    step_along(solver, parameter, gradient, state)
                 holdings.take_back(lot, theirs)
-        memory.rows[stack.slots] = rows
+        if not stack.evenly:
+            memory.rows[stack.slots] = rows
         self._give_buffers(stack, holdings)
 
     def _gradients(
-        self, stack: Stack, lot: Lot, parameters: list[Tensor], buffers: list[Tensor], streams: Sequence[Stream]
-    ) -> tuple[Tensor, list[Tensor]]:
+        self,
+        stack: Stack,
+        lot: Lot,
+        parameters: list[Tensor],
+        buffers: list[Tensor],
+        streams: Sequence[Stream],
+        *,
+        leave_products: bool = False,
+    ) -> tuple[Tensor, list[Tensor | Product]]:
         """The losses [m] and gradients of a lot's members, at these parameters; their buffers are replaced."""
         self._seat.beat()
         inputs, targets = self._memory.train.gather(lot.positions.flatten())
@@ -118,7 +127,8 @@ class StackTrainer:
                 size = int(lot.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size])
         factors = self._factors(lot, streams)
-        losses, gradients = self._module.gradients(parameters, buffers, inputs, targets, lot.weights, factors)
+        given = parameters, buffers, inputs, targets, lot.weights, factors
+        losses, gradients = self._module.gradients(*given, leave_products=leave_products)
         stack.count(lot, losses)
         return losses, gradients
 
@@ -139,10 +149,11 @@ class StackTrainer:
     def _lots_of(self, lot: Lot) -> list[Lot]:
         return lot.by_size() if self._rehearsal.coupled else [lot]
 
-    def _rows(self, count: int) -> Tensor:
-        if len(self._room) < count:
-            self._room = new_rows(count, self._module.layout.d, self._task.dtype, self._task.device)
-        return self._room[:count]
+    def _copies(self, stack: Stack) -> Tensor:
+        """The rows of members whose rows do not lie so that a stack of them would be a view."""
+        if len(self._room) < len(stack):
+            self._room = new_rows(len(stack), self._module.layout.d, self._task.dtype, self._task.device)
+        return self._room[: len(stack)].copy_(self._memory.rows[stack.slots])
 
     def _buffers(self, stack: Stack) -> list[Tensor]:
         return self._module.unpack_buffers(self._memory.buffers[stack.slots])

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedsim.errors import ExperimentError
+from fedsim.local import Product
 
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
 DROPOUTS = (F.dropout, *FEATURE_DROPOUTS)
@@ -80,8 +81,8 @@ class Recording(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
-class Substitutes(TorchFunctionMode):
-    """In a forward pass under vmap: what is quicker for a stack, and dropout by factors that were drawn before.
+class PreparedDropout(TorchFunctionMode):
+    """In a forward pass of a stack: dropout by factors that were drawn before. What else is other: see `other`.
 
     Args:
         factors: for each call of a dropout in turn, as `Dropout.draw` gives them.
@@ -93,22 +94,31 @@ class Substitutes(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if function in DROPOUTS:
-            inputs, p, training, inplace = _dropout_arguments(*args, **kwargs)
-            if not (training and p):
-                return inputs
-            factors = next(self._factors, None)
-            if factors is None or factors.shape[:1] != inputs.shape[:1]:
-                raise OTHER_DROPOUTS
-            return inputs.mul_(factors) if inplace else inputs * factors
-        if function in SUBSTITUTES:
-            return SUBSTITUTES[function](*args, **kwargs)
+        if function not in DROPOUTS:
+            return self.other(function, args, kwargs)
+        inputs, p, training, inplace = _dropout_arguments(*args, **kwargs)
+        if not (training and p):
+            return inputs
+        factors = next(self._factors, None)
+        if factors is None or factors.shape[:1] != inputs.shape[:1]:
+            raise OTHER_DROPOUTS
+        return inputs.mul_(factors) if inplace else inputs * factors
+
+    def other(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call of any function but dropout."""
         return function(*args, **kwargs)
 
     def require_all_used(self) -> None:
         """Raise ExperimentError where factors are left when the forward pass has ended."""
         if next(self._factors, None) is not None:
             raise OTHER_DROPOUTS
+
+
+class Substitutes(PreparedDropout):
+    """In a forward pass under vmap: what is quicker for a stack, or right where PyTorch's batching rule is not."""
+
+    def other(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        return SUBSTITUTES.get(function, function)(*args, **kwargs)
 
 
 def _dropout_arguments(
@@ -148,7 +158,7 @@ SUBSTITUTES = {F.linear: _linear, F.embedding: _embedding, F.group_norm: _group_
 
 
 class _VmappedLinear(torch.autograd.Function):
-    """F.linear whose batching rule is `_StackedLinear`."""
+    """F.linear whose batching rule is `StackedLinear`."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -170,29 +180,37 @@ class _VmappedLinear(torch.autograd.Function):
         input, weight = stacked(input, input_dim), stacked(weight, weight_dim)
         flat = input.flatten(1, -2)
         bias = None if bias is None else stacked(bias, bias_dim)
-        return _StackedLinear.apply(flat, weight, bias).unflatten(1, input.shape[1:-1]), 0
+        return StackedLinear.apply(flat, weight, bias, None).unflatten(1, input.shape[1:-1]), 0
 
 
-class _StackedLinear(torch.autograd.Function):
+class StackedLinear(torch.autograd.Function):
     """x [k, b, i], weight [k, o, i], bias [k, o] -> [k, b, o].
+
+    The weight's gradient is left in `products` where there is such a list, and not computed.
 
     PyTorch's own derivative of the batched product gives the transposed weight's gradient, [k, i, o], which a CPU is
     several times slower at, and at adding it to weights that lie the other way.
     """
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: list[Product] | None) -> Tensor:
         context.save_for_backward(x, weight)
+        context.products = products
         if bias is None:
             return torch.bmm(x, weight.mT)
         return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = context.saved_tensors
-        for_x, for_weight, for_bias = context.needs_input_grad
+        for_x, for_weight, for_bias, _ = context.needs_input_grad
+        for_weight = Product(gradient, x.detach()) if for_weight else None
+        if for_weight is not None and context.products is not None:
+            context.products.append(for_weight)
+            for_weight = None
         return (
             torch.bmm(gradient, weight) if for_x else None,
-            torch.bmm(gradient.mT, x) if for_weight else None,
+            None if for_weight is None else for_weight.computed(),
             gradient.sum(1) if for_bias else None,
+            None,
         )
