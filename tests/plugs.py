@@ -68,6 +68,12 @@ def uneven(labels, n_workers, rng):
     return np.split(rng.permutation(len(labels)), cuts)
 
 
+def ending_in_one(labels, n_workers, rng):
+    """All but the last worker have shards of like size; the last has one sample."""
+    order = rng.permutation(len(labels))
+    return [*np.array_split(order[1:], n_workers - 1), order[:1]]
+
+
 def same_last(labels, n_workers, rng, *, first: int):
     """Three shards: the last is always the same, the others depend on `first`."""
     return np.split(np.arange(len(labels)), [first, 150])
