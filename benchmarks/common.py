@@ -1,40 +1,82 @@
-"""What the benchmarks share: the machine's name, and the one JSON line each of them prints."""
+"""What the benchmarks share: the command a user types, the machine's name, and the one JSON line of each benchmark."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout's fedsim, installed or not
 
-from fedsim.devices import usable_cores
-from fedsim.records import describe_environment
+from fedsim.devices import describe_device, usable_cores
+from fedsim.records import ENVIRONMENT, METRICS, MODEL, describe_environment
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+CPU = torch.device("cpu")
+
+
+class CommandRun(NamedTuple):
+    """A run of fedsim as a whole process, and what it has put on record."""
+
+    seconds: float  # from start to end, seen from outside
+    history: list[dict[str, Any]]  # one record per round
+    environment: dict[str, Any]
+    state: dict[str, Tensor]  # of the final model
+
+    @property
+    def rounds(self) -> list[float]:
+        """Seconds of each round."""
+        return [sum(record["seconds"].values()) for record in self.history]
+
+    @property
+    def accuracy(self) -> float:
+        return self.history[-1]["test_accuracy"]
+
+
+def run_command(*words: str) -> CommandRun:
+    """The command a user types: `python run_experiment.py CONFIG.toml KEY=VALUE ...`."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "run"
+        command = [sys.executable, "run_experiment.py", *words, "--quiet", "--out", str(folder)]
+        started = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+        return CommandRun(
+            seconds=time.perf_counter() - started,
+            history=[json.loads(line) for line in (folder / METRICS).read_text().splitlines()],
+            environment=json.loads((folder / ENVIRONMENT).read_text()),
+            state=load_file(folder / MODEL),
+        )
 
 
 def median(values: Sequence[float]) -> float:
     return round(statistics.median(values), 4)
 
 
-def report(name: str, **figures: Any) -> None:
+def report(name: str, *, device: torch.device = CPU, keep: bool = True, **figures: Any) -> None:
     """Print the benchmark's figures as one JSON line, and keep them as results/<name>-<device>.json."""
     facts = describe_environment()
+    card = "" if device.type == "cpu" else f", {describe_device(device)}"
     line = {
         "benchmark": name,
         **figures,
         "date": f"{datetime.date.today()}",
-        "machine": f"{facts['processor']}, {usable_cores()} cores",
+        "machine": f"{facts['processor']}, {usable_cores()} cores{card}",
         "torch": torch.__version__,
         "fedsim": facts["git_commit"] or facts["fedsim"],
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}-cpu.json").write_text(json.dumps(line, indent=1) + "\n")
+    if keep:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}-{device.type}.json").write_text(json.dumps(line, indent=1) + "\n")
     print(json.dumps(line))

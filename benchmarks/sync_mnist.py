@@ -20,108 +20,37 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import median, report
-from torch import Tensor, nn
+from bare_loop import BareRun, bare_loop
+from common import ROOT, median, report, run_command
+from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 import fedsim
-from fedsim.data import TensorData, load_dataset
+from fedsim import Experiment
 from fedsim.data.sources import MNIST_MEAN, MNIST_STD, default_root
 from fedsim.devices import usable_cores
 from fedsim.models import Net
-from fedsim.randomness import numpy_generator, seed_everything
 from fedsim.vision import import_torchvision
 
-ROOT = Path(__file__).resolve().parent.parent
-EXPERIMENT = ROOT / "experiments" / "mnist_sync_sgd.toml"
-WORKERS, ROUNDS, BATCH, LR, MOMENTUM, SEED = 4, 3, 64, 0.01, 0.5, 0
-
-
-def fedsim_run() -> dict[str, Any]:
-    """The command a user types, as a whole process."""
-    with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / "run"
-        started = time.perf_counter()
-        command = [sys.executable, str(ROOT / "run_experiment.py"), str(EXPERIMENT), "--quiet", "--out", str(folder)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        seconds = time.perf_counter() - started
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "seconds": seconds,
-        "rounds": [sum(record["seconds"].values()) for record in records],
-        "accuracy": records[-1]["test_accuracy"],
-    }
-
-
-class Plain(Net):
-    """The network as it is, trained with the loss that fits its log-probabilities."""
-
-    loss = staticmethod(F.nll_loss)
+EXPERIMENT = "experiments/mnist_sync_sgd.toml"
+WORKERS, ROUNDS, BATCH, LR, MOMENTUM, SEED = 4, 3, 64, 0.01, 0.5, 0  # its values, for the naive way
 
 
 class ChannelsLast(Net):
-    """The same network, which sees its images in channels_last order (for one channel that is a matter of strides)."""
-
-    loss = staticmethod(F.cross_entropy)  # fedsim's: the same as NLL on log-probabilities, but for rounding
+    """The network with its images in channels_last order (for one channel that is a matter of strides)."""
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images.as_strided(images.shape, (784, 1, 28, 1)))
 
 
-def floor_run(network: type[Plain] | type[ChannelsLast]) -> dict[str, Any]:
-    """The same steps in a bare loop, in this process."""
-    torch.set_num_threads(1)
-    (inputs, targets), (test_inputs, test_targets) = map(_preloaded, load_dataset("mnist"))
-    seed_everything(torch.device("cpu"), SEED, "model")
-    model = network()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    size = len(inputs) // WORKERS
-    rounds, states_by_round = [], []
-    for round in range(1, ROUNDS + 1):
-        started = time.perf_counter()
-        states = []
-        for worker in range(WORKERS):
-            order = torch.from_numpy(numpy_generator(SEED, "batches", round, worker).permutation(size)) + worker * size
-            seed_everything(torch.device("cpu"), SEED, "layers", round, worker)
-            states.append(_train(model, state, inputs, targets, order))
-        state = {name: torch.stack([each[name] for each in states]).mean(0) for name in state}
-        model.load_state_dict(state)
-        accuracy = _test(model, test_inputs.split(1000), test_targets.split(1000))
-        rounds.append(time.perf_counter() - started)
-        states_by_round.append(state)
-    return {"rounds": rounds, "accuracy": accuracy, "states": states_by_round}
-
-
-def _preloaded(data: TensorData) -> tuple[Tensor, Tensor]:
-    inputs, targets = data.gather(torch.arange(len(data)))
-    return inputs.clone(memory_format=torch.contiguous_format), targets
-
-
-def _train(
-    model: nn.Module, state: dict[str, Tensor], inputs: Tensor, targets: Tensor, order: Tensor
-) -> dict[str, Tensor]:
-    model.load_state_dict(state)
-    model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    for batch in order.split(BATCH):
-        optimizer.zero_grad()
-        model.loss(model(inputs.index_select(0, batch)), targets.index_select(0, batch)).backward()
-        optimizer.step()
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@torch.no_grad()
-def _test(model: nn.Module, inputs: Any, targets: Any) -> float:
-    model.eval()
-    hits = [(model(x).argmax(1) == y).sum().item() for x, y in zip(inputs, targets, strict=True)]
-    return sum(hits) / sum(len(y) for y in targets)
+def channels_last_loop(experiment: Experiment) -> BareRun:
+    """Its loss is fedsim's too: on log-probabilities the same as NLL but for rounding."""
+    return bare_loop(experiment, make_model=ChannelsLast, loss=F.cross_entropy)
 
 
 def naive_run() -> dict[str, Any]:
@@ -192,26 +121,30 @@ def main() -> None:
         naive_main()
         return
     os.environ.setdefault("FEDSIM_DATA", str(default_root()))
-    check = fedsim.run(fedsim.load_experiment(EXPERIMENT, ["rounds=1", "engine=serial"])).model.state_dict()
-    runs = [(fedsim_run(), floor_run(Plain), floor_run(ChannelsLast), naive_run()) for _ in range(arguments.repeats)]
+    experiment = fedsim.load_experiment(ROOT / EXPERIMENT)
+    check = fedsim.run(fedsim.load_experiment(experiment, ["rounds=1", "engine=serial"])).model.state_dict()
+    runs = [
+        (run_command(EXPERIMENT), bare_loop(experiment), channels_last_loop(experiment), naive_run())
+        for _ in range(arguments.repeats)
+    ]
     ours, floor, floor_last, naive = zip(*runs, strict=True)
-    furthest = max(float((check[name] - value).abs().max()) for name, value in floor_last[0]["states"][0].items())
+    furthest = max(float((check[name] - value).abs().max()) for name, value in floor_last[0].first.items())
     assert furthest < 1e-6, f"fedsim and the floor did different work: global rows differ by {furthest}"
-    accuracy = {"fedsim": ours[0]["accuracy"], "floor": floor[0]["accuracy"], "naive": naive[0]["accuracy"]}
+    accuracy = {"fedsim": ours[0].accuracy, "floor": floor[0].accuracy, "naive": naive[0]["accuracy"]}
     assert max(accuracy.values()) - min(accuracy.values()) < 0.03, f"they did different work: {accuracy}"
     cores = usable_cores()
-    floor_round = [median(run["rounds"]) / cores for run in floor]
-    floor_last_round = [median(run["rounds"]) / cores for run in floor_last]
-    our_round = [median(run["rounds"]) for run in ours]
+    floor_round = [median(run.rounds) / cores for run in floor]
+    floor_last_round = [median(run.rounds) / cores for run in floor_last]
+    our_round = [median(run.rounds) for run in ours]
     naive_round = [median(run["rounds"]) for run in naive]
     report(
         "sync_mnist",
-        fedsim_seconds=median([run["seconds"] for run in ours]),
+        fedsim_seconds=median([run.seconds for run in ours]),
         naive_seconds=median([run["seconds"] for run in naive]),
         fedsim_round_seconds=median(our_round),
         naive_round_seconds=median(naive_round),
         floor_round_seconds=median(floor_round),
-        times_faster_than_naive=median([b["seconds"] / a["seconds"] for a, b in zip(ours, naive, strict=True)]),
+        times_faster_than_naive=median([b["seconds"] / a.seconds for a, b in zip(ours, naive, strict=True)]),
         times_faster_than_naive_per_round=median([b / a for a, b in zip(our_round, naive_round, strict=True)]),
         round_over_floor=median([a / b for a, b in zip(our_round, floor_round, strict=True)]),
         round_over_channels_last_floor=median([a / b for a, b in zip(our_round, floor_last_round, strict=True)]),

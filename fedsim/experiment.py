@@ -278,6 +278,8 @@ class Experiment(Table):
         """The numbers of the Byzantine workers, ascending."""
         if self.attack.workers is not None:
             return sorted(self.attack.workers)
+        if not self.attack.count(self.workers):
+            return []
         generator = numpy_generator(self.seed, "attackers")
         return sorted(generator.permutation(self.workers)[: self.attack.count(self.workers)].tolist())
 

@@ -11,18 +11,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedsim.data import TensorData, label_counts, partition, partition_transforms
+from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
 from fedsim.devices import PRECISIONS, describe_device, resolve_device, shares_memory
 from fedsim.engines import Engine, Memory, Schedule, Task
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
-from fedsim.randomness import numpy_generator, random_state_kept
+from fedsim.randomness import numpy_generator, random_state_kept, sample_workers
 from fedsim.rows import Layout
 from fedsim.training import check_outputs
 from fedsim.workshop import Workshop
 
 PROBE_SAMPLES = 8
+LOOKED_AT = 1_000  # workers at most, where shards would have to be drawn to look at them
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Setting:
     parameters: int
     train_samples: int
     test_samples: int
-    shard_sizes: list[int]
-    label_counts: np.ndarray  # [workers, classes]
+    looked_at: list[int] | None  # the workers of whom the next line tells, of a virtual population; None: of all
+    label_counts: np.ndarray  # [workers looked at, classes]
     byzantine: list[int]
     row_bytes: int  # of one model, or one gradient
     buffer_bytes: int  # that go with a model, which they do where they are averaged
@@ -45,6 +46,11 @@ class Setting:
     @property
     def schedule(self) -> Schedule:
         return self.task.schedule
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """How many samples the workers hold that were looked at."""
+        return self.label_counts.sum(1).tolist()
 
     def facts(self) -> dict[str, Any]:
         """What the run folder says of all this, beyond the experiment itself."""
@@ -56,6 +62,7 @@ class Setting:
             "test_samples": self.test_samples,
             "smallest_shard": min(self.shard_sizes),
             "largest_shard": max(self.shard_sizes),
+            **({} if self.looked_at is None else {"workers_looked_at": len(self.looked_at)}),
         }
 
 
@@ -80,6 +87,9 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
         root = _root(experiment, train) if task.rule.takes("root") else None
         memory = Memory.allocate(task, experiment.cohort_size, train, test, shards, root)
         engine.begin(task, memory)
+        looked_at = _workers_to_look_at(shards, experiment.seed)
+        known = range(len(shards)) if looked_at is None else looked_at
+        counts = label_counts(train.targets.cpu().numpy(), [shards.of(worker) for worker in known], memory.classes)
         setting = Setting(
             experiment=experiment,
             task=task,
@@ -88,8 +98,8 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             parameters=len(memory.global_row),
             train_samples=len(train),
             test_samples=len(test),
-            shard_sizes=[len(shard) for shard in shards],
-            label_counts=label_counts(train.targets.cpu().numpy(), shards, memory.classes),
+            looked_at=looked_at,
+            label_counts=counts,
             byzantine=experiment.byzantine,
             row_bytes=memory.global_row.nbytes,
             buffer_bytes=memory.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,
@@ -116,7 +126,7 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         server=experiment.server.bind(),
         buffers=experiment.buffers,
         augment=tuple(augment.bind() for augment in experiment.data.augment),
-        transforms=tuple(partition_transforms(experiment.workers, chosen.strategy, **chosen.params)),
+        transforms=transforms_of_workers(experiment.workers, chosen.strategy, **chosen.params),
         device=device,
         dtype=PRECISIONS[experiment.precision],
         width=experiment.batched.width,
@@ -182,7 +192,15 @@ def _root(experiment: Experiment, train: TensorData) -> np.ndarray:
     return np.sort(numpy_generator(experiment.seed, "root").choice(len(train), size, replace=False))
 
 
-def _shards(experiment: Experiment, train: TensorData) -> list[np.ndarray]:
-    labels = train.targets.cpu().numpy()
-    chosen = experiment.partition
-    return partition(labels, experiment.workers, chosen.strategy, experiment.seed, ids=train.ids, **chosen.params)
+def _shards(experiment: Experiment, train: TensorData) -> Shards:
+    chosen, labels = experiment.partition, train.targets.cpu()
+    return partition_shards(
+        labels, experiment.workers, chosen.strategy, experiment.seed, ids=train.ids, **chosen.params
+    )
+
+
+def _workers_to_look_at(shards: Shards, seed: int) -> list[int] | None:
+    """Some workers, drawn at random, that show what a population is like; None where all can be looked at."""
+    if shards.listed or len(shards) <= LOOKED_AT:
+        return None
+    return sample_workers(numpy_generator(seed, "look"), len(shards), LOOKED_AT).tolist()

@@ -102,7 +102,14 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 def sample_cohort(seed: int, round: int, n_workers: int, size: int) -> np.ndarray:
     """The workers that take part in a round: `size` of `n_workers` without replacement, ascending, int64 [size]."""
+    return sample_workers(numpy_generator(seed, "cohort", round), n_workers, size)
+
+
+def sample_workers(rng: np.random.Generator, n_workers: int, size: int) -> np.ndarray:
+    """`size` of `n_workers` without replacement, ascending, int64 [size]; nothing is drawn where that is all of them.
+
+    Cost: O(size log size), however many workers: `choice` makes a list of them only if a twentieth or more is drawn.
+    """
     if size == n_workers:
         return np.arange(n_workers)
-    chosen = numpy_generator(seed, "cohort", round).choice(n_workers, size, replace=False, shuffle=False)
-    return np.sort(chosen)
+    return np.sort(rng.choice(n_workers, size, replace=False, shuffle=False))

@@ -94,10 +94,15 @@ class RunFolder:
         except OSError as error:
             raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
 
-    def partition(self, counts: np.ndarray, byzantine: list[int]) -> None:
-        """Write how many samples of each class each worker holds, int [workers, classes], and who is Byzantine."""
-        content = {"counts": counts.tolist(), "byzantine": byzantine}
-        self._write(PARTITION, to_json(content).encode())
+    def partition(
+        self, counts: np.ndarray, byzantine: list[int], workers: list[int] | None = None, population: int | None = None
+    ) -> None:
+        """Write how many samples of each class each worker holds, int [workers, classes], and who is Byzantine.
+
+        Where the counts are those of some workers of a population only, `workers` says of which.
+        """
+        sample = {} if workers is None else {"population": population, "workers": workers}
+        self._write(PARTITION, to_json({**sample, "counts": counts.tolist(), "byzantine": byzantine}).encode())
 
     def updates(self, round: int, kept: dict[str, Tensor]) -> None:
         """Write what the rule was given in a round, for `fedsim replay`.

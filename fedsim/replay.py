@@ -247,7 +247,7 @@ def kept_updates(setting: Setting, engine: Engine, record: RoundRecord) -> dict[
     kept = {
         "updates": memory.rows[:n],
         "workers": torch.tensor(cohort),
-        "samples": torch.tensor([setting.shard_sizes[worker] for worker in cohort]),
+        "samples": torch.tensor([memory.shards.size(worker) for worker in cohort]),
         "byzantine": torch.tensor([worker in setting.task.byzantine for worker in cohort]),
     }
     if rule.takes("root"):

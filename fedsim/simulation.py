@@ -41,7 +41,7 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
                 account = engine.train_on_averaged_gradients(cohort, round)
         with clock("test"):
             test_loss, test_accuracy, attack_success = engine.test()
-        sizes = [setting.shard_sizes[worker] for worker in cohort]
+        sizes = [engine.memory.shards.size(worker) for worker in cohort]
         rows_sent = len(cohort) if experiment.sync == "parameters" else sum(map(schedule.steps_for, sizes))
         sent = rows_sent * setting.row_bytes + len(cohort) * setting.buffer_bytes
         yield RoundRecord(
@@ -114,7 +114,7 @@ def run(
         setting, engine = stack.enter_context(prepare(experiment, workshop))
         if folder:
             folder.begin(experiment, **setting.facts())
-            folder.partition(setting.label_counts, setting.byzantine)
+            folder.partition(setting.label_counts, setting.byzantine, setting.looked_at, experiment.workers)
         if on_start:
             on_start(setting)
         for record in simulate(setting, engine):

@@ -8,6 +8,8 @@ import random
 import signal
 import sys
 import time
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -81,6 +83,69 @@ def same_last(labels, n_workers, rng, *, first: int):
 
 def lossy(labels, n_workers, rng):
     return [np.arange(2) for _ in range(n_workers)]
+
+
+def neighbours(labels, worker, n_workers, rng, by_class, ids, *, most: int = 30):
+    """A virtual partition of uneven shards: some samples of one class."""
+    assert n_workers > worker
+    assert len(labels) == len(ids) == sum(map(len, by_class))
+    members = by_class[worker % len(by_class)]
+    return members[rng.choice(len(members), rng.integers(1, min(most, len(members)) + 1), replace=False)]
+
+
+def some(labels, worker, rng, *, most: int = 30):
+    """A virtual partition of uneven shards."""
+    return rng.choice(len(labels), rng.integers(1, most + 1), replace=False)
+
+
+def nothing(labels, worker):
+    return np.zeros(0, dtype=np.int64)
+
+
+def beyond(labels, worker):
+    return np.array([0, len(labels)])
+
+
+@dataclass(frozen=True)
+class Boasting:
+    """Says that its shards are larger than they are."""
+
+    def __call__(self, labels, worker):
+        return np.arange(2)
+
+    def size(self, worker):
+        return 7
+
+
+@dataclass(frozen=True)
+class Shade:
+    """As many transforms as there are workers, made when they are asked for."""
+
+    by: float
+    n_workers: int
+
+    def __len__(self):
+        return self.n_workers
+
+    def __getitem__(self, worker):
+        return partial(darkened, factor=1 - self.by * worker / self.n_workers)
+
+
+def darkened(images, generator, *, factor):
+    return images * factor
+
+
+@dataclass(frozen=True)
+class Darkened:
+    """A virtual partition whose workers see their samples differently."""
+
+    by: float = 1.0
+
+    def __call__(self, labels, worker, rng):
+        return rng.choice(len(labels), 20)
+
+    def transforms(self, n_workers):
+        return Shade(self.by, n_workers)
 
 
 def clipped_mean(updates: Tensor, *, c: float = 1.0) -> Tensor:

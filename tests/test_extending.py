@@ -53,6 +53,15 @@ def test_the_comparison_of_the_document_shows_which_rule_is_deaf_to_shouting(my_
     assert accuracy["my_plugs:nearest_pair"] > accuracy["mean"] + 0.2
 
 
+def test_the_virtual_partition_of_the_document_has_a_million_workers_and_learns(my_plugs):
+    done = CliRunner().invoke(app, [*commands()[2], "engine=serial", "--out", "run"])
+    assert done.exit_code == 0, done.output
+    assert (
+        "1000000 workers, 10 per round, 40 samples each (my_plugs:favourite, as seen in 1,000 of them)" in done.stdout
+    )
+    assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
+
+
 def test_parameters_of_ones_own_plugs_are_checked(my_plugs):
     done = CliRunner().invoke(app, [*command(), "aggregate.c=-1", "model.hiden=3"])
     assert done.exit_code == 2

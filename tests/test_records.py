@@ -10,9 +10,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fedsim
+from fedsim.data import partition_shards
 from fedsim.errors import RecordError
 from fedsim.records import RunFolder, new_folder_name
-from fedsim.report import HEADER, table_line
+from fedsim.report import HEADER, headline, table_line
+from tests.plugs import tiny
 
 ALWAYS = {"experiment.toml", "environment.json", "metrics.jsonl", "partition.json"}
 
@@ -57,6 +59,24 @@ def test_the_curve_is_a_picture(finished):
     with Image.open(finished.folder / "curve.png") as picture:
         assert picture.size > (600, 300)
         assert len(picture.convert("L").getcolors()) > 10
+
+
+def test_of_a_virtual_population_a_sample_of_workers_is_on_record(tiny_experiment, tmp_path, capsys):
+    attack = {"name": "sign_flipping", "fraction": 1e-5}
+    population = {"workers": 10**6, "cohort": 3, "partition": "tests.plugs:some", "attack": attack}
+    lines = []
+    fedsim.run({**tiny_experiment, **population}, tmp_path / "run", on_start=lambda s: lines.append(headline(s)))
+    partition = json.loads((tmp_path / "run" / "partition.json").read_text())
+    assert partition["population"] == 10**6
+    assert len(partition["byzantine"]) == 10
+    assert len(partition["counts"]) == len(set(partition["workers"])) == 1000
+    sizes = [sum(row) for row in partition["counts"]]
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert (environment["smallest_shard"], environment["largest_shard"]) == (min(sizes), max(sizes)) == (1, 30)
+    assert environment["workers_looked_at"] == 1000
+    assert "1 to 30 samples each (tests.plugs:some, as seen in 1,000 of them)" in lines[0]
+    shards = partition_shards(tiny(None)[0].targets, 10**6, "tests.plugs:some", tiny_experiment.get("seed", 0))
+    assert sizes == [shards.size(worker) for worker in partition["workers"]]
 
 
 def test_model_and_curve_can_be_left_out(tiny_experiment, tmp_path):

@@ -1,7 +1,15 @@
 """Data sets as tensors, workers' subsets of them, and the strategies that cut them up."""
 
 from fedsim.data.heterogeneity import Heterogeneity, label_counts
-from fedsim.data.partitions import partition, partition_strategy, partition_transforms
+from fedsim.data.partitions import (
+    ListedShards,
+    Shards,
+    partition,
+    partition_shards,
+    partition_strategy,
+    partition_transforms,
+    transforms_of_workers,
+)
 from fedsim.data.picture import draw_partition
 from fedsim.data.sources import dataset, load_dataset
 from fedsim.data.subsets import CustomSubset, dataset_split
@@ -10,6 +18,8 @@ from fedsim.data.tensors import TensorData, as_tensor_data
 __all__ = [
     "CustomSubset",
     "Heterogeneity",
+    "ListedShards",
+    "Shards",
     "TensorData",
     "as_tensor_data",
     "dataset",
@@ -18,6 +28,8 @@ __all__ = [
     "label_counts",
     "load_dataset",
     "partition",
+    "partition_shards",
     "partition_strategy",
     "partition_transforms",
+    "transforms_of_workers",
 ]

@@ -22,6 +22,7 @@ from fedsim.errors import ExperimentError
 
 STEPS = 2  # of each row in a measurement
 ROWS_STACKED = 16  # at most, in a measurement
+LOOKED_AT = 500  # workers at most, whose steps stand for everybody's
 START_SECONDS = 3.0  # about what starting processes takes, which they must save
 HOPELESS = 1.5  # times as long as one row after another: stacks are not tried in several processes then
 GAIN = 0.9  # stacks must take at most so much of the time of whole rows, whose results are the same bits everywhere
@@ -152,12 +153,16 @@ class AutoEngine(Engine):
 
 def _what_speed_depends_on(task: Task, memory: Memory) -> str:
     """Of a task; equal for the runs of a comparison that differ in other things only."""
-    inputs, sizes = memory.train.inputs, (len(memory.shards), len(memory.shard_ends), memory.rows.shape)
+    inputs, shards = memory.train.inputs, memory.shards
+    held = len(memory.train) if shards.listed else _steps_of_a_round(task.schedule, memory)
+    sizes = held, len(shards), len(memory.root), memory.rows.shape
     how = task.rounds, task.schedule, task.solver, task.dtype, task.device, task.width, task.augment
     return repr((task.model, *how, sizes, inputs.shape[1:], inputs.dtype, task.rule.takes("root")))
 
 
 def _steps_of_a_round(schedule: Schedule, memory: Memory) -> float:
-    """Of all members of a cohort together, on average."""
-    shards = memory.shard_ends.diff(prepend=memory.shard_ends.new_zeros(1)).tolist()
-    return len(memory.rows) * sum(map(schedule.steps_for, shards)) / len(shards)
+    """Of all members of a cohort together, on average over some of the workers."""
+    shards = memory.shards
+    looked_at = range(0, len(shards), -(-len(shards) // LOOKED_AT))
+    steps = sum(schedule.steps_for(shards.size(worker)) for worker in looked_at)
+    return len(memory.rows) * steps / len(looked_at)

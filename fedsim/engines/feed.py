@@ -23,12 +23,11 @@ class Feed:
 
     def __init__(self, task: Task, memory: Memory) -> None:
         self._task, self._memory = task, memory
-        self._sizes = memory.shard_ends.diff(prepend=torch.zeros(1, dtype=torch.long)).tolist()
-        self.root = len(self._sizes) - 1 if task.rule.takes("root") else None  # the server, as a worker
+        self.root = len(memory.shards) if task.rule.takes("root") else None  # the server, as a worker
 
     def size(self, worker: int) -> int:
         """How many samples a worker has."""
-        return self._sizes[worker]
+        return len(self._memory.root) if worker == self.root else self._memory.shards.size(worker)
 
     def steps(self, worker: int) -> int:
         """How many steps a worker takes in a round; the server, in synchronous SGD, as many as anybody else."""
@@ -38,7 +37,7 @@ class Feed:
 
     def shard(self, worker: int) -> CustomSubset:
         """A worker's samples as they lie in the data set."""
-        return CustomSubset(self._memory.train, self._memory.shard_of(worker))
+        return CustomSubset(self._memory.train, self._positions_of(worker))
 
     def batches(self, worker: int, round: int) -> Batches:
         """A worker's batches without end: its shard, in a new order for each epoch."""
@@ -49,7 +48,7 @@ class Feed:
 
     def positions(self, worker: int, round: int) -> Iterator[np.ndarray]:
         """The same batches as positions in the data set, before any alteration."""
-        shard, size = self._memory.shard_of(worker).numpy(), self._task.schedule.batch_size
+        shard, size = self._positions_of(worker).numpy(), self._task.schedule.batch_size
         for order in self.orders(worker, round):
             positions = shard[order.numpy()]
             yield from (positions[start : start + size] for start in range(0, len(positions), size))
@@ -60,10 +59,13 @@ class Feed:
         while True:
             yield torch.from_numpy(orders.permutation(size))
 
+    def _positions_of(self, worker: int) -> Tensor:
+        return self._memory.root if worker == self.root else self._memory.shards.of(worker)
+
     def alteration(self, worker: int, round: int) -> Alteration | None:
         """What becomes of a worker's batches, one after another, before it trains on them; None where nothing does."""
         task, classes = self._task, self._memory.classes
-        view = task.transforms[worker] if worker != self.root else None
+        view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
         poison = task.attack.poison if worker in task.byzantine else None
         if view is None and poison is None and not task.augment:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedsim.aggregation import Pipeline, ServerStep
 from fedsim.byzantine import BoundAttack
-from fedsim.data import TensorData
+from fedsim.data import Shards, TensorData
 from fedsim.devices import require_shared_memory, wide_dtype
 from fedsim.local import Solver, State
 from fedsim.randomness import random_state_kept, seed_everything
@@ -72,7 +72,7 @@ class Task:
     server: ServerStep
     buffers: BufferPolicy
     augment: tuple[Augmentation, ...]
-    transforms: tuple[Augmentation | None, ...]  # how each worker sees its samples
+    transforms: Sequence[Augmentation | None] | None  # how each worker sees its samples, if they differ in that
     device: torch.device
     dtype: torch.dtype
     width: int | None  # how many rows are stacked at most, where rows are stacked
@@ -101,8 +101,8 @@ class Memory:
     Attributes:
         train, test: the data, once.
         classes: how many classes the labels tell apart.
-        shards: all workers' sample positions, one shard after another, int64; the server's own, if it has any, last.
-        shard_ends: where each shard ends in `shards`, int64 [workers], or one more.
+        shards: who holds which samples.
+        root: positions of the server's own samples, int64, on the host; empty where it has none.
         global_row: [d], the global model.
         rows: [cohort, d], one row for each member of the cohort (its gradient with sync = "gradients"), and one more
             for the server's own where the rule compares with it.
@@ -120,8 +120,8 @@ class Memory:
     train: TensorData
     test: TensorData
     classes: int
-    shards: Tensor
-    shard_ends: Tensor
+    shards: Shards
+    root: Tensor
     global_row: Tensor
     rows: Tensor
     global_buffers: Tensor
@@ -141,7 +141,7 @@ class Memory:
         cohort: int,
         train: TensorData,
         test: TensorData,
-        shards: list[np.ndarray],
+        shards: Shards,
         root: np.ndarray | None = None,
     ) -> Memory:
         """Room for a cohort, with the global row at the model's start; `root` are the server's own samples."""
@@ -154,14 +154,13 @@ class Memory:
         global_buffers = torch.zeros(layout.n_buffer_values, dtype=wide, device=task.device)
         layout.read_buffers(module, out=global_buffers)
         own = len(shards) if task.buffers == "local" else 0
-        shards = shards if root is None else [*shards, root]
         seats = cohort if root is None else cohort + 1
         return cls(
             train=train,
             test=test,
             classes=int(max(train.targets.max(), test.targets.max())) + 1,
-            shards=torch.from_numpy(np.concatenate(shards)),
-            shard_ends=torch.from_numpy(np.cumsum([len(shard) for shard in shards])),
+            shards=shards,
+            root=torch.from_numpy(np.zeros(0, dtype=np.int64) if root is None else root),
             global_row=global_row,
             rows=new_rows(seats, layout.d, task.dtype, task.device),
             global_buffers=global_buffers,
@@ -181,17 +180,13 @@ class Memory:
         Raises ExperimentError where there is not enough of it: writing to it all the same would kill the process.
         """
         tensors = [value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)]
-        tensors += [*self.state.values(), *self.train.tensors, *self.test.tensors]
+        tensors += [*self.state.values(), *self.train.tensors, *self.test.tensors, *self.shards.tensors]
+        tensors = list({id(tensor): tensor for tensor in tensors}.values())  # labels may be the shards' too
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu" and not tensor.is_shared()]
         require_shared_memory(sum(tensor.untyped_storage().nbytes() for tensor in on_host))
         for tensor in on_host:
             tensor.share_memory_()
         return self
-
-    def shard_of(self, worker: int) -> Tensor:
-        """The positions of one worker's samples."""
-        ends = self.shard_ends
-        return self.shards[(ends[worker - 1] if worker else 0) : ends[worker]]
 
 
 def test_batch_size(device: torch.device) -> int:

@@ -111,7 +111,15 @@ def partition_picture(partition: Partition) -> dict[str, Any] | None:
     """Samples by label and worker."""
     if not any(partition.counts):
         return None
-    return {"counts": partition.counts, "byzantine": sorted(set(partition.byzantine))}
+    byzantine = set(partition.byzantine)
+    if partition.workers is None:
+        return {"counts": partition.counts, "byzantine": sorted(byzantine)}
+    return {
+        "counts": partition.counts,
+        "byzantine": sorted(byzantine & set(partition.workers)),
+        "workers": partition.workers,
+        "population": partition.population,
+    }
 
 
 def has_weights(run: Run) -> bool:

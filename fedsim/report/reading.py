@@ -54,9 +54,14 @@ class Round(Lenient):
 
 
 class Partition(Lenient):
-    """How many samples of each class every worker holds, and which workers are Byzantine."""
+    """How many samples of each class every worker holds, and which workers are Byzantine.
+
+    Of a virtual population, the counts are those of a sample of its workers only, whose numbers are `workers`.
+    """
 
     counts: list[list[Count]] = []
+    workers: list[Count] | None = None
+    population: Count | None = None
     byzantine: list[Count] = []
 
 
@@ -199,6 +204,8 @@ def _read_partition(path: Path) -> Partition:
     partition = _validated(Partition, _read(path), str(path))
     if len({len(row) for row in partition.counts}) > 1:
         raise RecordError(f"{path}: counts: every worker must have as many numbers, one per class")
+    if partition.workers is not None and len(partition.workers) != len(partition.counts):
+        raise RecordError(f"{path}: counts: of {len(partition.counts)} workers, and {len(partition.workers)} are named")
     return partition
 
 

@@ -18,6 +18,7 @@ def headline(setting: Setting) -> str:
     experiment = setting.experiment
     smallest, largest = min(setting.shard_sizes), max(setting.shard_sizes)
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
+    seen = "" if setting.looked_at is None else f", as seen in {len(setting.looked_at):,} of them"
     cohort = f", {experiment.cohort_size} per round" if experiment.cohort_size < experiment.workers else ""
     processes = f", {setting.how['processes']} processes" if setting.how["processes"] > 1 else ""
     width = f", stacks of {setting.how['width']} rows" if "width" in setting.how else ""
@@ -25,7 +26,7 @@ def headline(setting: Setting) -> str:
     return (
         f"{experiment.name}: {experiment.data.dataset} ({samples}), "
         f"{experiment.model.name} ({setting.parameters:,} parameters)\n"
-        f"{experiment.workers} workers{cohort}, {shards} samples each ({experiment.partition.strategy}); "
+        f"{experiment.workers} workers{cohort}, {shards} samples each ({experiment.partition.strategy}{seen}); "
         f"{experiment.aggregate.label} of {experiment.sync}; "
         f"{setting.how.get('engine', experiment.engine)}{processes}{width} "
         f"on {setting.device}"

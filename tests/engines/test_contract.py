@@ -57,6 +57,18 @@ CASES = {
     },
     "a server that broadcasts something else": {"server": {"optimizer": "bmuf", "nesterov": True}, "rounds": 3},
     "an adaptive server": {"server": {"optimizer": "adam", "bias_correction": True}, "rounds": 3},
+    "virtual shards": {
+        **{"workers": 10**6, "cohort": 4, "rounds": 3},
+        "partition": {"strategy": "virtual", "samples": 30, "alpha": 0.3},
+    },
+    "virtual shards of uneven sizes, under attack": {
+        **{"workers": 10**5, "cohort": 7, "partition": "tests.plugs:some"},
+        **{"attack": {"name": "label_flipping", "fraction": 0.3}, "aggregate": "weighted_mean"},
+    },
+    "virtual shards and data of the server's own": {
+        **{"workers": 10**5, "cohort": 3, "partition": {"strategy": "virtual", "samples": 30}},
+        "aggregate": {"rule": "fltrust", "root_samples": 20},
+    },
     "workers that see their samples differently": {"partition": {"strategy": "feature_noise", "sigma": 1.0}},
 }
 

@@ -83,6 +83,15 @@ def records_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_of_a_virtual_population_the_page_says_whom_it_shows(show, tmp_path):
+    folder = invent_run(tmp_path / "run", [0.5, 0.6])
+    sample = {"population": 10**6, "workers": [70, 9000], "counts": [[1, 2], [3, 4]], "byzantine": [9000]}
+    (folder / "partition.json").write_text(json.dumps(sample))
+    page = show(folder)
+    assert page.evaluate("document.getElementById('partition-chart').data[0].x") == ["70", "9000 (B)"]
+    assert page.locator("#partition-sample").inner_text() == "These are 2 of the 1,000,000 workers, drawn at random."
+
+
 def test_the_page_of_a_run_draws_every_chart(show, run_folder):
     page = show(run_folder)
     for chart in ("curves-chart", "weights-chart", "partition-chart", "time-chart"):

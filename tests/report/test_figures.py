@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from fedsim.report.figures import byzantine_weight, run_curves, weights_picture
+from fedsim.report.figures import byzantine_weight, partition_picture, run_curves, weights_picture
 from fedsim.report.grid_page import grid_context
-from fedsim.report.reading import read_records
+from fedsim.report.reading import Partition, read_records
 from fedsim.report.run_page import rounds_table, run_context
 from tests.report.folders import invent_run, write_points
 
@@ -112,3 +112,13 @@ def test_runs_share_the_picture_of_a_partition(grid_folder):
     _, data = grid_context(read_records(grid_folder))
     assert len(data["runs"]) == 12
     assert len(data["partitions"]) == 2  # with a Byzantine worker, and without
+
+
+def test_of_a_sample_of_a_population_the_picture_says_which_workers_it_shows():
+    partition = Partition(counts=[[1, 2], [3, 4]], workers=[70, 9000], population=10**6, byzantine=[1, 70, 8000])
+    assert partition_picture(partition) == {
+        "counts": [[1, 2], [3, 4]],
+        "byzantine": [70],
+        "workers": [70, 9000],
+        "population": 10**6,
+    }

@@ -73,6 +73,7 @@ def test_what_is_damaged_is_one_line_with_its_place(fresh_run, line, message):
         ("environment.json", "{", r"environment\.json: is not JSON"),
         ("environment.json", "[" * 100_000, r"environment\.json: is not JSON"),
         ("partition.json", '{"counts": [[1, 2], [3]]}', r"partition\.json: counts: every worker must have as many"),
+        ("partition.json", '{"counts": [[1], [3]], "workers": [7]}', r"partition\.json: counts: of 2 workers, and 1"),
         ("partition.json", '{"counts": "many"}', r"partition\.json: counts: .*array"),
         ("metrics.jsonl", "", r"metrics\.jsonl: no round is finished yet"),
     ],

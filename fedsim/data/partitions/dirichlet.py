@@ -61,10 +61,11 @@ def _share_out(
     """How many samples of each class every worker gets, [n_workers, classes]."""
     counts = np.zeros((n_workers, len(class_sizes)), dtype=np.int64)
     held = np.zeros(n_workers, dtype=np.int64)
+    alphas = np.full(n_workers, alpha)
     for number, size in enumerate(class_sizes):
-        shares = rng.dirichlet(np.full(n_workers, alpha))
+        shares = rng.dirichlet(alphas)
         if balanced:  # some worker is open: before the last class, fewer than n samples are held
-            shares = _restricted(shares, held * n_workers < sum(class_sizes), rng, alpha)
+            shares = _restricted(shares, held * n_workers < sum(class_sizes), rng, alphas)
         counts[:, number] = cut_by_shares(size, shares)
         held += counts[:, number]
     return counts
@@ -93,24 +94,34 @@ def dirichlet_workers(
     left = np.array([len(samples) for samples in by_class])
     counts = np.zeros((n_workers, len(by_class)), dtype=np.int64)
     for worker, size in enumerate(even_sizes(len(labels), n_workers)):
-        mixture = rng.dirichlet(np.full(len(by_class), alpha))
-        wanted = int(size)
-        while wanted:  # again only when a class has run out, which each does once
-            mixture = _restricted(mixture, left > 0, rng, alpha)
-            drawn = rng.choice(len(by_class), wanted, p=mixture)
-            taken = np.bincount(_while_they_last(drawn, left), minlength=len(by_class))
-            counts[worker] += taken
-            left -= taken
-            wanted -= taken.sum()
+        counts[worker] = draw_counts(int(size), np.full(len(by_class), alpha), left, rng)
+        left -= counts[worker]
     return deal(by_class, counts, rng)
 
 
-def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generator, alpha: float) -> np.ndarray:
-    """Shares ~ Dir(alpha) given that only the open ones count: the others zero, the sum one."""
+def draw_counts(size: int, alphas: np.ndarray, left: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """How many samples of each class, int64 [C], a worker has that draws `size` by a mixture ~ Dir(alphas).
+
+    left: how many there are of each class, [C], together at least `size`. Draws: as in `dirichlet_workers`.
+    """
+    mixture = rng.dirichlet(alphas)
+    counts = np.zeros(len(alphas), dtype=np.int64)
+    while size:  # again only when a class has run out, which each does once
+        mixture = _restricted(mixture, left > 0, rng, alphas)
+        drawn = rng.choice(len(alphas), size, p=mixture)
+        taken = np.bincount(_while_they_last(drawn, left), minlength=len(alphas))
+        counts += taken
+        left = left - taken
+        size -= int(taken.sum())
+    return counts
+
+
+def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generator, alphas: np.ndarray) -> np.ndarray:
+    """Shares ~ Dir(alphas) given that only the open ones count: the others zero, the sum one."""
     shares = np.where(is_open, shares, 0.0)
     if not shares.any():
-        # Whatever the others have come out as, the open ones in proportion are Dir(alpha) among themselves.
-        shares[is_open] = rng.dirichlet(np.full(is_open.sum(), alpha))
+        # Whatever the others have come out as, the open ones in proportion are Dir(alphas) among themselves.
+        shares[is_open] = rng.dirichlet(alphas[is_open])
     return shares / shares.sum()
 
 

@@ -101,7 +101,10 @@ function drawWeights(target, picture) {
 function drawPartition(target, picture) {
   const { counts } = picture;
   const byzantine = new Set(picture.byzantine);
-  const workers = counts.map((_, worker) => worker);
+  const workers = picture.workers ?? counts.map((_, worker) => worker);
+  element("partition-sample").textContent = picture.workers
+    ? `These are ${workers.length} of the ${picture.population?.toLocaleString("en") ?? "many"} workers, drawn at random.`
+    : "";
   const names = workers.map((worker) => workerName(worker, byzantine));
   const labels = counts[0].map((_, label) => label);
   const sizes = counts.map((row) => row.reduce((sum, count) => sum + count, 0));

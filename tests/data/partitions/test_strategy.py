@@ -7,20 +7,21 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.data.partitions import partition_strategy
+from fedsim.data.partitions import partition_strategy, transforms_of_workers
 from fedsim.errors import ExperimentError
 
 STRATEGIES = [plug.name for plug in partition_strategy]
+COVERS = sorted(set(STRATEGIES) - {"virtual"})  # the others are disjoint covers
 
 
 def test_every_strategy_of_the_literature_is_there():
     assert set(STRATEGIES) == {
         "contiguous", "iid", "shards", "dirichlet", "dirichlet_workers", "label_k", "quantity", "feature_noise",
-        "feature_rotation", "similarity", "natural",
+        "feature_rotation", "similarity", "natural", "virtual",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", COVERS)
 @pytest.mark.parametrize(("n", "workers", "classes"), [(100, 5, 2), (1003, 13, 10), (60_000, 10, 7), (5000, 100, 3)])
 def test_every_sample_goes_to_exactly_one_worker(strategy, n, workers, classes):
     rng = np.random.default_rng(n)
@@ -32,7 +33,7 @@ def test_every_sample_goes_to_exactly_one_worker(strategy, n, workers, classes):
     assert sorted(np.concatenate(shards)) == list(range(n))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", COVERS)
 def test_one_worker_holds_everything(strategy):
     params = {"label_k": {"k": 3}, "feature_rotation": {"groups": 1}}.get(strategy, {})
     (shard,) = fedsim.partition(np.arange(12) % 3, 1, strategy, ids=np.zeros(12), **params)
@@ -47,7 +48,7 @@ def test_every_strategy_is_a_pure_function_of_the_seed_and_leaves_its_inputs_alo
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"label_k"}))
+@pytest.mark.parametrize("strategy", sorted(set(COVERS) - {"label_k"}))
 def test_one_class_is_enough(strategy):
     shards = fedsim.partition(np.zeros(200), 4, strategy, ids=np.arange(200))
     assert sum(map(len, shards)) == 200
@@ -115,6 +116,7 @@ def test_labels_of_the_wrong_shape_are_refused():
 def test_strategies_without_transforms_change_nothing():
     assert fedsim.partition_transforms(3, "dirichlet", alpha=0.1) == [None] * 3
     assert fedsim.partition_transforms(3, "tests.plugs:uneven") == [None] * 3
+    assert transforms_of_workers(10**9, "virtual") is None  # and nothing is made for every worker
     with pytest.raises(ExperimentError, match=r"partition.sigma = 1: unknown key"):
         fedsim.partition_transforms(3, "iid", sigma=1)
 

@@ -1,0 +1,122 @@
+"""The floor: what an experiment comes to as a bare loop in plain PyTorch, in one process with one thread.
+
+One client after another takes the global state, steps with `torch.optim.SGD` over preloaded float tensors, and is added
+to the weighted average, which is tested every round. Start, cohorts, batches and dropout are drawn as fedsim draws
+them, so after a round both must have the same global row but for rounding, which long training in float32 amplifies a
+lot and float64 keeps small.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from common import CPU
+from torch import Tensor, nn
+
+from fedsim import Experiment
+from fedsim.data import TensorData, load_dataset, partition
+from fedsim.devices import PRECISIONS
+from fedsim.randomness import numpy_generator, sample_cohort, seed_everything
+
+TEST_BATCH = 1000
+
+State = dict[str, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class BareRun(NamedTuple):
+    rounds: list[float]  # seconds of each
+    accuracy: float  # after the last
+    start: State  # of the global model
+    first: State  # after the first round
+
+
+def bare_loop(
+    experiment: Experiment,
+    device: torch.device = CPU,
+    make_model: Callable[[], nn.Module] | None = None,
+    loss: Loss | None = None,
+) -> BareRun:
+    """The rounds of an experiment that has nothing but plain SGD for some epochs, averaging and tests.
+
+    Args:
+        make_model: of the same parameters as the experiment's model, in its place.
+        loss: default: NLL for a model that gives log-probabilities, cross-entropy for one that gives logits.
+    """
+    local, seed = experiment.local, experiment.seed
+    assert (experiment.sync, local.solver) == ("parameters", "sgd"), "this loop averages parameters after plain SGD"
+    assert local.epochs, "this loop trains for whole epochs"
+    torch.set_num_threads(1)
+    dtype = PRECISIONS[experiment.precision]
+    train_data, test_data = load_dataset(experiment.data.dataset, experiment.data.root, **experiment.data.params)
+    inputs, targets = _preloaded(train_data, device, dtype)
+    test_inputs, test_targets = _preloaded(test_data, device, dtype)
+    tests = list(zip(test_inputs.split(TEST_BATCH), test_targets.split(TEST_BATCH), strict=True))
+    split = experiment.partition
+    shards = partition(train_data.targets.numpy(), experiment.workers, split.strategy, seed, **split.params)
+    seed_everything(CPU, seed, "model")
+    model = (make_model or experiment.model.bind())().to(device, dtype)
+    loss = loss or _loss_for(model, inputs[:8])
+    state = start = {name: value.clone() for name, value in model.state_dict().items()}
+    rounds: list[float] = []
+    for round in range(1, experiment.rounds + 1):
+        started = time.perf_counter()
+        cohort = sample_cohort(seed, round, experiment.workers, experiment.cohort_size).tolist()
+        weights = [len(shards[worker]) if experiment.pipeline.needs_weights else 1 for worker in cohort]
+        average = {name: torch.zeros_like(value) for name, value in state.items()}
+        for worker, weight in zip(cohort, weights, strict=True):
+            draw = numpy_generator(seed, "batches", round, worker)
+            epochs = [shards[worker][draw.permutation(len(shards[worker]))] for _ in range(local.epochs)]
+            batches = [
+                batch for order in epochs for batch in torch.from_numpy(order).to(device).split(local.batch_size)
+            ]
+            seed_everything(device, seed, "layers", round, worker)
+            model.load_state_dict(state)
+            _train(model, loss, torch.optim.SGD(model.parameters(), **local.params), inputs, targets, batches)
+            for name, value in model.state_dict().items():
+                average[name].add_(value, alpha=weight / sum(weights))
+        state = average
+        model.load_state_dict(state)
+        accuracy = _test(model, tests)
+        rounds.append(time.perf_counter() - started)
+        if round == 1:
+            first = state
+    return BareRun(rounds, accuracy, *({name: value.cpu() for name, value in kept.items()} for kept in (start, first)))
+
+
+def _preloaded(data: TensorData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    inputs, targets = data.to(CPU, dtype).gather(torch.arange(len(data)))
+    return inputs.to(device, memory_format=torch.contiguous_format, copy=True), targets.to(device)
+
+
+@torch.no_grad()
+def _loss_for(model: nn.Module, inputs: Tensor) -> Loss:
+    """What one writes behind this model."""
+    sums = model.eval()(inputs).exp().sum(1)
+    return F.nll_loss if torch.allclose(sums, torch.ones_like(sums)) else F.cross_entropy
+
+
+def _train(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    batches: list[Tensor],
+) -> None:
+    model.train()
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(model(inputs.index_select(0, batch)), targets.index_select(0, batch)).backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def _test(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> float:
+    model.eval()
+    correct = sum((model(inputs).argmax(1) == targets).sum() for inputs, targets in tests)
+    return int(correct) / sum(len(targets) for _, targets in tests)

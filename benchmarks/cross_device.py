@@ -1,0 +1,198 @@
+"""Three experiments with many clients, or few, against a bare loop of the same steps in the same run.
+
+w1: the classic experiment, 4 workers of 15,000 MNIST images, `net`, batches of 64.
+w2: 100 clients of 600 images, 10 in a round, `cnn`, batches of 10.
+w3: 1,000 clients of 60 images, 100 in a round, `2nn`, batches of 10.
+
+fedsim is the command a user types, timed from outside, with the rounds as it has them on record. The floor is a bare
+loop in plain PyTorch with one thread (bare_loop.py), as a process of its own. Compared are
+
+- a round: on a CPU with the floor's time divided by the cores, which other processes or threads could at best do; on a
+  card with the same loop there, and with fedsim's own engine `serial`, one client after another;
+- the whole run, from start to end, the floor undivided and without the time that importing fedsim takes there.
+
+That both do the same work is checked in float64, where a round leaves both with the same global row but for rounding.
+How far a round is from what the machine could do at best is told by counting (limits.py).
+
+    FEDSIM_DATA=... python benchmarks/cross_device.py [--workloads w1,w2,w3] [--repeats 3] [--engine auto]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bare_loop import BareRun, State
+from common import ROOT, CommandRun, median, report, run_command
+from limits import Machine, round_cost
+
+from fedsim import Experiment, load_dataset, load_experiment
+from fedsim.devices import resolve_device, usable_cores
+
+WORKLOADS = {
+    "w1": ("experiments/mnist_sync_sgd.toml",),
+    "w2": ("experiments/fedavg_cnn.toml", "rounds=5", "local.epochs=1"),
+    "w3": ("experiments/fedavg_2nn.toml", "rounds=20", "workers=1000", "cohort=100"),
+}
+ROUNDING = 1e-6  # between global rows after a round in float64, relative to how far it moved them
+ACCURACY = 0.03  # between final accuracies of what was timed
+HOW = ("engine", "processes", "width", "probe")  # what the run record says of how it was computed
+PINS = {"engine": "engine", "processes": "processes", "batched.width": "width"}  # keys that ask for the same again
+
+
+class BareProcess(NamedTuple):
+    seconds: float  # from start to end, but for importing fedsim
+    run: BareRun
+
+
+class Pair(NamedTuple):
+    """Runs that followed one another."""
+
+    fedsim: CommandRun
+    serial: CommandRun | None
+    bare: BareProcess
+
+
+def bare_process(words: Sequence[str], device: torch.device) -> BareProcess:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.pt"
+        script = str(Path(__file__).with_name("bare_process.py"))
+        started = time.perf_counter()
+        subprocess.run([sys.executable, script, str(path), str(device), *words], check=True, cwd=ROOT)
+        seconds = time.perf_counter() - started
+        result = torch.load(path)
+    return BareProcess(seconds - result.pop("imports"), BareRun(**result))
+
+
+def check_same_work(words: Sequence[str], pair: Pair, device: torch.device) -> float:
+    """Both once more for one round in float64, fedsim in the way that it was timed: how far their global rows differ.
+
+    In terms of how far the round moved them, by Euclidean norms. Refuses what rounding cannot be. (In float32, rounding
+    grows to a percent of the move in the 235 steps of w1, between any two orders of summation.)
+    """
+    words, how = [*words, "rounds=1", "precision=float64"], pair.fedsim.environment
+    pins = [f"{key}={how[name]}" for key, name in PINS.items() if name in how]
+    state, bare = run_command(*words, f"device={device}", *pins).state, bare_process(words, device).run
+    off = norm_of_difference(state, bare.first) / norm_of_difference(bare.start, bare.first)
+    assert off < ROUNDING, f"{words[0]}: fedsim and the bare loop differ by {off} of the first round's move"
+    accuracies = pair.fedsim.accuracy, pair.bare.run.accuracy
+    assert abs(accuracies[0] - accuracies[1]) < ACCURACY, f"{words[0]}: final accuracies differ: {accuracies}"
+    return off
+
+
+def norm_of_difference(a: State, b: State) -> float:
+    return math.sqrt(sum(float((a[name] - b[name]).double().square().sum()) for name in b))
+
+
+def later_round(rounds: Sequence[float]) -> float:
+    """The median over the rounds after the first, which may have to warm up."""
+    return statistics.median(rounds[1:])
+
+
+def phases(runs: Sequence[CommandRun]) -> dict[str, float]:
+    """Seconds of each phase in a round, over all rounds after the first."""
+    later = [record["seconds"] for run in runs for record in run.history[1:]]
+    return {phase: median([seconds[phase] for seconds in later]) for phase in later[0]}
+
+
+def measure(name: str, options: argparse.Namespace, device: torch.device, machine: Machine) -> dict[str, Any]:
+    """All figures of a workload."""
+    words = [*WORKLOADS[name], *([f"rounds={options.rounds}"] if options.rounds else [])]
+    command = [*words, f"device={device}"]
+    pairs = []
+    for _ in range(options.repeats):
+        ours = run_command(*command, f"engine={options.engine}")
+        serial = run_command(*command, "engine=serial") if options.serial else None
+        pairs.append(Pair(ours, serial, bare_process(words, device)))
+    share = usable_cores() if device.type == "cpu" else 1
+    our_round = [later_round(pair.fedsim.rounds) for pair in pairs]
+    bare_round = [later_round(pair.bare.run.rounds) for pair in pairs]
+    whole = [(sum(pair.fedsim.rounds), sum(pair.bare.run.rounds) / share) for pair in pairs]
+    environment = pairs[0].fedsim.environment
+    return {
+        "round_seconds": median(our_round),
+        "floor_round_seconds": median([seconds / share for seconds in bare_round]),
+        "round_over_floor": median([a / b * share for a, b in zip(our_round, bare_round, strict=True)]),
+        "all_rounds_over_floor": median([a / b for a, b in whole]),
+        "run_seconds": median([pair.fedsim.seconds for pair in pairs]),
+        "bare_run_seconds": median([pair.bare.seconds for pair in pairs]),
+        "run_over_bare_run": median([pair.fedsim.seconds / pair.bare.seconds for pair in pairs]),
+        "outside_rounds_seconds": median([pair.fedsim.seconds - sum(pair.fedsim.rounds) for pair in pairs]),
+        **against_serial([(pair.fedsim, pair.serial) for pair in pairs if pair.serial]),
+        "phases": phases([pair.fedsim for pair in pairs]),
+        "how": [{key: pair.fedsim.environment[key] for key in HOW if key in pair.fedsim.environment} for pair in pairs],
+        "accuracy": {"fedsim": pairs[0].fedsim.accuracy, "floor": pairs[0].bare.run.accuracy},
+        "difference_over_move": check_same_work(words, pairs[0], device),
+        "limit": limit(load_experiment(words[0], words[1:]), environment, machine, statistics.median(our_round)),
+    }
+
+
+def against_serial(pairs: Sequence[tuple[CommandRun, CommandRun]]) -> dict[str, Any]:
+    """Against fedsim's own engine that takes one client after another."""
+    if not pairs:
+        return {}
+    rounds = [(later_round(ours.rounds), later_round(serial.rounds)) for ours, serial in pairs]
+    return {
+        "serial_round_seconds": median([serial for _, serial in rounds]),
+        "round_times_faster_than_serial": median([serial / ours for ours, serial in rounds]),
+        "run_times_faster_than_serial": median([serial.seconds / ours.seconds for ours, serial in pairs]),
+        "serial_phases": phases([serial for _, serial in pairs]),
+    }
+
+
+def limit(
+    experiment: Experiment, environment: dict[str, Any], machine: Machine, round_seconds: float
+) -> dict[str, float]:
+    """A round's counted cost against what was measured of the machine."""
+    train, _ = load_dataset(experiment.data.dataset, experiment.data.root, **experiment.data.params)
+    sizes = environment["train_samples"], environment["test_samples"]
+    return machine.compare(round_cost(experiment, tuple(train.inputs.shape[1:]), *sizes), round_seconds)
+
+
+def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="with commas between; default: all")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--engine", help="default: auto on a CPU, batched on a card")
+    parser.add_argument("--serial", action=argparse.BooleanOptionalAction, help="by default on a card alone")
+    parser.add_argument("--rounds", type=int, help="other than the workloads': to try out; the figures are not kept")
+    options = parser.parse_args(words)
+    options.workloads = options.workloads.split(",")
+    if unknown := set(options.workloads) - set(WORKLOADS):
+        parser.error(f"--workloads: {', '.join(sorted(unknown))}: must be of {', '.join(WORKLOADS)}")
+    if options.rounds is not None and options.rounds < 2:
+        parser.error(f"--rounds: {options.rounds}: must be at least 2, since the first is left out")
+    return options
+
+
+def main() -> None:
+    options = options_of()
+    device = resolve_device(options.device)
+    on_card = device.type != "cpu"
+    options.engine = options.engine or ("batched" if on_card else "auto")
+    options.serial = on_card if options.serial is None else options.serial
+    machine = Machine.measured(device)
+    figures = {name: measure(name, options, device, machine) for name in options.workloads}
+    report(
+        "cross_device",
+        device=device,
+        keep=options.rounds is None,
+        **figures,
+        limits=machine.figures(),
+        engine=options.engine,
+        repeats=options.repeats,
+    )
+
+
+if __name__ == "__main__":
+    main()

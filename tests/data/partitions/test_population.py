@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from fedsim.data import ListedShards, partition_shards
+from fedsim.data.partitions import population
+from fedsim.errors import ExperimentError
+
+LABELS = torch.arange(203) % 10
+
+
+def test_listed_shards_are_the_arrays_they_were_made_of():
+    arrays = [np.array([4, 2]), np.array([0]), np.array([1, 3, 5])]
+    shards = ListedShards.of_arrays(arrays)
+    for each in (shards, pickle.loads(pickle.dumps(shards))):
+        assert len(each) == 3
+        assert [each.size(worker) for worker in range(3)] == [2, 1, 3]
+        assert [each.of(worker).tolist() for worker in range(3)] == [[4, 2], [0], [1, 3, 5]]
+
+
+@pytest.mark.parametrize("strategy", ["iid", "dirichlet"])
+def test_ordinary_strategies_are_listed(strategy):
+    assert partition_shards(LABELS, 5, strategy).listed
+
+
+def test_a_strategy_that_takes_a_worker_is_virtual_and_gets_what_it_asks_for():
+    shards = partition_shards(LABELS, 10**6, "tests.plugs:neighbours", seed=1, most=5, ids=np.arange(203))
+    assert not shards.listed
+    for worker in (0, 77, 999_999):
+        positions = shards.of(worker)
+        assert 1 <= len(positions) == shards.size(worker) <= 5
+        assert set(LABELS[positions].tolist()) == {worker % 10}
+
+
+def test_drawn_shards_travel_without_what_they_have_drawn():
+    shards = partition_shards(LABELS, 10**6, "virtual", seed=1, alpha=0.5)
+    before = len(pickle.dumps(shards))
+    drawn = [shards.of(worker) for worker in range(50)]
+    again = pickle.loads(pickle.dumps(shards))
+    assert len(pickle.dumps(shards)) == before
+    assert all(torch.equal(shard, again.of(worker)) for worker, shard in enumerate(drawn))
+
+
+def test_what_is_kept_is_bounded_and_the_rest_is_drawn_again(monkeypatch):
+    monkeypatch.setattr(population, "KEPT", 3)
+    shards = partition_shards(LABELS, 10**6, "virtual", samples=20)
+    first = [shards.of(worker).clone() for worker in range(10)]
+    assert sorted(shards._kept) == [7, 8, 9]
+    assert shards.of(9) is shards.of(9)
+    assert all(torch.equal(shards.of(worker), shard) for worker, shard in enumerate(first))
+
+
+def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
+    labels = LABELS.clone()
+    shards = partition_shards(labels, 100, "virtual", alpha=0.5)
+    before = shards.of(3).clone()
+    assert any(tensor is labels for tensor in shards.tensors)  # not a copy
+    for tensor in shards.tensors:
+        tensor.share_memory_()
+    shards._kept.clear()
+    assert torch.equal(shards.of(3), before)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("tests.plugs:nothing", r"must give each worker positions \[size >= 1\]; 4 got \(0,\)$"),
+        ("tests.plugs:beyond", r"gave worker 4 the position 203; there are 203 samples$"),
+        ("tests.plugs:Boasting", r"gave worker 4 2 samples, and size\(4\) says 7$"),
+    ],
+)
+def test_what_a_virtual_strategy_gets_wrong_is_one_line(strategy, message):
+    with pytest.raises(ExperimentError, match=f'^partition.strategy = "{strategy}": {message}'):
+        partition_shards(LABELS, 10**6, strategy).of(4)

@@ -1,0 +1,104 @@
+"""Populations of a million workers: what a run does and keeps depends on the cohort, never on the population."""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fedsim
+from fedsim import preparation
+from fedsim.data.partitions import DrawnShards, partition_shards
+from fedsim.models import two_nn
+from fedsim.preparation import task_of
+from fedsim.randomness import draw_key, numpy_generator, sample_cohort
+from fedsim.rows import Layout
+from tests import plugs
+
+MILLION = {"workers": 10**6, "cohort": 4, "rounds": 3, "partition": {"strategy": "virtual", "samples": 30}}
+
+
+def test_a_run_on_virtual_shards_is_the_textbook_loop(tiny_experiment):
+    """Every round: sample a cohort, copy, train each with torch.optim.SGD on its own shard, average."""
+    skewed = {"strategy": "virtual", "samples": 30, "alpha": 0.5}
+    result = fedsim.run({**tiny_experiment, **MILLION, "partition": skewed, "precision": "float64"})
+    train = plugs.tiny(None)[0].to(torch.device("cpu"), torch.float64)
+    shards = partition_shards(train.targets, 10**6, "virtual", 0, samples=30, alpha=0.5)
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(draw_key(0, "model"))
+        model = two_nn().double()
+    layout = Layout.of(model)
+    global_row = layout.read(model)
+    for round in (1, 2, 3):
+        rows = []
+        for worker in sample_cohort(0, round, 10**6, 4).tolist():
+            layout.write(global_row, model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+            order = shards.of(worker)[numpy_generator(0, "batches", round, worker).permutation(30)]
+            for batch in order.split(16):
+                x, y = train.gather(batch)
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            rows.append(layout.read(model))
+        global_row = torch.stack(rows).mean(0)
+    assert torch.allclose(result.global_row, global_row, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+def test_only_shards_of_the_cohorts_are_drawn_and_each_once(engine, tiny_experiment, monkeypatch):
+    monkeypatch.setattr(preparation, "LOOKED_AT", 20)
+    drawn, draw = [], DrawnShards._draw
+    monkeypatch.setattr(DrawnShards, "_draw", lambda self, worker: (drawn.append(worker), draw(self, worker))[1])
+    looked_at = []
+    result = fedsim.run(
+        {**tiny_experiment, **MILLION, "partition": "tests.plugs:some", "engine": engine, "processes": 1},
+        on_start=lambda setting: looked_at.extend(setting.looked_at),
+    )
+    assert len(looked_at) == 20
+    assert sorted(drawn) == sorted({*looked_at, *(worker for record in result.history for worker in record["cohort"])})
+
+
+def test_what_every_process_gets_does_not_grow_with_the_population():
+    def size(workers):
+        task = task_of(fedsim.Experiment(**{**MILLION, "workers": workers}), torch.device("cpu"))
+        shards = partition_shards(torch.arange(10), workers, "virtual", samples=3)
+        return len(pickle.dumps(task)) + len(pickle.dumps(shards))
+
+    assert size(10**9) < size(100) + 50
+
+
+def test_a_run_needs_no_memory_for_workers_that_do_not_take_part(tiny_experiment):
+    def peak(workers):
+        tracemalloc.start()
+        try:
+            fedsim.run({**tiny_experiment, **MILLION, "workers": workers})
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(100)
+    assert peak(10**9) < peak(1000) + 1e6  # a thousand are looked at in both
+
+
+def test_half_a_million_workers_may_be_byzantine(tiny_experiment):
+    attack = {"name": "sign_flipping", "fraction": 0.5}
+    found = []
+    fedsim.run(
+        {**tiny_experiment, **MILLION, "attack": attack, "aggregate": "median"},
+        on_start=lambda setting: found.extend(setting.byzantine),
+    )
+    assert len(set(found)) == 500_000
+
+
+@pytest.mark.parametrize("engine", ["serial", "auto"])
+def test_workers_of_a_virtual_population_may_see_their_samples_each_in_their_way(engine, tiny_experiment):
+    """Their transforms are a lazy sequence, of which those of the cohort are asked for."""
+    tables = {**tiny_experiment, **MILLION, "engine": engine}
+    one, other = (
+        fedsim.run({**tables, "partition": {"strategy": "tests.plugs:Darkened", "by": by}}).global_row for by in (0, 1)
+    )
+    assert not torch.equal(one, other)
