@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines import AutoEngine, auto
+from fedsim.engines import AutoEngine, SerialEngine, auto
 from fedsim.engines.stack_trainer import StackTrainer
 from fedsim.engines.trainer import RowTrainer
 from tests.engines.test_contract import CASES, ROUNDING, assert_close
@@ -53,10 +53,10 @@ def test_choice_and_figures_are_in_the_run_folder(tables, tmp_path):
     ("serial", "batched", "chosen"), [(1.0, 0.5, "batched"), (1.0, 0.95, "serial"), (0.5, 1.0, "serial")]
 )
 def test_stacks_are_chosen_where_they_gain_more_than_a_little(serial, batched, chosen, tables, speeds):
-    speeds.update(serial=serial / 1000, batched=batched / 1000)
+    speeds.update(serial=serial / 100, batched=batched / 100)
     how = how_it_was_done(tables)
     assert how["engine"] == chosen
-    assert how["probe"] == {"serial": serial / 1000, "batched": batched / 1000}
+    assert how["probe"] == {"serial": serial / 100, "batched": batched / 100}
 
 
 def test_no_processes_are_started_where_they_save_less_than_their_start(tables, speeds):
@@ -69,15 +69,35 @@ def test_no_processes_are_started_where_they_save_less_than_their_start(tables, 
     ("batched", "spawn", "both", "chosen", "measured"),
     [
         (9.0, 4.0, None, ("spawn", 2), ["serial", "batched", "spawn"]),  # stacks that are hopeless are not tried there
-        (4.0, 4.0, 2.0, ("batched", 2), ["serial", "batched", "spawn", "batched, 2 processes"]),
-        (2.0, 4.0, 3.0, ("batched", 1), ["serial", "batched", "spawn", "batched, 2 processes"]),
+        (7.0, 4.0, 3.5, ("batched", 2), ["serial", "batched", "spawn", "batched, 2 processes"]),
+        (7.0, 4.0, 3.7, ("spawn", 2), ["serial", "batched", "spawn", "batched, 2 processes"]),
+        (3.2, 4.0, 3.4, ("batched", 1), ["serial", "batched", "spawn", "batched, 2 processes"]),
     ],
 )
-def test_a_long_run_goes_the_way_that_is_fastest(batched, spawn, both, chosen, measured, tables, speeds):
+def test_a_long_run_goes_the_way_that_is_fastest(batched, spawn, both, chosen, measured, tables, speeds, monkeypatch):
+    monkeypatch.setattr(auto, "SpawnEngine", SerialEngine)  # what is measured there is set anyhow
     speeds.update({"serial": 5.0, "batched": batched, "spawn": spawn, "batched, 2 processes": both})
     how = how_it_was_done({**tables, "processes": 2})
     assert (how["engine"], how["processes"]) == chosen
     assert speeds["measured"] == measured
+
+
+def test_processes_that_are_started_to_measure_do_the_run(tables, monkeypatch):
+    measured = AutoEngine._seconds_per_round
+
+    def in_favour_of_both(self, way, task, memory):
+        seconds = measured(self, way, task, memory)
+        return seconds / 1e6 if (way.engine, way.processes) == ("batched", 2) else seconds
+
+    monkeypatch.setattr(AutoEngine, "_seconds_per_round", in_favour_of_both)
+    monkeypatch.setattr(auto, "START_SECONDS", 0.0)
+    monkeypatch.setattr(auto, "HOPELESS", 1e9)
+    tables, settings = {**tables, "precision": "float64", "processes": 2}, []
+    found = fedsim.run(tables, on_start=settings.append)
+    how = settings[0].how
+    assert (how["engine"], how["processes"]) == ("batched", 2)
+    assert set(how["probe"]) == {"serial", "batched", "spawn", "batched, 2 processes"}
+    assert_close(fedsim.run({**tables, "engine": "serial", "processes": None}), found, ROUNDING)
 
 
 def test_a_model_that_cannot_be_stacked_runs_all_the_same_and_the_reason_is_noted(tables):
@@ -86,7 +106,7 @@ def test_a_model_that_cannot_be_stacked_runs_all_the_same_and_the_reason_is_note
     how = how_it_was_done({**tables, "model": "tests.plugs:Stateful"})
     assert how["engine"] == "serial"
     assert how["probe"]["serial"] > 0
-    assert how["probe"]["batched"].startswith('engine = "batched": the rows of this model cannot be stacked: its training')
+    assert "the rows of this model cannot be stacked: its training changes attributes" in how["probe"]["batched"]
 
 
 def test_what_differs_in_nothing_that_speed_depends_on_is_not_measured_again(tables, speeds):
@@ -112,7 +132,9 @@ def test_models_by_import_path_are_told_apart(tables, speeds):
 
 @pytest.mark.parametrize("way", ["serial", "batched"])
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
-@pytest.mark.parametrize("case", ["dropout", "partial cohorts of uneven shards", "a rule with data of the server's own"])
+@pytest.mark.parametrize(
+    "case", ["dropout", "partial cohorts of uneven shards", "a rule with data of the server's own"]
+)
 def test_measuring_does_not_show_in_the_results(case, sync, way, tiny_experiment, monkeypatch):
     tables = {**tiny_experiment, "sync": sync, **CASES[case], "precision": "float64"}
     monkeypatch.setattr(auto, "GAIN", 1e9 if way == "batched" else 1e-9)
