@@ -116,6 +116,7 @@ def test_what_differs_in_nothing_that_speed_depends_on_is_not_measured_again(tab
             how_it_was_done({**tables, **change}, workshop)
         assert len(speeds["measured"]) == 2
         changes = {"model": "logistic"}, {"rounds": 3}, {"workers": 4}, {"local": {"batch_size": 8}}
+        changes = (*changes, {"model": "net"}, {"model": {"name": "net", "dropout": 0.0}})  # of one shape
         for count, change in enumerate(changes, start=2):
             how_it_was_done({**tables, **change}, workshop)
             assert len(speeds["measured"]) == 2 * count, change

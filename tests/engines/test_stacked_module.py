@@ -171,24 +171,40 @@ def test_what_stands_in_a_padding_does_not_matter(batches):
     assert torch.equal(results[0][0], results[1][0])
 
 
-def test_parameters_are_views_of_the_rows_and_gradients_have_memory_of_their_own(batches):
-    """Also where one tensor would do for two of them, or for all rows, as with biases that are added to each other."""
-    module = zoo.functional(lambda x, weight, bias: F.linear(x, weight) + bias + bias.detach()).double()
-    module.more = nn.Parameter(torch.zeros(3, dtype=torch.double))
-    module._forward = lambda self, x: F.linear(x.flatten(1), self.weight) + self.bias + self.more
-    stacked = StackedModule(lambda: module)
-    rows = new_rows(3, stacked.layout.d, torch.double)
-    rows.normal_(generator=torch.Generator().manual_seed(0))
+class Shared(nn.Module):
+    """Two parameters that are added, whose gradients autograd holds in one tensor, and one that is summed up."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.summed = (nn.Parameter(torch.zeros(3, n)) for n in (128, 128, 2))
+
+    def forward(self, pictures):
+        return F.linear(pictures.flatten(1), self.first + self.second) * self.summed.sum()
+
+
+def test_gradients_have_memory_of_their_own(batches):
+    """A solver may write to them."""
+    stacked = StackedModule(lambda: Shared().double())
+    rows = new_rows(3, stacked.layout.d, torch.double).fill_(0.1)
+    inputs, targets = batches("convolution", SIZES)
+    _, gradients = stacked.gradients(stacked.views(rows), [], inputs, targets, weights_for(SIZES))
+    kept = [gradient.clone() for gradient in gradients]
+    assert torch.equal(kept[0], kept[1])
+    assert all(gradient.any() for gradient in kept)
+    for gradient in gradients:
+        gradient[0, 0, 0] += 1
+    for gradient, before in zip(gradients, kept, strict=True):
+        before[0, 0, 0] += 1
+        assert torch.equal(gradient, before)
+
+
+def test_parameters_are_views_of_the_rows_which_nothing_moves_but_the_solver(batches):
+    stacked = StackedModule(lambda: made("convolution"))
+    rows, _ = different_rows(made("convolution"), 3)
     before, views = rows.clone(), stacked.views(rows)
     inputs, targets = batches("convolution", SIZES)
-    _, gradients = stacked.gradients(views, [], inputs, targets, weights_for(SIZES))
-    assert torch.equal(rows, before), "nothing moves them but the solver"
-    for gradient in gradients:
-        gradient.fill_(7.0)
-    for number, gradient in enumerate(gradients):
-        gradient[0].add_(number + 1)
-    assert all((gradient[0] == 8 + number).all() for number, gradient in enumerate(gradients))
-    assert all((gradient[1:] == 7).all() for gradient in gradients)
+    stacked.gradients(views, [], inputs, targets, weights_for(SIZES))
+    assert torch.equal(rows, before)
     for number, view in enumerate(views):
         view.fill_(number)
     places = [entry.span for entry in stacked.layout.parameters]
@@ -196,11 +212,7 @@ def test_parameters_are_views_of_the_rows_and_gradients_have_memory_of_their_own
 
 
 def test_a_parameter_that_is_not_used_has_the_gradient_0(batches):
-    def make():
-        network = zoo.linear(lambda self, outputs: outputs, unused=nn.Linear(2, 3)).double()
-        return network
-
-    stacked = StackedModule(make)
+    stacked = StackedModule(lambda: zoo.linear(lambda self, outputs: outputs, unused=nn.Linear(2, 3)).double())
     rows = new_rows(3, stacked.layout.d, torch.double)
     inputs, targets = batches("convolution", SIZES)
     _, gradients = stacked.gradients(stacked.views(rows), [], inputs, targets, weights_for(SIZES))
