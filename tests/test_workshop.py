@@ -122,6 +122,7 @@ def test_no_shared_memory_of_a_run_stays(spawned):
 
 
 def test_a_run_that_fails_harms_none_after_it(spawned):
+    spawned = {**spawned, "processes": 1}
     with Workshop() as workshop:
         for how in ("raise", "kill"):
             with pytest.raises(fedsim.WorkerError):
