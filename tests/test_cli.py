@@ -157,26 +157,20 @@ def test_ctrl_c_while_modules_are_imported_is_told_in_one_word(tmp_path):
     assert (process.returncode, out, error) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["run", "engine=serial", "data=tests.plugs:tiny"],
-        ["run", "--dry-run"],
-        ["--help"],
-        pytest.param(["--version"], marks=pytest.mark.slow),
-    ],
-)
-def test_a_stdout_that_cannot_be_written_is_one_line(tmp_path, words):
+def test_a_stdout_that_cannot_be_written_is_one_line(tmp_path):
+    commands = (["run", "data=tests.plugs:tiny"], ["run", "--dry-run"], ["--version"], ["--help"])
     with Path("/dev/full").open("w") as full:
-        process = start("-m", "fedsim", *words, cwd=tmp_path, stdout=full)
-    _, error = process.communicate(timeout=60)
-    assert error == "error: standard output cannot be written: No space left on device\n"
-    assert process.returncode == 1
-    assert_none_left(process.pid)
+        processes = [start("-m", "fedsim", *words, cwd=tmp_path, stdout=full) for words in commands]  # all at once
+    for process in processes:
+        _, error = process.communicate(timeout=60)
+        assert error == "error: standard output cannot be written: No space left on device\n"
+        assert process.returncode == 1
+        assert_none_left(process.pid)
 
 
 def test_a_reader_that_goes_ends_the_program_without_a_word(tmp_path):
-    process = start("-m", "fedsim", "run", "data=tests.plugs:tiny", "rounds=100000", "--out", "x", cwd=tmp_path)
+    words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
+    process = start("-m", "fedsim", "run", *words, cwd=tmp_path)
     read_until(process, "    1")
     process.stdout.close()
     assert process.wait(timeout=20) == 1
@@ -236,27 +230,21 @@ def test_the_front_door_runs_the_engine_spawn_to_its_end_even_if_it_was_suspende
     assert out.endswith("x\n")
 
 
-@pytest.mark.parametrize(
-    ("how", "sync", "message"),
-    [
-        (
-            *("raise", "parameters"),
-            r"error: worker \d in round 1 failed \(process \d\): ZeroDivisionError: this model divides by zero\n",
-        ),
-        (
-            *("kill", "gradients"),
-            r"error: process \d, working on worker \d in round 1, was killed by SIGKILL \(exit code -9\)\n",
-        ),
-        ("hang", "parameters", r"error: process \d has given no sign of life for 2 s \(worker \d in round 1\)"),
-    ],
-)
-def test_a_dead_worker_never_hangs_the_program(tmp_path, how, sync, message):
-    """Further deaths are in tests/engines/test_spawn.py."""
-    model = [f"model.how={how}", "model.name=tests.plugs:Fails"]
-    words = ["engine=spawn", *model, "data=tests.plugs:tiny", f"sync={sync}", "timeout=2"]
-    process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert re.match(message, error), error
-    assert ("Traceback" in error) == (how == "raise")
-    assert_none_left(process.pid)
+def test_a_dead_worker_never_hangs_the_program(tmp_path):
+    """Three programs at once; further deaths are in tests/engines/test_spawn.py."""
+    deaths = {
+        ("raise", "parameters"): r"worker \d in round 1 failed \(process \d\): ZeroDivisionError: this model",
+        ("kill", "gradients"): r"process \d, working on worker \d in round 1, was killed by SIGKILL \(exit code -9\)",
+        ("hang", "parameters"): r"process \d has given no sign of life for 3 s \(worker \d in round 1\)",
+    }
+    words = [str(ROOT / "run_experiment.py"), "engine=spawn", "data=tests.plugs:tiny", "model.name=tests.plugs:Fails"]
+    processes = [
+        start(*words, f"model.how={how}", f"sync={sync}", "timeout=3", "--out", how, cwd=tmp_path)
+        for how, sync in deaths
+    ]
+    for process, (how, _), message in zip(processes, deaths, deaths.values(), strict=True):
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert re.match(f"error: {message}", error), error
+        assert ("Traceback" in error) == (how == "raise")
+        assert_none_left(process.pid)

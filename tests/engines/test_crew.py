@@ -114,19 +114,39 @@ def fails_within(seconds, crew, *call):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("meet_after", [True, False], ids=["others wait", "others are done"])
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("raise", "worker 7 in round 3 failed (process 1): ZeroDivisionError: divided\nTraceback"),
-        ("kill", "process 1, working on worker 7 in round 3, was killed by SIGKILL (exit code -9)"),
-        ("exit", "process 1, working on worker 7 in round 3, ended with exit code 0 before its work was done"),
-    ],
-)
-def test_a_failure_ends_the_call_at_once_and_says_who_and_how(how, message, meet_after):
+FAILURES = {
+    "raise": "worker 7 in round 3 failed (process 1): ZeroDivisionError: divided\nTraceback",
+    "kill": "process 1, working on worker 7 in round 3, was killed by SIGKILL (exit code -9)",
+    "exit": "process 1, working on worker 7 in round 3, ended with exit code 0 before its work was done",
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failure_ends_the_call_at_once_and_says_who_and_how(how):
     with Crew(2) as crew:
         crew.call(who)
-        assert message in fails_within(5, crew, misbehave, how, 1, meet_after)
+        assert FAILURES[how] in fails_within(5, crew, misbehave, how, 1)
+
+
+class Note:
+    def __init__(self, path):
+        self.path = path
+
+    def __del__(self):
+        self.path.touch()
+
+
+def leave_a_note_at_the_end(seat, folder):
+    seat.belongings["note"] = Note(folder / str(seat.index))
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failure_when_others_are_done_does_so_too_and_survivors_let_go_of_what_they_have(how, tmp_path):
+    """They are dismissed, not killed: a CUDA allocation that a killed process had open would never be freed."""
+    with Crew(2) as crew:
+        crew.call(leave_a_note_at_the_end, tmp_path)
+        assert FAILURES[how] in fails_within(5, crew, misbehave, how, 1, False)
+    assert {path.name for path in tmp_path.iterdir()} == ({"0", "1"} if how == "raise" else {"0"})
 
 
 @pytest.mark.parametrize("how", ["sleep", "stop"])
@@ -233,26 +253,6 @@ def test_neither_descriptors_nor_shared_memory_are_kept():
         del tensor
         counts.append(open_things())
     assert counts[0] == counts[1] == counts[2]
-
-
-def test_survivors_of_a_failure_let_go_of_what_they_have(tmp_path):
-    """They are dismissed, not killed: a CUDA allocation that a killed process had open would never be freed."""
-    with Crew(2) as crew:
-        crew.call(leave_a_note_at_the_end, tmp_path)
-        fails_within(5, crew, misbehave, "kill", 1, False)
-    assert [path.name for path in tmp_path.iterdir()] == ["0"]
-
-
-class Note:
-    def __init__(self, path):
-        self.path = path
-
-    def __del__(self):
-        self.path.touch()
-
-
-def leave_a_note_at_the_end(seat, folder):
-    seat.belongings["note"] = Note(folder / str(seat.index))
 
 
 def test_a_crew_that_was_never_asked_goes_too():
