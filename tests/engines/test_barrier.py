@@ -27,13 +27,13 @@ def test_nobody_passes_before_all_have_come():
     """Alone, in twos and in threes."""
     context = multiprocessing.get_context("spawn")
     groups = [(Board(count), context.RawArray("q", count)) for count in (1, 2, 3)]
-    processes = [context.Process(target=meet, args=(groups, index, 500)) for index in range(3)]
+    processes = [context.Process(target=meet, args=(groups, index, 300)) for index in range(3)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    assert [list(cells) for _, cells in groups] == [[500] * count for count in (1, 2, 3)]
+    assert [list(cells) for _, cells in groups] == [[300] * count for count in (1, 2, 3)]
 
 
 def test_a_peer_that_never_comes_ends_the_wait_at_the_deadline():
