@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,9 +46,14 @@ def sized(*, hidden: tuple[int, ...] = (16,), scale: float | None = 2.0) -> nn.M
     return nn.Sequential(nn.Flatten(), *(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
+@cache
+def real_images():
+    return load_dataset("mnist5k")
+
+
 def tiny(root, *, train: int = TINY_TRAIN):
     """A few real images; 203 is divided evenly by no number of workers that the tests use."""
-    full_train, full_test = load_dataset("mnist5k")
+    full_train, full_test = real_images()
     parts = ((full_train, train), (full_test, TINY_TEST))
     return tuple(TensorData(d.inputs[:n].clone(), d.targets[:n].clone(), d.scale, d.shift) for d, n in parts)
 
@@ -68,6 +73,12 @@ def uneven(labels, n_workers, rng):
     """Worker k holds about k + 1 parts."""
     cuts = np.cumsum(np.arange(1, n_workers)) * len(labels) // (n_workers * (n_workers + 1) // 2)
     return np.split(rng.permutation(len(labels)), cuts)
+
+
+def ending_in_one(labels, n_workers, rng):
+    """All but the last worker have shards of like size; the last has one sample."""
+    order = rng.permutation(len(labels))
+    return [*np.array_split(order[1:], n_workers - 1), order[:1]]
 
 
 def same_last(labels, n_workers, rng, *, first: int):

@@ -10,7 +10,7 @@ import pytest
 
 import fedsim
 from fedsim.listing import PLUGS
-from tests.commands import ROOT, assert_none_left, processes_of_group, read_until, run_on_a_terminal, run_python, start
+from tests.commands import ROOT, assert_none_left, processes_of_group, read_until, run_on_a_terminal, start
 
 QUICK = ["engine=serial", "model=2nn", "data=tests.plugs:tiny", "rounds=2"]
 
@@ -130,31 +130,22 @@ def test_list_takes_a_kind(cli):
 
 
 def test_the_front_door_the_module_and_the_script_are_one_program(tmp_path):
-    outputs = []
-    for words in (
-        [str(ROOT / "run_experiment.py"), "rounds=3", "--dry-run"],
-        ["-m", "fedsim", "run", "rounds=3", "--dry-run"],
-        ["-c", "from fedsim_main import main; main()", "run", "rounds=3", "--dry-run"],
-    ):
-        done = run_python(*words, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
+    doors = (
+        [str(ROOT / "run_experiment.py")],
+        ["-m", "fedsim", "run"],
+        ["-c", "from fedsim_main import main; main()", "run"],
+    )
+    processes = [start(*door, "rounds=3", "--dry-run", cwd=tmp_path) for door in doors]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert len(set(outputs)) == 1
 
 
-def test_the_front_door_runs_the_engine_spawn(tmp_path):
-    words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=1", "--out", "x"]
-    done = run_python(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("x\n")
-    assert done.stderr == ""
-
-
 def test_on_a_terminal_a_bar_shows_rounds_accuracy_and_time_left(tmp_path):
-    words = [*QUICK, "model=logistic", "rounds=300", "records.curve=false"]
+    words = [*QUICK, "model=logistic", "rounds=100", "records.curve=false"]
     out, shown = run_on_a_terminal(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
-    assert len(out.splitlines()) == 3 + 300 + 2, "the table goes to stdout, whole"
-    assert re.search(r"\d+/300 \[\d\d:\d\d<\d\d:\d\d, .*accuracy 0\.\d{4}\]", shown)
+    assert len(out.splitlines()) == 3 + 100 + 2, "the table goes to stdout, whole"
+    assert re.search(r"\d+/100 \[\d\d:\d\d<\d\d:\d\d, .*accuracy 0\.\d{4}\]", shown)
 
 
 def test_ctrl_c_while_modules_are_imported_is_told_in_one_word(tmp_path):
@@ -166,18 +157,20 @@ def test_ctrl_c_while_modules_are_imported_is_told_in_one_word(tmp_path):
     assert (process.returncode, out, error) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("words", [["run", "data=tests.plugs:tiny"], ["run", "--dry-run"], ["--version"], ["--help"]])
-def test_a_stdout_that_cannot_be_written_is_one_line(tmp_path, words):
+def test_a_stdout_that_cannot_be_written_is_one_line(tmp_path):
+    commands = (["run", "data=tests.plugs:tiny"], ["run", "--dry-run"], ["--version"], ["--help"])
     with Path("/dev/full").open("w") as full:
-        process = start("-m", "fedsim", *words, cwd=tmp_path, stdout=full)
-    _, error = process.communicate(timeout=60)
-    assert error == "error: standard output cannot be written: No space left on device\n"
-    assert process.returncode == 1
-    assert_none_left(process.pid)
+        processes = [start("-m", "fedsim", *words, cwd=tmp_path, stdout=full) for words in commands]  # all at once
+    for process in processes:
+        _, error = process.communicate(timeout=60)
+        assert error == "error: standard output cannot be written: No space left on device\n"
+        assert process.returncode == 1
+        assert_none_left(process.pid)
 
 
 def test_a_reader_that_goes_ends_the_program_without_a_word(tmp_path):
-    process = start("-m", "fedsim", "run", "data=tests.plugs:tiny", "rounds=100000", "--out", "x", cwd=tmp_path)
+    words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
+    process = start("-m", "fedsim", "run", *words, cwd=tmp_path)
     read_until(process, "    1")
     process.stdout.close()
     assert process.wait(timeout=20) == 1
@@ -223,45 +216,35 @@ def test_sigterm_ends_all_processes_and_leaves_no_temporary_folder(tmp_path):
     assert list(temporary.iterdir()) == []
 
 
-def test_a_run_that_was_suspended_goes_on(tmp_path):
-    words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=30", "timeout=1", "sync=gradients", "workers=3"]
-    process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
+def test_the_front_door_runs_the_engine_spawn_to_its_end_even_if_it_was_suspended(tmp_path):
+    words = ["engine=spawn", "data=tests.plugs:tiny", "timeout=1", "sync=gradients", "workers=3", "--out", "x"]
+    process = start(str(ROOT / "run_experiment.py"), *words, "rounds=30", cwd=tmp_path)
     read_until(process, "    2")
-    for _ in range(3):
+    for _ in range(2):
         os.killpg(process.pid, signal.SIGSTOP)
         time.sleep(1.5)
         os.killpg(process.pid, signal.SIGCONT)
         time.sleep(0.2)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 0, error
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "")
+    assert out.endswith("x\n")
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (
-            "raise",
-            r"error: worker \d in round 1 failed \(process \d\): ZeroDivisionError: this model divides by zero\n",
-        ),
-        ("kill", r"error: process \d, working on worker \d in round 1, was killed by SIGKILL \(exit code -9\)\n"),
-        (
-            "exit",
-            r"error: process \d, working on worker \d in round 1, ended with exit code 0 before its work was done\n",
-        ),
-        (
-            "leave",
-            r"error: process \d, working on worker \d in round 1, ended with exit code 0 before its work was done\n",
-        ),
-        ("hang", r"error: process \d has given no sign of life for 3 s \(worker \d in round 1\)"),
-    ],
-)
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-def test_a_dead_worker_never_hangs_the_program(tmp_path, how, message, sync):
-    model = [f"model.how={how}", "model.name=tests.plugs:Fails"]
-    words = ["engine=spawn", *model, "data=tests.plugs:tiny", f"sync={sync}", "timeout=3"]
-    process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert re.match(message, error), error
-    assert ("Traceback" in error) == (how == "raise")
-    assert_none_left(process.pid)
+def test_a_dead_worker_never_hangs_the_program(tmp_path):
+    """Three programs at once; further deaths are in tests/engines/test_spawn.py."""
+    deaths = {
+        ("raise", "parameters"): r"worker \d in round 1 failed \(process \d\): ZeroDivisionError: this model",
+        ("kill", "gradients"): r"process \d, working on worker \d in round 1, was killed by SIGKILL \(exit code -9\)",
+        ("hang", "parameters"): r"process \d has given no sign of life for 3 s \(worker \d in round 1\)",
+    }
+    words = [str(ROOT / "run_experiment.py"), "engine=spawn", "data=tests.plugs:tiny", "model.name=tests.plugs:Fails"]
+    processes = [
+        start(*words, f"model.how={how}", f"sync={sync}", "timeout=3", "--out", how, cwd=tmp_path)
+        for how, sync in deaths
+    ]
+    for process, (how, _), message in zip(processes, deaths, deaths.values(), strict=True):
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert re.match(f"error: {message}", error), error
+        assert ("Traceback" in error) == (how == "raise")
+        assert_none_left(process.pid)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.commands import assert_none_left, processes_of_group, read_until, run_on_a_terminal, run_python, start
+from tests.commands import assert_none_left, processes_of_group, read_until, run_on_a_terminal, start
 
 QUICK = ["name=quick", "model=logistic", "data=tests.plugs:tiny", "workers=3", "rounds=2"]
 SERIAL = [*QUICK, "engine=serial"]
@@ -98,9 +98,9 @@ def finished_runs(folder):
     return {name for name, rounds in counts.items() if rounds == 60}
 
 
-def goes_on_where_it_stopped(tmp_path, before):
-    done = run_python(*LONG, *ENDLESS, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr
+def goes_on_where_it_stopped(cli, tmp_path, before):
+    done = cli(*LONG[2:], *ENDLESS, "--jobs", "1")  # in this process
+    assert done.exit_code == 0, done.output
     assert f"{len(before)} of them are finished already" in done.stdout
     assert not any(f" {name}: " in done.stdout for name in before)
     assert len(finished_runs(tmp_path / "x")) == 8
@@ -109,7 +109,7 @@ def goes_on_where_it_stopped(tmp_path, before):
 @pytest.mark.parametrize(
     ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
-def test_a_signal_ends_everything_at_once_and_the_same_command_goes_on(tmp_path, number, code, word):
+def test_a_signal_ends_everything_at_once_and_the_same_command_goes_on(cli, tmp_path, number, code, word):
     process = start(*LONG, *ENDLESS, cwd=tmp_path)
     read_until(process, "[2/8]")
     sent = time.monotonic()
@@ -124,7 +124,7 @@ def test_a_signal_ends_everything_at_once_and_the_same_command_goes_on(tmp_path,
     assert_none_left(process.pid)
     before = finished_runs(tmp_path / "x")
     assert len(before) >= 2
-    goes_on_where_it_stopped(tmp_path, before)
+    goes_on_where_it_stopped(cli, tmp_path, before)
 
 
 def test_ctrl_c_while_jobs_start_leaves_nobody(tmp_path):

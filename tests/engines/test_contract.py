@@ -10,8 +10,8 @@ import fedsim
 ATTACKED = {"workers": 7}  # enough for two attackers
 
 CASES = {
+    "one worker": {"workers": 1},  # first, since all others have the same processes
     "plain averaging": {},
-    "one worker": {"workers": 1},
     "uneven shards": {"partition": "tests.plugs:uneven"},
     "partial cohorts": {"workers": 7, "cohort": 3, "rounds": 3},
     "partial cohorts of uneven shards": {"workers": 6, "cohort": 4, "partition": "tests.plugs:uneven"},
@@ -32,7 +32,6 @@ CASES = {
     "state that no row holds": {"model": "tests.plugs:Stateful", "workers": 5, "cohort": 4},
     "shared and unused parameters": {"model": "tests.plugs:Tied", "local": {"weight_decay": 0.1, "momentum": 0.5}},
     "token numbers": {"model": "tests.plugs:Embedded", "data": "tests.plugs:tokens"},
-    "more processes than workers": {"processes": 5},
     "a rule on columns": {"aggregate": {"rule": "trimmed_mean", "f": 1}},
     "a rule by distances, under attack": {**ATTACKED, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "krum"},
     "pre-aggregators": {**ATTACKED, "aggregate": {"rule": ["bucketing", {"rule": "nnm", "f": 1}, "median"]}},
@@ -41,7 +40,10 @@ CASES = {
     "a rule that draws": {**ATTACKED, "aggregate": {"rule": "dnc", "b": 50, "f": 2}},
     "a rule with data of the server's own": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
     "a rule that asks for losses": {"aggregate": {"rule": "qfedavg", "lr": 0.05}},
-    "an attack tuned to the rule": {**ATTACKED, "attack": {"name": "opt_alie", "fraction": 0.3}, "aggregate": "median"},
+    "an attack tuned to the rule": {
+        **{**ATTACKED, "model": "logistic"},
+        **{"attack": {"name": "opt_alie", "fraction": 0.3}, "aggregate": "median"},
+    },
     "an attack that draws": {**ATTACKED, "attack": {"name": "gaussian", "workers": [1, 3]}, "aggregate": "median"},
     "an attack that remembers": {
         **ATTACKED,
@@ -89,8 +91,7 @@ def workshop():
 
 def run_both(engine, tables, workshop=None):
     serial = fedsim.run({**tables, "engine": "serial", "processes": None})
-    processes = tables.get("processes", EXACT[engine])
-    other = fedsim.run({**tables, "engine": engine, "processes": processes}, workshop=workshop)
+    other = fedsim.run({**tables, "engine": engine, "processes": EXACT[engine]}, workshop=workshop)
     return serial, other
 
 
@@ -125,6 +126,19 @@ def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_ex
         assert torch.equal(value, other.model.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("engine", EXACT)
+def test_a_run_repeats_itself_and_follows_its_seed(engine, tiny_experiment, workshop):
+    """As of `serial`, so of the others: whatever their processes have done before."""
+    tables = {**tiny_experiment, "model": "net", "rounds": 1}
+    changed = {**tables, "engine": engine, "processes": EXACT[engine]}
+    runs = [fedsim.run({**changed, "seed": seed}, workshop=workshop) for seed in (1, 2, 1)]
+    runs += [fedsim.run({**tables, "seed": seed}) for seed in (1, 2, 1)]
+    first, other, again = (run.global_row for run in runs[:3])
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert all(torch.equal(run.global_row, serial.global_row) for run, serial in zip(runs[:3], runs[3:], strict=True))
+
+
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("engine", CLOSE)
@@ -142,10 +156,11 @@ def test_the_engine_agrees_with_serial_up_to_rounding(engine, case, sync, tiny_e
 
 @pytest.mark.parametrize("model", ["2nn", "cnn", "net"])
 def test_stacked_rows_agree_with_serial_on_mnist(model):
-    """In both precisions, after three rounds of partial cohorts, uneven shards, momentum and weight decay."""
-    tables = {"rounds": 3, "workers": 30, "cohort": 4, "partition": "tests.plugs:uneven", "engine": "serial"}
+    """In both precisions, after two rounds of partial cohorts, uneven shards, momentum and weight decay."""
+    tables = {"rounds": 2, "workers": 12, "cohort": 4, "partition": "tests.plugs:uneven", "engine": "serial"}
+    tables["data"] = {"dataset": "tests.plugs:tiny", "train": 120} if model == "cnn" else "mnist5k"
     tables["model"] = {"name": "net", "dropout": 0.0} if model == "net" else model
-    tables["local"] = {"steps": 3, "batch_size": 20, "momentum": 0.9, "weight_decay": 0.01}
+    tables["local"] = {"steps": 3, "batch_size": 10 if model == "cnn" else 20, "momentum": 0.9, "weight_decay": 0.01}
     for precision, tolerance in (("float64", ROUNDING), ("float32", 1e-4)):
         serial = fedsim.run({**tables, "precision": precision})
         stacked = fedsim.run({**tables, "precision": precision, "engine": "batched", "processes": 1})
@@ -162,20 +177,17 @@ def test_processes_that_stack_rows_agree_with_serial(case, sync, tiny_experiment
 
 
 @pytest.mark.parametrize("engine", EXACT)
-@pytest.mark.parametrize("processes", [1, 3])
-def test_the_number_of_processes_does_not_show(engine, processes, tiny_experiment):
-    tables = {**tiny_experiment, "workers": 5, "model": "net"}
-    serial = fedsim.run({**tables, "engine": "serial"})
-    other = fedsim.run({**tables, "engine": engine, "processes": processes})
-    assert torch.equal(serial.global_row, other.global_row)
-
-
-@pytest.mark.parametrize("engine", ["serial", *EXACT])
-def test_a_run_repeats_itself_and_follows_its_seed(engine, tiny_experiment):
-    tables = {**tiny_experiment, "engine": engine, "model": "net", "rounds": 1}
-    first, again, other = (fedsim.run({**tables, "seed": seed}) for seed in (1, 1, 2))
-    assert torch.equal(first.global_row, again.global_row)
-    assert not torch.equal(first.global_row, other.global_row)
+@pytest.mark.parametrize("processes", [1, 5])
+def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(engine, processes, tiny_experiment):
+    """No more are started than a cohort has members; with both ways of synchronisation in the same processes."""
+    with fedsim.Workshop() as workshop:
+        for sync in ("parameters", "gradients"):
+            tables, settings = {**tiny_experiment, "model": "net", "sync": sync}, []
+            serial = fedsim.run({**tables, "engine": "serial"})
+            wanted = {**tables, "engine": engine, "processes": processes}
+            other = fedsim.run(wanted, workshop=workshop, on_start=settings.append)
+            assert torch.equal(serial.global_row, other.global_row)
+            assert settings[0].how["processes"] == min(processes, 3)
 
 
 @pytest.mark.slow

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+import fedsim
+from fedsim.preparation import prepare
+from tests.engines.zoo import experiment
+
+
+@pytest.fixture
+def prepared():
+    """The task and the memory of a small experiment, with changes; by default a convolution on pictures."""
+    with contextlib.ExitStack() as stack:
+
+        def prepare_one(kind="convolution", **changes):
+            wanted = fedsim.Experiment(**{**experiment(kind), "engine": "serial", **changes})
+            workshop = stack.enter_context(fedsim.Workshop())
+            setting, engine = stack.enter_context(prepare(wanted, workshop))
+            return setting.task, engine.memory
+
+        yield prepare_one

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.engines import Schedule
+from fedsim.engines.batched import WIDEST_ON_CPU, stack_width
+from fedsim.engines.rehearsal import Rehearsal
+from fedsim.local import SGD
+from fedsim.preparation import prepare
+from tests.engines.test_contract import ROUNDING, assert_close
+
+STACKED = {"engine": "batched", "processes": 1}
+SINGLE_SAMPLE = {"model": "tests.plugs:Normalised", "partition": "tests.plugs:ending_in_one"}
+
+
+@pytest.mark.parametrize("width", [1, 2, 1000])
+def test_the_width_of_stacks_does_not_show(width, tiny_experiment):
+    tables = {**tiny_experiment, "workers": 5, "partition": "tests.plugs:uneven", "precision": "float64"}
+    settings = []
+    serial = fedsim.run(tables)
+    stacked = fedsim.run({**tables, **STACKED, "batched": {"width": width}}, on_start=settings.append)
+    assert_close(serial, stacked, ROUNDING)
+    assert settings[0].how == {"processes": 1, "width": width}
+
+
+@pytest.mark.parametrize(
+    ("width", "message"),
+    [
+        (0, "batched.width = 0: must be greater than 0"),
+        (-3, "batched.width = -3: must be greater than 0"),
+        (2.5, "batched.width = 2.5: must be a valid integer"),
+        ("wide", 'batched.width = "wide": must be a valid integer'),
+    ],
+)
+def test_an_impossible_width_is_one_line(width, message):
+    with pytest.raises(fedsim.ExperimentError) as refusal:
+        fedsim.Experiment(batched={"width": width})
+    assert str(refusal.value) == message
+
+
+def test_a_misspelt_width_is_told_of():
+    with pytest.raises(fedsim.ExperimentError, match=r'batched.widht = 3: .*did you mean "width"\?'):
+        fedsim.Experiment(batched={"widht": 3})
+
+
+@pytest.fixture
+def width_for(monkeypatch):
+    """The width for an experiment, in so many processes, with so much free memory."""
+
+    def width(processes, free, **tables):
+        monkeypatch.setattr("fedsim.engines.batched.free_memory", lambda: free)
+        wanted = fedsim.Experiment(**{"model": "2nn", "engine": "serial", "data": "tests.plugs:tiny", **tables})
+        with fedsim.Workshop() as workshop, prepare(wanted, workshop) as (setting, engine):
+            memory = engine.memory
+            return stack_width(setting.task, memory, Rehearsal.of(setting.task, memory), processes)
+
+    return width
+
+
+def test_stacks_are_as_wide_as_a_share_of_the_cohort_the_caches_and_memory_allow(width_for):
+    plenty, row = 1e12, 4 * 199_210
+    assert width_for(1, plenty, workers=9, cohort=7) == 7
+    assert width_for(2, plenty, workers=9, cohort=7) == 4
+    assert width_for(1, plenty, workers=100) == WIDEST_ON_CPU
+    assert 1 <= width_for(1, 40 * row, workers=100) < 7
+    assert width_for(1, 80 * row, workers=100) > width_for(1, 40 * row, workers=100)
+    assert width_for(1, 100 * row, workers=100, local={"momentum": 0.9}) < width_for(1, 100 * row, workers=100)
+    assert width_for(1, 0.0, workers=100) == 1
+
+
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_an_error_in_a_stack_says_in_which_round(sync, tiny_experiment):
+    """BatchNorm does not take one sample; by serial the worker is named."""
+    tables = {**tiny_experiment, **SINGLE_SAMPLE, "sync": sync}
+    error = "in round 1 failed: ValueError: Expected more than 1"
+    with pytest.raises(fedsim.WorkerError, match=f"^a stack of workers {error}"):
+        fedsim.run({**tables, **STACKED})
+    with pytest.raises(fedsim.WorkerError, match=f"^worker 2 {error}"):
+        fedsim.run(tables)
+
+
+def test_an_error_in_a_stack_of_another_process_says_in_which_round_and_process(tiny_experiment):
+    tables = {**tiny_experiment, **SINGLE_SAMPLE}
+    with pytest.raises(fedsim.WorkerError, match=r"a stack of workers in round 1 failed \(process \d\): ValueError"):
+        fedsim.run({**tables, "engine": "batched", "processes": 2})
+
+
+@pytest.mark.parametrize(
+    ("free", "processes", "momentum", "width"),
+    [
+        (2 * 10 * 3 * 400 + 2 * 10 * 1000, 1, 0.0, 10),  # three copies of a row, and twice the batch's activations
+        (2 * 10 * 3 * 400 + 2 * 10 * 1000 - 1, 1, 0.0, 9),
+        (2 * 10 * 5 * 400 + 2 * 10 * 1000, 1, 0.5, 10),  # with momentum two more
+        (2 * 10 * 3 * 400 + 2 * 10 * 1000, 2, 0.0, 5),
+        (1, 1, 0.0, 1),
+        (1e9, 1, 0.0, 20),
+        (1e9, 3, 0.0, 7),
+    ],
+)
+def test_the_width_by_hand(free, processes, momentum, width, prepared, monkeypatch):
+    """Half of the free memory, for twenty rows of 100 numbers, of 4 bytes; a batch of 5 samples keeps 500 bytes."""
+    monkeypatch.setattr("fedsim.engines.batched.free_memory", lambda: free)
+    task, memory = prepared(workers=20, partition="iid", precision="float32")
+    task = replace(task, schedule=Schedule(batch_size=5), solver=SGD(momentum=momentum))
+    memory = replace(memory, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
+    assert stack_width(task, memory, Rehearsal((), False, sample_bytes=100), processes) == width
+
+
+def test_memory_is_let_go_of_with_the_task(tiny_experiment):
+    with fedsim.Workshop() as workshop:
+        wanted = fedsim.Experiment(**{**tiny_experiment, **STACKED})
+        with prepare(wanted, workshop) as (_, engine):
+            assert len(engine.memory.rows) == 3
+        with pytest.raises(AttributeError):
+            engine.memory  # noqa: B018

@@ -1,0 +1,133 @@
+"""What each worker sees: the draws by (seed, round, worker), the alterations in their order."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from fedsim.augmentation import flip, shift
+from fedsim.engines.feed import Feed
+from fedsim.randomness import numpy_generator, torch_generator
+
+SIZES = [1, 5, 8, 17, 20]
+BATCH = 4
+ROOT = {"aggregate": {"rule": "fltrust", "root_samples": 7}}
+NOISE = {"strategy": "feature_noise", "sigma": 1.0}
+FLIPPING = {"name": "label_flipping", "workers": [2, 4]}
+AUGMENT = {"dataset": "tests.engines.zoo:pictures", "augment": ["flip", {"name": "shift", "pixels": 1}]}
+
+
+def expected_positions(memory, seed, round, worker, epochs):
+    """The shard in a new order for each epoch, cut into batches."""
+    rng, shard = numpy_generator(seed, "batches", round, worker), memory.shards.of(worker).tolist()
+    batches = []
+    for _ in range(epochs):
+        order = [shard[place] for place in rng.permutation(len(shard))]
+        batches += [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+    return batches
+
+
+def seen_with_positions(feed, worker, round, steps):
+    return islice(zip(feed.batches(worker, round), feed.positions(worker, round), strict=True), steps)
+
+
+@pytest.mark.parametrize("worker", range(len(SIZES)))
+def test_positions_are_the_shard_in_a_new_order_for_each_epoch(worker, prepared):
+    task, memory = prepared(seed=3)
+    expected = expected_positions(memory, 3, 7, worker, epochs=3)
+    found = [batch.tolist() for batch in islice(Feed(task, memory).positions(worker, 7), len(expected))]
+    assert found == expected
+    steps = len(expected) // 3
+    for epoch in range(3):
+        seen = [position for batch in found[epoch * steps : (epoch + 1) * steps] for position in batch]
+        assert sorted(seen) == sorted(memory.shards.of(worker).tolist()), "each sample once"
+
+
+def test_orders_differ_by_epoch_round_worker_and_seed(prepared):
+    feed, other = (Feed(*prepared(seed=seed, partition="contiguous", workers=3)) for seed in (0, 1))
+    first, second = islice(feed.orders(1, 1), 2)
+    orders = [first, second, *(next(feed.orders(*of)) for of in ((1, 2), (2, 1))), next(other.orders(1, 1))]
+    assert len({tuple(order.tolist()) for order in orders}) == len(orders)
+    assert torch.equal(first, next(feed.orders(1, 1)))
+
+
+@pytest.mark.parametrize("worker", range(len(SIZES)))
+def test_batches_are_the_samples_at_those_positions(worker, prepared):
+    task, memory = prepared()
+    feed = Feed(task, memory)
+    for (inputs, targets), positions in seen_with_positions(feed, worker, 2, 12):
+        assert torch.equal(inputs, memory.train.inputs[positions].double())
+        assert torch.equal(targets, memory.train.targets[positions])
+
+
+def test_sizes_and_steps_are_those_of_the_shards(prepared):
+    task, memory = prepared()
+    feed = Feed(task, memory)
+    assert feed.root is None
+    assert [feed.size(worker) for worker in range(5)] == SIZES
+    assert [feed.steps(worker) for worker in range(5)] == [1, 2, 2, 5, 5]
+    for worker in range(5):
+        assert torch.equal(feed.shard(worker).indices, memory.shards.of(worker))
+
+
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_the_server_trains_on_its_own_samples_as_one_more_worker(sync, prepared):
+    """In synchronous SGD for as long as anybody else."""
+    task, memory = prepared(sync=sync, **ROOT)
+    feed = Feed(task, memory)
+    assert feed.root == 5
+    assert feed.size(5) == 7
+    assert feed.shard(5).indices.tolist() == memory.root.tolist()
+    assert feed.steps(5) == 2 if sync == "parameters" else feed.steps(5) > 10**9
+    first_epoch = np.concatenate(list(islice(feed.positions(5, 1), 2)))
+    assert sorted(first_epoch) == memory.root.tolist()
+
+
+def test_nothing_becomes_of_batches_where_nothing_is_asked_for(prepared):
+    task, memory = prepared(attack=FLIPPING)
+    feed = Feed(task, memory)
+    assert [feed.alteration(worker, 1) is None for worker in range(5)] == [True, True, False, True, False]
+
+
+def test_only_byzantine_workers_see_poison(prepared):
+    task, memory = prepared(attack=FLIPPING)
+    feed = Feed(task, memory)
+    for worker in range(5):
+        (inputs, targets), positions = next(feed.batches(worker, 1)), next(feed.positions(worker, 1))
+        right = memory.train.targets[positions]
+        assert torch.equal(targets, 2 - right if worker in (2, 4) else right)
+        assert torch.equal(inputs, memory.train.inputs[positions].double())
+
+
+def test_a_worker_s_view_comes_before_augmentation_and_that_before_poison(prepared):
+    """Each stage draws, batch after batch, from the stream of this worker in this round."""
+    backdoor = {"name": "backdoor", "workers": [2, 4], "value": 9.0, "size": 2, "target": 1}
+    task, memory = prepared(seed=5, partition=NOISE, data=AUGMENT, attack=backdoor)
+    feed = Feed(task, memory)
+    for worker in (1, 2):
+        augmentation, poisoning = torch_generator(5, "augment", 3, worker), numpy_generator(5, "poison", 3, worker)
+        for found, positions in seen_with_positions(feed, worker, 3, 6):
+            inputs, targets = memory.train.inputs[positions].double(), memory.train.targets[positions]
+            inputs = task.transforms[worker](images=inputs, generator=augmentation)
+            inputs = shift(flip(inputs, augmentation), augmentation, pixels=1)
+            if worker == 2:
+                inputs, targets = task.attack.poison(inputs, targets, 3, poisoning)
+            assert torch.equal(found[0], inputs)
+            assert torch.equal(found[1], targets)
+            assert (found[0] == 9.0).any() == (worker == 2)
+
+
+def test_altered_images_lie_in_memory_as_the_others_do(prepared):
+    plain, altered = (Feed(*prepared(**change)) for change in ({}, {"data": AUGMENT}))
+    strides = {next(feed.batches(3, 1))[0].stride() for feed in (plain, altered)}
+    assert strides == {(128, 1, 16, 2)}, "channels_last"
+
+
+def test_the_server_sees_its_samples_augmented_but_through_no_worker_s_view(prepared):
+    feed = Feed(*prepared(partition=NOISE, **ROOT))
+    assert feed.alteration(4, 1) is not None
+    assert feed.alteration(5, 1) is None
+    assert Feed(*prepared(data=AUGMENT, **ROOT)).alteration(5, 1) is not None
