@@ -45,8 +45,13 @@ WORKLOADS = {
 }
 ROUNDING = 1e-6  # between global rows after a round in float64, relative to how far it moved them
 ACCURACY = 0.03  # between final accuracies of what was timed
-HOW = ("engine", "processes", "width", "probe")  # what the run record says of how it was computed
-PINS = {"engine": "engine", "processes": "processes", "batched.width": "width"}  # keys that ask for the same again
+HOW = ("engine", "processes", "threads", "width", "probe")  # what the run record says of how it was computed
+PINS = {
+    "engine": "engine",
+    "processes": "processes",
+    "threads_per_process": "threads",
+    "batched.width": "width",
+}  # keys that ask for the same again
 
 
 class BareProcess(NamedTuple):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedsim.errors import ExperimentError
-from fedsim.local import SGD, RowOptimizer, solver
+from fedsim.local import SGD, Product, RowOptimizer, solver, step_along
 
 CONFIGURATIONS = [
     {},
@@ -48,6 +48,30 @@ def test_sgd_is_elementwise_so_stacks_and_slices_take_the_same_steps(params):
             for step in steps:
                 method.step(row[part], step[part].clone(), state)
     assert torch.equal(stacked, one_by_one)
+
+
+@pytest.mark.parametrize("params", CONFIGURATIONS)
+def test_a_step_along_a_product_is_the_step_along_the_gradients_that_it_stands_for(params):
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(3, 4, 5, generator=generator, dtype=torch.double)
+    moved, expected, sgd = weights.clone(), weights.clone(), SGD(lr=0.1, **params)
+    states = sgd.start(moved), sgd.start(expected)
+    for _ in range(3):
+        left, right = (torch.randn(3, 2, n, generator=generator, dtype=torch.double) for n in (4, 5))
+        step_along(sgd, moved, Product(left, right), states[0])
+        step_along(sgd, expected, torch.einsum("kmo,kmi->koi", left, right), states[1])
+    torch.testing.assert_close(moved, expected)
+    torch.testing.assert_close(states[0], states[1])
+
+
+def test_a_solver_that_knows_of_no_products_is_given_the_gradients():
+    class Plain:
+        def step(self, rows, gradients, state):
+            rows -= gradients
+
+    left, right, weights = torch.ones(1, 2, 1), torch.ones(1, 2, 3), torch.zeros(1, 1, 3)
+    step_along(Plain(), weights, Product(left, right), {})
+    assert torch.equal(weights, torch.full((1, 1, 3), -2.0))
 
 
 def test_nesterov_without_momentum_is_refused():

@@ -24,22 +24,31 @@ STEPS = 2  # of each row in a measurement
 ROWS_STACKED = 16  # at most, in a measurement
 LOOKED_AT = 500  # workers at most, whose steps stand for everybody's
 START_SECONDS = 3.0  # about what starting processes takes, which they must save
+LOSSLESS = 0.7  # of the time of stacks in one process, at best, is what as many processes take as that has threads
 HOPELESS = 1.5  # times as long as one row after another: stacks are not tried in several processes then
-GAIN = 0.9  # stacks must take at most so much of the time of whole rows, whose results are the same bits everywhere
+GAIN = (
+    0.9  # at most so much of the time of plain rows must another way take: their results are the same bits everywhere
+)
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute a task: what it would be called, in how many processes, by which trainer."""
+    """One way to compute a task: what it would be called, the processes, the threads of each, the trainer."""
 
     engine: str
     processes: int
+    threads: int
     trainer: MakeTrainer
     width: int = 0
 
     @property
     def label(self) -> str:
-        return self.engine if self.processes == 1 or not self.width else f"{self.engine}, {self.processes} processes"
+        parts = [self.engine]
+        if self.processes > 1 and self.width:
+            parts.append(f"{self.processes} processes")
+        if self.threads > 1:
+            parts.append(f"{self.threads} threads")
+        return ", ".join(parts)
 
 
 class AutoEngine(Engine):
@@ -58,7 +67,7 @@ class AutoEngine(Engine):
         self._here = SerialEngine(1, threads, timeout)
         self._crew: SpawnEngine | None = None
         self._chosen: dict[str, tuple[Way, dict[str, Any]]] = {}
-        self._way, self._figures = Way("serial", 1, RowTrainer), dict[str, Any]()
+        self._way, self._figures = Way("serial", 1, threads, RowTrainer), dict[str, Any]()
 
     def begin(self, task: Task, memory: Memory) -> None:
         self.leave()
@@ -66,7 +75,7 @@ class AutoEngine(Engine):
         if key not in self._chosen:
             self._chosen[key] = self._choose(task, memory)
         self._way, self._figures = self._chosen[key]
-        self._host.begin(task, memory, self._way.trainer)
+        self._host_for(self._way).begin(task, memory, self._way.trainer)
 
     @property
     def memory(self) -> Memory:  # type: ignore[override]  # it is the host's
@@ -74,53 +83,65 @@ class AutoEngine(Engine):
 
     def facts(self) -> dict[str, Any]:
         width = {"width": self._way.width} if self._way.width else {}
-        return {"engine": self._way.engine, "processes": self._way.processes, **width, "probe": self._figures}
+        way = {"engine": self._way.engine, "processes": self._way.processes, "threads": self._way.threads}
+        return {**way, **width, "probe": self._figures}
 
     @property
     def _host(self) -> SerialEngine | SpawnEngine:
-        return self._host_for(self._way.processes)
+        return self._here if self._way.processes == 1 or self._crew is None else self._crew
 
-    def _host_for(self, processes: int) -> SerialEngine | SpawnEngine:
-        if processes == 1:
+    def _host_for(self, way: Way) -> SerialEngine | SpawnEngine:
+        """The engine that a way needs, made ready for it."""
+        if way.processes == 1:
+            torch.set_num_threads(way.threads)
             return self._here
         if self._crew is None:
-            self._crew = SpawnEngine(processes, self._threads, self._timeout)
+            self._crew = SpawnEngine(self._processes, self._threads, self._timeout)
         return self._crew
 
     def _choose(self, task: Task, memory: Memory) -> tuple[Way, dict[str, Any]]:
         """The best way, and the seconds that a round of training was found to take in each."""
         figures: dict[str, Any] = {}
         seconds: dict[Way, float] = {}
+        plain = Way("serial", 1, self._threads, RowTrainer)
+        all_threads = self._threads * (self._processes if task.device.type == "cpu" else 1)
 
         def measure(way: Way) -> float:
             seconds[way] = self._seconds_per_round(way, task, memory)
             figures[way.label] = round(seconds[way], 4)
             return seconds[way]
 
-        def stacked(processes: int) -> Way:
-            width = task.width or stack_width(task, memory, rehearsal, processes)
-            return Way("batched", processes, partial(StackTrainer, width=width, rehearsal=rehearsal), width)
+        def stacked(processes: int, threads: int) -> Way:
+            width = task.width or stack_width(task, memory, rehearsal, processes, threads)
+            return Way("batched", processes, threads, partial(StackTrainer, width=width, rehearsal=rehearsal), width)
 
-        one_by_one = measure(Way("serial", 1, RowTrainer))
+        one_by_one = measure(plain)
+        if all_threads > self._threads:
+            measure(replace(plain, threads=all_threads))
         stacks_may_pay = True
         try:
             rehearsal = Rehearsal.of(task, memory)
-            stacks_may_pay = measure(stacked(1)) < HOPELESS * one_by_one
+            stacks_may_pay = measure(stacked(1, all_threads)) < HOPELESS * one_by_one
         except ExperimentError as refusal:
             figures["batched"], stacks_may_pay = str(refusal), False
-        saved = min(seconds.values()) * task.rounds * (1 - 1 / self._processes)  # at best
-        if self._processes > 1 and (self._crew or saved > START_SECONDS):
+        best = min(seconds.values())
+        at_best = min(one_by_one / self._processes, LOSSLESS * best)
+        if self._processes > 1 and (self._crew or (best - at_best) * task.rounds > START_SECONDS):
             try:
-                measure(Way("spawn", self._processes, RowTrainer))
+                measure(Way("spawn", self._processes, self._threads, RowTrainer))
                 if stacks_may_pay:
-                    measure(stacked(self._processes))
+                    measure(stacked(self._processes, self._threads))
             except ExperimentError as refusal:  # no room in shared memory
                 figures["spawn"] = str(refusal)
-        return min(seconds, key=lambda way: seconds[way] / (GAIN if way.width else 1.0)), figures
+        return min(seconds, key=lambda way: seconds[way] / (1.0 if self._is_exact(way) else GAIN)), figures
+
+    def _is_exact(self, way: Way) -> bool:
+        """Whether a way gives the same bits as one row after another."""
+        return not way.width and way.threads == self._threads
 
     def _seconds_per_round(self, way: Way, task: Task, memory: Memory) -> float:
         """What training takes of a round, by a few steps of as many rows as go together."""
-        host = self._host_for(way.processes)
+        host = self._host_for(way)
         steps = replace(task.schedule, epochs=None, steps=STEPS)
         of_the_server = int(task.rule.takes("root"))  # it trains along, on the row behind those of the workers
         workers = min(len(memory.rows) - of_the_server, way.processes * min(way.width or 1, ROWS_STACKED))

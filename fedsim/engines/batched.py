@@ -17,7 +17,8 @@ from fedsim.engines.spawn import SpawnEngine
 from fedsim.engines.stack_trainer import StackTrainer
 
 MEMORY_SHARE = 0.5  # of what is free, for stacks
-WIDEST_ON_CPU = 32  # more rows share no more of a step's fixed cost, and leave the caches
+WIDEST_ON_CPU = 32  # more rows share no more of a step's fixed cost
+STACK_BYTES_ON_CPU = 2**23  # of a stack's parameters, for each thread: more of them leave the caches
 
 
 class BatchedEngine(Engine):
@@ -27,7 +28,7 @@ class BatchedEngine(Engine):
     """
 
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
-        self._processes = processes
+        self._processes, self._threads = processes, threads
         self._host = (SerialEngine if processes == 1 else SpawnEngine)(processes, threads, timeout)
         self._width = 0
 
@@ -37,7 +38,7 @@ class BatchedEngine(Engine):
 
     def begin(self, task: Task, memory: Memory) -> None:
         rehearsal = Rehearsal.of(task, memory)
-        self._width = task.width or stack_width(task, memory, rehearsal, self._processes)
+        self._width = task.width or stack_width(task, memory, rehearsal, self._processes, self._threads)
         self._host.begin(task, memory, partial(StackTrainer, width=self._width, rehearsal=rehearsal))
 
     @property
@@ -61,16 +62,19 @@ class BatchedEngine(Engine):
         self._host.close()
 
 
-def stack_width(task: Task, memory: Memory, rehearsal: Rehearsal, processes: int) -> int:
+def stack_width(task: Task, memory: Memory, rehearsal: Rehearsal, processes: int, threads: int) -> int:
     """How many rows a process should stack: its share of the cohort, if that fits into memory (and, on a CPU, caches).
 
     A row takes its parameters, their gradients, twice what the solver keeps of it, and the activations of a batch.
     """
-    d = memory.rows.shape[1]
+    parameters = memory.rows.shape[1] * task.dtype.itemsize
     copies = 3 + 2 * len(task.solver.start(memory.global_row[:1]))
-    row_bytes = copies * d * task.dtype.itemsize + 2 * task.schedule.batch_size * rehearsal.sample_bytes
-    on_cpu = task.device.type == "cpu"
-    free = free_memory() if on_cpu else torch.get_device_module(task.device).mem_get_info(task.device)[0]
-    fitting = MEMORY_SHARE * free / processes / row_bytes
+    row_bytes = copies * parameters + 2 * task.schedule.batch_size * rehearsal.sample_bytes
+    most, free = math.inf, 0.0
+    if task.device.type == "cpu":
+        free = free_memory()
+        most = min(WIDEST_ON_CPU, threads * max(1, STACK_BYTES_ON_CPU // parameters))
+    else:
+        free = torch.get_device_module(task.device).mem_get_info(task.device)[0]
     share = -(-len(memory.rows) // processes)
-    return max(1, int(min(share, WIDEST_ON_CPU if on_cpu else math.inf, fitting)))
+    return max(1, int(min(share, most, MEMORY_SHARE * free / processes / row_bytes)))

@@ -7,25 +7,33 @@ stack [k, ...] of each parameter, and give each row's samples that row's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.engines.stacked_convolution import stacked_conv2d
+from fedsim.engines.stacked_convolution import Convolution, stacked_convolution
 from fedsim.engines.stacked_operations import PreparedDropout, StackedLinear
 from fedsim.local import Product
 
+# What a model decides by, which is a row's own affair.
+READINGS = {
+    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.__contains__),
+    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.equal, Tensor.allclose, Tensor.is_nonzero),
+    *(torch.equal, torch.allclose, torch.is_nonzero),
+}
+
 
 class NotMergeableError(Exception):
-    """A function takes a stacked tensor, and there is no form of it for merged batches."""
+    """A model does what cannot be done on a merged batch."""
 
 
 class MergedBatch(PreparedDropout):
     """In a forward pass on a merged batch: gives operations with stacked parameters what they need.
 
-    Raises NotMergeableError where a function takes a stack and is not one of `OPERATIONS`.
+    Raises NotMergeableError where a function takes a stack and is not one of `OPERATIONS`, or is one of `READINGS`.
 
     Args:
         factors: for each call of a dropout in turn, [rows, batch, ...].
@@ -42,6 +50,8 @@ class MergedBatch(PreparedDropout):
         self._products = products
 
     def other(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function in READINGS:
+            raise NotMergeableError("reads numbers of a batch that is several rows'")
         if not any(self._has_stack(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         if function not in OPERATIONS:
@@ -74,7 +84,8 @@ def _linear(batch: MergedBatch, input: Tensor, weight: Tensor, bias: Tensor | No
     return outputs.view(*input.shape[:-1], outputs.shape[-1])
 
 
-def _conv2d(
+def _convolution(
+    convolution: Convolution,
     batch: MergedBatch,
     input: Tensor,
     weight: Tensor,
@@ -84,8 +95,8 @@ def _conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    batch.require(input.ndim == 4 and batch.is_stack(weight) and (bias is None or batch.is_stack(bias)))
-    return stacked_conv2d(input, weight, bias, stride, padding, dilation, groups)
+    batch.require(input.ndim == weight.ndim - 1 and batch.is_stack(weight) and (bias is None or batch.is_stack(bias)))
+    return stacked_convolution(convolution, input, weight, bias, stride, padding, dilation, groups)
 
 
 def _embedding(
@@ -147,7 +158,9 @@ def _scaled(
 
 OPERATIONS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: _linear,
-    F.conv2d: _conv2d,
+    F.conv1d: partial(_convolution, F.conv1d),
+    F.conv2d: partial(_convolution, F.conv2d),
+    F.conv3d: partial(_convolution, F.conv3d),
     F.embedding: _embedding,
     F.layer_norm: _layer_norm,
     F.group_norm: _group_norm,

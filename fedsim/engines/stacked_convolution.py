@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+Convolution = Callable[..., Tensor]
 
-def stacked_conv2d(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+
+def stacked_convolution(
+    convolution: Convolution,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
 ) -> Tensor:
-    """input [k * batch, c, h, w], weight [k, o, c / groups, kh, kw], bias [k, o] -> [k * batch, o, h', w'].
+    """input [k * batch, c, ...], weight [k, o, c / groups, ...], bias [k, o] -> [k * batch, o, ...].
 
-    The other arguments are those of `torch.nn.functional.conv2d`. Figures that decided between the ways:
-    docs/performance.md.
+    `convolution` is F.conv1d, F.conv2d or F.conv3d, and the arguments behind `bias` are its own. Figures that decided
+    between the ways: docs/performance.md.
     """
     way = one_by_one if len(weight) == 1 or input.device.type == "cpu" else grouped
-    return way(input, weight, bias, stride, padding, dilation, groups)
+    return way(convolution, input, weight, bias, stride, padding, dilation, groups)
 
 
-def one_by_one(input: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
+def one_by_one(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
     """One convolution after another."""
     biases = [None] * len(weight) if bias is None else bias.unbind()
     parts = zip(input.chunk(len(weight)), weight.unbind(), biases, strict=True)
-    found = [F.conv2d(part, kernels, offsets, *how) for part, kernels, offsets in parts]
+    found = [convolution(part, kernels, offsets, *how) for part, kernels, offsets in parts]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def grouped(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+    convolution: Convolution,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
 ) -> Tensor:
     """One convolution whose channels are those of all rows side by side, in groups that do not see each other."""
     k = len(weight)
     side_by_side = input.unflatten(0, (k, -1)).transpose(0, 1).flatten(1, 2)
     offsets = None if bias is None else bias.flatten()
-    found = F.conv2d(side_by_side, weight.flatten(0, 1), offsets, stride, padding, dilation, k * groups)
+    found = convolution(side_by_side, weight.flatten(0, 1), offsets, stride, padding, dilation, k * groups)
     return found.unflatten(1, (k, -1)).transpose(0, 1).flatten(0, 1)

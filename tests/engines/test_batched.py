@@ -107,7 +107,7 @@ def test_the_width_by_hand(free, processes, momentum, width, prepared, monkeypat
     task, memory = prepared(workers=20, partition="iid", precision="float32")
     task = replace(task, schedule=Schedule(batch_size=5), solver=SGD(momentum=momentum))
     memory = replace(memory, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
-    assert stack_width(task, memory, Rehearsal((), False, sample_bytes=100), processes) == width
+    assert stack_width(task, memory, Rehearsal((), coupled=False, merged=False, sample_bytes=100), processes, 1) == width
 
 
 def test_memory_is_let_go_of_with_the_task(tiny_experiment):

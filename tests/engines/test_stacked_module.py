@@ -77,9 +77,9 @@ def close(found, expected):
     return torch.allclose(found, expected, rtol=0, atol=1e-10)
 
 
-def compute(kind, batches, sizes, factors=()):
+def compute(kind, batches, sizes, factors=(), merged=False):
     """What a stack gives for rows that differ: losses, gradients, buffer rows."""
-    stacked = StackedModule(lambda: made(kind))
+    stacked = StackedModule(lambda: made(kind), merged=merged)
     rows, buffers = different_rows(made(kind), len(sizes))
     unpacked = stacked.unpack_buffers(buffers)
     inputs, targets = batches(kind, sizes)
@@ -123,6 +123,26 @@ DROPOUTS = (
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for what it loops over
 
 
+# All else is not: it sees other samples, or gives parameters to functions that take no stack of them.
+MERGED = (
+    *("convolution", "groups, stride, circular", "dilation, no bias", "one dimension", "GroupNorm", "LayerNorm"),
+    *("frozen linear layer", "linear, more dimensions", "log-probabilities", "a layer without gradient", "padding"),
+    *("tied", "dropout", "dropout of lines", "dropout of channels", "dropout of volumes", "dropout twice", "in place"),
+    *("channels in place", "dropout of a transposed tensor", "dropout where samples stand second"),
+    *("dropout of a slice", "dropout of an expanded tensor"),
+)
+
+
+@pytest.mark.parametrize("kind", [*PADDED, *COUPLED, *DROPOUTS])
+def test_batches_are_merged_where_they_can_be(kind, prepared):
+    assert Rehearsal.of(*prepared(kind)).merged == (kind in MERGED)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PADDED if kind in MERGED])
+def test_rows_on_their_merged_batch_are_as_if_alone(kind, batches):
+    assert_every_row_is_as_if_alone(kind, batches, SIZES, compute(kind, batches, SIZES, merged=True))
+
+
 @pytest.mark.parametrize("kind", PADDED)
 def test_rows_with_batches_of_several_sizes_are_as_if_alone(kind, batches):
     assert_every_row_is_as_if_alone(kind, batches, SIZES, compute(kind, batches, SIZES))
@@ -146,7 +166,8 @@ def test_rows_with_dropout_are_as_if_each_had_drawn_alone(kind, batches, prepare
             for dropout, of_all in zip(dropouts, factors, strict=True):
                 of_all[k, :size] = dropout.draw(size, like=of_all)
     assert any((of_all == 0).any() and (of_all > 1).any() for of_all in factors)
-    assert_every_row_is_as_if_alone(kind, batches, SIZES, compute(kind, batches, SIZES, factors), seed=70)
+    for merged in {False, kind in MERGED}:
+        assert_every_row_is_as_if_alone(kind, batches, SIZES, compute(kind, batches, SIZES, factors, merged), seed=70)
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -257,6 +257,7 @@ PICTURES: dict[str, Callable[[], nn.Module]] = {
     "linear, single samples": lambda: functional(lambda x, w, bias: torch.stack([F.linear(row, w, bias) for row in x])),
     "linear, transposed": lambda: functional(lambda x, weight, bias: F.linear(x, weight.t().contiguous().t(), bias)),
     "linear, one bias": lambda: functional(lambda x, weight, bias: F.linear(x, weight, x.new_ones(CLASSES)) + bias),
+    "checkpoint": lambda: linear(lambda self, outputs: checkpoint(torch.tanh, outputs, use_reentrant=False)),
     "einsum": lambda: functional(lambda x, weight, bias: torch.einsum("bi,oi->bo", x, weight) + bias),
 }
 
@@ -302,8 +303,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "BatchNorm without momentum": (lambda: convolved(nn.BatchNorm2d(4, momentum=None)), f"{VMAP}RuntimeError"),
     "control flow": (lambda: in_training(lambda outputs: outputs * 2 if outputs.sum() > 0 else outputs), VMAP),
-    "checkpoint": (
-        lambda: linear(lambda self, outputs: checkpoint(torch.tanh, outputs, use_reentrant=False)),
+    "layer in a checkpoint": (
+        lambda: functional(lambda x, *layer: checkpoint(F.linear, x, *layer, use_reentrant=False)),
         VMAP,
     ),
     "spectral norm": (spectral, VMAP),
