@@ -14,8 +14,8 @@ from tests.engines.test_contract import CASES, ROUNDING, assert_close
 
 @pytest.fixture
 def tables(tiny_experiment):
-    """Too short for processes."""
-    return {**tiny_experiment, "engine": "auto"}
+    """In one process with one thread."""
+    return {**tiny_experiment, "engine": "auto", "processes": 1}
 
 
 @pytest.fixture
@@ -60,26 +60,48 @@ def test_stacks_are_chosen_where_they_gain_more_than_a_little(serial, batched, c
 
 
 def test_no_processes_are_started_where_they_save_less_than_their_start(tables, speeds):
-    speeds.update(serial=auto.START_SECONDS * 0.9, batched=9.0)  # of which two processes save half, in each of 2 rounds
+    seconds = auto.START_SECONDS * 0.9  # of which two processes save half, in each of 2 rounds
+    speeds.update({"serial": seconds, "serial, 2 threads": seconds, "batched, 2 threads": 9.0})
     assert how_it_was_done({**tables, "processes": 2})["processes"] == 1
-    assert speeds["measured"] == ["serial", "batched"]
+    assert speeds["measured"] == ["serial", "serial, 2 threads", "batched, 2 threads"]
+
+
+HERE = ["serial", "serial, 2 threads", "batched, 2 threads"]
+SPAWN, BOTH = [*HERE, "spawn"], [*HERE, "spawn", "batched, 2 processes"]
 
 
 @pytest.mark.parametrize(
-    ("batched", "spawn", "both", "chosen", "measured"),
+    ("threads", "batched", "spawn", "both", "chosen", "measured"),
     [
-        (9.0, 4.0, None, ("spawn", 2), ["serial", "batched", "spawn"]),  # stacks that are hopeless are not tried there
-        (7.0, 4.0, 3.5, ("batched", 2), ["serial", "batched", "spawn", "batched, 2 processes"]),
-        (7.0, 4.0, 3.7, ("spawn", 2), ["serial", "batched", "spawn", "batched, 2 processes"]),
-        (3.2, 4.0, 3.4, ("batched", 1), ["serial", "batched", "spawn", "batched, 2 processes"]),
+        (9.0, 9.0, 4.0, None, ("spawn", 2, 1), SPAWN),  # stacks that are hopeless are not tried there
+        (9.0, 7.0, 4.0, 3.5, ("batched", 2, 1), BOTH),
+        (9.0, 7.0, 4.0, 3.7, ("spawn", 2, 1), BOTH),
+        (9.0, 3.2, 4.0, 3.4, ("batched", 1, 2), HERE),  # processes would hardly be faster
+        (9.0, 7.0, 6.0, 6.0, ("serial", 1, 1), BOTH),
+        (4.4, 7.0, 6.0, 6.0, ("serial", 1, 2), BOTH),
+        (4.6, 7.0, 6.0, 6.0, ("serial", 1, 1), BOTH),
     ],
 )
-def test_a_long_run_goes_the_way_that_is_fastest(batched, spawn, both, chosen, measured, tables, speeds, monkeypatch):
+def test_a_long_run_goes_the_way_that_is_fastest(
+    threads, batched, spawn, both, chosen, measured, tables, speeds, monkeypatch
+):
     monkeypatch.setattr(auto, "SpawnEngine", SerialEngine)  # what is measured there is set anyhow
-    speeds.update({"serial": 5.0, "batched": batched, "spawn": spawn, "batched, 2 processes": both})
+    speeds.update(dict(zip(BOTH, (5.0, threads, batched, spawn, both), strict=True)))
     how = how_it_was_done({**tables, "processes": 2})
-    assert (how["engine"], how["processes"]) == chosen
+    assert (how["engine"], how["processes"], how["threads"]) == chosen
     assert speeds["measured"] == measured
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_way_with_several_threads_computes_with_them_and_no_other_does(threads, tables, speeds, monkeypatch):
+    seen = []
+    monkeypatch.setattr(auto.StackTrainer, "train", lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    speeds.update({"serial": 1.0, "serial, 2 threads": 1.0, "batched": 0.1, "batched, 2 threads": 0.1})
+    how = how_it_was_done({**tables, "processes": threads})
+    assert (how["engine"], how["threads"]) == ("batched", threads)
+    assert set(seen) == {threads}
+    assert torch.get_num_threads() == before
 
 
 def test_processes_that_are_started_to_measure_do_the_run(tables, monkeypatch):
@@ -96,7 +118,7 @@ def test_processes_that_are_started_to_measure_do_the_run(tables, monkeypatch):
     found = fedsim.run(tables, on_start=settings.append)
     how = settings[0].how
     assert (how["engine"], how["processes"]) == ("batched", 2)
-    assert set(how["probe"]) == {"serial", "batched", "spawn", "batched, 2 processes"}
+    assert set(how["probe"]) == set(BOTH)
     assert_close(fedsim.run({**tables, "engine": "serial", "processes": None}), found, ROUNDING)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import fedsim
 from fedsim.engines import Schedule
-from fedsim.engines.batched import WIDEST_ON_CPU, stack_width
+from fedsim.engines.batched import STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
 from fedsim.engines.rehearsal import Rehearsal
 from fedsim.local import SGD
 from fedsim.preparation import prepare
@@ -51,12 +51,12 @@ def test_a_misspelt_width_is_told_of():
 def width_for(monkeypatch):
     """The width for an experiment, in so many processes, with so much free memory."""
 
-    def width(processes, free, **tables):
+    def width(processes, free, threads=1, **tables):
         monkeypatch.setattr("fedsim.engines.batched.free_memory", lambda: free)
         wanted = fedsim.Experiment(**{"model": "2nn", "engine": "serial", "data": "tests.plugs:tiny", **tables})
         with fedsim.Workshop() as workshop, prepare(wanted, workshop) as (setting, engine):
             memory = engine.memory
-            return stack_width(setting.task, memory, Rehearsal.of(setting.task, memory), processes)
+            return stack_width(setting.task, memory, Rehearsal.of(setting.task, memory), processes, threads)
 
     return width
 
@@ -65,10 +65,14 @@ def test_stacks_are_as_wide_as_a_share_of_the_cohort_the_caches_and_memory_allow
     plenty, row = 1e12, 4 * 199_210
     assert width_for(1, plenty, workers=9, cohort=7) == 7
     assert width_for(2, plenty, workers=9, cohort=7) == 4
-    assert width_for(1, plenty, workers=100) == WIDEST_ON_CPU
-    assert 1 <= width_for(1, 40 * row, workers=100) < 7
-    assert width_for(1, 80 * row, workers=100) > width_for(1, 40 * row, workers=100)
-    assert width_for(1, 100 * row, workers=100, local={"momentum": 0.9}) < width_for(1, 100 * row, workers=100)
+    in_caches = STACK_BYTES_ON_CPU // row
+    assert width_for(1, plenty, workers=100) == in_caches
+    assert width_for(1, plenty, threads=2, workers=100) == 2 * in_caches
+    assert width_for(1, plenty, workers=100, model={"name": "2nn", "hidden": 3000}) == 1  # too large for any cache
+    assert width_for(1, plenty, workers=100, model="logistic") == WIDEST_ON_CPU
+    assert 1 <= width_for(1, 30 * row, workers=100) < 5
+    assert width_for(1, 50 * row, workers=100) > width_for(1, 30 * row, workers=100)
+    assert width_for(1, 50 * row, workers=100, local={"momentum": 0.9}) < width_for(1, 50 * row, workers=100)
     assert width_for(1, 0.0, workers=100) == 1
 
 
@@ -107,7 +111,9 @@ def test_the_width_by_hand(free, processes, momentum, width, prepared, monkeypat
     task, memory = prepared(workers=20, partition="iid", precision="float32")
     task = replace(task, schedule=Schedule(batch_size=5), solver=SGD(momentum=momentum))
     memory = replace(memory, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
-    assert stack_width(task, memory, Rehearsal((), coupled=False, merged=False, sample_bytes=100), processes, 1) == width
+    assert (
+        stack_width(task, memory, Rehearsal((), coupled=False, merged=False, sample_bytes=100), processes, 1) == width
+    )
 
 
 def test_memory_is_let_go_of_with_the_task(tiny_experiment):
