@@ -24,11 +24,11 @@ from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule, server_op
 from fedsim.augmentation import augmentation
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
 from fedsim.data import dataset, partition_strategy
-from fedsim.devices import PRECISIONS
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, explain, show
 from fedsim.local import solver
 from fedsim.models import model
+from fedsim.precision import PRECISIONS
 from fedsim.randomness import numpy_generator
 from fedsim.registry import Plug
 from fedsim.tables import PlugTable, Table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Feed
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.rehearsal import Rehearsal
+from fedsim.engines.scaling import LossScale, step_where, zero_where_not
 from fedsim.engines.stack import Holdings, Lot, Stack, starting_states
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.trainer import Member
@@ -26,6 +28,7 @@ class Meeting(NamedTuple):
     stack: Stack
     holdings: Holdings
     lots: Iterator[Lot]
+    scale: LossScale | None
 
 
 class StackTrainer:
@@ -39,7 +42,7 @@ class StackTrainer:
     def __init__(self, seat: Seat, task: Task, memory: Memory, feed: Feed, *, width: int, rehearsal: Rehearsal) -> None:
         self._seat, self._task, self._memory, self._feed = seat, task, memory, feed
         self._width, self._rehearsal = width, rehearsal
-        self._module = StackedModule(task.new_module)
+        self._module = StackedModule(task.new_module, task.precision)
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._meetings: list[Meeting] = []
 
@@ -52,13 +55,13 @@ class StackTrainer:
 
     def meet_at_global_row(self, members: Sequence[Member], round: int) -> None:
         self._meetings = [
-            Meeting(stack, Holdings([], [], self._buffers(stack)), stack.lots())
+            Meeting(stack, Holdings([], [], self._buffers(stack)), stack.lots(), self._new_scale(stack))
             for stack in self._stacks(members, round)
         ]
 
     def gradients(self, step: int) -> None:
         memory = self._memory
-        for stack, holdings, lots in self._meetings:
+        for stack, holdings, lots, scale in self._meetings:
             whole = next(lots, None)
             if whole is None:
                 continue
@@ -67,7 +70,9 @@ class StackTrainer:
                 for lot in self._lots_of(whole):
                     theirs = holdings.of(lot)
                     parameters = self._module.views(memory.global_row.expand(len(lot.members), -1))
-                    losses, gradients = self._gradients(stack, lot, parameters, theirs.buffers, streams)
+                    losses, gradients = self._gradients(stack, lot, parameters, theirs.buffers, streams, scale)
+                    if scale is not None:
+                        zero_where_not(scale.unscale(gradients, lot.places), gradients)
                     holdings.take_back(lot, theirs)
                     slots = stack.slots[lot.places]
                     memory.rows[slots] = torch.cat([gradient.unsqueeze(-1).flatten(1) for gradient in gradients], 1)
@@ -75,7 +80,7 @@ class StackTrainer:
                         memory.losses[slots] = losses.double().cpu()
 
     def part(self) -> None:
-        for stack, holdings, _ in self._meetings:
+        for stack, holdings, *_ in self._meetings:
             self._give_buffers(stack, holdings)
         self._tell_losses([meeting.stack for meeting in self._meetings])
         self._meetings = []
@@ -95,21 +100,33 @@ class StackTrainer:
         rows.copy_(memory.rows[stack.slots])
         parameters = self._module.views(rows)
         holdings = Holdings(parameters, starting_states(solver, rows, self._module), self._buffers(stack))
-        streams = self._streams(stack)
+        streams, scale = self._streams(stack), self._new_scale(stack)
         for whole in stack.lots():
             for lot in self._lots_of(whole):
                 theirs = holdings.of(lot)
-                _, gradients = self._gradients(stack, lot, theirs.parameters, theirs.buffers, streams)
+                _, gradients = self._gradients(stack, lot, theirs.parameters, theirs.buffers, streams, scale)
+                step = solver.step
+                if scale is not None:
+                    step = partial(step_where, scale.unscale(gradients, lot.places), solver)
                 for parameter, gradient, state in zip(theirs.parameters, gradients, theirs.states, strict=True):
-                    solver.step(parameter, gradient, state)
+                    step(parameter, gradient, state)
                 holdings.take_back(lot, theirs)
         memory.rows[stack.slots] = rows
         self._give_buffers(stack, holdings)
 
     def _gradients(
-        self, stack: Stack, lot: Lot, parameters: list[Tensor], buffers: list[Tensor], streams: Sequence[Stream]
+        self,
+        stack: Stack,
+        lot: Lot,
+        parameters: list[Tensor],
+        buffers: list[Tensor],
+        streams: Sequence[Stream],
+        scale: LossScale | None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The losses [m] and gradients of a lot's members, at these parameters; their buffers are replaced."""
+        """The losses [m] and gradients, times the scale, of a lot's members at these parameters.
+
+        Their buffers are replaced.
+        """
         self._seat.beat()
         inputs, targets = self._memory.train.gather(lot.positions.flatten())
         inputs, targets = (tensor.unflatten(0, lot.positions.shape) for tensor in (inputs, targets))
@@ -118,7 +135,8 @@ class StackTrainer:
                 size = int(lot.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size])
         factors = self._factors(lot, streams)
-        losses, gradients = self._module.gradients(parameters, buffers, inputs, targets, lot.weights, factors)
+        scales = None if scale is None else scale.of(lot.places)
+        losses, gradients = self._module.gradients(parameters, buffers, inputs, targets, lot.weights, factors, scales)
         stack.count(lot, losses)
         return losses, gradients
 
@@ -135,6 +153,9 @@ class StackTrainer:
 
     def _streams(self, stack: Stack, *step: int) -> list[Stream]:
         return stack.streams(*step) if self._rehearsal.dropouts else []
+
+    def _new_scale(self, stack: Stack) -> LossScale | None:
+        return LossScale((len(stack),), self._task.device) if self._task.precision.scales_losses else None
 
     def _lots_of(self, lot: Lot) -> list[Lot]:
         return lot.by_size() if self._rehearsal.coupled else [lot]

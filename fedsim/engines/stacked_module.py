@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedsim.engines.stacked_operations import Substitutes
+from fedsim.precision import FULL, Precision
 from fedsim.rows import Entry, Layout
 
 Places = list[tuple[nn.Module, str]]
@@ -20,9 +21,11 @@ class StackedModule:
 
     Args:
         make: gives the module at its start.
+        precision: of the forward pass.
     """
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, make: Callable[[], nn.Module], precision: Precision = FULL) -> None:
+        self._precision = precision
         self._module = make().train()
         self.layout = Layout.of(self._module)
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
@@ -56,6 +59,7 @@ class StackedModule:
         targets: Tensor,
         weights: Tensor,
         factors: Sequence[Tensor] = (),
+        scales: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Each row's loss [k] on its batch, and its gradients, a stack [k, ...] for each parameter.
 
@@ -66,13 +70,17 @@ class StackedModule:
             inputs, targets: [k, batch, ...] and [k, batch].
             weights: [k, batch], of the samples in the loss; 0 for padding, else one over the batch's true size.
             factors: of each dropout in turn, [k, batch, ...].
+            scales: [k], by which the gradients are multiplied.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
         with torch.enable_grad():
-            outputs, buffers[:] = self._forward(leaves, list(buffers), inputs, list(factors))
+            with self._precision.forward(inputs.device):
+                outputs, buffers[:] = self._forward(leaves, list(buffers), inputs, list(factors))
+            outputs = self._precision.widened(outputs)
             losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
             losses = (losses * weights).sum(1)
-            found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
+            total = (losses if scales is None else losses * scales).sum()
+            found = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
         return losses.detach(), _owned(found)
 
     def _forward_one(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from fedsim.engines.feed import Feed
 from fedsim.engines.job import Memory, Task, test_batch_size
 from fedsim.engines.module import RowModule
 from fedsim.engines.trainer import Member, Trainer
+from fedsim.precision import full_precision
 from fedsim.rows import new_rows, pull_down
 from fedsim.training import test
 
@@ -60,6 +63,11 @@ class Station:
         root_row = None if self.feed.root is None else len(memory.rows) - 1
         self.averaging = Averaging(seat, task, memory, root_row)
 
+    def do(self, method: str, *arguments: object) -> Any:
+        """Call one of the methods below, in which nothing but training has a lower precision than the rows."""
+        with full_precision(self.task.device):
+            return getattr(self, method)(*arguments)
+
     def pull_down(self, cohort: Sequence[int]) -> None:
         """Give this process's members of the cohort the global model."""
         task, memory = self.task, self.memory
@@ -77,7 +85,8 @@ class Station:
             for member in members:
                 with self.seat.working_on(member.worker, round):
                     self.memory.losses[member.slot] = self._loss_before_training(member)
-        self.trainer.train(members, round)
+        with self._in_precision():
+            self.trainer.train(members, round)
         synchronize(self.task.device)
 
     def time_training(self, workers: Sequence[int]) -> float:
@@ -90,7 +99,8 @@ class Station:
         taken: list[float] = []
         while len(taken) < TIMINGS and sum(taken) < PATIENCE:
             start = time.perf_counter()
-            self.trainer.train(members, round=0)
+            with self._in_precision():
+                self.trainer.train(members, round=0)
             synchronize(self.task.device)
             taken.append(time.perf_counter() - start)
         return min(taken)
@@ -111,7 +121,8 @@ class Station:
         account = RoundAccount(cohort)
         self.trainer.meet_at_global_row(self._mine(cohort), round)
         for step, meeting in enumerate(self._meetings(cohort, round)):
-            self.trainer.gradients(step)
+            with self._in_precision():
+                self.trainer.gradients(step)
             account.add(meeting, self._average(meeting))
         self.trainer.part()
         self._combine_buffers(self._whole_cohort(cohort, round))
@@ -148,6 +159,9 @@ class Station:
         self.module.take(self.memory.rows[member.slot], self.gradient, self.memory.buffers[member.slot])
         batches = self.feed.shard(member.worker).batches(test_batch_size(self.task.device))
         return test(self.module.module, batches).loss
+
+    def _in_precision(self) -> AbstractContextManager[Any]:
+        return self.task.precision.training(self.task.device)
 
     def _whole_cohort(self, cohort: Sequence[int], round: int) -> Meeting:
         weights = self.averaging.weights(cohort, self._shard_sizes(cohort))
