@@ -199,6 +199,7 @@ class Experiment(Table):
     timeout: PositiveFloat = 300.0  # seconds without a sign of life after which a process counts as hanging
     device: str = "auto"
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
+    compile: bool = False  # forward pass and loss of training, by torch.compile
     sync: Literal["parameters", "gradients"] = "parameters"
     buffers: Literal["average", "local", "server", "error"] = "average"
     model: Model = Model()

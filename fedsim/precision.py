@@ -62,9 +62,9 @@ class Precision:
         if self.autocast is None:
             return
         try:
-            with warnings.catch_warnings(), self.forward(device):
+            with warnings.catch_warnings():
                 warnings.simplefilter("error")  # PyTorch's way to say that it goes on without
-                torch.autocast(device.type, self.autocast)
+                self.forward(device)
         except (RuntimeError, UserWarning) as error:
             raise ExperimentError(f'precision = "{self.name}": not on {device}: {one_line(error)}') from None
 

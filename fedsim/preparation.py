@@ -97,7 +97,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             experiment=experiment,
             task=task,
             device=describe_device(device),
-            how=engine.facts(),
+            how={**engine.facts(), **({"compiled": engine.compiled()} if task.compile else {})},
             parameters=len(memory.global_row),
             train_samples=len(train),
             test_samples=len(test),
@@ -132,6 +132,7 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         transforms=transforms_of_workers(experiment.workers, chosen.strategy, **chosen.params),
         device=device,
         precision=PRECISIONS[experiment.precision],
+        compile=experiment.compile,
         width=experiment.batched.width,
     )
     _check_model(experiment, task)

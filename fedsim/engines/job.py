@@ -76,6 +76,7 @@ class Task:
     transforms: Sequence[Augmentation | None] | None  # how each worker sees its samples, if they differ in that
     device: torch.device
     precision: Precision
+    compile: bool  # forward pass and loss of training
     width: int | None  # how many rows are stacked at most, where rows are stacked
 
     @property

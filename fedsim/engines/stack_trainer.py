@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedsim.engines.compiling import Compilation
 from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Feed
 from fedsim.engines.job import Memory, Task
@@ -43,8 +44,14 @@ class StackTrainer:
         self._seat, self._task, self._memory, self._feed = seat, task, memory, feed
         self._width, self._rehearsal = width, rehearsal
         self._module = StackedModule(task.new_module, task.precision)
+        if task.compile:
+            self._compile()
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._meetings: list[Meeting] = []
+
+    @property
+    def compiled(self) -> Compilation | None:
+        return self._module.compiled
 
     def train(self, members: Sequence[Member], round: int) -> None:
         stacks = self._stacks(members, round)
@@ -153,6 +160,29 @@ class StackTrainer:
 
     def _streams(self, stack: Stack, *step: int) -> list[Stream]:
         return stack.streams(*step) if self._rehearsal.dropouts else []
+
+    def _compile(self) -> None:
+        """Compile for whole stacks of whole batches; where members have finished, or batches are short, it is not."""
+        task, memory, module = self._task, self._memory, self._module
+        members = -(-len(memory.rows) // self._seat.count)
+        k = -(-members // -(-members // self._width))
+        size = self._feed.whole_batch() if self._rehearsal.coupled else task.schedule.batch_size
+        rows = new_rows(k, module.layout.d, task.dtype, task.device)
+        rows.copy_(memory.global_row)
+        gathered = memory.train.gather((torch.arange(size) % len(memory.train)).repeat(k))
+        inputs, targets = (tensor.unflatten(0, (k, size)) for tensor in gathered)
+        weights = torch.full((k, size), 1 / size, dtype=task.dtype, device=task.device)
+        factors = [weights.new_ones(k, size, *dropout.shape) for dropout in self._rehearsal.dropouts]
+
+        def run(losses_of: Callable[..., tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
+            leaves = [view.detach().requires_grad_() for view in module.views(rows)]
+            buffers = module.unpack_buffers(memory.global_buffers.expand(k, -1))
+            losses, buffers = losses_of(leaves, buffers, inputs, targets, weights, factors)
+            found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
+            return [losses.detach(), *found, *buffers]
+
+        shapes = [(k, size), (k - 1, size)]  # a cohort is cut into stacks that differ by a row at most
+        module.compile(shapes, run, task.device, tells=self._seat.index == 0)
 
     def _new_scale(self, stack: Stack) -> LossScale | None:
         return LossScale((len(stack),), self._task.device) if self._task.precision.scales_losses else None

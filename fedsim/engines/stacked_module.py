@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.func import functional_call, vmap
 
+from fedsim.engines.compiling import Compilation, Run
 from fedsim.engines.stacked_operations import Substitutes
 from fedsim.precision import FULL, Precision
 from fedsim.rows import Entry, Layout
@@ -26,7 +28,8 @@ class StackedModule:
 
     def __init__(self, make: Callable[[], nn.Module], precision: Precision = FULL) -> None:
         self._precision = precision
-        self._module = make().train()
+        self._make, self._module = make, make().train()
+        self.compiled: Compilation | None = None
         self.layout = Layout.of(self._module)
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
         self._parameters = [_places(self._module, parameters[entry.name]) for entry in self.layout.parameters]
@@ -73,15 +76,45 @@ class StackedModule:
             scales: [k], by which the gradients are multiplied.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
+        losses_of = self.compiled if self.compiled and targets.shape in self._compiled_shapes else self._losses
         with torch.enable_grad():
-            with self._precision.forward(inputs.device):
-                outputs, buffers[:] = self._forward(leaves, list(buffers), inputs, list(factors))
-            outputs = self._precision.widened(outputs)
-            losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-            losses = (losses * weights).sum(1)
+            losses, buffers[:] = losses_of(leaves, list(buffers), inputs, targets, weights, list(factors))
             total = (losses if scales is None else losses * scales).sum()
             found = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
         return losses.detach(), _owned(found)
+
+    def compile(self, shapes: Sequence[tuple[int, int]], run: Run, device: torch.device, *, tells: bool) -> None:
+        """Compile for stacks of rows and batches of these shapes, after trying it with `run`; see `Compilation`."""
+        module = self._make().train()  # one whose parameters stay in their places
+        names = [entry.name for entry in (*self.layout.parameters, *self.layout.buffers)]
+
+        def forward_one(
+            parameters: list[Tensor], buffers: list[Tensor], inputs: Tensor, factors: list[Tensor]
+        ) -> tuple[Tensor, list[Tensor]]:
+            with Substitutes(factors):
+                outputs = functional_call(module, dict(zip(names, [*parameters, *buffers], strict=True)), (inputs,))
+            return outputs, buffers
+
+        self.compiled = Compilation(self._losses, partial(self._losses, forward=vmap(forward_one)), tells=tells)
+        self._compiled_shapes = shapes
+        self.compiled.rehearse(run, device, self._precision)
+
+    def _losses(
+        self,
+        parameters: list[Tensor],
+        buffers: list[Tensor],
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        factors: list[Tensor],
+        forward: Callable[..., tuple[Tensor, list[Tensor]]] | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Each row's loss [k], and what becomes of the buffers."""
+        with self._precision.forward(inputs.device):
+            outputs, buffers = (forward or self._forward)(parameters, buffers, inputs, factors)
+        outputs = self._precision.widened(outputs)
+        losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        return (losses * weights).sum(1), buffers
 
     def _forward_one(
         self, parameters: list[Tensor], buffers: list[Tensor], inputs: Tensor, factors: list[Tensor]

@@ -89,6 +89,11 @@ class Station:
             self.trainer.train(members, round)
         synchronize(self.task.device)
 
+    def compilation(self) -> str | None:
+        """Why this process does not train by compiled code, where it should."""
+        compiled = self.trainer.compiled
+        return None if compiled is None else compiled.refusal
+
     def time_training(self, workers: Sequence[int]) -> float:
         """Seconds that this process's share of a round of training takes from the global row; nothing is kept of it."""
         memory = self.memory
@@ -96,6 +101,8 @@ class Station:
         for slot, _ in members:
             memory.rows[slot] = memory.global_row
             memory.buffers[slot] = memory.global_buffers
+        if self.task.compile:
+            self.trainer.train(members, round=0)  # what is compiled on the way takes long, once
         taken: list[float] = []
         while len(taken) < TIMINGS and sum(taken) < PATIENCE:
             start = time.perf_counter()

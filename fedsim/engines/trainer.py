@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.devices import wide_dtype
+from fedsim.engines.compiling import Compilation
 from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Batches, Feed
 from fedsim.engines.job import Memory, Task
-from fedsim.engines.module import RowModule
+from fedsim.engines.module import RowModule, differ
 from fedsim.engines.scaling import LossScale, Scaled, zero_where_not
+from fedsim.errors import ExperimentError
 from fedsim.local import RowOptimizer
 from fedsim.randomness import seed_everything
 from fedsim.rows import new_rows
@@ -35,6 +38,8 @@ class Trainer(Protocol):
 
     A class of these is made with (seat, task, memory, feed) in every process.
     """
+
+    compiled: Compilation | None  # what is compiled of its work
 
     def train(self, members: Sequence[Member], round: int) -> None:
         """One round: each member's row learns on its worker's shard."""
@@ -70,6 +75,7 @@ class RowTrainer:
         self._modules = [RowModule(task.new_module)]  # with sync = "gradients", one for each member
         self._gradient = new_rows(1, memory.rows.shape[1], task.dtype, task.device)[0]
         self._objective = Objective(task.precision)
+        self.compiled = self._compile() if task.compile else None
         self._round, self._partakers = 0, list[Partaker]()
 
     def train(self, members: Sequence[Member], round: int) -> None:
@@ -137,11 +143,35 @@ class RowTrainer:
         self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None, *, scale: LossScale | None
     ) -> Tensor:
         """Add the gradient of the objective, scaled, to the parameters' `.grad`; returns it without the scale."""
-        value = self._objective(model, inputs, targets)
+        objective = self.compiled if self.compiled and len(inputs) == self._compiled_size else self._objective
+        value = objective(model, inputs, targets)
         (value if scale is None else value * scale.of()).backward()
         return value.detach()
+
+    def _compile(self) -> Compilation:
+        """Compile for whole batches; others, as the last of an epoch may be, go uncompiled."""
+        task, memory = self._task, self._memory
+        self._compiled_size = self._feed.whole_batch()
+        inputs, targets = memory.train.gather(torch.arange(self._compiled_size))
+        compiled = Compilation(self._objective, tells=self._seat.index == 0)
+        compiled.rehearse(partial(_step_of_a_new, task.new_module, inputs, targets), task.device, task.precision)
+        return compiled
 
     def _with_signs_of_life(self, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches:
             self._seat.beat()
             yield batch
+
+
+def _step_of_a_new(
+    make: Callable[[], nn.Module], inputs: Tensor, targets: Tensor, objective: Callable[..., Tensor]
+) -> list[Tensor]:
+    """The loss of a new module, its gradients, and its buffers afterwards."""
+    module = make().train()
+    start = copy.deepcopy(module)
+    loss = objective(module, inputs, targets)
+    if differ(start, module):
+        raise ExperimentError("its training changes attributes or unsaved buffers")
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return [loss.detach(), *gradients, *module.buffers()]
