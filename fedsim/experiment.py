@@ -200,6 +200,7 @@ class Experiment(Table):
     device: str = "auto"
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
     compile: bool = False  # forward pass and loss of training, by torch.compile
+    cuda_graphs: bool | None = None  # steps of stacks on CUDA; None: where that is safe
     sync: Literal["parameters", "gradients"] = "parameters"
     buffers: Literal["average", "local", "server", "error"] = "average"
     model: Model = Model()
@@ -238,6 +239,8 @@ class Experiment(Table):
             )
         if engine_class.one_process and self.timeout != type(self).model_fields["timeout"].default:
             lines.append(f'timeout = {self.timeout}: the engine "{self.engine}" waits for nobody; leave it out')
+        if self.cuda_graphs and self.engine != "batched":
+            lines.append(f'cuda_graphs = true: goes with engine=batched, not with "{self.engine}"; leave it out')
         if self.sync == "gradients" and self.server != Server():
             lines.append(
                 f'server.optimizer = "{self.server.optimizer}": with sync = "gradients" the local solver takes the '

@@ -97,7 +97,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             experiment=experiment,
             task=task,
             device=describe_device(device),
-            how={**engine.facts(), **({"compiled": engine.compiled()} if task.compile else {})},
+            how={**engine.facts(), **_how_steps_are_taken(task, engine)},
             parameters=len(memory.global_row),
             train_samples=len(train),
             test_samples=len(test),
@@ -108,6 +108,11 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             buffer_bytes=memory.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,
         )
         yield setting, engine
+
+
+def _how_steps_are_taken(task: Task, engine: Engine) -> dict[str, Any]:
+    compiled = {"compiled": engine.compiled()} if task.compile else {}
+    return {**compiled, **({"cuda_graphs": engine.replayed()} if task.device.type == "cuda" else {})}
 
 
 def task_of(experiment: Experiment, device: torch.device) -> Task:
@@ -133,6 +138,7 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         device=device,
         precision=PRECISIONS[experiment.precision],
         compile=experiment.compile,
+        cuda_graphs=experiment.cuda_graphs,
         width=experiment.batched.width,
     )
     _check_model(experiment, task)

@@ -51,6 +51,11 @@ class Engine(ABC):
         refusals = [refusal for refusal in self._each("compilation") if refusal is not None]
         return refusals[0] if refusals else True
 
+    def replayed(self) -> bool | str:
+        """Whether the steps of the task in hand are captured and replayed; if not, the reason."""
+        refusals = [refusal for refusal in self._each("replay_refusal") if refusal is not None]
+        return refusals[0] if refusals else True
+
     @abstractmethod
     def leave(self) -> None:
         """Let go of the task and its memory, in every process; without a task there is nothing to do."""

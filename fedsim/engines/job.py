@@ -77,6 +77,7 @@ class Task:
     device: torch.device
     precision: Precision
     compile: bool  # forward pass and loss of training
+    cuda_graphs: bool | None  # whether steps of stacks are captured and replayed; None: where that is safe
     width: int | None  # how many rows are stacked at most, where rows are stacked
 
     @property

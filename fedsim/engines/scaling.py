@@ -29,6 +29,11 @@ class LossScale:
         self._scales = torch.full(shape, START, dtype=torch.float32, device=device)
         self._good_steps = torch.zeros(shape, dtype=torch.int32, device=device)
 
+    def start_again(self) -> None:
+        """Be as new, in the same memory."""
+        self._scales.fill_(START)
+        self._good_steps.zero_()
+
     def of(self, places: Any = ...) -> Tensor:
         """The scales of the rows at these places."""
         return self._scales[places]

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedsim.engines.compiling import Compilation
 from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Feed
+from fedsim.engines.graphs import Replays, unsafe
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.rehearsal import Rehearsal
 from fedsim.engines.scaling import LossScale, step_where, zero_where_not
@@ -46,6 +47,9 @@ class StackTrainer:
         self._module = StackedModule(task.new_module, task.precision)
         if task.compile:
             self._compile()
+        refusal = "they are off" if task.cuda_graphs is False else unsafe(task, rehearsal)
+        self.replays = Replays(task, memory, self._module, refusal, tells=seat.index == 0)
+        self.replays.of(self._usual_size())  # now, not within a round
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._meetings: list[Meeting] = []
 
@@ -103,6 +107,9 @@ class StackTrainer:
 
     def _train(self, stack: Stack) -> None:
         memory, solver = self._memory, self._task.solver
+        if (replayed := self.replays.of(len(stack))) is not None:
+            memory.buffers[stack.slots] = replayed.train(stack, self._seat.beat)
+            return
         rows = self._rows(len(stack))
         rows.copy_(memory.rows[stack.slots])
         parameters = self._module.views(rows)
@@ -164,8 +171,7 @@ class StackTrainer:
     def _compile(self) -> None:
         """Compile for whole stacks of whole batches; where members have finished, or batches are short, it is not."""
         task, memory, module = self._task, self._memory, self._module
-        members = -(-len(memory.rows) // self._seat.count)
-        k = -(-members // -(-members // self._width))
+        k = self._usual_size()
         size = self._feed.whole_batch() if self._rehearsal.coupled else task.schedule.batch_size
         rows = new_rows(k, module.layout.d, task.dtype, task.device)
         rows.copy_(memory.global_row)
@@ -183,6 +189,11 @@ class StackTrainer:
 
         shapes = [(k, size), (k - 1, size)]  # a cohort is cut into stacks that differ by a row at most
         module.compile(shapes, run, task.device, tells=self._seat.index == 0)
+
+    def _usual_size(self) -> int:
+        """How many rows the larger stacks of a round have, where all workers take as many steps."""
+        members = -(-len(self._memory.rows) // self._seat.count)
+        return -(-members // -(-members // self._width))
 
     def _new_scale(self, stack: Stack) -> LossScale | None:
         return LossScale((len(stack),), self._task.device) if self._task.precision.scales_losses else None

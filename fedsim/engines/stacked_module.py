@@ -49,10 +49,11 @@ class StackedModule:
             for view, dtype in zip(views, self._buffer_dtypes, strict=True)
         ]
 
-    def pack_buffers(self, buffers: Sequence[Tensor], rows: Tensor) -> None:
-        """The reverse, into `rows` [k, b]."""
+    def pack_buffers(self, buffers: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """The reverse, into `rows` [k, b], which are returned."""
         for entry, buffer in zip(self.layout.buffers, buffers, strict=True):
             _view(rows, entry).copy_(buffer)
+        return rows
 
     def gradients(
         self,

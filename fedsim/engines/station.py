@@ -94,6 +94,11 @@ class Station:
         compiled = self.trainer.compiled
         return None if compiled is None else compiled.refusal
 
+    def replay_refusal(self) -> str | None:
+        """Why this process does not replay captured steps."""
+        replays = self.trainer.replays
+        return "only steps of stacks are" if replays is None else replays.refusal
+
     def time_training(self, workers: Sequence[int]) -> float:
         """Seconds that this process's share of a round of training takes from the global row; nothing is kept of it."""
         memory = self.memory

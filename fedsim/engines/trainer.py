@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class Trainer(Protocol):
     """
 
     compiled: Compilation | None  # what is compiled of its work
+    replays: Any  # its steps that are captured, if it has such
 
     def train(self, members: Sequence[Member], round: int) -> None:
         """One round: each member's row learns on its worker's shard."""
@@ -68,6 +69,8 @@ class Partaker:
 
 class RowTrainer:
     """Trains one row after another, with a module that is bound to each in turn."""
+
+    replays = None
 
     def __init__(self, seat: Seat, task: Task, memory: Memory, feed: Feed) -> None:
         self._seat, self._task, self._memory, self._feed = seat, task, memory, feed
