@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedsim import Experiment
 from fedsim.data import TensorData, load_dataset, partition
-from fedsim.devices import PRECISIONS
+from fedsim.precision import PRECISIONS
 from fedsim.randomness import numpy_generator, sample_cohort, seed_everything
 
 TEST_BATCH = 1000
@@ -51,7 +51,7 @@ def bare_loop(
     assert (experiment.sync, local.solver) == ("parameters", "sgd"), "this loop averages parameters after plain SGD"
     assert local.epochs, "this loop trains for whole epochs"
     torch.set_num_threads(1)
-    dtype = PRECISIONS[experiment.precision]
+    dtype = PRECISIONS[experiment.precision].rows
     train_data, test_data = load_dataset(experiment.data.dataset, experiment.data.root, **experiment.data.params)
     inputs, targets = _preloaded(train_data, device, dtype)
     test_inputs, test_targets = _preloaded(test_data, device, dtype)

@@ -20,7 +20,7 @@ import fedsim
 from fedsim.comparison import load_grid, run_grid
 from fedsim.comparison.axes import describe_point, split_at_commas
 from fedsim.comparison.display import GridDisplay
-from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, plural, show
+from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, plural, show, warnings_as_lines
 from fedsim.experiment import keys_called
 from fedsim.listing import PLUGS, list_plugs
 from fedsim.loading import load_experiment, parse_value, to_toml
@@ -264,7 +264,8 @@ def _errors_as_lines() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     try:
-        yield
+        with warnings_as_lines():
+            yield
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(FAILED) from None

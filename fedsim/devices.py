@@ -12,8 +12,6 @@ import torch
 
 from fedsim.errors import ExperimentError, show
 
-PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
-
 SHARED_MEMORY = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")  # of this process's container
 CPU_QUOTA = CGROUP / "cpu.max"

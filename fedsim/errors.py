@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -33,12 +36,40 @@ class RecordError(FedsimError):
     """A run folder cannot be made, written or read."""
 
 
+class FedsimWarning(UserWarning):
+    """A run goes on, though not in every respect as described: one line."""
+
+
 class MissingPackageError(FedsimError, ImportError):
     """A package of one of fedsim's extras is needed, and not installed."""
 
 
 class WorkerError(FedsimError, RuntimeError):
     """A worker, or the process that ran it, failed: says which worker, process and round, and how."""
+
+
+def show_warnings_as_lines() -> None:
+    """Show fedsim's own warnings from now on as a line on stderr, `warning: ...`, and others as before."""
+    show_other = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **further: Any) -> None:
+        if issubclass(category, FedsimWarning):
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+        else:
+            show_other(message, category, *place, **further)
+
+    warnings.showwarning = show
+
+
+@contextlib.contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """The same until the block ends."""
+    before = warnings.showwarning
+    show_warnings_as_lines()
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def show(value: Any) -> str:

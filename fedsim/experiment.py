@@ -24,11 +24,11 @@ from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule, server_op
 from fedsim.augmentation import augmentation
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
 from fedsim.data import dataset, partition_strategy
-from fedsim.devices import PRECISIONS
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, explain, show
 from fedsim.local import solver
 from fedsim.models import model
+from fedsim.precision import PRECISIONS
 from fedsim.randomness import numpy_generator
 from fedsim.registry import Plug
 from fedsim.tables import PlugTable, Table
@@ -199,6 +199,8 @@ class Experiment(Table):
     timeout: PositiveFloat = 300.0  # seconds without a sign of life after which a process counts as hanging
     device: str = "auto"
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
+    compile: bool = False  # forward pass and loss of training, by torch.compile
+    cuda_graphs: bool | None = None  # steps of stacks on CUDA; None: where that is safe
     sync: Literal["parameters", "gradients"] = "parameters"
     buffers: Literal["average", "local", "server", "error"] = "average"
     model: Model = Model()
@@ -237,6 +239,8 @@ class Experiment(Table):
             )
         if engine_class.one_process and self.timeout != type(self).model_fields["timeout"].default:
             lines.append(f'timeout = {self.timeout}: the engine "{self.engine}" waits for nobody; leave it out')
+        if self.cuda_graphs and self.engine != "batched":
+            lines.append(f'cuda_graphs = true: goes with engine=batched, not with "{self.engine}"; leave it out')
         if self.sync == "gradients" and self.server != Server():
             lines.append(
                 f'server.optimizer = "{self.server.optimizer}": with sync = "gradients" the local solver takes the '

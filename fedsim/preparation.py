@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
-from fedsim.devices import PRECISIONS, describe_device, resolve_device, shares_memory
+from fedsim.devices import describe_device, resolve_device, shares_memory
 from fedsim.engines import Engine, Memory, Schedule, Task
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
+from fedsim.precision import PRECISIONS
 from fedsim.randomness import numpy_generator, random_state_kept, sample_workers
 from fedsim.rows import Layout
-from fedsim.training import check_outputs
+from fedsim.training import Objective, check_outputs
 from fedsim.workshop import Workshop
 
 PROBE_SAMPLES = 8
@@ -56,6 +57,7 @@ class Setting:
         """What the run folder says of all this, beyond the experiment itself."""
         return {
             "device": self.device,
+            "arithmetic": self.task.precision.facts(),
             **self.how,
             "parameters": self.parameters,
             "train_samples": self.train_samples,
@@ -73,6 +75,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
     Raises ExperimentError or DataError where the experiment cannot be run here.
     """
     device = resolve_device(experiment.device)
+    PRECISIONS[experiment.precision].require(device)
     processes = _processes(experiment, device)
     with (
         random_state_kept(device),
@@ -94,7 +97,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             experiment=experiment,
             task=task,
             device=describe_device(device),
-            how=engine.facts(),
+            how={**engine.facts(), **_how_steps_are_taken(task, engine)},
             parameters=len(memory.global_row),
             train_samples=len(train),
             test_samples=len(test),
@@ -105,6 +108,11 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             buffer_bytes=memory.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,
         )
         yield setting, engine
+
+
+def _how_steps_are_taken(task: Task, engine: Engine) -> dict[str, Any]:
+    compiled = {"compiled": engine.compiled()} if task.compile else {}
+    return {**compiled, **({"cuda_graphs": engine.replayed()} if task.device.type == "cuda" else {})}
 
 
 def task_of(experiment: Experiment, device: torch.device) -> Task:
@@ -128,7 +136,9 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         augment=tuple(augment.bind() for augment in experiment.data.augment),
         transforms=transforms_of_workers(experiment.workers, chosen.strategy, **chosen.params),
         device=device,
-        dtype=PRECISIONS[experiment.precision],
+        precision=PRECISIONS[experiment.precision],
+        compile=experiment.compile,
+        cuda_graphs=experiment.cuda_graphs,
         width=experiment.batched.width,
     )
     _check_model(experiment, task)
@@ -160,7 +170,7 @@ def _check_model(experiment: Experiment, task: Task) -> None:
 def _check_fit(experiment: Experiment, task: Task, train: TensorData, test: TensorData) -> None:
     """Whether the model and the data fit each other, found out on a few samples."""
     where = f"model.name = {show(experiment.model.name)}"
-    inputs, _ = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
+    inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     try:
         classes = check_outputs(task.new_module(), inputs)
     except ExperimentError as error:
@@ -168,9 +178,23 @@ def _check_fit(experiment: Experiment, task: Task, train: TensorData, test: Tens
     except Exception as error:
         shape = tuple(inputs.shape)
         raise ExperimentError(f"{where}: does not work on inputs of shape {shape}: {one_line(error)}") from error
+    if task.precision.autocast is not None:
+        _check_autocast(experiment, task, inputs, targets)
     highest = int(max(train.targets.max(), test.targets.max()))
     if highest >= classes:
         raise ExperimentError(f"{where}: tells {classes} classes apart, but the labels go up to {highest}")
+
+
+def _check_autocast(experiment: Experiment, task: Task, inputs: Tensor, targets: Tensor) -> None:
+    """Whether each of the model's operations has a form in the type that training casts it to."""
+    module = task.new_module().train()
+    try:
+        Objective(task.precision)(module, inputs, targets).backward()
+    except Exception as error:
+        where, name = f"precision = {show(experiment.precision)}", show(experiment.model.name)
+        raise ExperimentError(
+            f"{where}: on {task.device} the model {name} cannot be trained in it: {one_line(error)}"
+        ) from error
 
 
 def _processes(experiment: Experiment, device: torch.device) -> int:

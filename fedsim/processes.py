@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import current_process, get_context, parent_process, resource_tracker
 from typing import Any
 
-from fedsim.errors import WorkerError
+from fedsim.errors import WorkerError, show_warnings_as_lines
 
 GRACE = 2.0  # seconds for a process to go by itself before it is killed
 DISMISSED = b""  # in place of a pickled message
@@ -70,6 +70,7 @@ class Child:
 
 def begin_as_child() -> None:
     """First thing in a process that was started inside `interrupts_held`: ignore Ctrl-C, and go with the parent."""
+    show_warnings_as_lines()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 
 from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
+from fedsim.precision import FULL, Precision
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
+Backward = Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
 
 # For logits and for log-probabilities alike: log-softmax leaves log-probabilities as they are, so on them this is the
 # negative log-likelihood, gradients included.
@@ -54,7 +57,33 @@ class Tally(NamedTuple):
         return self.correct.item() / self.samples if self.samples else float("nan")
 
 
-def train_epoch(model: nn.Module, batches: Batches, optimizer: Optimizer, loss: Loss = DEFAULT_LOSS) -> Tally:
+@dataclass(frozen=True)
+class Objective:
+    """What training minimises: the mean loss of a model on a batch, its outputs computed in a precision."""
+
+    precision: Precision = FULL
+    loss: Loss = DEFAULT_LOSS
+
+    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.precision.forward(inputs.device):
+            outputs = model(inputs)
+        return self.loss(self.precision.widened(outputs), targets)
+
+
+def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss = DEFAULT_LOSS) -> Tensor:
+    """Add the gradient of the loss on one batch to the parameters' `.grad`; returns the loss, detached."""
+    value = loss(model(inputs), targets)
+    value.backward()
+    return value.detach()
+
+
+def train_epoch(
+    model: nn.Module,
+    batches: Batches,
+    optimizer: Optimizer,
+    loss: Loss = DEFAULT_LOSS,
+    backward: Backward = backward,
+) -> Tally:
     """Train on each batch once, in order.
 
     Args:
@@ -62,6 +91,7 @@ def train_epoch(model: nn.Module, batches: Batches, optimizer: Optimizer, loss: 
         batches: (inputs, targets) pairs on the model's device: a DataLoader, or `CustomSubset.batches(...)`.
         optimizer: any `torch.optim.Optimizer` over the model's parameters.
         loss: mean loss of (outputs, targets); the default fits logits and log-probabilities.
+        backward: makes the gradients, as the function `backward` does.
 
     Returns the sum of the losses seen on the way, before each step; `.loss` is their mean.
     """
@@ -74,13 +104,6 @@ def train_epoch(model: nn.Module, batches: Batches, optimizer: Optimizer, loss: 
         loss_sum.add_(value, alpha=len(targets))
         samples += len(targets)
     return Tally(loss_sum, correct, samples)
-
-
-def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss = DEFAULT_LOSS) -> Tensor:
-    """Add the gradient of the loss on one batch to the parameters' `.grad`; returns the loss, detached."""
-    value = loss(model(inputs), targets)
-    value.backward()
-    return value.detach()
 
 
 @torch.no_grad()

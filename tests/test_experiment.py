@@ -29,7 +29,7 @@ def lines_of(tables):
         ({"cohort": 0}, "cohort = 0: must be greater than 0"),
         ({"timeout": 0.0}, "timeout = 0.0: must be greater than 0"),
         ({"timeout": float("inf")}, "timeout = inf: must be a finite number"),
-        ({"precision": "half"}, 'precision = "half": must be "float32" or "float64"'),
+        ({"precision": "half"}, 'precision = "half": must be "float32", "float64", "tf32", "bf16" or "float16"'),
         ({"sync": "weights"}, 'sync = "weights": must be "parameters" or "gradients"'),
         ({"engine": "spwan"}, 'engine = "spwan": no such engine; did you mean "spawn"?'),
         ({"engine": "serial", "processes": 2}, 'processes = 2: the engine "serial" works in one'),

@@ -19,9 +19,10 @@ from fedsim.comparison.pictures import draw_accuracy, draw_heatmap
 from fedsim.comparison.results import RunResult, results_csv
 from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
 from fedsim.data import load_dataset
-from fedsim.devices import PRECISIONS, free_memory, resolve_device, usable_cores
+from fedsim.devices import free_memory, resolve_device, usable_cores
 from fedsim.errors import ExperimentError
 from fedsim.experiment import Experiment
+from fedsim.precision import PRECISIONS
 from fedsim.preparation import task_of
 from fedsim.processes import leave_if_being_started
 from fedsim.records import RoundRecord
@@ -152,7 +153,8 @@ def default_jobs(grid: Grid, runs: Sequence[PlannedRun]) -> int:
 def job_bytes(experiment: Experiment) -> float:
     """About how much memory a process needs that runs this experiment by itself."""
     parameters = Layout.of(task_of(experiment, torch.device("cpu")).new_module()).d
-    return JOB_BYTES + ROW_COPIES * experiment.cohort_size * parameters * PRECISIONS[experiment.precision].itemsize
+    row_bytes = parameters * PRECISIONS[experiment.precision].rows.itemsize
+    return JOB_BYTES + ROW_COPIES * experiment.cohort_size * row_bytes
 
 
 def _of_different_size(runs: Sequence[PlannedRun]) -> Iterable[PlannedRun]:

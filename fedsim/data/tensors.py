@@ -71,6 +71,10 @@ class TensorData(Dataset):
 
     def _normalise(self, inputs: Tensor) -> Tensor:
         if isinstance(self.scale, tuple):
+            if inputs.device.type != "cpu":  # a tensor of these numbers would have to wait for the device
+                for channel, scale, shift in zip(inputs.unbind(1), self.scale, self.shift, strict=True):
+                    channel.mul_(scale).add_(shift)
+                return inputs
             per_channel = (-1, *[1] * (inputs.ndim - 2))
             inputs.mul_(inputs.new_tensor(self.scale).view(per_channel))
             return inputs.add_(inputs.new_tensor(self.shift).view(per_channel))

@@ -177,7 +177,8 @@ def _what_speed_depends_on(task: Task, memory: Memory) -> str:
     inputs, shards = memory.train.inputs, memory.shards
     held = len(memory.train) if shards.listed else _steps_of_a_round(task.schedule, memory)
     sizes = held, len(shards), len(memory.root), memory.rows.shape
-    how = task.rounds, task.schedule, task.solver, task.dtype, task.device, task.width, task.augment
+    numbers = task.precision, task.compile, task.cuda_graphs
+    how = task.rounds, task.schedule, task.solver, *numbers, task.device, task.width, task.augment
     return repr((task.model, *how, sizes, inputs.shape[1:], inputs.dtype, task.rule.takes("root")))
 
 

@@ -10,11 +10,13 @@ import torch
 
 from fedsim.devices import default_processes, free_memory
 from fedsim.engines.engine import Engine
+from fedsim.engines.graphs import unsafe
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.rehearsal import Rehearsal
 from fedsim.engines.serial import SerialEngine
 from fedsim.engines.spawn import SpawnEngine
 from fedsim.engines.stack_trainer import StackTrainer
+from fedsim.errors import ExperimentError
 
 MEMORY_SHARE = 0.5  # of what is free, for stacks
 WIDEST_ON_CPU = 32  # more rows share no more of a step's fixed cost
@@ -38,6 +40,8 @@ class BatchedEngine(Engine):
 
     def begin(self, task: Task, memory: Memory) -> None:
         rehearsal = Rehearsal.of(task, memory)
+        if task.cuda_graphs and (reason := unsafe(task, rehearsal)):
+            raise ExperimentError(f"cuda_graphs = true: steps cannot be captured here: {reason}")
         self._width = task.width or stack_width(task, memory, rehearsal, self._processes, self._threads)
         self._host.begin(task, memory, partial(StackTrainer, width=self._width, rehearsal=rehearsal))
 

@@ -46,6 +46,16 @@ class Engine(ABC):
     def facts(self) -> dict[str, Any]:
         """For the run record: how the task in hand is computed, `processes` among it."""
 
+    def compiled(self) -> bool | str:
+        """Whether the task in hand is trained by compiled code; if not, though it should be, the reason."""
+        refusals = [refusal for refusal in self._each("compilation") if refusal is not None]
+        return refusals[0] if refusals else True
+
+    def replayed(self) -> bool | str:
+        """Whether the steps of the task in hand are captured and replayed; if not, the reason."""
+        refusals = [refusal for refusal in self._each("replay_refusal") if refusal is not None]
+        return refusals[0] if refusals else True
+
     @abstractmethod
     def leave(self) -> None:
         """Let go of the task and its memory, in every process; without a task there is nothing to do."""

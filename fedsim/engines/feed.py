@@ -14,6 +14,8 @@ from fedsim.data.tensors import in_order
 from fedsim.engines.job import Memory, Task
 from fedsim.randomness import numpy_generator, torch_generator
 
+LOOKED_AT = 50  # workers at most, to learn what is usual
+
 Batches = Iterator[tuple[Tensor, Tensor]]
 Alteration = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -34,6 +36,12 @@ class Feed:
         if worker == self.root and self._task.sync == "gradients":
             return sys.maxsize
         return self._task.schedule.steps_for(self.size(worker))
+
+    def whole_batch(self) -> int:
+        """How many samples most batches have: fewer than the schedule says where shards are smaller than that."""
+        shards = self._memory.shards
+        looked_at = range(0, len(shards), -(-len(shards) // LOOKED_AT))
+        return min(self._task.schedule.batch_size, max(shards.size(worker) for worker in looked_at))
 
     def shard(self, worker: int) -> CustomSubset:
         """A worker's samples as they lie in the data set."""

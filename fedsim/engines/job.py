@@ -15,6 +15,7 @@ from fedsim.byzantine import BoundAttack
 from fedsim.data import Shards, TensorData
 from fedsim.devices import require_shared_memory, wide_dtype
 from fedsim.local import Solver, State
+from fedsim.precision import Precision
 from fedsim.randomness import random_state_kept, seed_everything
 from fedsim.rows import Layout, new_rows
 
@@ -74,8 +75,15 @@ class Task:
     augment: tuple[Augmentation, ...]
     transforms: Sequence[Augmentation | None] | None  # how each worker sees its samples, if they differ in that
     device: torch.device
-    dtype: torch.dtype
+    precision: Precision
+    compile: bool  # forward pass and loss of training
+    cuda_graphs: bool | None  # whether steps of stacks are captured and replayed; None: where that is safe
     width: int | None  # how many rows are stacked at most, where rows are stacked
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows, and of whatever else nothing is said about."""
+        return self.precision.rows
 
     @property
     def keeps_last(self) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedsim.engines.stacked_convolution import Convolution, stacked_convolution
 from fedsim.engines.stacked_operations import PreparedDropout, StackedLinear
 from fedsim.local import Product
+from fedsim.precision import in_autocast_type
 
 # What a model decides by, which is a row's own affair.
 READINGS = {
@@ -79,8 +80,9 @@ class MergedBatch(PreparedDropout):
 
 def _linear(batch: MergedBatch, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     batch.require(input.ndim > 1 and batch.is_stack(weight) and (bias is None or batch.is_stack(bias)))
+    products = batch.products_of(weight)
     of_rows = input.reshape(len(weight), -1, input.shape[-1])
-    outputs = StackedLinear.apply(of_rows, weight, bias, batch.products_of(weight))
+    outputs = StackedLinear.apply(*in_autocast_type(of_rows, weight, bias), products)
     return outputs.view(*input.shape[:-1], outputs.shape[-1])
 
 

@@ -17,6 +17,7 @@ from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.stacked_operations import OTHER_DROPOUTS, Dropout, Recording
 from fedsim.errors import ExperimentError, one_line
 from fedsim.local import Product, step_along
+from fedsim.precision import FULL, Precision, full_precision
 from fedsim.randomness import global_states, random_state_kept
 from fedsim.rows import Layout, new_rows
 
@@ -45,7 +46,7 @@ class Rehearsal:
         """Try the model of a task. Raises ExperimentError, with the reason, where its rows cannot be stacked."""
         count = min(SAMPLES, len(memory.train))
         inputs, targets = memory.train.gather(torch.arange(count))
-        with random_state_kept(task.device):
+        with random_state_kept(task.device), full_precision(task.device):
             together = _try(task, inputs, targets)
             coupled = _is_coupled(task, together, inputs, targets)
             merged = not coupled and _can_be_merged(task, memory, together.dropouts, count)
@@ -53,6 +54,9 @@ class Rehearsal:
                 _compare_gradients(task, memory, together.dropouts, count)
             if task.sync == "parameters":
                 _compare_steps(task)
+            if task.precision.autocast is not None:
+                together = _try(task, inputs, targets, task.precision)
+                _stack(task, memory, count, together.dropouts, task.precision, merged=merged)
         return cls(together.dropouts, coupled, merged, together.sample_bytes)
 
 
@@ -68,7 +72,7 @@ class Trial(NamedTuple):
     sample_bytes: int
 
 
-def _try(task: Task, inputs: Tensor, targets: Tensor) -> Trial:
+def _try(task: Task, inputs: Tensor, targets: Tensor, precision: Precision = FULL) -> Trial:
     module = task.new_module().train()
     try:
         start = copy.deepcopy(module)
@@ -82,8 +86,9 @@ def _try(task: Task, inputs: Tensor, targets: Tensor) -> Trial:
         return tensor
 
     with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
-        outputs = module(inputs)
-        F.cross_entropy(outputs, targets)
+        with precision.forward(task.device):
+            outputs = module(inputs)
+        F.cross_entropy(precision.widened(outputs), targets)
     if differ(start, module):
         raise _refusal("its training changes attributes or unsaved buffers, which no row holds")
     if global_states(task.device) != generators:
@@ -126,6 +131,43 @@ def _compare_gradients(
     """Two rows at once, which differ, against one after the other."""
     module = task.new_module()
     layout = Layout.of(module)
+    stacked = _stack(task, memory, count, dropouts, merged=merged)
+    for k in range(2):
+        layout.write(stacked.rows[k], module)
+        layout.write_buffers(stacked.buffers[k], module)
+        expected = _plain_gradients(module.train(), stacked.inputs[k], stacked.targets[k])
+        for entry, gradient, reference in zip(layout.parameters, stacked.gradients, expected, strict=True):
+            if not _agree(gradient[k], reference, task.dtype):
+                raise _refusal(f"the gradient of {entry.name} comes out otherwise when rows are stacked")
+        read = layout.read_buffers(module, out=stacked.buffers[k])
+        for entry in layout.buffers:
+            if not _agree(stacked.buffers_after[k, entry.span], read[entry.span], task.dtype):
+                raise _refusal(f"the buffer {entry.name} comes out otherwise when rows are stacked")
+
+
+class Stacked(NamedTuple):
+    """A step of two rows at once, [2, ...] each: what went into it, and what came out."""
+
+    rows: Tensor
+    buffers: Tensor
+    inputs: Tensor
+    targets: Tensor
+    gradients: list[Tensor]
+    buffers_after: Tensor
+
+
+def _stack(
+    task: Task,
+    memory: Memory,
+    count: int,
+    dropouts: tuple[Dropout, ...],
+    precision: Precision = FULL,
+    *,
+    merged: bool,
+) -> Stacked:
+    """Two rows that differ, on `count` samples each, in opposite order."""
+    module = task.new_module()
+    layout = Layout.of(module)
     rows = new_rows(2, layout.d, task.dtype, task.device)
     rows.copy_(layout.read(module))
     rows[1].mul_(1.125).add_(0.01)
@@ -139,27 +181,17 @@ def _compare_gradients(
     gathered = memory.train.gather(torch.cat([positions, positions.flip(0)]))  # as batches are for training
     inputs, targets = (tensor.unflatten(0, (2, count)) for tensor in gathered)
     weights = torch.full((2, count), 1 / count, dtype=task.dtype, device=task.device)
-    stacked, found_buffers = StackedModule(task.new_module, merged=merged), buffers.clone()
+    stacked, buffers_after = StackedModule(task.new_module, precision, merged=merged), buffers.clone()
     try:
         kept = [weights.new_ones(2, count, *dropout.shape) for dropout in dropouts]
         unpacked = stacked.unpack_buffers(buffers)
-        _, found = stacked.gradients(stacked.views(rows), unpacked, inputs, targets, weights, kept)
-        stacked.pack_buffers(unpacked, found_buffers)
+        _, gradients = stacked.gradients(stacked.views(rows), unpacked, inputs, targets, weights, kept)
+        stacked.pack_buffers(unpacked, buffers_after)
     except ExperimentError:
         raise
     except Exception as error:
         raise _refusal(f"torch.func.vmap cannot run it: {one_line(error).split('. ')[0]}") from error
-    for k in range(2):
-        layout.write(rows[k], module)
-        layout.write_buffers(buffers[k], module)
-        expected = _plain_gradients(module.train(), inputs[k], targets[k])
-        for entry, gradient, reference in zip(layout.parameters, found, expected, strict=True):
-            if not _agree(gradient[k], reference, task.dtype):
-                raise _refusal(f"the gradient of {entry.name} comes out otherwise when rows are stacked")
-        read = layout.read_buffers(module, out=buffers[k])
-        for entry in layout.buffers:
-            if not _agree(found_buffers[k, entry.span], read[entry.span], task.dtype):
-                raise _refusal(f"the buffer {entry.name} comes out otherwise when rows are stacked")
+    return Stacked(rows, buffers, inputs, targets, gradients, buffers_after)
 
 
 def _compare_steps(task: Task) -> None:

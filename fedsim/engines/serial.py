@@ -44,7 +44,7 @@ class SerialEngine(Engine):
 
     def _each(self, method: str, *arguments: object) -> list[Any]:
         try:
-            return [getattr(self._station, method)(*arguments)]
+            return [self._station.do(method, *arguments)]
         except FedsimError:
             raise
         except Exception as error:

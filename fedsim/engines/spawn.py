@@ -78,7 +78,7 @@ def _take_station(seat: Seat, task: Task, memory: Memory, trainer: MakeTrainer) 
 
 
 def _at_station(seat: Seat, method: str, *arguments: object) -> Any:
-    return getattr(seat.belongings["station"], method)(*arguments)
+    return seat.belongings["station"].do(method, *arguments)
 
 
 def _leave_station(seat: Seat) -> None:

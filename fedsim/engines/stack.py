@@ -103,10 +103,15 @@ class Stack:
         task = self._task
         return [Stream(task.device, task.seed, "layers", self.round, member.worker, *step) for member in self.members]
 
-    def count(self, lot: Lot, losses: Tensor) -> None:
-        """Add up mean losses [m] of a lot, without waiting for the device."""
-        self._loss_sum[lot.places] += losses * lot.counts
+    def count(self, lot: Lot, losses: Tensor | None = None) -> None:
+        """Add up mean losses [m] of a lot, without waiting for the device; None where others do that."""
+        if losses is not None:
+            self._loss_sum[lot.places] += losses * lot.counts
         self._samples[lot.places] += lot.sizes
+
+    def add_losses(self, sums: Tensor) -> None:
+        """Add sums of losses, for each member over the samples of several lots."""
+        self._loss_sum += sums
 
     def mean_losses(self) -> Tensor:
         """Of each member, per sample, on the host."""

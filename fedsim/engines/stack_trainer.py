@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedsim.engines.compiling import Compilation
 from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Feed
+from fedsim.engines.graphs import Replays, unsafe
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.rehearsal import Rehearsal
+from fedsim.engines.scaling import LossScale, step_where, zero_where_not
 from fedsim.engines.stack import Holdings, Lot, Stack, starting_states
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.trainer import Member
@@ -27,6 +31,7 @@ class Meeting(NamedTuple):
     stack: Stack
     holdings: Holdings
     lots: Iterator[Lot]
+    scale: LossScale | None
 
 
 class StackTrainer:
@@ -40,9 +45,18 @@ class StackTrainer:
     def __init__(self, seat: Seat, task: Task, memory: Memory, feed: Feed, *, width: int, rehearsal: Rehearsal) -> None:
         self._seat, self._task, self._memory, self._feed = seat, task, memory, feed
         self._width, self._rehearsal = width, rehearsal
-        self._module = StackedModule(task.new_module, merged=rehearsal.merged)
+        self._module = StackedModule(task.new_module, task.precision, merged=rehearsal.merged)
+        if task.compile:
+            self._compile()
+        refusal = "they are off" if task.cuda_graphs is False else unsafe(task, rehearsal)
+        self.replays = Replays(task, memory, self._module, refusal, tells=seat.index == 0)
+        self.replays.of(self._usual_size())  # now, not within a round
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._meetings: list[Meeting] = []
+
+    @property
+    def compiled(self) -> Compilation | None:
+        return self._module.compiled
 
     def train(self, members: Sequence[Member], round: int) -> None:
         stacks = self._stacks(members, round)
@@ -53,13 +67,13 @@ class StackTrainer:
 
     def meet_at_global_row(self, members: Sequence[Member], round: int) -> None:
         self._meetings = [
-            Meeting(stack, Holdings([], [], self._buffers(stack)), stack.lots())
+            Meeting(stack, Holdings([], [], self._buffers(stack)), stack.lots(), self._new_scale(stack))
             for stack in self._stacks(members, round)
         ]
 
     def gradients(self, step: int) -> None:
         memory = self._memory
-        for stack, holdings, lots in self._meetings:
+        for stack, holdings, lots, scale in self._meetings:
             whole = next(lots, None)
             if whole is None:
                 continue
@@ -68,7 +82,9 @@ class StackTrainer:
                 for lot in self._lots_of(whole):
                     theirs = holdings.of(lot)
                     parameters = self._module.views(memory.global_row.expand(len(lot.members), -1))
-                    losses, gradients = self._gradients(stack, lot, parameters, theirs.buffers, streams)
+                    losses, gradients = self._gradients(stack, lot, parameters, theirs.buffers, streams, scale)
+                    if scale is not None:
+                        zero_where_not(scale.unscale(gradients, lot.places), gradients)
                     holdings.take_back(lot, theirs)
                     slots = stack.slots[lot.places]
                     memory.rows[slots] = torch.cat([gradient.unsqueeze(-1).flatten(1) for gradient in gradients], 1)
@@ -76,7 +92,7 @@ class StackTrainer:
                         memory.losses[slots] = losses.double().cpu()
 
     def part(self) -> None:
-        for stack, holdings, _ in self._meetings:
+        for stack, holdings, *_ in self._meetings:
             self._give_buffers(stack, holdings)
         self._tell_losses([meeting.stack for meeting in self._meetings])
         self._meetings = []
@@ -92,17 +108,23 @@ class StackTrainer:
 
     def _train(self, stack: Stack) -> None:
         memory, solver = self._memory, self._task.solver
+        if (replayed := self.replays.of(len(stack))) is not None:
+            memory.buffers[stack.slots] = replayed.train(stack, self._seat.beat)
+            return
         rows = memory.rows[stack.evenly] if stack.evenly else self._copies(stack)
         parameters = self._module.views(rows)
         holdings = Holdings(parameters, starting_states(solver, rows, self._module), self._buffers(stack))
-        streams = self._streams(stack)
+        streams, scale = self._streams(stack), self._new_scale(stack)
         for whole in stack.lots():
             for lot in self._lots_of(whole):
                 theirs = holdings.of(lot)
                 held = theirs.parameters, theirs.buffers
-                _, found = self._gradients(stack, lot, *held, streams, leave_products=True)
+                _, found = self._gradients(stack, lot, *held, streams, scale, leave_products=scale is None)
+                step = partial(step_along, solver)
+                if scale is not None:
+                    step = partial(step_where, scale.unscale(found, lot.places), solver)
                 for parameter, gradient, state in zip(theirs.parameters, found, theirs.states, strict=True):
-                    step_along(solver, parameter, gradient, state)
+                    step(parameter, gradient, state)
                 holdings.take_back(lot, theirs)
         if not stack.evenly:
             memory.rows[stack.slots] = rows
@@ -115,10 +137,14 @@ class StackTrainer:
         parameters: list[Tensor],
         buffers: list[Tensor],
         streams: Sequence[Stream],
+        scale: LossScale | None,
         *,
         leave_products: bool = False,
     ) -> tuple[Tensor, list[Tensor | Product]]:
-        """The losses [m] and gradients of a lot's members, at these parameters; their buffers are replaced."""
+        """The losses [m] and gradients, times the scale, of a lot's members at these parameters.
+
+        Their buffers are replaced.
+        """
         self._seat.beat()
         inputs, targets = self._memory.train.gather(lot.positions.flatten())
         inputs, targets = (tensor.unflatten(0, lot.positions.shape) for tensor in (inputs, targets))
@@ -127,7 +153,8 @@ class StackTrainer:
                 size = int(lot.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size])
         factors = self._factors(lot, streams)
-        given = parameters, buffers, inputs, targets, lot.weights, factors
+        scales = None if scale is None else scale.of(lot.places)
+        given = parameters, buffers, inputs, targets, lot.weights, factors, scales
         losses, gradients = self._module.gradients(*given, leave_products=leave_products)
         stack.count(lot, losses)
         return losses, gradients
@@ -145,6 +172,36 @@ class StackTrainer:
 
     def _streams(self, stack: Stack, *step: int) -> list[Stream]:
         return stack.streams(*step) if self._rehearsal.dropouts else []
+
+    def _compile(self) -> None:
+        """Compile for whole stacks of whole batches; where members have finished, or batches are short, it is not."""
+        task, memory, module = self._task, self._memory, self._module
+        k = self._usual_size()
+        size = self._feed.whole_batch() if self._rehearsal.coupled else task.schedule.batch_size
+        rows = new_rows(k, module.layout.d, task.dtype, task.device)
+        rows.copy_(memory.global_row)
+        gathered = memory.train.gather((torch.arange(size) % len(memory.train)).repeat(k))
+        inputs, targets = (tensor.unflatten(0, (k, size)) for tensor in gathered)
+        weights = torch.full((k, size), 1 / size, dtype=task.dtype, device=task.device)
+        factors = [weights.new_ones(k, size, *dropout.shape) for dropout in self._rehearsal.dropouts]
+
+        def run(losses_of: Callable[..., tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
+            leaves = [view.detach().requires_grad_() for view in module.views(rows)]
+            buffers = module.unpack_buffers(memory.global_buffers.expand(k, -1))
+            losses, buffers = losses_of(leaves, buffers, inputs, targets, weights, factors)
+            found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
+            return [losses.detach(), *found, *buffers]
+
+        shapes = [(k, size), (k - 1, size)]  # a cohort is cut into stacks that differ by a row at most
+        module.compile(shapes, run, task.device, tells=self._seat.index == 0)
+
+    def _usual_size(self) -> int:
+        """How many rows the larger stacks of a round have, where all workers take as many steps."""
+        members = -(-len(self._memory.rows) // self._seat.count)
+        return -(-members // -(-members // self._width))
+
+    def _new_scale(self, stack: Stack) -> LossScale | None:
+        return LossScale((len(stack),), self._task.device) if self._task.precision.scales_losses else None
 
     def _lots_of(self, lot: Lot) -> list[Lot]:
         return lot.by_size() if self._rehearsal.coupled else [lot]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.func import functional_call, vmap
 
 from fedsim.data.tensors import in_order
+from fedsim.engines.compiling import Compilation, Run
 from fedsim.engines.merged_operations import MergedBatch
 from fedsim.engines.stacked_operations import Substitutes
 from fedsim.local import Product
+from fedsim.precision import FULL, Precision
 from fedsim.rows import Entry, Layout
 
 Places = list[tuple[nn.Module, str]]
@@ -23,13 +26,15 @@ class StackedModule:
 
     Args:
         make: gives the module at its start.
+        precision: of the forward pass.
         merged: whether to run it on the merged batch of all rows, which only some modules can be (see
             `merged_operations`), or under `torch.func.vmap`, which costs about a millisecond more per call.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], *, merged: bool = False) -> None:
-        self._merged = merged
-        self._module = make().train()
+    def __init__(self, make: Callable[[], nn.Module], precision: Precision = FULL, *, merged: bool = False) -> None:
+        self._precision, self._merged = precision, merged
+        self._make, self._module = make, make().train()
+        self.compiled: Compilation | None = None
         self.layout = Layout.of(self._module)
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
         self._parameters = [_places(self._module, parameters[entry.name]) for entry in self.layout.parameters]
@@ -49,10 +54,11 @@ class StackedModule:
             for view, dtype in zip(views, self._buffer_dtypes, strict=True)
         ]
 
-    def pack_buffers(self, buffers: Sequence[Tensor], rows: Tensor) -> None:
-        """The reverse, into `rows` [k, b]."""
+    def pack_buffers(self, buffers: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """The reverse, into `rows` [k, b], which are returned."""
         for entry, buffer in zip(self.layout.buffers, buffers, strict=True):
             _view(rows, entry).copy_(buffer)
+        return rows
 
     def gradients(
         self,
@@ -62,6 +68,7 @@ class StackedModule:
         targets: Tensor,
         weights: Tensor,
         factors: Sequence[Tensor] = (),
+        scales: Tensor | None = None,
         *,
         leave_products: bool = False,
     ) -> tuple[Tensor, list[Tensor | Product]]:
@@ -74,39 +81,74 @@ class StackedModule:
             inputs, targets: [k, batch, ...] and [k, batch].
             weights: [k, batch], of the samples in the loss; 0 for padding, else one over the batch's true size.
             factors: of each dropout in turn, [k, batch, ...].
+            scales: [k], by which the gradients are multiplied.
             leave_products: whether gradients that are products may be left uncomputed.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
-        products: dict[int, list[Product]] = {}
+        left: dict[int, list[Product]] = {}
+        losses_of: Callable[..., tuple[Tensor, list[Tensor]]] = self._losses
+        if self.compiled and targets.shape in self._compiled_shapes:
+            losses_of = self.compiled
+        elif self._merged:
+            products = left if leave_products and self._precision.autocast is None else None
+            losses_of = partial(self._losses, forward=partial(self._forward_merged, products=products))
         with torch.enable_grad():
-            if self._merged:
-                outputs = self._forward_merged(leaves, buffers, inputs, factors, products if leave_products else None)
-            else:
-                outputs, buffers[:] = self._forward(leaves, list(buffers), inputs, list(factors))
-                outputs = outputs.flatten(0, 1)
-            losses = F.cross_entropy(outputs, targets.flatten(), reduction="none").view(targets.shape)
-            losses = (losses * weights).sum(1)
-            found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+            losses, buffers[:] = losses_of(leaves, list(buffers), inputs, targets, weights, list(factors))
+            total = (losses if scales is None else losses * scales).sum()
+            found = torch.autograd.grad(total, leaves, allow_unused=True)
         gradients = [
-            _total(parameter, gradient, products.get(place, []))
+            _total(parameter, gradient, left.get(place, []))
             for place, (parameter, gradient) in enumerate(zip(parameters, found, strict=True))
         ]
         return losses.detach(), _owned(gradients)
+
+    def compile(self, shapes: Sequence[tuple[int, int]], run: Run, device: torch.device, *, tells: bool) -> None:
+        """Compile for stacks of rows and batches of these shapes, after trying it with `run`; see `Compilation`."""
+        module = self._make().train()  # one whose parameters stay in their places
+        names = [entry.name for entry in (*self.layout.parameters, *self.layout.buffers)]
+
+        def forward_one(
+            parameters: list[Tensor], buffers: list[Tensor], inputs: Tensor, factors: list[Tensor]
+        ) -> tuple[Tensor, list[Tensor]]:
+            with Substitutes(factors):
+                outputs = functional_call(module, dict(zip(names, [*parameters, *buffers], strict=True)), (inputs,))
+            return outputs, buffers
+
+        self.compiled = Compilation(self._losses, partial(self._losses, forward=vmap(forward_one)), tells=tells)
+        self._compiled_shapes = shapes
+        self.compiled.rehearse(run, device, self._precision)
+
+    def _losses(
+        self,
+        parameters: list[Tensor],
+        buffers: list[Tensor],
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        factors: list[Tensor],
+        forward: Callable[..., tuple[Tensor, list[Tensor]]] | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Each row's loss [k], and what becomes of the buffers."""
+        with self._precision.forward(inputs.device):
+            outputs, buffers = (forward or self._forward)(parameters, buffers, inputs, factors)
+        outputs = self._precision.widened(outputs)
+        losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        return (losses * weights).sum(1), buffers
 
     def _forward_merged(
         self,
         parameters: list[Tensor],
         buffers: list[Tensor],
         inputs: Tensor,
-        factors: Sequence[Tensor],
+        factors: list[Tensor],
+        *,
         products: dict[int, list[Product]] | None,
-    ) -> Tensor:
-        """Outputs [k * batch, classes]."""
+    ) -> tuple[Tensor, list[Tensor]]:
         self._hold(parameters, buffers)
         with MergedBatch(factors, [*parameters, *buffers], products) as batch:
             outputs = self._module(in_order(inputs.flatten(0, 1)))
         batch.require_all_used()
-        return outputs
+        return outputs.unflatten(0, inputs.shape[:2]), buffers
 
     def _forward_one(
         self, parameters: list[Tensor], buffers: list[Tensor], inputs: Tensor, factors: list[Tensor]

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedsim.errors import ExperimentError
 from fedsim.local import Product
+from fedsim.precision import in_autocast_type
 
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
 DROPOUTS = (F.dropout, *FEATURE_DROPOUTS)
@@ -36,20 +37,24 @@ class Dropout:
         p: probability of an element (or a channel) to be zeroed.
         shape: of what it draws for one sample.
         order: the dimensions of what it draws, samples included, in the order in which they lie in memory.
+        dtype: of what it draws.
     """
 
     function: Callable[..., Tensor]
     p: float
     shape: tuple[int, ...]
     order: tuple[int, ...]
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, function: Callable[..., Tensor], inputs: Tensor, p: float) -> Dropout:
         if function in FEATURE_DROPOUTS:
-            return cls(function, p, (*inputs.shape[1:2], *[1] * (inputs.ndim - 2)), tuple(range(inputs.ndim)))
+            shape, order = (*inputs.shape[1:2], *[1] * (inputs.ndim - 2)), range(inputs.ndim)
+            return cls(function, p, shape, tuple(order), inputs.dtype)
         strides = torch.empty_like(inputs).stride()  # as PyTorch makes room for what it draws
         longer = [stride if size > 1 else math.inf for stride, size in zip(strides, inputs.shape, strict=True)]
-        return cls(function, p, tuple(inputs.shape[1:]), tuple(sorted(range(inputs.ndim), key=lambda k: -longer[k])))
+        order = sorted(range(inputs.ndim), key=lambda k: -longer[k])
+        return cls(function, p, tuple(inputs.shape[1:]), tuple(order), inputs.dtype)
 
     @property
     def of_a_sample(self) -> tuple[Callable[..., Tensor], float, tuple[int, ...]]:
@@ -59,7 +64,7 @@ class Dropout:
     def draw(self, samples: int, like: Tensor) -> Tensor:
         """The factors of a batch [samples, ...], 0 or 1 / (1 - p), as PyTorch draws them from its global generator."""
         shape = (samples, *self.shape)
-        ones = torch.empty_permuted(shape, self.order, dtype=like.dtype, device=like.device).fill_(1)
+        ones = torch.empty_permuted(shape, self.order, dtype=self.dtype, device=like.device).fill_(1)
         return self.function(ones, self.p, True)
 
 
@@ -102,6 +107,7 @@ class PreparedDropout(TorchFunctionMode):
         factors = next(self._factors, None)
         if factors is None or factors.shape[:1] != inputs.shape[:1]:
             raise OTHER_DROPOUTS
+        factors = factors.to(inputs.dtype)
         return inputs.mul_(factors) if inplace else inputs * factors
 
     def other(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -128,7 +134,9 @@ def _dropout_arguments(
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _VmappedLinear.apply(input, weight, bias) if input.ndim > 1 else F.linear(input, weight, bias)
+    if input.ndim == 1:
+        return F.linear(input, weight, bias)
+    return _VmappedLinear.apply(*in_autocast_type(input, weight, bias))
 
 
 def _embedding(
@@ -154,7 +162,15 @@ def _group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return F.group_norm(input.contiguous(), *args, **kwargs)
 
 
-SUBSTITUTES = {F.linear: _linear, F.embedding: _embedding, F.group_norm: _group_norm}
+def _batch_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """PyTorch's batching rule fails where the input is of another type than the statistics, as under autocast."""
+    wide = input if running_mean is None else input.to(running_mean.dtype)
+    return F.batch_norm(wide, running_mean, running_var, *args, **kwargs).to(input.dtype)
+
+
+SUBSTITUTES = {F.linear: _linear, F.embedding: _embedding, F.batch_norm: _batch_norm, F.group_norm: _group_norm}
 
 
 class _VmappedLinear(torch.autograd.Function):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from fedsim.engines.feed import Feed
 from fedsim.engines.job import Memory, Task, test_batch_size
 from fedsim.engines.module import RowModule
 from fedsim.engines.trainer import Member, Trainer
+from fedsim.precision import full_precision
 from fedsim.rows import new_rows, pull_down
 from fedsim.training import test
 
@@ -60,6 +63,11 @@ class Station:
         root_row = None if self.feed.root is None else len(memory.rows) - 1
         self.averaging = Averaging(seat, task, memory, root_row)
 
+    def do(self, method: str, *arguments: object) -> Any:
+        """Call one of the methods below, in which nothing but training has a lower precision than the rows."""
+        with full_precision(self.task.device):
+            return getattr(self, method)(*arguments)
+
     def pull_down(self, cohort: Sequence[int]) -> None:
         """Give this process's members of the cohort the global model."""
         task, memory = self.task, self.memory
@@ -77,8 +85,19 @@ class Station:
             for member in members:
                 with self.seat.working_on(member.worker, round):
                     self.memory.losses[member.slot] = self._loss_before_training(member)
-        self.trainer.train(members, round)
+        with self._in_precision():
+            self.trainer.train(members, round)
         synchronize(self.task.device)
+
+    def compilation(self) -> str | None:
+        """Why this process does not train by compiled code, where it should."""
+        compiled = self.trainer.compiled
+        return None if compiled is None else compiled.refusal
+
+    def replay_refusal(self) -> str | None:
+        """Why this process does not replay captured steps."""
+        replays = self.trainer.replays
+        return "only steps of stacks are" if replays is None else replays.refusal
 
     def time_training(self, workers: Sequence[int]) -> float:
         """Seconds that this process's share of a round of training takes from the global row; nothing is kept of it."""
@@ -87,10 +106,13 @@ class Station:
         for slot, _ in members:
             memory.rows[slot] = memory.global_row
             memory.buffers[slot] = memory.global_buffers
+        if self.task.compile:
+            self.trainer.train(members, round=0)  # what is compiled on the way takes long, once
         taken: list[float] = []
         while len(taken) < TIMINGS and sum(taken) < PATIENCE:
             start = time.perf_counter()
-            self.trainer.train(members, round=0)
+            with self._in_precision():
+                self.trainer.train(members, round=0)
             synchronize(self.task.device)
             taken.append(time.perf_counter() - start)
         return min(taken)
@@ -111,7 +133,8 @@ class Station:
         account = RoundAccount(cohort)
         self.trainer.meet_at_global_row(self._mine(cohort), round)
         for step, meeting in enumerate(self._meetings(cohort, round)):
-            self.trainer.gradients(step)
+            with self._in_precision():
+                self.trainer.gradients(step)
             account.add(meeting, self._average(meeting))
         self.trainer.part()
         self._combine_buffers(self._whole_cohort(cohort, round))
@@ -148,6 +171,9 @@ class Station:
         self.module.take(self.memory.rows[member.slot], self.gradient, self.memory.buffers[member.slot])
         batches = self.feed.shard(member.worker).batches(test_batch_size(self.task.device))
         return test(self.module.module, batches).loss
+
+    def _in_precision(self) -> AbstractContextManager[Any]:
+        return self.task.precision.training(self.task.device)
 
     def _whole_cohort(self, cohort: Sequence[int], round: int) -> Meeting:
         weights = self.averaging.weights(cohort, self._shard_sizes(cohort))

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.devices import wide_dtype
+from fedsim.engines.compiling import Compilation
 from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Batches, Feed
 from fedsim.engines.job import Memory, Task
-from fedsim.engines.module import RowModule
+from fedsim.engines.module import RowModule, differ
+from fedsim.engines.scaling import LossScale, Scaled, zero_where_not
+from fedsim.errors import ExperimentError
 from fedsim.local import RowOptimizer
 from fedsim.randomness import seed_everything
 from fedsim.rows import new_rows
-from fedsim.training import backward, train_epoch
+from fedsim.training import Loss, Objective, train_epoch
 
 
 class Member(NamedTuple):
@@ -33,6 +38,9 @@ class Trainer(Protocol):
 
     A class of these is made with (seat, task, memory, feed) in every process.
     """
+
+    compiled: Compilation | None  # what is compiled of its work
+    replays: Any  # its steps that are captured, if it has such
 
     def train(self, members: Sequence[Member], round: int) -> None:
         """One round: each member's row learns on its worker's shard."""
@@ -55,17 +63,22 @@ class Partaker:
     module: RowModule
     batches: Batches
     loss_sum: Tensor
+    scale: LossScale | None
     samples: int = 0
 
 
 class RowTrainer:
     """Trains one row after another, with a module that is bound to each in turn."""
 
+    replays = None
+
     def __init__(self, seat: Seat, task: Task, memory: Memory, feed: Feed) -> None:
         self._seat, self._task, self._memory, self._feed = seat, task, memory, feed
         self._rows = list(memory.rows)
         self._modules = [RowModule(task.new_module)]  # with sync = "gradients", one for each member
         self._gradient = new_rows(1, memory.rows.shape[1], task.dtype, task.device)[0]
+        self._objective = Objective(task.precision)
+        self.compiled = self._compile() if task.compile else None
         self._round, self._partakers = 0, list[Partaker]()
 
     def train(self, members: Sequence[Member], round: int) -> None:
@@ -75,9 +88,16 @@ class RowTrainer:
             with self._seat.working_on(worker, round):
                 module.take(self._rows[slot], self._gradient, memory.buffers[slot])
                 seed_everything(task.device, task.seed, "layers", round, worker)
-                optimizer = RowOptimizer(task.solver, self._rows[slot], self._gradient)
+                scale = self._new_scale()
+                solver = task.solver if scale is None else Scaled(task.solver, scale)
+                optimizer = RowOptimizer(solver, self._rows[slot], self._gradient)
                 batches = islice(self._feed.batches(worker, round), self._feed.steps(worker))
-                tallies[slot] = train_epoch(module.module, self._with_signs_of_life(batches), optimizer)
+                tallies[slot] = train_epoch(
+                    module.module,
+                    self._with_signs_of_life(batches),
+                    optimizer,
+                    backward=partial(self._backward, scale=scale),
+                )
                 module.give(memory.buffers[slot])
         for slot, tally in tallies.items():  # only now, because reading a number waits for the device
             memory.train_loss[slot] = tally.loss
@@ -92,7 +112,7 @@ class RowTrainer:
             module.module.train()
             loss_sum = torch.zeros((), dtype=wide_dtype(device), device=device)
             batches = self._with_signs_of_life(self._feed.batches(member.worker, round))
-            self._partakers.append(Partaker(member, module, batches, loss_sum))
+            self._partakers.append(Partaker(member, module, batches, loss_sum, self._new_scale()))
 
     def gradients(self, step: int) -> None:
         for partaker in self._partakers:
@@ -111,13 +131,50 @@ class RowTrainer:
         inputs, targets = next(partaker.batches)
         seed_everything(task.device, task.seed, "layers", self._round, worker, step)
         self._rows[slot].zero_()
-        loss = backward(partaker.module.module, inputs, targets)
+        loss = self._backward(partaker.module.module, inputs, targets, scale=partaker.scale)
+        if partaker.scale is not None:
+            zero_where_not(partaker.scale.unscale([self._rows[slot]]), [self._rows[slot]])
         if task.rule.takes("losses"):
             self._memory.losses[slot] = loss.item()
         partaker.loss_sum.add_(loss, alpha=len(targets))
         partaker.samples += len(targets)
 
+    def _new_scale(self) -> LossScale | None:
+        return LossScale((), self._task.device) if self._task.precision.scales_losses else None
+
+    def _backward(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None, *, scale: LossScale | None
+    ) -> Tensor:
+        """Add the gradient of the objective, scaled, to the parameters' `.grad`; returns it without the scale."""
+        objective = self.compiled if self.compiled and len(inputs) == self._compiled_size else self._objective
+        value = objective(model, inputs, targets)
+        (value if scale is None else value * scale.of()).backward()
+        return value.detach()
+
+    def _compile(self) -> Compilation:
+        """Compile for whole batches; others, as the last of an epoch may be, go uncompiled."""
+        task, memory = self._task, self._memory
+        self._compiled_size = self._feed.whole_batch()
+        inputs, targets = memory.train.gather(torch.arange(self._compiled_size))
+        compiled = Compilation(self._objective, tells=self._seat.index == 0)
+        compiled.rehearse(partial(_step_of_a_new, task.new_module, inputs, targets), task.device, task.precision)
+        return compiled
+
     def _with_signs_of_life(self, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches:
             self._seat.beat()
             yield batch
+
+
+def _step_of_a_new(
+    make: Callable[[], nn.Module], inputs: Tensor, targets: Tensor, objective: Callable[..., Tensor]
+) -> list[Tensor]:
+    """The loss of a new module, its gradients, and its buffers afterwards."""
+    module = make().train()
+    start = copy.deepcopy(module)
+    loss = objective(module, inputs, targets)
+    if differ(start, module):
+        raise ExperimentError("its training changes attributes or unsaved buffers")
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return [loss.detach(), *gradients, *module.buffers()]

@@ -70,7 +70,7 @@ def test_stacks_are_as_wide_as_a_share_of_the_cohort_the_caches_and_memory_allow
     assert width_for(1, plenty, threads=2, workers=100) == 2 * in_caches
     assert width_for(1, plenty, workers=100, model={"name": "2nn", "hidden": 3000}) == 1  # too large for any cache
     assert width_for(1, plenty, workers=100, model="logistic") == WIDEST_ON_CPU
-    assert 1 <= width_for(1, 30 * row, workers=100) < 5
+    assert 1 <= width_for(1, 30 * row, workers=100) < 6
     assert width_for(1, 50 * row, workers=100) > width_for(1, 30 * row, workers=100)
     assert width_for(1, 50 * row, workers=100, local={"momentum": 0.9}) < width_for(1, 50 * row, workers=100)
     assert width_for(1, 0.0, workers=100) == 1

@@ -1,0 +1,177 @@
+"""`cuda_graphs`: one local step of a stack of rows, captured as a CUDA graph and replayed for every step.
+
+A replay launches all kernels of a step at once, which matters where kernels are shorter than launching them takes.
+It works on the same memory each time, so what a step reads and writes lies in tensors that stay (`ReplayedStack`).
+Members that have finished have samples of weight 0 from then on, and are kept from moving by a mask.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedsim.engines.job import Memory, Task
+from fedsim.engines.rehearsal import Rehearsal
+from fedsim.engines.scaling import LossScale, step_where
+from fedsim.engines.stack import Lot, Stack, starting_states
+from fedsim.engines.stacked_module import StackedModule
+from fedsim.errors import ExperimentError, FedsimWarning, one_line
+from fedsim.local import step_along
+from fedsim.rows import new_rows
+
+WARM_UPS = 3  # steps before a capture, in which libraries make room for themselves
+
+Step = Callable[[], None]
+
+
+def unsafe(task: Task, rehearsal: Rehearsal) -> str | None:
+    """Why the steps of a task must not be replayed, or None where they may be."""
+    if not can_capture(task.device):
+        return f"they need a CUDA device, not {task.device.type}"
+    if task.sync == "gradients":
+        return 'with sync = "gradients" every step is a synchronisation'
+    if rehearsal.dropouts:
+        return "the model has dropout, which is drawn for each worker by itself"
+    if rehearsal.coupled:
+        return "the samples of a batch see each other (BatchNorm), so short batches are trained apart"
+    poisoned = any(task.attack.poison is not None for _ in task.byzantine)
+    if task.augment or task.transforms is not None or poisoned:
+        return "batches are altered (data.augment, the partition or the attack), for each worker by itself"
+    return None
+
+
+def can_capture(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def capture(step: Step, device: torch.device) -> Step:
+    """A step that has become a CUDA graph: calling it does on the same memory what `step` did there."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    return graph.replay
+
+
+class ReplayedStack:
+    """k rows with all that a step of theirs works on, and that step, captured: with everybody active, or with a mask.
+
+    Raises ExperimentError where the solver does not keep its state where it was.
+    """
+
+    def __init__(self, k: int, task: Task, memory: Memory, module: StackedModule) -> None:
+        self._task, self._memory, self._module = task, memory, module
+        device, batch = task.device, task.schedule.batch_size
+        self._rows = new_rows(k, module.layout.d, task.dtype, device)
+        self._rows.copy_(memory.global_row)
+        self._parameters = module.views(self._rows)
+        self._states = starting_states(task.solver, self._rows, module)
+        self._buffers = module.unpack_buffers(memory.global_buffers.expand(k, -1))
+        self._scale = LossScale((k,), device) if task.precision.scales_losses else None
+        self._positions = torch.zeros(k, batch, dtype=torch.int64, device=device)
+        self._weights = torch.zeros(k, batch, dtype=task.dtype, device=device)
+        self._counts = torch.zeros(k, dtype=memory.buffers.dtype, device=device)
+        self._active = torch.ones(k, dtype=torch.bool, device=device)
+        self._loss_sums = torch.zeros_like(self._counts)
+        lying = self._addresses()
+        self._whole, self._masked = (capture(partial(self._step, masked=masked), device) for masked in (False, True))
+        if self._addresses() != lying:
+            raise ExperimentError("local.solver makes new tensors as it steps")
+
+    def train(self, stack: Stack, beat: Callable[[], None]) -> Tensor:
+        """One round of a stack; its buffers afterwards, as rows. Its parameters go back to where they came from."""
+        self._start(stack)
+        for lot in stack.lots():
+            beat()
+            self._load(lot)
+            (self._whole if len(lot.members) == len(stack) else self._masked)()
+            stack.count(lot)
+        stack.add_losses(self._loss_sums)
+        self._memory.rows[stack.slots] = self._rows
+        return self._module.pack_buffers(self._buffers, torch.empty_like(self._memory.buffers[: len(stack)]))
+
+    def _start(self, stack: Stack) -> None:
+        memory, module = self._memory, self._module
+        self._rows.copy_(memory.rows[stack.slots])
+        for state, fresh in zip(self._states, starting_states(self._task.solver, self._rows, module), strict=True):
+            for name, tensor in fresh.items():
+                state[name].copy_(tensor)
+        for buffer, fresh in zip(self._buffers, module.unpack_buffers(memory.buffers[stack.slots]), strict=True):
+            buffer.copy_(fresh)
+        if self._scale is not None:
+            self._scale.start_again()
+        self._loss_sums.zero_()
+        self._active.fill_(True)
+
+    def _load(self, lot: Lot) -> None:
+        """A lot's batches into the tensors that the step reads; whoever is not among them has finished."""
+        active = len(lot.members)
+        self._positions[:active] = lot.positions
+        for tensor, values in ((self._weights, lot.weights), (self._counts, lot.counts)):
+            tensor[:active] = values
+            tensor[active:] = 0
+        self._active[active:] = False
+
+    def _step(self, masked: bool) -> None:
+        inputs, targets = self._memory.train.gather(self._positions.flatten())
+        inputs, targets = (tensor.unflatten(0, self._positions.shape) for tensor in (inputs, targets))
+        scales = None if self._scale is None else self._scale.of()
+        buffers = list(self._buffers)
+        given = self._parameters, buffers, inputs, targets, self._weights, (), scales
+        losses, gradients = self._module.gradients(*given, leave_products=not masked and scales is None)
+        moving = self._active if masked else None
+        if self._scale is not None:
+            finite = self._scale.unscale(gradients)
+            moving = finite if moving is None else moving & finite
+        solver = self._task.solver
+        step = partial(step_along, solver) if moving is None else partial(step_where, moving, solver)
+        for parameter, gradient, state in zip(self._parameters, gradients, self._states, strict=True):
+            step(parameter, gradient, state)
+        seen = losses * self._counts
+        self._loss_sums += torch.where(self._active, seen, 0) if masked else seen
+        for ours, new in zip(self._buffers, buffers, strict=True):
+            active = self._active.view(-1, *[1] * (ours.ndim - 1))
+            ours.copy_(torch.where(active, new, ours) if masked else new)
+
+    def _addresses(self) -> list[Any]:
+        states = [{name: tensor.data_ptr() for name, tensor in state.items()} for state in self._states]
+        return [*states, *(tensor.data_ptr() for tensor in (*self._parameters, *self._buffers))]
+
+
+class Replays:
+    """The replayed stacks of a task, one for each number of rows, made when it is first met.
+
+    Args:
+        refusal: why none may be made, if that is so.
+        tells: whether a failure is said in a warning.
+    """
+
+    def __init__(self, task: Task, memory: Memory, module: StackedModule, refusal: str | None, *, tells: bool) -> None:
+        self._of_task, self._tells, self.refusal = (task, memory, module), tells, refusal
+        self._stacks: dict[int, ReplayedStack] = {}
+
+    def of(self, k: int) -> ReplayedStack | None:
+        """For stacks of k rows; None where steps are not replayed."""
+        if self.refusal is None and k not in self._stacks:
+            try:
+                self._stacks[k] = ReplayedStack(k, *self._of_task)
+            except Exception as error:
+                self._refuse(str(error) if isinstance(error, ExperimentError) else one_line(error))
+        return None if self.refusal is not None else self._stacks[k]
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        if self._tells:
+            line = f"cuda_graphs: steps are not captured, with the same results: {reason}"
+            warnings.warn(line, FedsimWarning, stacklevel=3)

@@ -1,0 +1,159 @@
+"""Without a card: all but the capture itself, by a capture that runs its warm-ups and then calls the step again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.engines import graphs
+from fedsim.errors import FedsimWarning
+from tests.engines.test_contract import assert_close
+
+BATCHED = {"engine": "batched", "processes": 1, "precision": "float64"}
+CASES = {
+    "even shards": {},
+    "uneven shards, short batches": {"partition": "tests.plugs:uneven"},
+    "partial cohorts": {"workers": 7, "cohort": 5, "rounds": 3, "partition": "tests.plugs:uneven"},
+    "local steps": {"local": {"steps": 5, "batch_size": 16, "momentum": 0.9}},
+    "weight decay": {
+        "partition": "tests.plugs:uneven",
+        "local": {"epochs": 2, "batch_size": 16, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    },
+    "a convolutional network": {"model": {"name": "net", "dropout": 0.0}, "partition": "tests.plugs:uneven"},
+    "a server that trains along": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
+    "an attack on updates": {"workers": 7, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "median"},
+    "shared and unused parameters": {"model": "tests.plugs:Tied", "local": {"weight_decay": 0.1, "momentum": 0.5}},
+    "token numbers": {"model": "tests.plugs:Embedded", "data": "tests.plugs:tokens"},
+}
+
+
+@pytest.fixture
+def replaying(monkeypatch):
+    """Replays on a CPU; the list of the steps that were captured, each with how often it was replayed."""
+    captured = []
+
+    def capture(step, device):
+        for _ in range(graphs.WARM_UPS):
+            step()
+        times = [0]
+        captured.append(times)
+
+        def replay():
+            times[0] += 1
+            step()
+
+        return replay
+
+    monkeypatch.setattr(graphs, "can_capture", lambda device: True)
+    monkeypatch.setattr(graphs, "capture", capture)
+    return captured
+
+
+@pytest.mark.parametrize("width", [3, 32])
+@pytest.mark.parametrize("case", CASES)
+def test_replayed_steps_are_the_steps_of_the_ordinary_way(case, width, tiny_experiment, replaying):
+    tables = {**tiny_experiment, **BATCHED, "batched": {"width": width}, **CASES[case]}
+    replayed = fedsim.run({**tables, "cuda_graphs": True})
+    assert sum(times for (times,) in replaying) > 0
+    assert len(replaying) <= 4  # with everybody active and with a mask, for two sizes of stacks
+    assert_close(fedsim.run({**tables, "cuda_graphs": False}), replayed, 1e-12)
+
+
+@pytest.mark.parametrize("start", [2.0**16, 2.0**26])
+def test_losses_are_scaled_in_replayed_steps_too(start, tiny_experiment, replaying, monkeypatch):
+    monkeypatch.setattr("fedsim.engines.scaling.START", start)
+    tables = {**tiny_experiment, **BATCHED, "precision": "float16", "partition": "tests.plugs:uneven"}
+    replayed = fedsim.run({**tables, "cuda_graphs": True})
+    assert_close(fedsim.run({**tables, "cuda_graphs": False}), replayed, 1e-3)
+
+
+def test_it_is_the_default_where_it_is_safe_and_captures_once_for_all_rounds(tiny_experiment, replaying):
+    fedsim.run({**tiny_experiment, **BATCHED, "rounds": 4})
+    assert len(replaying) == 2
+    whole, masked = replaying
+    assert whole[0] + masked[0] == 4 * 5  # 203 samples of three workers, in batches of 16
+    assert masked == [0]
+
+
+UNSAFE = {
+    "dropout": {"model": "net"},
+    "samples of a batch see each other": {"model": "tests.plugs:Normalised"},
+    "batches are altered": {"data": {"dataset": "tests.plugs:tiny", "augment": ["flip"]}},
+    "the partition": {"partition": {"strategy": "feature_noise", "sigma": 1.0}},
+    "the attack": {"workers": 7, "attack": {"name": "backdoor", "fraction": 0.3}},
+    "every step is a synchronisation": {"sync": "gradients"},
+}
+
+
+@pytest.mark.parametrize("reason", UNSAFE)
+def test_where_it_is_not_safe_it_is_off_and_refused_with_the_reason_if_asked_for(reason, tiny_experiment, replaying):
+    tables = {**tiny_experiment, **BATCHED, **UNSAFE[reason]}
+    fedsim.run(tables)
+    assert replaying == []
+    with pytest.raises(fedsim.ExperimentError, match=f"cuda_graphs = true: steps cannot be captured here: .*{reason}"):
+        fedsim.run({**tables, "cuda_graphs": True})
+
+
+def test_on_a_cpu_it_is_refused(tiny_experiment):
+    with pytest.raises(fedsim.ExperimentError, match="cuda_graphs = true: .* need a CUDA device, not cpu"):
+        fedsim.run({**tiny_experiment, **BATCHED, "cuda_graphs": True, "device": "cpu"})
+
+
+@pytest.mark.parametrize("engine", ["serial", "spawn", "auto"])
+def test_it_goes_with_the_engine_that_has_stacks(engine, tiny_experiment):
+    with pytest.raises(fedsim.ExperimentError, match=f'goes with engine=batched, not with "{engine}"; leave it out'):
+        fedsim.Experiment(**{**tiny_experiment, "engine": engine, "cuda_graphs": True})
+    fedsim.Experiment(**{**tiny_experiment, "engine": engine, "cuda_graphs": False})
+
+
+def test_a_capture_that_fails_is_one_warning_and_the_ordinary_way(tiny_experiment, replaying, monkeypatch):
+    def capture(step, device):
+        step()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    tables = {**tiny_experiment, **BATCHED}
+    expected = fedsim.run({**tables, "cuda_graphs": False})
+    monkeypatch.setattr(graphs, "capture", capture)
+    with pytest.warns(
+        FedsimWarning, match="cuda_graphs: steps are not captured, .*: RuntimeError: operation"
+    ) as caught:
+        found = fedsim.run(tables)
+    assert len(caught) == 1
+    assert torch.equal(found.global_row, expected.global_row)
+
+
+@dataclass(frozen=True)
+class Replacing:
+    """A solver with momentum that makes its state anew at each step."""
+
+    lr: float = 0.1
+    late: bool = False
+
+    def start(self, rows):
+        return {} if self.late else {"m": torch.zeros_like(rows)}
+
+    def step(self, rows, gradients, state):
+        state["m"] = 0.5 * state.get("m", 0) + gradients
+        rows.sub_(state["m"], alpha=self.lr)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_solver_whose_state_does_not_stay_where_it_was_is_not_captured(late, tiny_experiment, replaying):
+    local = {"solver": "tests.engines.test_graphs:Replacing", "late": late, "batch_size": 16}
+    tables = {**tiny_experiment, **BATCHED, "local": local, "partition": "tests.plugs:uneven"}
+    with pytest.warns(FedsimWarning, match="local.solver makes new tensors as it steps"):
+        found = fedsim.run(tables)
+    assert torch.equal(found.global_row, fedsim.run({**tables, "cuda_graphs": False}).global_row)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["float64", "float32", "tf32", "bf16", "float16"])
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_card_captured_steps_are_the_steps_of_the_ordinary_way(case, precision, tiny_experiment, tmp_path):
+    tables = {**tiny_experiment, **BATCHED, "device": "cuda", **CASES[case], "precision": precision}
+    replayed = fedsim.run({**tables, "cuda_graphs": True})  # a warning, that a capture failed, is an error here
+    ordinary = fedsim.run({**tables, "cuda_graphs": False})
+    assert_close(ordinary, replayed, {"float64": 1e-9, "float32": 1e-4}.get(precision, 2e-2))

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fedsim
+from fedsim.precision import PRECISIONS, in_autocast_type, tf32_allowed
+from fedsim.randomness import numpy_generator
+from tests.plugs import tiny
+
+CPU = torch.device("cpu")
+LOW = {"bf16": torch.bfloat16, "float16": torch.float16}
+
+
+def switches():
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+
+@pytest.fixture
+def switches_kept():
+    before = switches()
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_rows_are_float32_for_all_but_float64():
+    assert list(PRECISIONS) == ["float32", "float64", "tf32", "bf16", "float16"]
+    assert {name for name, precision in PRECISIONS.items() if precision.rows != torch.float32} == {"float64"}
+    assert PRECISIONS["float64"].rows == torch.float64
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("before", [(False, True), (True, False), (True, True), (False, False)])
+def test_tf32_is_switched_in_products_and_convolutions_and_put_back(before, allowed, switches_kept):
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    with tf32_allowed(allowed):
+        assert switches() == (allowed, allowed)
+        with tf32_allowed(not allowed):
+            assert switches() == (not allowed, not allowed)
+        assert switches() == (allowed, allowed)
+    assert switches() == before
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this PyTorch has the older switches only")
+@pytest.mark.parametrize("allowed", [True, False])
+def test_where_the_older_switches_cannot_be_read_the_newer_ones_are_used(allowed):
+    newer = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before = [part.fp32_precision for part in newer]
+    try:
+        newer[0].fp32_precision, newer[1].fp32_precision = "ieee", "ieee"
+        with pytest.raises(RuntimeError):
+            switches()
+        mixed = [part.fp32_precision for part in newer]
+        with tf32_allowed(allowed):
+            assert [part.fp32_precision for part in newer] == ["tf32" if allowed else "ieee"] * 3
+        assert [part.fp32_precision for part in newer] == mixed
+    finally:
+        for part, value in zip(newer, before, strict=True):
+            part.fp32_precision = value
+
+
+def test_tf32_is_refused_on_a_cpu(tiny_experiment):
+    with pytest.raises(fedsim.ExperimentError, match='precision = "tf32": cpu has no TF32, .* use float32'):
+        fedsim.run({**tiny_experiment, "precision": "tf32", "device": "cpu"})
+
+
+def test_a_model_that_has_an_operation_without_that_type_is_refused_in_one_line(tiny_experiment):
+    tables = {**tiny_experiment, "precision": "bf16", "model": "tests.test_precision:Copying"}
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.run(tables)
+    (line,) = caught.value.lines
+    assert line.startswith('precision = "bf16": on cpu the model "tests.test_precision:Copying" cannot be trained')
+    fedsim.run({**tables, "precision": "float32", "rounds": 1})
+
+
+class Copying(nn.Module):
+    """Writes what autocast has cast into a tensor that it has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(784, 10)
+
+    def forward(self, images):
+        outputs = self.linear(images.flatten(1))
+        return torch.zeros(outputs.shape).index_copy_(0, torch.arange(len(outputs)), outputs)
+
+
+def test_operands_are_cast_as_autocast_casts_them():
+    single, double, whole = torch.ones(2), torch.ones(2, dtype=torch.double), torch.ones(2, dtype=torch.long)
+    assert in_autocast_type(single, None)[0] is single
+    for dtype in LOW.values():
+        with torch.autocast("cpu", dtype):
+            found = in_autocast_type(single, double, whole, None)
+        assert found[-1] is None
+        assert [tensor.dtype for tensor in found[:-1]] == [dtype, double.dtype, whole.dtype]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_record_says_what_was_in_force(precision, tiny_experiment, tmp_path):
+    if precision == "tf32":
+        facts = PRECISIONS[precision].facts()
+    else:
+        fedsim.run({**tiny_experiment, "precision": precision, "rounds": 1}, out=tmp_path / "run")
+        facts = json.loads((tmp_path / "run" / "environment.json").read_text())["arithmetic"]
+    assert facts == {
+        "rows": "float64" if precision == "float64" else "float32",
+        "forward": {"float64": "float64", "bf16": "bfloat16", "float16": "float16"}.get(precision, "float32"),
+        "tf32": precision == "tf32",
+        "loss_scaling": precision == "float16",
+    }
+
+
+def plain_run(tables, dtype, scale):
+    """The experiment `tiny_experiment` with one worker: autocast, loss scaling and SGD with momentum, by hand."""
+    train, _ = tiny(None)
+    inputs, targets = train.to(CPU, torch.float32).gather(torch.arange(len(train)))
+    shard = fedsim.dataset_split(train, 1, "iid", seed=0)[0].indices
+    start = fedsim.run({**tables, "local": {**tables["local"], "lr": 0.0}, "precision": "float32"}).model
+    model, skipped = start.train(), 0
+    for round in range(1, tables["rounds"] + 1):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        now = scale
+        order = numpy_generator(0, "batches", round, 0).permutation(len(shard))
+        for places in torch.from_numpy(order).split(16):
+            batch = torch.as_tensor(shard)[places]
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype):
+                outputs = model(inputs[batch])
+            (now * F.cross_entropy(outputs.float(), targets[batch])).backward()
+            for parameter in model.parameters():
+                parameter.grad /= now
+            if all(parameter.grad.isfinite().all() for parameter in model.parameters()):
+                optimizer.step()
+            else:
+                now, skipped = now / 2, skipped + 1
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), skipped
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+@pytest.mark.parametrize(("precision", "start"), [("bf16", None), ("float16", 2.0**16), ("float16", 2.0**26)])
+def test_training_is_autocast_with_float32_rows_and_scaled_losses_as_by_hand(
+    engine, precision, start, tiny_experiment, monkeypatch
+):
+    if start:
+        monkeypatch.setattr("fedsim.engines.scaling.START", start)
+    tables = {**tiny_experiment, "workers": 1}
+    expected, skipped = plain_run(tables, LOW[precision], start or 1.0)
+    assert bool(skipped) == (start == 2.0**26)
+    found = fedsim.run({**tables, "engine": engine, "processes": 1, "precision": precision})
+    assert found.global_row.dtype == torch.float32
+    assert torch.allclose(found.global_row, expected, rtol=0, atol=2e-5)  # a last bit of float32 turns one of float16
+
+
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("model", ["2nn", "net", "tests.plugs:Normalised", "tests.plugs:Tied"])
+def test_stacked_rows_agree_with_serial_as_well_as_the_precision_allows(
+    model, precision, sync, tiny_experiment, monkeypatch
+):
+    """Dropout, BatchNorm and short batches included: they differ about as much as either does from float32."""
+    monkeypatch.setattr("fedsim.engines.scaling.START", 2.0**8)  # which costs no step, or they would differ by that
+    tables = {**tiny_experiment, "model": model, "sync": sync, "local": {"batch_size": 13, "momentum": 0.5}}
+    full = fedsim.run(tables).global_row
+    serial = fedsim.run({**tables, "precision": precision}).global_row
+    stacked = fedsim.run({**tables, "precision": precision, "engine": "batched", "processes": 1}).global_row
+    assert not torch.equal(serial, full)
+    scale = full.norm()
+    assert (serial - full).norm() < 0.1 * scale
+    assert (stacked - serial).norm() < max(2 * (serial - full).norm(), 1e-3 * scale)
+    assert (stacked - full).norm() < 0.1 * scale
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+def test_with_averaged_gradients_one_that_overflows_counts_as_zero(engine, tiny_experiment, monkeypatch):
+    """At a scale that no step of a round survives, the global row stays where it is."""
+    monkeypatch.setattr("fedsim.engines.scaling.START", 2.0**60)
+    tables = {**tiny_experiment, "sync": "gradients", "local": {"steps": 3, "lr": 0.05, "batch_size": 16}}
+    still = fedsim.run({**tables, "precision": "float16", "engine": engine, "processes": 1, "rounds": 1})
+    start = fedsim.run({**tables, "local": {**tables["local"], "lr": 0.0}})
+    assert torch.equal(still.global_row, start.global_row)
+    assert still.history[0]["excluded"] == []
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_every_engine_takes_every_precision(precision, tiny_experiment):
+    tables = {**tiny_experiment, "precision": precision}
+    serial, *others = (
+        fedsim.run({**tables, "engine": engine, "processes": processes}).global_row
+        for engine, processes in (("serial", None), ("spawn", 2), ("batched", 2), ("auto", 1))
+    )
+    assert torch.equal(serial, others[0])
+    for other in others[1:]:
+        assert torch.allclose(serial, other, rtol=0, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+def test_on_a_card_tf32_and_float32_differ_as_much_as_they_should(engine, tiny_experiment, switches_kept):
+    torch.backends.cudnn.allow_tf32 = True  # as PyTorch has it, which must not show in float32
+    tables = {**tiny_experiment, "model": {"name": "net", "dropout": 0.0}, "engine": engine, "processes": 1}
+    exact = fedsim.run({**tables, "device": "cuda", "precision": "float64"}).global_row
+    found = {
+        name: (fedsim.run({**tables, "device": "cuda", "precision": name}).global_row - exact).norm() / exact.norm()
+        for name in ("float32", "tf32", "bf16", "float16")
+    }
+    assert found["float32"] < 1e-4
+    assert found["float32"] < found["tf32"] < 1e-2
+    assert max(found.values()) < 5e-2
+    assert torch.backends.cudnn.allow_tf32
