@@ -1,0 +1,149 @@
+"""Convolutions of a stack of rows, each with its own kernels: which way is fastest for which shape.
+
+Forward and backward pass of one layer in float32, for k rows of a batch each, with gradients for the kernels and, but
+for first layers, for the inputs. Ways: one row after another; one grouped convolution; unfolded patches in one batched
+matrix product. Each with images that lie channel by channel, and with channels last. The baseline is one row after
+another, channel by channel. That all ways give the same is checked in float64.
+
+    python benchmarks/convolutions.py [--device auto] [--rows 1,4,16] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from common import report
+from torch import Tensor
+
+from fedsim.devices import resolve_device, synchronize
+from fedsim.engines.stacked_convolution import grouped, one_by_one
+
+SECONDS = 0.15  # how long each timing takes, at least
+FORMATS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
+BASELINE = "one by one, channels first"
+
+
+class Shape(NamedTuple):
+    """A layer: samples in a batch, channels in, channels out, height and width, size of the kernels, padding.
+
+    A layer of one channel is a network's first, whose inputs need no gradient.
+    """
+
+    batch: int
+    inputs: int
+    outputs: int
+    size: int
+    kernel: int
+    padding: int
+
+
+SHAPES = {  # the layers of the networks `cnn` and `net`, and two of deeper networks
+    "cnn, first": Shape(10, 1, 32, 28, 5, 2),
+    "cnn, second": Shape(10, 32, 64, 14, 5, 2),
+    "net, first": Shape(64, 1, 10, 28, 5, 0),
+    "net, second": Shape(64, 10, 20, 12, 5, 0),
+    "3x3, 64 channels": Shape(16, 64, 64, 16, 3, 1),
+    "1x1, 64 channels": Shape(16, 64, 64, 16, 1, 0),
+}
+
+
+def unfolded(
+    convolution: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+) -> Tensor:
+    """Patches as columns, and one matrix product for each row; for two dimensions without groups."""
+    k, out, _, height, width = weight.shape
+    columns = F.unfold(input, (height, width), dilation, padding, stride)
+    of_rows = columns.unflatten(0, (k, -1)).transpose(1, 2).flatten(2)  # [k, c kh kw, batch positions]
+    found = torch.baddbmm(bias.unsqueeze(2), weight.flatten(2), of_rows).view(k, out, -1, columns.shape[2])
+    size = (input.shape[2] + 2 * padding - dilation * (height - 1) - 1) // stride + 1
+    return found.transpose(1, 2).reshape(len(input), out, size, -1)
+
+
+WAYS = {"one by one": one_by_one, "grouped": grouped, "unfolded": unfolded}
+
+
+def layer(shape: Shape, k: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Inputs, kernels and biases of k rows."""
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = (
+        (k * shape.batch, shape.inputs, shape.size, shape.size),
+        (k, shape.outputs, shape.inputs, shape.kernel, shape.kernel),
+        (k, shape.outputs),
+    )
+    return [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
+
+
+def step(way: Callable[..., Tensor], shape: Shape, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Outputs, and the gradients of half their squares."""
+    leaves = [tensor.detach().requires_grad_(shape.inputs > 1 or place > 0) for place, tensor in enumerate(tensors)]
+    outputs = way(F.conv2d, *leaves, 1, shape.padding, 1, 1)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    return outputs, *torch.autograd.grad(outputs, wanted, outputs.detach())
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Of one call, by as many as fill the time."""
+    run()
+    synchronize(device)
+    calls, started = 0, time.perf_counter()
+    while (passed := time.perf_counter() - started) < SECONDS:
+        run()
+        synchronize(device)
+        calls += 1
+    return passed / calls
+
+
+def measure(shape: Shape, k: int, device: torch.device, repeats: int) -> dict[str, Any]:
+    """Milliseconds for a row of the baseline, and how many times faster each way is."""
+    for name, way in WAYS.items():
+        exact = layer(shape, k, torch.double, device)
+        for found, expected in zip(step(way, shape, exact), step(one_by_one, shape, exact), strict=True):
+            torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
+    inputs, *parameters = layer(shape, k, torch.float, device)
+    runs = {}
+    for order, memory_format in FORMATS.items():
+        room = torch.empty(inputs.shape, device=device, memory_format=memory_format).copy_(inputs)
+        for name, way in WAYS.items():
+            runs[f"{name}, {order}"] = lambda way=way, room=room: step(way, shape, [room, *parameters])
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):  # in turn, so that a slow spell of the machine meets all of them
+        for name, run in runs.items():
+            taken[name].append(seconds(run, device))
+    base = taken[BASELINE]
+    faster = {name: [a / b for a, b in zip(base, times, strict=True)] for name, times in taken.items()}
+    return {
+        "baseline_ms_per_row": round(statistics.median(base) / k * 1e3, 3),
+        "times_faster": {name: round(statistics.median(ratios), 2) for name, ratios in faster.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rows", default="1,4,16", help="with commas between")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    device = resolve_device(options.device)
+    torch.set_num_threads(1)
+    figures = {
+        name: {f"{k} rows": measure(shape, k, device, options.repeats) for k in map(int, options.rows.split(","))}
+        for name, shape in SHAPES.items()
+    }
+    report("convolutions", device=device, shapes=figures, baseline=BASELINE, threads=1, repeats=options.repeats)
+
+
+if __name__ == "__main__":
+    main()
