@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fedsim.randomness import global_states, random_state_kept
 OPTIONS = {
     "fallback_random": True,  # dropout draws what it draws uncompiled
     "compile_threads": 1,  # in this process: no helpers that might outlive a run
+    "fx_graph_cache": False,  # on disk, where code for derivatives of our own was found that gave other numbers
 }
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the largest value
 CONTEXT, LONGEST = "Developer debug context:", 200
@@ -27,7 +29,7 @@ Run = Callable[[Callable[..., Any]], Sequence[Tensor]]
 class Compilation:
     """A function and its compiled form; calling it does the latter, or the former from where that first fails on.
 
-    It is compiled as a whole for shapes as it meets them, so callers see to it that these are few.
+    It is compiled as a whole for each shape that it meets. Callers see to it that these are those that were rehearsed.
 
     Args:
         plain: the function as it is.
@@ -38,18 +40,21 @@ class Compilation:
     def __init__(self, plain: Callable[..., Any], compilable: Callable[..., Any] | None = None, *, tells: bool) -> None:
         self._plain, self._tells = plain, tells
         function = _with_code_of_its_own(compilable or plain)
-        self._compiled = torch.compile(function, dynamic=False, fullgraph=True, options=OPTIONS)
+        self._compiled = torch.compile(function, dynamic=False, fullgraph=True, backend=_inductor)
         self.refusal: str | None = None  # the reason why it is not compiled
 
     def rehearse(self, run: Run, device: torch.device, precision: Precision) -> None:
         """Compile, and see that results and random draws are those of the plain function.
 
+        Once it has been refused, there is nothing more to do.
+
         `run` calls the function that it is given on inputs of its own, and returns what comes of it, the loss first.
         """
+        if self.refusal is not None:
+            return
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of PyTorch's compiler, about itself
-                expected, states = _seen(run, self._plain, device)
+            expected, states = _seen(run, self._plain, device)
+            with _without_warnings():
                 found, states_after_compiled = _seen(run, self._compiled, device)
         except Exception as error:
             return self._refuse(_short(error))
@@ -65,7 +70,8 @@ class Compilation:
     def __call__(self, *arguments: Any) -> Any:
         if self.refusal is None:
             try:
-                return self._compiled(*arguments)
+                with _without_warnings():
+                    return self._compiled(*arguments)
             except Exception as error:  # also of the function's own, which then comes again
                 self._refuse(_short(error))
         return self._plain(*arguments)
@@ -75,6 +81,20 @@ class Compilation:
         if self._tells:
             line = f"compile = true: the model is trained uncompiled, with the same results: {reason}"
             warnings.warn(line, FedsimWarning, stacklevel=3)
+
+
+def _inductor(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """PyTorch's own compiler, without its caches on disk."""
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return torch._inductor.compile(graph, examples, options=OPTIONS)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Of PyTorch's compiler, about itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _seen(run: Run, function: Callable[..., Any], device: torch.device) -> tuple[list[Tensor], list[object]]:

@@ -50,7 +50,8 @@ class StackTrainer:
             self._compile()
         refusal = "they are off" if task.cuda_graphs is False else unsafe(task, rehearsal)
         self.replays = Replays(task, memory, self._module, refusal, tells=seat.index == 0)
-        self.replays.of(self._usual_size())  # now, not within a round
+        for k in self._usual_sizes():
+            self.replays.of(k)  # now, not within a round
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._meetings: list[Meeting] = []
 
@@ -175,30 +176,31 @@ class StackTrainer:
 
     def _compile(self) -> None:
         """Compile for whole stacks of whole batches; where members have finished, or batches are short, it is not."""
+        size = self._feed.whole_batch() if self._rehearsal.coupled else self._task.schedule.batch_size
+        runs = {(k, size): partial(self._rehearsed, k, size) for k in self._usual_sizes()}
+        self._module.compile(runs, self._task.device, tells=self._seat.index == 0)
+
+    def _rehearsed(self, k: int, size: int, losses_of: Callable[..., tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
+        """The losses of k rows on batches of one size, their gradients, and their buffers afterwards."""
         task, memory, module = self._task, self._memory, self._module
-        k = self._usual_size()
-        size = self._feed.whole_batch() if self._rehearsal.coupled else task.schedule.batch_size
-        rows = new_rows(k, module.layout.d, task.dtype, task.device)
-        rows.copy_(memory.global_row)
+        rows = memory.global_row.expand(k, -1)
+        if task.sync == "parameters":
+            rows = new_rows(k, module.layout.d, task.dtype, task.device).copy_(rows)
         gathered = memory.train.gather((torch.arange(size) % len(memory.train)).repeat(k))
         inputs, targets = (tensor.unflatten(0, (k, size)) for tensor in gathered)
         weights = torch.full((k, size), 1 / size, dtype=task.dtype, device=task.device)
         factors = [weights.new_ones(k, size, *dropout.shape) for dropout in self._rehearsal.dropouts]
+        leaves = [view.detach().requires_grad_() for view in module.views(rows)]
+        buffers = module.unpack_buffers(memory.global_buffers.expand(k, -1))
+        losses, buffers = losses_of(leaves, buffers, inputs, targets, weights, factors)
+        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
+        return [losses.detach(), *found, *buffers]
 
-        def run(losses_of: Callable[..., tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
-            leaves = [view.detach().requires_grad_() for view in module.views(rows)]
-            buffers = module.unpack_buffers(memory.global_buffers.expand(k, -1))
-            losses, buffers = losses_of(leaves, buffers, inputs, targets, weights, factors)
-            found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
-            return [losses.detach(), *found, *buffers]
-
-        shapes = [(k, size), (k - 1, size)]  # a cohort is cut into stacks that differ by a row at most
-        module.compile(shapes, run, task.device, tells=self._seat.index == 0)
-
-    def _usual_size(self) -> int:
-        """How many rows the larger stacks of a round have, where all workers take as many steps."""
+    def _usual_sizes(self) -> list[int]:
+        """How many rows the stacks of a round have, the most first, where all workers take as many steps."""
         members = -(-len(self._memory.rows) // self._seat.count)
-        return -(-members // -(-members // self._width))
+        stacks = -(-members // self._width)
+        return sorted({-(-members // stacks), members // stacks}, reverse=True)
 
     def _new_scale(self, stack: Stack) -> LossScale | None:
         return LossScale((len(stack),), self._task.device) if self._task.precision.scales_losses else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -87,7 +87,7 @@ class StackedModule:
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
         left: dict[int, list[Product]] = {}
         losses_of: Callable[..., tuple[Tensor, list[Tensor]]] = self._losses
-        if self.compiled and targets.shape in self._compiled_shapes:
+        if self.compiled and self.compiled.refusal is None and targets.shape in self._compiled_shapes:
             losses_of = self.compiled
         elif self._merged:
             products = left if leave_products and self._precision.autocast is None else None
@@ -102,8 +102,8 @@ class StackedModule:
         ]
         return losses.detach(), _owned(gradients)
 
-    def compile(self, shapes: Sequence[tuple[int, int]], run: Run, device: torch.device, *, tells: bool) -> None:
-        """Compile for stacks of rows and batches of these shapes, after trying it with `run`; see `Compilation`."""
+    def compile(self, runs: Mapping[tuple[int, int], Run], device: torch.device, *, tells: bool) -> None:
+        """Compile for stacks of rows and batches of some shapes, after trying it with a run of each."""
         module = self._make().train()  # one whose parameters stay in their places
         names = [entry.name for entry in (*self.layout.parameters, *self.layout.buffers)]
 
@@ -115,8 +115,9 @@ class StackedModule:
             return outputs, buffers
 
         self.compiled = Compilation(self._losses, partial(self._losses, forward=vmap(forward_one)), tells=tells)
-        self._compiled_shapes = shapes
-        self.compiled.rehearse(run, device, self._precision)
+        self._compiled_shapes = set(runs)
+        for run in runs.values():
+            self.compiled.rehearse(run, device, self._precision)
 
     def _losses(
         self,
