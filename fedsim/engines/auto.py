@@ -18,7 +18,7 @@ from fedsim.engines.spawn import SpawnEngine
 from fedsim.engines.stack_trainer import StackTrainer
 from fedsim.engines.station import MakeTrainer
 from fedsim.engines.trainer import RowTrainer
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, WorkerError
 
 STEPS = 2  # of each row in a measurement
 ROWS_STACKED = 16  # at most, in a measurement
@@ -122,17 +122,24 @@ class AutoEngine(Engine):
         try:
             rehearsal = Rehearsal.of(task, memory)
             stacks_may_pay = measure(stacked(1, all_threads)) < HOPELESS * one_by_one
-        except ExperimentError as refusal:
-            figures["batched"], stacks_may_pay = str(refusal), False
+        except (ExperimentError, WorkerError) as refusal:  # the latter where only stacks fail, as for want of memory
+            figures["batched"], stacks_may_pay = _first_line(refusal), False
         best = min(seconds.values())
         at_best = min(one_by_one / self._processes, LOSSLESS * best)
         if self._processes > 1 and (self._crew or (best - at_best) * task.rounds > START_SECONDS):
             try:
                 measure(Way("spawn", self._processes, self._threads, RowTrainer))
-                if stacks_may_pay:
-                    measure(stacked(self._processes, self._threads))
             except ExperimentError as refusal:  # no room in shared memory
-                figures["spawn"] = str(refusal)
+                figures["spawn"], stacks_may_pay = str(refusal), False
+            if stacks_may_pay:
+                way = stacked(self._processes, self._threads)
+                try:
+                    measure(way)
+                except (ExperimentError, WorkerError) as refusal:
+                    figures[way.label] = _first_line(refusal)
+                    if self._crew is not None and not self._crew.at_work:
+                        self._crew.close()
+                        self._crew = None
         return min(seconds, key=lambda way: seconds[way] / (1.0 if self._is_exact(way) else GAIN)), figures
 
     def _is_exact(self, way: Way) -> bool:
@@ -170,6 +177,10 @@ class AutoEngine(Engine):
         finally:
             if self._crew is not None:
                 self._crew.close()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def _what_speed_depends_on(task: Task, memory: Memory) -> str:

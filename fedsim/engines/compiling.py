@@ -73,6 +73,8 @@ class Compilation:
                 with _without_warnings():
                     return self._compiled(*arguments)
             except Exception as error:  # also of the function's own, which then comes again
+                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    raise  # a capture that has failed cannot go on
                 self._refuse(_short(error))
         return self._plain(*arguments)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedsim.engines.stacked_convolution import Convolution, stacked_convolution
 from fedsim.engines.stacked_operations import PreparedDropout, StackedLinear
@@ -31,6 +32,25 @@ class NotMergeableError(Exception):
     """A model does what cannot be done on a merged batch."""
 
 
+class ByNumbers(TorchDispatchMode):
+    """Raises NotMergeableError where a model reads numbers, by any means, or makes shapes of them.
+
+    Experts that are given the samples of a mask are an example: of a merged batch nobody could tell which rows the
+    chosen ones belong to. Slower than `READINGS`, but it sees what those do not; for rehearsals.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if _goes_by_numbers(function, args):
+            raise NotMergeableError(f"{function} goes by the numbers of a batch that is several rows'")
+        return function(*args, **kwargs or {})
+
+
+def _goes_by_numbers(function: Any, args: tuple) -> bool:
+    if function is torch.ops.aten.index.Tensor:  # whose shape is a matter of numbers for masks alone
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags))
+
+
 class MergedBatch(PreparedDropout):
     """In a forward pass on a merged batch: gives operations with stacked parameters what they need.
 
@@ -39,14 +59,20 @@ class MergedBatch(PreparedDropout):
     Args:
         factors: for each call of a dropout in turn, [rows, batch, ...].
         stacks: the parameters and buffers, one stack [k, ...] for each.
+        size: how many samples there are, rows * batch.
         products: where to leave products that are gradients of weights, by the weight's place among the stacks, in
             place of computing them; None: nowhere.
     """
 
     def __init__(
-        self, factors: Iterable[Tensor], stacks: Sequence[Tensor], products: dict[int, list[Product]] | None = None
+        self,
+        factors: Iterable[Tensor],
+        stacks: Sequence[Tensor],
+        size: int,
+        products: dict[int, list[Product]] | None = None,
     ) -> None:
         super().__init__(factor.flatten(0, 1) for factor in factors)
+        self._size = size
         self._places = {id(stack): place for place, stack in enumerate(stacks)}
         self._products = products
 
@@ -67,6 +93,10 @@ class MergedBatch(PreparedDropout):
         if not holds:
             raise NotMergeableError
 
+    def require_whole(self, input: Tensor, stack: Tensor) -> None:
+        """Raise NotMergeableError unless the first dimension is of all samples, not of some that a model picked."""
+        self.require(len(stack) == 1 or len(input) % self._size == 0)
+
     def products_of(self, weight: Tensor) -> list[Product] | None:
         if self._products is None:
             return None
@@ -80,6 +110,7 @@ class MergedBatch(PreparedDropout):
 
 def _linear(batch: MergedBatch, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     batch.require(input.ndim > 1 and batch.is_stack(weight) and (bias is None or batch.is_stack(bias)))
+    batch.require_whole(input, weight)
     products = batch.products_of(weight)
     of_rows = input.reshape(len(weight), -1, input.shape[-1])
     outputs = StackedLinear.apply(*in_autocast_type(of_rows, weight, bias), products)
@@ -98,6 +129,7 @@ def _convolution(
     groups: int = 1,
 ) -> Tensor:
     batch.require(input.ndim == weight.ndim - 1 and batch.is_stack(weight) and (bias is None or batch.is_stack(bias)))
+    batch.require_whole(input, weight)
     return stacked_convolution(convolution, input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -112,7 +144,10 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor:
     batch.require(batch.is_stack(weight) and max_norm is None and not scale_grad_by_freq and not sparse)
+    batch.require_whole(input, weight)
     rows, words = weight.shape[:2]
+    # Beyond its own words a row would find another's.
+    torch._assert_async(((input >= 0) & (input < words)).all(), "index out of range in embedding")
     of_rows = input.reshape(rows, -1)
     start = torch.arange(0, rows * words, words, device=input.device).unsqueeze(1)
     found = F.embedding((of_rows + start).view(input.shape), weight.flatten(0, 1))
@@ -131,7 +166,7 @@ def _layer_norm(
 ) -> Tensor:
     batch.require(all(part is None or batch.is_stack(part) for part in (weight, bias)))
     normal = F.layer_norm(input, normalized_shape, eps=eps)
-    return _scaled(normal, weight, bias, [1] * (input.ndim - 1 - len(normalized_shape)), [])
+    return _scaled(batch, normal, weight, bias, [1] * (input.ndim - 1 - len(normalized_shape)), [])
 
 
 def _group_norm(
@@ -144,15 +179,21 @@ def _group_norm(
 ) -> Tensor:
     batch.require(all(part is None or batch.is_stack(part) for part in (weight, bias)))
     normal = F.group_norm(input, num_groups, eps=eps)
-    return _scaled(normal, weight, bias, [], [1] * (input.ndim - 2))
+    return _scaled(batch, normal, weight, bias, [], [1] * (input.ndim - 2))
 
 
 def _scaled(
-    normal: Tensor, weight: Tensor | None, bias: Tensor | None, before: Sequence[int], after: Sequence[int]
+    batch: MergedBatch,
+    normal: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    before: Sequence[int],
+    after: Sequence[int],
 ) -> Tensor:
     """normal [k * batch, ...] times weight plus bias, [k, ...] each; dimensions of 1 go before and after their own."""
     for stack, combine in ((weight, torch.mul), (bias, torch.add)):
         if stack is not None:
+            batch.require_whole(normal, stack)
             of_rows = normal.unflatten(0, (len(stack), -1))
             normal = combine(of_rows, stack.view(len(stack), 1, *before, *stack.shape[1:], *after)).flatten(0, 1)
     return normal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.engines.job import Memory, Task
+from fedsim.engines.merged_operations import ByNumbers
 from fedsim.engines.module import differ
 from fedsim.engines.stack import starting_states
 from fedsim.engines.stacked_module import StackedModule
@@ -22,6 +24,7 @@ from fedsim.randomness import global_states, random_state_kept
 from fedsim.rows import Layout, new_rows
 
 SAMPLES = 4
+WHOLE = 64  # samples of a batch at most, in which the first is looked at among the others
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # between gradients, relative to the largest
 
 
@@ -48,8 +51,9 @@ class Rehearsal:
         inputs, targets = memory.train.gather(torch.arange(count))
         with random_state_kept(task.device), full_precision(task.device):
             together = _try(task, inputs, targets)
-            coupled = _is_coupled(task, together, inputs, targets)
-            merged = not coupled and _can_be_merged(task, memory, together.dropouts, count)
+            coupled = _is_coupled(task, memory, together, inputs, targets)
+            apart = not coupled and not _is_placed(task, together, inputs, targets)
+            merged = apart and _can_be_merged(task, memory, together.dropouts, count)
             if not merged:
                 _compare_gradients(task, memory, together.dropouts, count)
             if task.sync == "parameters":
@@ -87,7 +91,7 @@ def _try(task: Task, inputs: Tensor, targets: Tensor, precision: Precision = FUL
 
     with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
         with precision.forward(task.device):
-            outputs = module(inputs)
+            outputs = module(inputs.clone())  # which it may write to
         F.cross_entropy(precision.widened(outputs), targets)
     if differ(start, module):
         raise _refusal("its training changes attributes or unsaved buffers, which no row holds")
@@ -101,7 +105,7 @@ def _try(task: Task, inputs: Tensor, targets: Tensor, precision: Precision = FUL
     return Trial(outputs.detach(), buffers, tuple(recording.dropouts), activations // len(inputs))
 
 
-def _is_coupled(task: Task, together: Trial, inputs: Tensor, targets: Tensor) -> bool:
+def _is_coupled(task: Task, memory: Memory, together: Trial, inputs: Tensor, targets: Tensor) -> bool:
     """Whether what comes of the first sample, or the buffers, depend on the others, or on how many there are."""
     others = _different(inputs[:1]).expand_as(inputs)[1:]
     elsewhere = _try(task, torch.cat([inputs[:1], others]), targets)
@@ -113,8 +117,18 @@ def _is_coupled(task: Task, together: Trial, inputs: Tensor, targets: Tensor) ->
         return True
     if [d.of_a_sample for d in alone.dropouts] != [d.of_a_sample for d in together.dropouts]:
         raise OTHER_DROPOUTS
-    seen = [(trial.outputs[0], trial.buffers) for trial in (together, elsewhere, alone)]
+    trials = [together, elsewhere, alone]
+    whole = min(task.schedule.batch_size, WHOLE, len(memory.train))
+    if whole > len(inputs):  # a model may do to many what it does not to few
+        trials.append(_try(task, *memory.train.gather(torch.arange(whole))))
+    seen = [(trial.outputs[0], trial.buffers) for trial in trials]
     return not all(_agree(a, b, task.dtype) for other in seen[1:] for a, b in zip(other, seen[0], strict=True))
+
+
+def _is_placed(task: Task, together: Trial, inputs: Tensor, targets: Tensor) -> bool:
+    """Whether what comes of a sample depends on its place in the batch, which merging changes."""
+    rolled = _try(task, inputs.roll(1, 0), targets.roll(1, 0))
+    return not _agree(rolled.outputs, together.outputs.roll(1, 0), task.dtype)
 
 
 def _can_be_merged(task: Task, memory: Memory, dropouts: tuple[Dropout, ...], count: int) -> bool:
@@ -165,7 +179,7 @@ def _stack(
     *,
     merged: bool,
 ) -> Stacked:
-    """Two rows that differ, on `count` samples each, in opposite order."""
+    """Two rows that differ, on `count` samples each, other ones where there are so many."""
     module = task.new_module()
     layout = Layout.of(module)
     rows = new_rows(2, layout.d, task.dtype, task.device)
@@ -177,15 +191,17 @@ def _stack(
     for entry in layout.buffers:
         if own[entry.name].is_floating_point():
             buffers[1, entry.span].mul_(1.125).add_(0.01)
-    positions = torch.arange(count)
-    gathered = memory.train.gather(torch.cat([positions, positions.flip(0)]))  # as batches are for training
+    gathered = memory.train.gather(torch.arange(2 * count) % len(memory.train))  # as batches are for training
     inputs, targets = (tensor.unflatten(0, (2, count)) for tensor in gathered)
     weights = torch.full((2, count), 1 / count, dtype=task.dtype, device=task.device)
     stacked, buffers_after = StackedModule(task.new_module, precision, merged=merged), buffers.clone()
     try:
         kept = [weights.new_ones(2, count, *dropout.shape) for dropout in dropouts]
         unpacked = stacked.unpack_buffers(buffers)
-        _, gradients = stacked.gradients(stacked.views(rows), unpacked, inputs, targets, weights, kept)
+        given = stacked.views(rows), unpacked, inputs.clone(), targets, weights, kept
+        with ByNumbers() if merged else contextlib.nullcontext():
+            _, found = stacked.gradients(*given, leave_products=True)  # as in training
+        gradients = [part.computed() if isinstance(part, Product) else part for part in found]
         stacked.pack_buffers(unpacked, buffers_after)
     except ExperimentError:
         raise
@@ -231,9 +247,11 @@ def _agree(found: Tensor, reference: Tensor, dtype: torch.dtype) -> bool:
 
 def _plain_gradients(module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    module.zero_grad()
     with Recording():
-        loss = F.cross_entropy(module(inputs), targets)
-    return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        loss = F.cross_entropy(module(inputs.clone()), targets)
+    loss.backward()  # as in training; some ways to get at gradients give less, without a word (reentrant checkpoints)
+    return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
 
 
 def _different(inputs: Tensor) -> Tensor:

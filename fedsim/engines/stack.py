@@ -28,7 +28,8 @@ class Lot(NamedTuple):
     Attributes:
         members: their places in the stack, [m]: a range, or a list where they do not stand side by side.
         sizes: how many samples each has, [m], on the host; `counts` are the same on the device, in a wide type.
-        positions: of the samples in the data set, int64 [m, batch]; 0 beyond the size.
+        positions: of the samples in the data set, int64 [m, batch]; the batch's first again beyond the size, since even
+            what has weight 0 shows where it is not finite.
         weights: of the samples in the loss, [m, batch]: one over the size, and 0 beyond it.
     """
 
@@ -95,6 +96,7 @@ class Stack:
             for member, count in enumerate(ahead.tolist()):
                 for step, batch in enumerate(islice(batches[member], count)):
                     positions[step, member, : len(batch)] = batch
+                    positions[step, member, len(batch) :] = batch[0]
                     sizes[step, member] = len(batch)
             yield from self._on_device(positions, sizes)
 

@@ -12,13 +12,19 @@ from torch.func import functional_call, vmap
 
 from fedsim.data.tensors import in_order
 from fedsim.engines.compiling import Compilation, Run
-from fedsim.engines.merged_operations import MergedBatch
+from fedsim.engines.merged_operations import MergedBatch, NotMergeableError
 from fedsim.engines.stacked_operations import Substitutes
+from fedsim.errors import ExperimentError
 from fedsim.local import Product
 from fedsim.precision import FULL, Precision
 from fedsim.rows import Entry, Layout
 
 Places = list[tuple[nn.Module, str]]
+
+OTHERWISE = ExperimentError(
+    'engine = "batched": the rows of this model cannot be stacked: it does to some batches what it does not to others '
+    "(splits large ones, or goes by their numbers); use engine=spawn"
+)
 
 
 class StackedModule:
@@ -146,8 +152,12 @@ class StackedModule:
         products: dict[int, list[Product]] | None,
     ) -> tuple[Tensor, list[Tensor]]:
         self._hold(parameters, buffers)
-        with MergedBatch(factors, [*parameters, *buffers], products) as batch:
-            outputs = self._module(in_order(inputs.flatten(0, 1)))
+        merged = in_order(inputs.flatten(0, 1))
+        try:
+            with MergedBatch(factors, [*parameters, *buffers], len(merged), products) as batch:
+                outputs = self._module(merged)
+        except NotMergeableError as error:
+            raise OTHERWISE from error
         batch.require_all_used()
         return outputs.unflatten(0, inputs.shape[:2]), buffers
 

@@ -59,7 +59,8 @@ class Station:
         self.module = RowModule(task.new_module)
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
         self.feed = Feed(task, memory)
-        self.trainer = make_trainer(seat, task, memory, self.feed)
+        with self._in_precision():  # since what is captured or compiled keeps the precision in which that was done
+            self.trainer = make_trainer(seat, task, memory, self.feed)
         root_row = None if self.feed.root is None else len(memory.rows) - 1
         self.averaging = Averaging(seat, task, memory, root_row)
 

@@ -170,11 +170,36 @@ def test_measuring_does_not_show_in_the_results(case, sync, way, tiny_experiment
     assert_close(serial, chosen, ROUNDING)
 
 
-@pytest.mark.parametrize("trainer", [RowTrainer, StackTrainer])
-def test_a_failure_while_measuring_is_one_of_that_model(trainer, tables, monkeypatch):
-    monkeypatch.setattr(trainer, "train", lambda self, members, round: 1 / 0)
+def test_a_failure_of_single_rows_while_measuring_is_one_of_that_model(tables, monkeypatch):
+    monkeypatch.setattr(RowTrainer, "train", lambda self, members, round: 1 / 0)
     with pytest.raises(fedsim.WorkerError, match="failed before the first worker: ZeroDivisionError"):
         fedsim.run(tables)
+
+
+def test_a_failure_of_stacks_alone_is_noted_and_the_model_runs_all_the_same(tables, monkeypatch):
+    monkeypatch.setattr(StackTrainer, "train", lambda self, members, round: 1 / 0)
+    how = how_it_was_done(tables)
+    assert how["engine"] == "serial"
+    assert "failed before the first worker: ZeroDivisionError" in how["probe"]["batched"]
+
+
+def test_a_failure_of_stacks_in_other_processes_alone_is_noted_and_processes_start_anew(tables, monkeypatch):
+    measured = AutoEngine._seconds_per_round
+
+    def in_favour_of_spawn(self, way, task, memory):
+        if (way.engine, way.processes) == ("batched", 2):
+            self._crew.close()
+            raise fedsim.WorkerError("process 1 was killed")
+        return measured(self, way, task, memory) / (1e6 if way.engine == "spawn" else 1)
+
+    monkeypatch.setattr(AutoEngine, "_seconds_per_round", in_favour_of_spawn)
+    monkeypatch.setattr(auto, "START_SECONDS", 0.0)
+    monkeypatch.setattr(auto, "HOPELESS", 1e9)
+    settings = []
+    found = fedsim.run({**tables, "processes": 2}, on_start=settings.append)
+    assert settings[0].how["engine"] == "spawn"
+    assert settings[0].how["probe"]["batched, 2 processes"] == "process 1 was killed"
+    assert torch.equal(found.global_row, fedsim.run({**tables, "engine": "serial", "processes": None}).global_row)
 
 
 def test_where_devices_share_no_memory_there_is_one_process():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import pytest
@@ -157,3 +158,21 @@ def test_on_a_card_captured_steps_are_the_steps_of_the_ordinary_way(case, precis
     replayed = fedsim.run({**tables, "cuda_graphs": True})  # a warning, that a capture failed, is an error here
     ordinary = fedsim.run({**tables, "cuda_graphs": False})
     assert_close(ordinary, replayed, {"float64": 1e-9, "float32": 1e-4}.get(precision, 2e-2))
+
+
+def test_steps_are_captured_in_the_precision_of_training(tiny_experiment, replaying, monkeypatch):
+    """A graph keeps what was in force when it was captured, as whether TF32 was allowed."""
+    inside, seen = [], []
+
+    @contextlib.contextmanager
+    def training(self, device):
+        inside.append(self.name)
+        yield
+        inside.pop()
+
+    capture = graphs.capture
+    monkeypatch.setattr("fedsim.precision.Precision.training", training)
+    monkeypatch.setattr(graphs, "capture", lambda step, device: seen.append(list(inside)) or capture(step, device))
+    fedsim.run({**tiny_experiment, **BATCHED, "cuda_graphs": True})
+    assert seen
+    assert all(names[-1:] == ["float64"] for names in seen)

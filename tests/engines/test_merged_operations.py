@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim.engines.merged_operations import MergedBatch, NotMergeableError
+from fedsim.engines.merged_operations import ByNumbers, MergedBatch, NotMergeableError
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.local import Product
 
@@ -30,14 +30,14 @@ def row_by_row(inputs, weight, bias):
 
 
 def test_each_row_has_its_own_parameters(stacks, inputs):
-    with MergedBatch((), stacks):
+    with MergedBatch((), stacks, K * BATCH):
         found = F.linear(inputs, *stacks)
     torch.testing.assert_close(found, row_by_row(inputs, *stacks))
 
 
 def test_a_gradient_is_left_as_a_product_where_that_is_asked_for(stacks, inputs):
     products = {}
-    with MergedBatch((), stacks, products):
+    with MergedBatch((), stacks, K * BATCH, products):
         found = F.linear(inputs, *stacks)
     weight, bias = torch.autograd.grad(found.square().sum(), stacks, allow_unused=True)
     expected = torch.autograd.grad(row_by_row(inputs, *stacks).square().sum(), stacks)
@@ -82,11 +82,12 @@ def test_a_weight_that_is_used_twice_has_the_sum_as_its_gradient(twice):
         lambda x, weight, bias: F.linear(x, weight, torch.ones(OUTPUTS)),
         lambda x, weight, bias: F.linear(x, torch.ones(OUTPUTS, INPUTS), bias),
         lambda x, weight, bias: F.linear(x[0], weight, bias),
+        lambda x, weight, bias: F.linear(x[: K * BATCH // 2], weight, bias),
         lambda x, weight, bias: F.conv1d(x[0], weight),
     ],
 )
 def test_what_takes_stacks_and_has_no_form_for_them_is_refused(use, stacks, inputs):
-    with MergedBatch((), stacks), pytest.raises(NotMergeableError):
+    with MergedBatch((), stacks, K * BATCH), pytest.raises(NotMergeableError):
         use(inputs, *stacks)
 
 
@@ -106,5 +107,37 @@ def test_what_takes_stacks_and_has_no_form_for_them_is_refused(use, stacks, inpu
     ],
 )
 def test_a_model_that_decides_by_numbers_of_its_batch_is_refused(read, stacks, inputs):
-    with MergedBatch((), stacks), pytest.raises(NotMergeableError):
+    with MergedBatch((), stacks, K * BATCH), pytest.raises(NotMergeableError):
         read(inputs)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x[x[:, 0] > 0],
+        lambda x: x[(x[:, 0] > 0).nonzero()[:, 0]],
+        lambda x: x.masked_select(x > 0),
+        lambda x: x.round().unique(),
+        lambda x: x.repeat_interleave((x[:, 0] > 0).long(), 0),
+        lambda x: x[:, : (x > 0).sum()],
+        lambda x: x * x.abs().max().item(),
+        lambda x: F.one_hot(x.abs().long()),
+    ],
+)
+def test_shapes_that_go_by_numbers_are_seen_in_a_rehearsal(use, inputs):
+    with ByNumbers(), pytest.raises(NotMergeableError):
+        use(inputs)
+
+
+def test_places_that_are_numbers_are_no_shapes(inputs):
+    with ByNumbers():
+        assert len(inputs[torch.tensor([2, 0])]) == 2
+
+
+@pytest.mark.parametrize("word", [INPUTS, -1])
+def test_a_row_finds_no_other_rows_words(word):
+    words = torch.zeros(K * BATCH, dtype=torch.long)
+    words[BATCH] = word
+    table = torch.randn(K, INPUTS, OUTPUTS)
+    with MergedBatch((), [table], K * BATCH), pytest.raises(RuntimeError, match="out of range"):
+        F.embedding(words, table)

@@ -137,3 +137,24 @@ def test_a_solver_may_replace_what_it_keeps(kind):
     tables = {**experiment(kind), "local": {"solver": f"{__name__}:Replacing", "batch_size": 4}}
     serial = fedsim.run({**tables, "engine": "serial"})
     assert_close(serial, fedsim.run({**tables, "engine": "batched", "processes": 1}), ROUNDING)
+
+
+LARGER = ["every other sample", "halves of a batch", "centred, if it is many"]
+
+
+@pytest.mark.parametrize("kind", LARGER)
+@pytest.mark.parametrize("width", [2, 5])
+def test_what_shows_in_larger_or_odd_batches_alone_agrees_with_serial(kind, width):
+    tables = {**experiment(kind), "local": {"batch_size": 7, "lr": 0.05}}
+    serial = fedsim.run({**tables, "engine": "serial"})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": width}})
+    assert_close(serial, stacked, ROUNDING)
+
+
+def test_a_model_that_splits_large_batches_is_refused_when_it_does():
+    """Eight samples of two rows were one piece; of two rows with eight each, a piece is all of one row's."""
+    tables = {**experiment("in pieces"), "local": {"batch_size": 8, "lr": 0.05}}
+    with pytest.raises(
+        fedsim.ExperimentError, match="splits large ones, or goes by their numbers.*; use engine=spawn$"
+    ):
+        fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": 2}})

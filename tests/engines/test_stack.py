@@ -67,7 +67,7 @@ def test_lots_are_each_member_s_own_batches_and_those_who_finish_fall_off_the_en
             batch = steps[made.members[place].worker][step]
             size = len(batch)
             assert lot.sizes[place] == lot.counts[place] == size
-            assert lot.positions[place].tolist() == [*batch, *[0] * (4 - size)]
+            assert lot.positions[place].tolist() == [*batch, *[batch[0]] * (4 - size)]
             assert lot.weights[place].tolist() == [*[1 / size] * size, *[0] * (4 - size)]
 
 

@@ -38,7 +38,7 @@ def texts(root):
 
 def model(*, kind: str) -> nn.Module:
     """The plug: `{"name": "tests.engines.zoo:model", "kind": ...}`."""
-    made = {**PICTURES, **TEXTS, **{name: make for name, (make, _) in REFUSED.items()}}
+    made = {"in pieces": in_pieces, **PICTURES, **TEXTS, **{name: make for name, (make, _) in REFUSED.items()}}
     return made[kind]()
 
 
@@ -212,6 +212,22 @@ def dropped(drop: nn.Module, *before: nn.Module, features: int) -> nn.Module:
     return after(*before, drop, features=features)
 
 
+def experts() -> nn.Module:
+    """Two layers, each for the samples that a mask picks."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        pixels = x.flatten(1)
+        mine, found = pixels.mean(1) > 0, pixels.new_zeros(len(pixels), CLASSES)
+        found[mine], found[~mine] = self.one(pixels[mine]), self.other(pixels[~mine])
+        return found
+
+    return Function(forward, one=nn.Linear(128, CLASSES), other=nn.Linear(128, CLASSES))
+
+
+def in_pieces() -> nn.Module:
+    return functional(lambda x, *layer: torch.cat([F.linear(piece, *layer) for piece in x.split(8)]))
+
+
 def spectral() -> nn.Module:
     return nn.Sequential(nn.Flatten(), parametrizations.spectral_norm(nn.Linear(128, CLASSES)))
 
@@ -258,6 +274,12 @@ PICTURES: dict[str, Callable[[], nn.Module]] = {
     "linear, transposed": lambda: functional(lambda x, weight, bias: F.linear(x, weight.t().contiguous().t(), bias)),
     "linear, one bias": lambda: functional(lambda x, weight, bias: F.linear(x, weight, x.new_ones(CLASSES)) + bias),
     "checkpoint": lambda: linear(lambda self, outputs: checkpoint(torch.tanh, outputs, use_reentrant=False)),
+    "every other sample": lambda: on_pixels(lambda pixels: pixels * (1 + torch.arange(len(pixels)) % 2).view(-1, 1)),
+    "halves of a batch": lambda: functional(
+        lambda x, *layer: torch.cat([F.linear(half, *layer) for half in x.chunk(2)])
+    ),
+    "centred, if it is many": lambda: on_pixels(lambda pixels: pixels - pixels.mean(0) * (len(pixels) > 4)),
+    "in place, the input": lambda: on_pixels(lambda pixels: pixels.sub_(1)),
     "einsum": lambda: functional(lambda x, weight, bias: torch.einsum("bi,oi->bo", x, weight) + bias),
 }
 
@@ -307,6 +329,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: functional(lambda x, *layer: checkpoint(F.linear, x, *layer, use_reentrant=False)),
         VMAP,
     ),
+    "layer in a reentrant checkpoint": (
+        lambda: functional(
+            lambda x, *layer: checkpoint(
+                lambda pixels: F.linear(pixels, *layer), x.requires_grad_(), use_reentrant=True
+            )
+        ),
+        VMAP,
+    ),
+    "experts": (experts, VMAP),
     "spectral norm": (spectral, VMAP),
     "hooked weight": (hooked_weight, OTHERWISE.format("layer.weight")),
     "aliased weight": (aliased, OTHERWISE.format("layer.weight")),
