@@ -39,6 +39,11 @@ class ByNumbers(TorchDispatchMode):
     chosen ones belong to. Slower than `READINGS`, but it sees what those do not; for rehearsals.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: PyTorch would import its compiler for that, which takes more than a second."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if _goes_by_numbers(function, args):
             raise NotMergeableError(f"{function} goes by the numbers of a batch that is several rows'")

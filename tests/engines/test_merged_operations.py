@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -141,3 +144,13 @@ def test_a_row_finds_no_other_rows_words(word):
     table = torch.randn(K, INPUTS, OUTPUTS)
     with MergedBatch((), [table], K * BATCH), pytest.raises(RuntimeError, match="out of range"):
         F.embedding(words, table)
+
+
+def test_a_rehearsal_does_not_import_the_compiler():
+    """Which takes more than a second."""
+    program = (
+        "import sys, torch; from fedsim.engines.merged_operations import ByNumbers\n"
+        "with ByNumbers(): torch.ones(2).detach()\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
