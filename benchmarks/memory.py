@@ -35,7 +35,8 @@ def small_mnist(root: Path) -> tuple[TensorData, TensorData]:
 def peak_pss(*overrides: str) -> float:
     """Highest PSS of a run's process tree, in MB."""
     with tempfile.TemporaryDirectory() as parent:
-        command = [sys.executable, str(ROOT / "run_experiment.py"), str(EXPERIMENT), "rounds=2", *overrides]
+        script = str(ROOT / "run_experiment.py")
+        command = [sys.executable, script, str(EXPERIMENT), "rounds=2", "engine=spawn", *overrides]
         process = subprocess.Popen(
             [*command, "--out", f"{parent}/run"], stdout=subprocess.DEVNULL, cwd=Path(__file__).parent
         )
