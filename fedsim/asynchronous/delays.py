@@ -342,7 +342,7 @@ class Delays:
     def seconds(self, worker: int, unit: int, steps: float, bytes: float = 0) -> float:
         """How long a worker's unit of work takes: `steps` local steps, and `bytes` sent both ways together.
 
-        Units of a worker count from 0. Cost: a fraction of a microsecond; some 20 where a block has to be drawn.
+        Units of a worker count from 0. Cost: a fraction of a microsecond; 20 to 40 where a block has to be drawn.
 
         Raises ValueError where there is no such worker or unit.
         """
