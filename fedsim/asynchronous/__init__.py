@@ -1,0 +1,1 @@
+"""Asynchronous training: workers that take their own time, on a virtual clock."""
