@@ -1,1 +1,1 @@
-"""Asynchronous training: workers that take their own time, on a virtual clock."""
+"""Asynchronous training: policies, and the two ways to run them, a virtual clock and a race of real processes."""

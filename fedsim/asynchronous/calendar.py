@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 
 SLACK = 64  # cancelled entries that the heap may hold, beyond as many as there are pending ones
 
@@ -50,6 +50,11 @@ class Calendar:
         if len(self._heap) > 2 * len(self._time_of) + SLACK:
             self._heap = [(time, slot) for slot, time in self._time_of.items()]
             heapify(self._heap)
+
+    def soonest(self, count: int) -> list[int]:
+        """The slots of the next `count` pending events, fewer where there are not so many; nothing changes."""
+        order = nsmallest(count, ((time, slot) for slot, time in self._time_of.items()))
+        return [slot for _, slot in order]
 
     def next(self) -> list[int]:
         """Go on to the earliest pending time: all slots that arrive at exactly that time, ascending.

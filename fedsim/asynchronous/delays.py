@@ -2,6 +2,8 @@
 
     seconds = steps * base * speed[worker] * noise(worker, unit) + latency + bytes / bandwidth
 
+where the last two are of a unit that sends anything at all.
+
 A speed is drawn once for each worker, a noise for each unit of work. Both are factors of TIME: 2 takes twice as long.
 
 A plug of the registry `speed` is a function `(n_workers, rng, *, parameters) -> [n_workers]` of positive factors, one
@@ -307,7 +309,7 @@ class Delays:
         noise: the factor of each unit's time.
         seed: what the noise is drawn by.
         base: seconds that one step takes where both factors are 1.
-        latency: seconds that every unit takes besides.
+        latency: seconds that every unit takes besides which sends anything.
         bandwidth: bytes per second of the way to the server and back; None: infinite.
 
     Raises ExperimentError for a number out of bounds, and where the noise cannot be drawn (no such trace file).
@@ -351,7 +353,8 @@ class Delays:
         if not 0 <= place < BLOCK:
             factors = self._block(worker, unit)
             place = unit % BLOCK
-        return steps * self._step[worker] * factors[place] + self.latency + bytes / self._bandwidth
+        computing = steps * self._step[worker] * factors[place]
+        return computing + self.latency + bytes / self._bandwidth if bytes else computing
 
     def _block(self, worker: int, unit: int) -> memoryview:
         """The factors of the block that holds the unit; from now on it is the one that is kept of this worker."""

@@ -325,8 +325,8 @@ def test_a_folder_is_no_trace(tmp_path):
 def test_a_unit_takes_what_the_formula_says():
     """Twice as slow, 10 steps of 0.25 s, latency 0.5 s, 3,000 bytes at 1,000 a second."""
     unit = Delays(np.array([1.0, 2.0]), noise_of("constant"), base=0.25, latency=0.5, bandwidth=1000.0)
-    assert unit.seconds(0, 0, 10) == 3.0
-    assert unit.seconds(1, 0, 10) == 5.5
+    assert unit.seconds(0, 0, 10) == 2.5  # nothing is sent
+    assert unit.seconds(1, 0, 10, 0) == 5.0
     assert unit.seconds(1, 7, 10, 3000) == 8.5
     assert isinstance(unit.seconds(1, 0, 10), float)
     unlimited = Delays(np.array([1.0, 2.0]), noise_of("constant"))
