@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from fedsim.asynchronous.calendar import Calendar
-from fedsim.asynchronous.policy import Arrival
+from fedsim.asynchronous.desk import Desk, Journal
 from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
 from fedsim.engines.feed import Member
@@ -19,26 +18,6 @@ from fedsim.errors import ExperimentError
 
 Train = Callable[[Sequence[Member]], object]
 Pace = Callable[[Member, int, int], float]  # seconds for a piece of work, its number, and the models that it moves
-
-
-@dataclass
-class Journal:
-    """What has happened since it was begun.
-
-    Attributes:
-        samples: gone through, by worker, in work that has arrived.
-        staleness: of what was applied, how often each.
-        loss_sum: of training, over those samples.
-        up, down: models or gradients sent.
-        wasted: pieces of work that came in after others had made them void, or were given up.
-    """
-
-    samples: Counter[int] = field(default_factory=Counter)
-    staleness: Counter[int] = field(default_factory=Counter)
-    loss_sum: float = 0.0
-    up: int = 0
-    down: int = 0
-    wasted: int = 0
 
 
 class VirtualClock:
@@ -56,7 +35,7 @@ class VirtualClock:
     def __init__(
         self, server: Server, roster: Roster, pace: Pace, train: Train, departures: Mapping[int, float] | None = None
     ) -> None:
-        self._server, self._policy, self._roster = server, server.policy, roster
+        self._server, self._policy, self._desk = server, server.policy, Desk(server, roster)
         self._pace, self._train, self._departures = pace, train, departures or {}
         self._calendar = Calendar()
         self._idle = list(range(server.n))
@@ -64,7 +43,15 @@ class VirtualClock:
         self._untrained: dict[int, Member] = {}
         self._begun: Counter[int] = Counter()  # pieces of work, by worker
         self._leaving: set[int] = set()
-        self.journal = Journal()
+
+    @property
+    def journal(self) -> Journal:
+        """What has happened since it was begun, which is whenever it is set to a new one."""
+        return self._desk.journal
+
+    @journal.setter
+    def journal(self, journal: Journal) -> None:
+        self._desk.journal = journal
 
     @property
     def now(self) -> float:
@@ -100,17 +87,9 @@ class VirtualClock:
         self._idle = waiting
 
     def _begin(self, slot: int) -> None:
-        server, policy = self._server, self._policy
-        member = self._roster.next(slot)
-        if member.step is None:
-            member = member._replace(steps=policy.steps(server, slot, self._roster.steps(member)))
-        policy.pull(server, slot)
-        server.begin(slot, member.worker)
-        up, down = policy.traffic(int(server.units[slot]))
-        seconds = self._pace(member, self._begun[member.worker], up + down)
+        member = self._desk.begin(slot)
+        seconds = self._pace(member, self._begun[member.worker], sum(self._traffic(slot)))
         self._begun[member.worker] += 1
-        server.units[slot] += 1
-        self.journal.down += down
         self._under_way[slot] = self._untrained[slot] = member
         if self._departures:
             seconds = self._until_departure(slot, seconds)
@@ -140,27 +119,20 @@ class VirtualClock:
 
     def _arrive(self, slot: int) -> bool:
         """One piece of work comes in; whether the policy has taken it."""
-        server, policy, journal = self._server, self._policy, self.journal
         member = self._under_way.pop(slot)
         if slot in self._leaving:
             self._leave(member)
             return False
         self._idle.append(slot)
-        unit, staleness = int(server.units[slot]) - 1, server.staleness(slot)
-        if policy.cancels and staleness:  # it came at the same time as what made it void
+        if self._desk.is_void(member):  # it came at the same time as what made it void
             self._give_up(member)
             return False
-        self._roster.done(member)
-        up, _ = policy.traffic(unit)
-        journal.up += up
-        samples = self._roster.samples(member)
-        journal.samples[member.worker] += samples
-        journal.loss_sum += float(server.memory.train_loss[slot]) * samples
-        if up:
-            journal.staleness[staleness] += 1
-        server.end(slot, member.worker)
-        policy.take(server, Arrival(slot, member.worker, unit, staleness))
+        self._desk.take(member)
         return True
+
+    def _traffic(self, slot: int) -> tuple[int, int]:
+        """The models that a slot's work under way sends and is sent."""
+        return self._policy.traffic(int(self._server.units[slot]) - 1)
 
     def _cancel(self) -> None:
         """After an update, end all work that began before it."""
@@ -172,8 +144,7 @@ class VirtualClock:
 
     def _give_up(self, member: Member) -> None:
         self._untrained.pop(member.slot, None)
-        self._roster.given_up(member)
-        self.journal.wasted += 1
+        self._desk.give_up(member)
 
     def _leave(self, member: Member) -> None:
         self._give_up(member)

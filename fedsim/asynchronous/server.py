@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from fedsim.aggregation import ServerStep
 from fedsim.aggregation.averaging import mean
 from fedsim.asynchronous.policy import Policy
-from fedsim.engines.job import BufferPolicy, Memory, Task
+from fedsim.asynchronous.sparse import Tables, step_where_touched
+from fedsim.engines.job import BufferPolicy, Memory, Task, share
 from fedsim.local import Solver, State
 from fedsim.rows import new_rows
 
@@ -43,6 +45,7 @@ class Server:
         step_seconds: float64 [n], on the host: how long each worker takes for a step, as far as that is known.
         counts: int64 [1 + 3 n], on the host: the version; and of each slot the version that its model is of, how many
             pieces of work it has begun, and whether it is alive.
+        tables: the parameters of which a step is to touch no more than the rows that a gradient has.
     """
 
     policy: Policy
@@ -57,6 +60,7 @@ class Server:
     counts: Tensor
     step_seconds: Tensor
     remembered: State = field(default_factory=dict)
+    tables: Tables = ()
 
     @classmethod
     def of(cls, policy: Policy, solver: Solver, task: Task, memory: Memory) -> Server:
@@ -90,12 +94,33 @@ class Server:
         self.rows, self.global_row = list(self.memory.rows), self.memory.global_row
         self._version, self.read = counts[:1], counts[1 : 1 + n]
         self.units, self.living = counts[1 + n : 1 + 2 * n], counts[1 + 2 * n :]
-        self._has_buffers = self.memory.global_buffers.numel() > 0
+        self.has_buffers = self.memory.global_buffers.numel() > 0
+
+    def share(self) -> None:
+        """Move what lies on the host to memory that other processes can map, in place.
+
+        Raises ExperimentError where there is not enough of it.
+        """
+        share(self.tensors)
+        self.__post_init__()  # what looks at the counts has to look at them where they are now
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to other processes: all but the engine's memory, which they have, and views."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "memory"}
+
+    def settle(self, memory: Memory) -> None:
+        """In another process: go to work on the same memory as there."""
+        self.memory = memory
+        self.__post_init__()
 
     @property
     def version(self) -> int:
         """How many updates the global row has had."""
         return int(self._version[0])
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version[0] = version
 
     @property
     def alive(self) -> np.ndarray:
@@ -105,9 +130,13 @@ class Server:
     def pull(self, slot: int) -> None:
         """A worker reads the global model: its next piece of work begins with that."""
         (self.replicas if len(self.replicas) else self.rows)[slot].copy_(self.global_row)
-        if self._has_buffers and self.buffers != "local":
-            self.memory.buffers[slot] = self.memory.global_buffers
+        self.pull_buffers(slot)
         self.read[slot] = self._version[0]
+
+    def pull_buffers(self, slot: int) -> None:
+        """A worker reads the server's buffers, unless it has its own."""
+        if self.has_buffers and self.buffers != "local":
+            self.memory.buffers[slot] = self.memory.global_buffers
 
     def stay(self, slot: int) -> None:
         """A worker goes on with the model that it has, which at first is the global one."""
@@ -118,12 +147,12 @@ class Server:
         """A worker in this slot sets out from its model: its row is a copy, whatever becomes of the model meanwhile."""
         if len(self.replicas):
             self.rows[slot].copy_(self.replicas[slot])
-        if self._has_buffers and self.buffers == "local":
+        if self.has_buffers and self.buffers == "local":
             self.memory.buffers[slot] = self.memory.own_buffers[worker]
 
     def end(self, slot: int, worker: int) -> None:
         """A worker has ended its work in this slot."""
-        if self._has_buffers and self.buffers == "local":
+        if self.has_buffers and self.buffers == "local":
             self.memory.own_buffers[worker] = self.memory.buffers[slot]
 
     def staleness(self, slot: int) -> int:
@@ -136,7 +165,10 @@ class Server:
         That is a new version.
         """
         state = self.shared if slot is None else {name: tensor[slot] for name, tensor in self.private.items()}
-        self.solver.step(self.global_row, gradient, state)
+        if self.tables:
+            step_where_touched(self.solver, self.global_row, gradient, self.tables)
+        else:
+            self.solver.step(self.global_row, gradient, state)
         self.moved()
 
     def step_replica(self, slot: int, gradient: Tensor) -> None:
@@ -169,7 +201,7 @@ class Server:
 
     def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
         """Move the server's buffers towards the mean of these workers', by a share; by default their part of all."""
-        if not self._has_buffers or self.buffers == "server":
+        if not self.has_buffers or self.buffers == "server":
             return
         share = min(1.0, len(slots) / len(self.alive)) if share is None else share
         self.memory.global_buffers.lerp_(self.memory.buffers[list(slots)].mean(0), share)

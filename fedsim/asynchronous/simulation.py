@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fedsim.asynchronous.clock import Journal, VirtualClock
+from fedsim.asynchronous.clock import VirtualClock
+from fedsim.asynchronous.desk import Journal
 from fedsim.asynchronous.pace import delays_of
 from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
@@ -78,4 +79,5 @@ def simulate_on_clock(setting: Setting, engine: Engine) -> Iterator[RoundRecord]
                 held=policy.held(server),
                 wasted=journal.wasted,
             ),
+            race=None,
         )

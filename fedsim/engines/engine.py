@@ -24,6 +24,7 @@ class Engine(ABC):
     """
 
     one_process: ClassVar[bool] = False  # whether it is always one
+    racing: ClassVar[str | None] = None  # the engine whose processes race, where this one is named; None: it cannot
     memory: Memory
 
     @classmethod

@@ -59,7 +59,7 @@ class Station:
         self.module = RowModule(task.new_module)
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
         self.feed = Feed(task, memory)
-        with self._in_precision():  # since what is captured or compiled keeps the precision in which that was done
+        with self.in_precision():  # since what is captured or compiled keeps the precision in which that was done
             self.trainer = make_trainer(seat, task, memory, self.feed)
         root_row = None if self.feed.root is None else len(memory.rows) - 1
         self.averaging = Averaging(seat, task, memory, root_row)
@@ -86,15 +86,19 @@ class Station:
             for member in members:
                 with self.seat.working_on(member.worker, round):
                     self.memory.losses[member.slot] = self._loss_before_training(member)
-        with self._in_precision():
+        with self.in_precision():
             self.trainer.train(members)
         synchronize(self.task.device)
 
     def train_apart(self, members: Sequence[Member]) -> None:
         """Train this process's share of members whose rounds differ; their rows hold what they begin with."""
         steps = [self.feed.steps_of(member) for member in members]
-        with self._in_precision():
-            self.trainer.train([members[place] for place in deal(steps, self.seat.count)[self.seat.index]])
+        self.train_mine([members[place] for place in deal(steps, self.seat.count)[self.seat.index]])
+
+    def train_mine(self, members: Sequence[Member]) -> None:
+        """The same for members that are this process's alone."""
+        with self.in_precision():
+            self.trainer.train(members)
         synchronize(self.task.device)
 
     def compilation(self) -> str | None:
@@ -119,7 +123,7 @@ class Station:
         taken: list[float] = []
         while len(taken) < TIMINGS and sum(taken) < PATIENCE:
             start = time.perf_counter()
-            with self._in_precision():
+            with self.in_precision():
                 self.trainer.train(members)
             synchronize(self.task.device)
             taken.append(time.perf_counter() - start)
@@ -141,7 +145,7 @@ class Station:
         account = RoundAccount(cohort)
         self.trainer.meet_at_global_row(self._mine(cohort, round))
         for step, meeting in enumerate(self._meetings(cohort, round)):
-            with self._in_precision():
+            with self.in_precision():
                 self.trainer.gradients(step)
             account.add(meeting, self._average(meeting))
         self.trainer.part()
@@ -180,7 +184,8 @@ class Station:
         batches = self.feed.shard(member.worker).batches(test_batch_size(self.task.device))
         return test(self.module.module, batches).loss
 
-    def _in_precision(self) -> AbstractContextManager[Any]:
+    def in_precision(self) -> AbstractContextManager[Any]:
+        """The precision of training, until a block ends."""
         return self.task.precision.training(self.task.device)
 
     def _whole_cohort(self, cohort: Sequence[int], round: int) -> Meeting:
