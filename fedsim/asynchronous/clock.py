@@ -43,6 +43,7 @@ class VirtualClock:
         self._untrained: dict[int, Member] = {}
         self._begun: Counter[int] = Counter()  # pieces of work, by worker
         self._leaving: set[int] = set()
+        self._taken = 0
 
     @property
     def journal(self) -> Journal:
@@ -63,6 +64,12 @@ class VirtualClock:
         """The slots whose work has begun and not arrived."""
         return self._under_way.keys()
 
+    def play(self, round: int) -> None:
+        """Go on until as many pieces of work have been taken as so many synchronous rounds have."""
+        enough = round * self._desk.roster.pieces_of_a_round()
+        while self._taken < enough:
+            self.advance()
+
     def advance(self) -> int:
         """Go on to the next time at which something arrives; how many pieces of work were taken then."""
         self._begin_work()
@@ -72,6 +79,7 @@ class VirtualClock:
         if any(slot in self._untrained for slot in slots):
             self._compute(slots)
         taken = sum([self._arrive(slot) for slot in slots])
+        self._taken += taken
         if self._policy.cancels and taken:
             self._cancel()
         return taken

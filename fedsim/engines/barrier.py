@@ -37,7 +37,8 @@ class Board:
     """Shared counters of a group of processes: one line each, that only its owner writes, and the parent's flag.
 
     Besides arrivals at the barrier a line holds beats (signs of life, counted up as work goes on), what the process
-    is working on, whether it waits for another, and what it holds, so that the parent can say so when it dies. Can be sent to another process while that is started.
+    is working on, whether it waits for another, and what it holds, so that the parent can say so when it dies. Can be
+    sent to another process while that is started.
     """
 
     def __init__(self, count: int) -> None:
