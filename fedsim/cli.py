@@ -17,6 +17,7 @@ import typer
 from tqdm import tqdm
 
 import fedsim
+from fedsim.asynchronous.racing import caveat
 from fedsim.comparison import load_grid, run_grid
 from fedsim.comparison.axes import describe_point, split_at_commas
 from fedsim.comparison.display import GridDisplay
@@ -85,6 +86,8 @@ def run(
             print(to_toml(experiment), end="")
             return
         folder = out or new_folder_name(experiment.name)
+        if experiment.mode == "race" and not quiet:
+            print(caveat(experiment.race.runs), flush=True)
         with Display(experiment.rounds, quiet=quiet) as display:
             try:
                 result = fedsim.run(experiment, folder, on_start=display.start, on_round=display.round)

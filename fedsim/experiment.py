@@ -345,7 +345,7 @@ class Experiment(Table):
             return []
         lines, fields = [], type(self.clock).model_fields
         if policy.in_rounds or policy.locking != "server":
-            lines.append(f"clock.log = {show(self.clock.log)}: {named} leaves no log; its races do not lock the server")
+            lines.append(f"clock.log = {show(self.clock.log)}: {named} leaves no log, which takes a lock of the server")
         timed = [key for key in fields if key != "log" and getattr(self.clock, key) != fields[key].default]
         lines.extend(f"clock.{key}: with clock.log nothing takes any time; leave it out" for key in timed)
         return lines

@@ -151,6 +151,13 @@ def simulate_race(setting: Setting, engine: SpawnEngine, keep_log: KeepLog | Non
         keep_log(to_csv(experiment.resolved(), log))
 
 
+def caveat(runs: int) -> str:
+    """What has to be said before any number of a race."""
+    if runs == 1:
+        return "a race is not repeatable, and one run of it (race.runs) tells no spread"
+    return f"a race is not repeatable: it is run {runs} times, numbers are means, and the model kept is the first run's"
+
+
 def record_of(round: int, heats: Sequence[Heat], seconds: dict[str, float], model_bytes: int) -> RoundRecord:
     """The record of a round: means over the runs, and of what is no mean, such as who did how much, the first run's."""
     first, journal = heats[0], heats[0].journal
