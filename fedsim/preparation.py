@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedsim.asynchronous.server import AsGradient
 from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
 from fedsim.devices import describe_device, resolve_device, shares_memory
-from fedsim.engines import Engine, Memory, Schedule, Task
+from fedsim.engines import Engine, Memory, Schedule, SpawnEngine, Task
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
@@ -213,8 +213,9 @@ def _check_autocast(experiment: Experiment, task: Task, inputs: Tensor, targets:
 
 def _engine_of(experiment: Experiment) -> str:
     """The engine that does it; a race is run by the processes of one."""
-    named = engines.get(experiment.engine).target
-    return named.racing if experiment.mode == "race" else experiment.engine
+    if experiment.mode != "race":
+        return experiment.engine
+    return engines.get(experiment.engine).target.racing or SpawnEngine.racing  # a comparison puts serial in its place
 
 
 def _processes(experiment: Experiment, device: torch.device) -> int:

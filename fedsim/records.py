@@ -79,7 +79,8 @@ class RoundRecord(TypedDict):
     samples: list[int]  # that each of the cohort trained on, repetitions counted
     virtual_seconds: float | None  # since the start, on the virtual clock, if there is one
     asynchronous: AsyncRecord | None  # None: the round was synchronous
-    race: RaceRecord | None  # None: it was no race; of a race, what is above are means, or the first run's
+    race: RaceRecord | None  # None: it was no race. Of one, losses and accuracies above are means over the runs,
+    # seconds their sums; all else is the first run's
 
 
 def new_folder_name(name: str) -> Path:

@@ -60,7 +60,7 @@ class Track:
         """A slot adds 1 to these canaries, under the locks, if there are any, that it has for its update."""
         for canary in canaries:
             self.canaries[canary].add_(1.0)
-        self.lines[slot, ADDED] += len(canaries)
+        self.lines.numpy()[slot, ADDED] += len(canaries)
 
     def lost(self) -> float:
         """How many additions have been overwritten, on average over a canary's coordinates."""

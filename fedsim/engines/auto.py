@@ -58,7 +58,7 @@ class AutoEngine(Engine):
     earlier one in nothing that its speed depends on is done in the same way.
     """
 
-    racing = "spawn"
+    racing = SpawnEngine.racing
 
     @classmethod
     def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:

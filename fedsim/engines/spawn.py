@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,7 +24,7 @@ class SpawnEngine(Engine):
     goes through a pipe. On a CPU the results are bit-identical to the engine `serial`.
     """
 
-    racing = "spawn"
+    racing: ClassVar[str] = "spawn"
 
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         self._crew = Crew(processes, threads, timeout)
