@@ -66,7 +66,8 @@ class LiveRacer(Racer):
         server, policy, track, seat, task = self._server, self._policy, self._track, self._seat, self._station.task
         ended, begun, memory, journal, measures = self._ended, self._begun, server.memory, leg.journal, leg.measures
         gradient, objective, model, device = server.rows[slot], self._objective, module.module, task.device
-        moving_buffers = server.has_buffers and server.buffers != "local"
+        pulls_buffers = server.has_buffers and server.buffers != "local"
+        gives_buffers = server.has_buffers and server.buffers != "server"
         draws = True
 
         def step_of(step: int, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -74,7 +75,7 @@ class LiveRacer(Racer):
             seat.beat()
             unit = int(server.units[slot])
             server.units[slot] += 1
-            if moving_buffers:
+            if pulls_buffers:
                 server.pull_buffers(slot)
                 module.layout.write_buffers(memory.buffers[slot], model)
             if draws:  # which the first step of a round finds out
@@ -87,7 +88,7 @@ class LiveRacer(Racer):
             measures.overlapped += any(map(int.__gt__, begun.tolist(), written))
             if step == 0:
                 draws = global_states(device) != before
-            if moving_buffers:
+            if gives_buffers:
                 module.layout.read_buffers(model, out=memory.buffers[slot])
             staleness = sum(ended.tolist()) - sum(written)
             up, down = policy.traffic(unit)

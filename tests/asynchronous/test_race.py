@@ -235,13 +235,15 @@ def test_one_worker_alone_is_plain_sgd_to_the_bit():
             assert torch.equal(row, expected[lasts]), given
 
 
-def test_one_worker_alone_draws_the_dropout_of_the_clock():
+def test_one_worker_alone_has_the_dropout_and_the_buffers_of_the_clock():
+    models = [("net", "average"), *(("tests.plugs:Normalised", buffers) for buffers in ("average", "local", "server"))]
     with fedsim.Workshop() as workshop:
-        tables = {"workers": 1, "model": "net", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}
-        tables = {**tables, "data": "tests.plugs:tiny", "policy": "hogwild"}
-        on_clock = fedsim.run({**tables, "rounds": 1, "mode": "clock", "engine": "serial"})
-        raced = race(workshop, "hogwild", **tables)
-    assert torch.equal(raced.global_row, on_clock.global_row)
+        for model, buffers in models:
+            tables = {"workers": 1, "model": model, "buffers": buffers, "policy": {"name": "hogwild"}, "rounds": 2}
+            tables = {**tables, "data": "tests.plugs:tiny", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}
+            on_clock = fedsim.run({**tables, "mode": "clock", "engine": "serial"}).model.state_dict()
+            raced = race(workshop, "hogwild", **tables).model.state_dict()
+            assert all(torch.equal(raced[name], value) for name, value in on_clock.items()), (model, buffers)
 
 
 def add(seat, track, times, locked):
