@@ -85,7 +85,8 @@ class Course:
         self._track = Track.of(self._server.n)
         engine.call(_come_to_start, self._server, self._track)
         self._runs = experiment.race.runs
-        self._states = [[tensor.clone() for tensor in self._tensors()] for _ in range(self._runs)]
+        several = self._runs > 1
+        self._states = [[tensor.clone() for tensor in self._tensors()] for _ in range(self._runs)] if several else []
         self._present = 0  # the run whose state the tensors hold
         self._updates = [0] * self._runs
 
