@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedsim.errors import ExperimentError, show
-from fedsim.loading import PLUG_TABLES, Change, parse_value, split_word
+from fedsim.loading import PLUG_TABLES, Change, parse_value, plug_table, split_word
 
 SEED = "seed"  # the axis over whose values results are averaged
 
@@ -79,9 +79,9 @@ def changes_of(key: str, value: Any) -> list[Change]:
 
 def key_changed(keys: Sequence[str], value: Any) -> str:
     """The dotted key that a change sets; a name for a whole table of a plug sets the key that names the plug."""
-    table = PLUG_TABLES.get(keys[0])
-    if table and len(keys) == 1 and not isinstance(value, dict):
-        keys = [keys[0], table.named_by]
+    table, within = plug_table(keys)
+    if table and not within and not isinstance(value, dict):
+        keys = [*keys, table.named_by]
     return ".".join(keys)
 
 
