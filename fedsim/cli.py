@@ -117,13 +117,17 @@ def compare(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time.", show_default="by cores and memory; 1 on a card")
     ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="A test accuracy, such as 0.97: say how long it takes to reach it.", show_default="none"),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the runs, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
 ) -> None:
     """Run an experiment for every combination of some values, and compare: table, CSV and pictures."""
     with _errors_as_lines():
         source, changes = _source_and_overrides(words or [], context)
-        grid = load_grid(source, words=changes)
+        grid = load_grid(source, words=changes, target=target)
         if dry_run:
             print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in grid.runs))
             return
