@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from fedsim.intervals import Estimate, estimate
 
 
 class Progress(NamedTuple):
@@ -62,6 +65,36 @@ def _synchronisations(record: Mapping[str, Any], experiment: Mapping[str, Any]) 
     if not (samples and isinstance(epochs, int) and isinstance(batch, int) and epochs > 0 and batch > 0):
         return None
     return [epochs * -(-count // (epochs * batch)) for count in samples]  # every epoch ends with a batch of the rest
+
+
+@dataclass(frozen=True)
+class ToTarget:
+    """What it took several runs to reach a test accuracy: until the first test with that accuracy at least.
+
+    Attributes:
+        reached: how many of the runs did.
+        rounds, virtual_seconds, updates, trips: means over those, since the start of a run; None where nobody did, or
+            there is no such scale. Where some did not, these are means of the faster ones.
+    """
+
+    reached: int
+    rounds: Estimate | None
+    virtual_seconds: Estimate | None
+    updates: Estimate | None
+    trips: Estimate | None
+
+    @classmethod
+    def of(cls, runs: Iterable[Progress | None]) -> ToTarget:
+        """Of runs that were so far when they reached it; None stands for one that did not."""
+        found = [progress for progress in runs if progress is not None]
+        scales = zip(*found, strict=True) if found else [()] * len(Progress._fields)
+        return cls(len(found), *(estimate([value for value in scale if value is not None]) for scale in scales))
+
+
+def reached(accuracies: Iterable[float | None], progress: Iterable[Progress], target: float) -> Progress | None:
+    """How far a run was at its first test with at least this accuracy; None if there is none."""
+    pairs = zip(accuracies, progress, strict=True)
+    return next((far for accuracy, far in pairs if accuracy is not None and accuracy >= target), None)
 
 
 def mean_staleness(records: Iterable[Mapping[str, Any]]) -> float | None:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 import fedsim
-from fedsim.progress import Progress, mean_staleness, progress_of
+from fedsim.progress import Progress, ToTarget, mean_staleness, progress_of, reached
 
 
 def asynchronous(round, seconds, updates, trips, staleness):
@@ -72,3 +72,18 @@ def test_of_k_sync_only_what_counted_is_a_trip(tiny_experiment):
     result = fedsim.run({**tables, "rounds": 3})
     for progress, record in zip(progress_of(result.history, result.experiment.resolved()), result.history, strict=True):
         assert progress.trips == 2 * progress.updates + record["asynchronous"]["held"]
+
+
+def test_the_target_is_reached_at_the_first_test_with_that_accuracy():
+    progress = [Progress(number, 10.0 * number, 2 * number, None) for number in (1, 2, 3)]
+    assert reached([0.1, 0.9, 0.95], progress, 0.9) == progress[1]
+    assert reached([0.91, 0.2, 0.95], progress, 0.9) == progress[0]
+    assert reached([None, 0.2, 0.95], progress, 0.9) == progress[2]
+    assert reached([0.1, 0.2, 0.8999], progress, 0.9) is None
+
+
+def test_what_the_target_took_is_a_mean_over_those_who_reached_it():
+    found = ToTarget.of([Progress(1, None, 4, 10), None, Progress(3, None, 8, 20)])
+    assert (found.reached, found.virtual_seconds) == (2, None)
+    assert [found.rounds.mean, found.updates.mean, found.trips.mean] == [2.0, 6.0, 15.0]
+    assert ToTarget.of([None, None]) == ToTarget(0, None, None, None, None)

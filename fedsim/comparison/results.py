@@ -15,7 +15,7 @@ from fedsim.comparison.axes import label
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.experiment import Experiment
-from fedsim.progress import Progress, mean_staleness, progress_of
+from fedsim.progress import Progress, mean_staleness, progress_of, reached
 from fedsim.records import RoundRecord
 
 ATTACK_SUCCESS = "attack_success"  # a key of records where there is an attack that has it
@@ -88,8 +88,7 @@ class RunResult:
 
     def reached(self, target: float) -> Progress | None:
         """How far it was after the first round with at least this test accuracy; None if there is none."""
-        pairs = zip(self.history, self.progress, strict=True)
-        return next((progress for record, progress in pairs if record["test_accuracy"] >= target), None)
+        return reached([record["test_accuracy"] for record in self.history], self.progress, target)
 
 
 def results_csv(grid: Grid, runs: Sequence[RunResult]) -> str:
@@ -111,8 +110,8 @@ def _figures(run: RunResult, target: float | None) -> dict[str, Any]:
     found: dict[str, Any] = {name: last[name] for name in ("test_accuracy", "test_loss", "train_loss")}
     found |= {"best_accuracy": run.best_accuracy, "seconds": run.seconds, ATTACK_SUCCESS: run.attack_success}
     found |= dict(zip(CLOCK, [*run.progress[-1][1:], run.staleness], strict=True))
-    reached = run.reached(target) if target is not None else None
-    return found | (dict(zip(TO_TARGET, reached, strict=True)) if reached else {})
+    at_target = run.reached(target) if target is not None else None
+    return found | (dict(zip(TO_TARGET, at_target, strict=True)) if at_target else {})
 
 
 def to_csv(rows: Sequence[Sequence[Any]]) -> str:

@@ -10,27 +10,10 @@ from fedsim.comparison.axes import SEED, canonical, describe_point, label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import ATTACK_SUCCESS, CLOCK, TO_TARGET, RunResult, to_csv
 from fedsim.intervals import Estimate, estimate
-from fedsim.progress import Progress
+from fedsim.progress import ToTarget
 
 BEST, TIE = "*", "~"
 GAP = "  "
-
-
-@dataclass(frozen=True)
-class ToTarget:
-    """What it took to reach a test accuracy: until the first round after which it was that at least.
-
-    Attributes:
-        reached: how many of the runs did.
-        rounds, virtual_seconds, updates, trips: means over those, since the start of a run; None where nobody did, or
-            there is no such scale. Where some did not, these are means of the faster ones.
-    """
-
-    reached: int
-    rounds: Estimate | None
-    virtual_seconds: Estimate | None
-    updates: Estimate | None
-    trips: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -111,7 +94,7 @@ def _summarise_group(grid: Grid, group: list[list[RunResult]]) -> list[SummaryRo
                 updates=_mean(timed, lambda run: run.progress[-1].updates),
                 trips=_mean(timed, lambda run: run.progress[-1].trips),
                 staleness=_mean(timed, lambda run: run.staleness),
-                to_target=None if grid.target is None else _to_target(good, grid.target),
+                to_target=None if grid.target is None else ToTarget.of(run.reached(grid.target) for run in good),
             )
         )
     return rows
@@ -120,18 +103,6 @@ def _summarise_group(grid: Grid, group: list[list[RunResult]]) -> list[SummaryRo
 def _mean(runs: Sequence[RunResult], read: Callable[[RunResult], float | None]) -> Estimate | None:
     """Of those that have such a number."""
     return estimate([value for run in runs if (value := read(run)) is not None])
-
-
-def _to_target(runs: Sequence[RunResult], target: float) -> ToTarget:
-    found = [reached for run in runs if (reached := run.reached(target)) is not None]
-    scales: list[Callable[[Progress], float | None]] = [
-        lambda progress: progress.round,
-        lambda progress: progress.virtual_seconds,
-        lambda progress: progress.updates,
-        lambda progress: progress.trips,
-    ]
-    means = [estimate([value for one in found if (value := read(one)) is not None]) for read in scales]
-    return ToTarget(len(found), *means)
 
 
 def _marks(group: list[list[RunResult]]) -> list[str]:
