@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedsim.engines.stacked_convolution import Convolution, stacked_convolution
+from fedsim.engines.stacked_convolution import Convolution, Options, stacked_convolution
 from fedsim.engines.stacked_operations import PreparedDropout, StackedLinear
 from fedsim.local import Product
 from fedsim.precision import in_autocast_type
@@ -128,14 +128,12 @@ def _convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     batch.require(input.ndim == weight.ndim - 1 and batch.is_stack(weight) and (bias is None or batch.is_stack(bias)))
     batch.require_whole(input, weight)
-    return stacked_convolution(convolution, input, weight, bias, stride, padding, dilation, groups)
+    return stacked_convolution(convolution, input, weight, bias, Options(*args, **kwargs))
 
 
 def _embedding(
