@@ -58,6 +58,8 @@ class AutoEngine(Engine):
     earlier one in nothing that its speed depends on is done in the same way.
     """
 
+    stacks = True
+
     @classmethod
     def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:
         return default_processes(device, cohort, threads) if shares_memory(device) else 1
