@@ -26,9 +26,7 @@ LOOKED_AT = 500  # workers at most, whose steps stand for everybody's
 START_SECONDS = 3.0  # about what starting processes takes, which they must save
 LOSSLESS = 0.7  # of the time of stacks in one process, at best, is what as many processes take as that has threads
 HOPELESS = 1.5  # times as long as one row after another: stacks are not tried in several processes then
-GAIN = (
-    0.9  # at most so much of the time of plain rows must another way take: their results are the same bits everywhere
-)
+GAIN = 0.9  # of the time of plain rows, at most, must another way take: their results are the same bits everywhere
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ def stacked_convolution(
 ) -> Tensor:
     """input [k * batch, c, ...], weight [k, o, c / groups, ...], bias [k, o] -> [k * batch, o, ...].
 
-    `convolution` is F.conv1d, F.conv2d or F.conv3d. Figures that decided between the ways: docs/performance.md.
+    `convolution` is F.conv1d, F.conv2d or F.conv3d. On a CPU docs/performance.md has the figures that decided
+    between the ways; on a card, where launching k kernels costs more than one, neither has been measured.
     """
     way = one_by_one if len(weight) == 1 or input.device.type == "cpu" else grouped
     return way(convolution, input, weight, bias, options)
