@@ -281,6 +281,11 @@ class Experiment(Table):
             )
         if engine_class.one_process and self.timeout != type(self).model_fields["timeout"].default:
             lines.append(f'timeout = {self.timeout}: the engine "{self.engine}" waits for nobody; leave it out')
+        if self.batched.width is not None and not engine_class.stacks:
+            lines.append(
+                f'batched.width = {self.batched.width}: the engine "{self.engine}" stacks no rows; leave it out, '
+                "or use engine=batched"
+            )
         if self.cuda_graphs and self.engine != "batched":
             lines.append(f'cuda_graphs = true: goes with engine=batched, not with "{self.engine}"; leave it out')
         if self.sync == "gradients" and self.server != Server():

@@ -91,6 +91,10 @@ def lines_of(tables):
             "aggregate.weights = [0.0, 0.0, 1.0, 1.0]: so many are zero that",
         ),
         ({"engine": "serial", "timeout": 5.0}, 'timeout = 5.0: the engine "serial" waits for nobody; leave it out'),
+        (
+            {"engine": "spawn", "batched": {"width": 3}},
+            'batched.width = 3: the engine "spawn" stacks no rows; leave it out, or use engine=batched',
+        ),
         ({"engine": "tests.plugs:tiny"}, 'engine = "tests.plugs:tiny": cannot be imported: TypeError: takes (root)'),
         ({"engine": "fedsim.errors:FedsimError"}, 'engine = "fedsim.errors:FedsimError": '),
         (
@@ -108,7 +112,7 @@ def lines_of(tables):
         ),
         ({"server": {"optimizer": "sdg"}}, 'server.optimizer = "sdg": no such server optimizer; did you mean "sgd"?'),
         ({"sync": "gradients", "server": "momentum"}, 'server.optimizer = "momentum": with sync = "gradients"'),
-        ({"records": {"model": "no"}}, 'records.model = "no": must be a valid boolean'),
+        ({"records": {"model": "no"}}, 'records.model = "no": must be true or false'),
         ({"records": {"curves": True}}, 'records.curves = true: unknown key; did you mean "curve"?'),
     ],
     ids=lambda value: str(value)[:50],

@@ -26,9 +26,7 @@ LOOKED_AT = 500  # workers at most, whose steps stand for everybody's
 START_SECONDS = 3.0  # about what starting processes takes, which they must save
 LOSSLESS = 0.7  # of the time of stacks in one process, at best, is what as many processes take as that has threads
 HOPELESS = 1.5  # times as long as one row after another: stacks are not tried in several processes then
-GAIN = (
-    0.9  # at most so much of the time of plain rows must another way take: their results are the same bits everywhere
-)
+GAIN = 0.9  # of the time of plain rows, at most, must another way take: their results are the same bits everywhere
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,8 @@ class AutoEngine(Engine):
     Processes are started where the whole of the training is long enough for that to pay. A task that differs from an
     earlier one in nothing that its speed depends on is done in the same way.
     """
+
+    stacks = True
 
     @classmethod
     def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:

@@ -24,6 +24,7 @@ class Engine(ABC):
     """
 
     one_process: ClassVar[bool] = False  # whether it is always one
+    stacks: ClassVar[bool] = False  # whether it may stack rows, and so asks for the width of stacks
     memory: Memory
 
     @classmethod
