@@ -5,8 +5,8 @@ with one thread, its time divided by the number of cores, and (ii) PyTorch's own
 spawn processes, `share_memory`, a DataLoader over a preloaded data set and `torch.optim.SGD` in each.
 
 Clock: fedbuff whose buffer holds everybody's work, with constant delays, against the synchronous loop of the engine
-`serial`, which then does the very same steps; asgd against sync = "gradients", as many steps. And events per second of a
-clock on which nothing is computed.
+`serial`, which then does the very same steps; asgd against sync = "gradients", with as many steps. And events per second
+of a clock on which nothing is computed.
 
     FEDSIM_DATA=... python benchmarks/async.py [--repeats 3]
 """
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from common import CPU, median, report
+from common import median, report
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -131,3 +131,54 @@ def events_per_second(workers: int = 100) -> float:
     while taken < EVENTS:
         taken += clock.advance()
     return taken / (time.perf_counter() - started)
+
+
+def race_seconds(cores: int) -> float:
+    """Seconds that a pass over MNIST takes by Hogwild, one worker for each core, without the test."""
+    local = {"batch_size": BATCH, "lr": LR, "momentum": MOMENTUM}
+    where = {"data": "mnist", "partition": "contiguous", "workers": cores, "processes": cores}
+    how = {"mode": "race", "policy": "hogwild", "race": {"runs": 1}, "rounds": 3}
+    history = fedsim.run({**where, **how, "local": local, "engine": "spawn"}).history
+    return median([record["seconds"]["train"] for record in history[1:]])
+
+
+def compare_clock() -> dict[str, float]:
+    """Ratios of seconds on the clock to those of the synchronous loop, which does as many steps."""
+    common = {"workers": 4, "rounds": 3, "data": "mnist", "local": {"batch_size": BATCH, "lr": LR}}
+    clock = {"mode": "clock", **common}
+    mean = {"aggregate": {"rule": "mean"}}
+    rounds, averaged = train_seconds(**common, **mean)
+    buffered, buffer = train_seconds(**clock, policy="fedbuff")
+    furthest = float((averaged.global_row - buffer.global_row).abs().max())
+    assert furthest < 1e-3, f"fedbuff and the synchronous loop did different work: rows differ by {furthest}"
+    steps, _ = train_seconds(**common, **mean, sync="gradients")
+    asynchronous, run = train_seconds(**clock, policy="asgd", clock={"noise": "lognormal"})
+    seen = sum(map(sum, (record["samples"] for record in run.history)))
+    assert abs(seen - 3 * 60_000) < 3 * BATCH, f"asgd saw {seen} samples"
+    return {"fedbuff_over_rounds": buffered / rounds, "asgd_over_averaged_gradients": asynchronous / steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    repeats = parser.parse_args().repeats
+    os.environ.setdefault("FEDSIM_DATA", str(default_root()))
+    cores = usable_cores()
+    shards = shards_of_mnist(cores)
+    runs = []
+    for _ in range(repeats):
+        floor = bare_loop_seconds(shards) / cores
+        race, usual = race_seconds(cores), usual_hogwild_seconds(shards)
+        runs.append({"hogwild_over_floor": race / floor, "hogwild_over_usual": race / usual, **compare_clock()})
+    report(
+        "async",
+        **{name: median([run[name] for run in runs]) for name in runs[0]},
+        hogwild_samples_per_second=round(60_000 / race),
+        events_per_second=round(max(events_per_second() for _ in range(repeats))),
+        processes=cores,
+        repeats=repeats,
+    )
+
+
+if __name__ == "__main__":
+    main()
