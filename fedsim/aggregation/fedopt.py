@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.server import Decay, Positive, ServerStep, server_optimizer
+from fedsim.aggregation.server import ServerStep, server_optimizer
 from fedsim.errors import ExperimentError
-from fedsim.local import NonNegative, State
+from fedsim.local import Decay, NonNegative, Positive, State
 
 
 @dataclass(frozen=True)
