@@ -201,7 +201,8 @@ class Experiment(Table):
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
     compile: bool = False  # forward pass and loss of training, by torch.compile
     cuda_graphs: bool | None = None  # steps of stacks on CUDA; None: where that is safe
-    sync: Literal["parameters", "gradients"] = "parameters"
+    sync: Literal["parameters", "gradients", "post_local"] = "parameters"
+    gradient_rounds: NonNegativeInt | None = None  # of sync = "post_local": after so many, parameters are averaged
     buffers: Literal["average", "local", "server", "error"] = "average"
     model: Model = Model()
     data: Data = Data()
@@ -246,12 +247,31 @@ class Experiment(Table):
                 f'server.optimizer = "{self.server.optimizer}": with sync = "gradients" the local solver takes the '
                 "step (local.*), so leave [server] out"
             )
+        lines.extend(self._problems_with_rounds())
         lines.extend(self._problems_with_weights())
         lines.extend(self._problems_with_attackers())
         if lines:
             raise ExperimentError(*lines)
         self.pipeline.rehearse(self.cohort_size)
         return self
+
+    def _problems_with_rounds(self) -> list[str]:
+        """With which rounds aggregate what."""
+        lines, count = [], self.gradient_rounds
+        if self.sync == "post_local" and count is None:
+            lines.append('sync = "post_local": needs gradient_rounds, after how many rounds parameters are averaged')
+        if self.sync != "post_local" and count is not None:
+            lines.append(
+                f'gradient_rounds = {count}: goes with sync = "post_local", not with "{self.sync}"; leave it out'
+            )
+        elif count is not None and count > self.rounds:
+            lines.append(f"gradient_rounds = {count}: must be at most rounds, {self.rounds}")
+        if self.rounds_of_gradients and getattr(self.local.plug.target, "anchored", False):
+            lines.append(
+                f'local.solver = "{self.local.solver}": goes by the row that a worker was sent, which nobody leaves '
+                f'where gradients are averaged (sync = "{self.sync}"); use another'
+            )
+        return lines
 
     def _problems_with_weights(self) -> list[str]:
         weights = self.aggregate.weights
@@ -297,6 +317,11 @@ class Experiment(Table):
     def pipeline(self) -> Pipeline:
         """The aggregation rule with its parameters."""
         return self.aggregate.pipeline(self.f)
+
+    @property
+    def rounds_of_gradients(self) -> int:
+        """In so many rounds, the first, gradients are aggregated at every step."""
+        return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
 
     @property
     def cohort_size(self) -> int:

@@ -31,9 +31,9 @@ class Feed:
         """How many samples a worker has."""
         return len(self._memory.root) if worker == self.root else self._memory.shards.size(worker)
 
-    def steps(self, worker: int) -> int:
+    def steps(self, worker: int, round: int) -> int:
         """How many steps a worker takes in a round; the server, in synchronous SGD, as many as anybody else."""
-        if worker == self.root and self._task.sync == "gradients":
+        if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
         return self._task.schedule.steps_for(self.size(worker))
 

@@ -73,7 +73,7 @@ class Stack:
     """
 
     def __init__(self, members: Sequence[Member], round: int, task: Task, feed: Feed) -> None:
-        self.members = sorted(members, key=lambda member: -feed.steps(member.worker))
+        self.members = sorted(members, key=lambda member: -feed.steps(member.worker, round))
         self.round, self._task, self._feed = round, task, feed
         self.slots = torch.tensor([member.slot for member in self.members])
         self.evenly = _evenly_spaced([member.slot for member in self.members])
@@ -87,7 +87,7 @@ class Stack:
     def lots(self) -> Iterator[Lot]:
         """For each step the batches of those who have not finished, until everybody has."""
         batch_size = self._task.schedule.batch_size
-        steps = np.array([self._feed.steps(member.worker) for member in self.members])
+        steps = np.array([self._feed.steps(member.worker, self.round) for member in self.members])
         batches = [self._feed.positions(member.worker, self.round) for member in self.members]
         for start in range(0, int(steps.max()), STEPS_AT_A_TIME):
             ahead = np.clip(steps - start, 0, STEPS_AT_A_TIME)

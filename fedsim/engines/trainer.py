@@ -75,7 +75,7 @@ class RowTrainer:
     def __init__(self, seat: Seat, task: Task, memory: Memory, feed: Feed) -> None:
         self._seat, self._task, self._memory, self._feed = seat, task, memory, feed
         self._rows = list(memory.rows)
-        self._modules = [RowModule(task.new_module)]  # with sync = "gradients", one for each member
+        self._modules = [RowModule(task.new_module)]  # where gradients are aggregated, one for each member
         self._gradient = new_rows(1, memory.rows.shape[1], task.dtype, task.device)[0]
         self._objective = Objective(task.precision)
         self.compiled = self._compile() if task.compile else None
@@ -91,7 +91,7 @@ class RowTrainer:
                 scale = self._new_scale()
                 solver = task.solver if scale is None else Scaled(task.solver, scale)
                 optimizer = RowOptimizer(solver, self._rows[slot], self._gradient)
-                batches = islice(self._feed.batches(worker, round), self._feed.steps(worker))
+                batches = islice(self._feed.batches(worker, round), self._feed.steps(worker, round))
                 tallies[slot] = train_epoch(
                     module.module,
                     self._with_signs_of_life(batches),
@@ -116,7 +116,7 @@ class RowTrainer:
 
     def gradients(self, step: int) -> None:
         for partaker in self._partakers:
-            if step < self._feed.steps(partaker.member.worker):
+            if step < self._feed.steps(partaker.member.worker, self._round):
                 with self._seat.working_on(partaker.member.worker, self._round):
                     self._gradient_of(partaker, step)
 
