@@ -7,7 +7,6 @@ and decays, where PyTorch's find no gradient and pass it over.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +23,8 @@ class Adam:
     g = gradient + weight_decay w;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
     w -= lr m' / (sqrt(v') + eps), with m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t) at step t = 1, 2, ...
 
-    0 <= beta1, beta2 < 1, eps > 0. amsgrad: the largest v so far takes the place of v (Reddi et al. 2018). Keeps three
-    tensors of the row's shape, four with amsgrad.
+    0 <= beta1, beta2 < 1, eps > 0. amsgrad: the largest v so far takes the place of v (Reddi et al. 2018). Keeps four
+    tensors of the row's shape, five with amsgrad.
     """
 
     lr: NonNegative = 1e-3
@@ -36,18 +35,17 @@ class Adam:
     amsgrad: bool = False
 
     def start(self, rows: Tensor) -> State:
-        names = ("steps", "m", "v", "largest_v") if self.amsgrad else ("steps", "m", "v")
+        names = ("m", "v", "m_weight", "v_weight", *(("largest_v",) if self.amsgrad else ()))
         return {name: torch.zeros_like(rows) for name in names}
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         self.decay(rows, gradients)
-        steps = state["steps"].add_(1)
         m = state["m"].lerp_(gradients, 1 - self.beta1)
         v = state["v"].mul_(self.beta2).addcmul_(gradients, gradients, value=1 - self.beta2)
         if self.amsgrad:
             v = torch.maximum(state["largest_v"], v, out=state["largest_v"])
-        scale = v.div(averaged_weight(steps, self.beta2)).sqrt_().add_(self.eps)
-        rows.addcdiv_(m, scale.mul_(averaged_weight(steps, self.beta1)), value=-self.lr)
+        scale = v.div(averaged_weight(state["v_weight"], self.beta2)).sqrt_().add_(self.eps)
+        rows.addcdiv_(m, scale.mul_(averaged_weight(state["m_weight"], self.beta1)), value=-self.lr)
 
     def decay(self, rows: Tensor, gradients: Tensor) -> None:
         """What weight decay does before a step."""
@@ -69,9 +67,13 @@ class AdamW(Adam):
         rows.mul_(1 - self.lr * self.weight_decay)
 
 
-def averaged_weight(steps: Tensor, beta: float) -> Tensor:
-    """1 - beta^steps, what a decaying mean of ones has come to. By expm1, since in float32 the difference cancels."""
-    return torch.expm1(steps * (math.log(beta) if beta else -math.inf)).neg_()
+def averaged_weight(weight: Tensor, beta: float) -> Tensor:
+    """From 1 - beta^t to 1 - beta^(t+1), in place: what a decaying mean of ones has come to.
+
+    A tensor, though all of it is the same number, because a state's tensors have the shape of the row. Kept up rather
+    than computed as 1 - beta^t, which would cancel in float32, or by expm1, which takes as long as the whole step.
+    """
+    return weight.mul_(beta).add_(1 - beta)
 
 
 @solver("adagrad")
