@@ -34,7 +34,7 @@ def unsafe(task: Task, rehearsal: Rehearsal) -> str | None:
     if not can_capture(task.device):
         return f"they need a CUDA device, not {task.device.type}"
     if "parameters" not in task.syncs:
-        return 'with sync = "gradients" every step is a synchronisation'
+        return "where gradients are aggregated every step is a synchronisation"
     if rehearsal.dropouts:
         return "the model has dropout, which is drawn for each worker by itself"
     if rehearsal.coupled:

@@ -69,9 +69,11 @@ def test_replayed_steps_are_the_steps_of_the_ordinary_way(case, width, tiny_expe
 
 
 @pytest.mark.parametrize("start", [2.0**16, 2.0**26])
-def test_losses_are_scaled_in_replayed_steps_too(start, tiny_experiment, replaying, monkeypatch):
+@pytest.mark.parametrize("solver", ["sgd", "fedprox", "adamw", "adagrad"])
+def test_losses_are_scaled_in_replayed_steps_too(solver, start, tiny_experiment, replaying, monkeypatch):
     monkeypatch.setattr("fedsim.engines.scaling.START", start)
     tables = {**tiny_experiment, **BATCHED, "precision": "float16", "partition": "tests.plugs:uneven"}
+    tables["local"] = {"solver": solver, "batch_size": 16}
     replayed = fedsim.run({**tables, "cuda_graphs": True})
     assert_close(fedsim.run({**tables, "cuda_graphs": False}), replayed, 1e-3)
 
