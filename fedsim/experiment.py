@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import (
     AfterValidator,
     Field,
@@ -21,6 +22,8 @@ from pydantic import (
 )
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule, server_optimizer
+from fedsim.asynchronous.delays import noise, speed
+from fedsim.asynchronous.policies import Policy, policy
 from fedsim.augmentation import augmentation
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
 from fedsim.data import dataset, partition_strategy
@@ -166,6 +169,41 @@ class Server(PlugTable):
     optimizer: str = "sgd"
 
 
+class AsyncPolicy(PlugTable):
+    place, named_by, registry = "policy", "name", policy
+
+    name: str = "sync"
+
+
+class Speed(PlugTable):
+    place, named_by, registry = "clock.speed", "name", speed
+
+    name: str = "equal"
+
+
+class Noise(PlugTable):
+    place, named_by, registry = "clock.noise", "name", noise
+
+    name: str = "constant"
+
+
+class Clock(Table):
+    """Virtual time: steps x base x speed x noise, and where models are sent latency + bytes / bandwidth."""
+
+    base: PositiveFloat = 1.0  # seconds of a step
+    speed: Speed = Speed()
+    noise: Noise = Noise()
+    latency: NonNegativeFloat = 0.0  # seconds
+    bandwidth: PositiveFloat | None = None  # bytes per second; None: infinite
+    departures: dict[str, NonNegativeFloat] = Field(default={})  # worker = seconds after which it is gone
+
+
+class Race(Table):
+    """A race is never the same twice, so it is run several times, round by round, and records tell of all."""
+
+    runs: PositiveInt = 5
+
+
 class Batched(Table):
     """How the engine `batched` stacks rows."""
 
@@ -201,6 +239,7 @@ class Experiment(Table):
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
     compile: bool = False  # forward pass and loss of training, by torch.compile
     cuda_graphs: bool | None = None  # steps of stacks on CUDA; None: where that is safe
+    mode: Literal["rounds", "clock", "race"] = "rounds"  # synchronous; on a virtual clock; processes that race
     sync: Literal["parameters", "gradients", "post_local"] = "parameters"
     gradient_rounds: NonNegativeInt | None = None  # of sync = "post_local": after so many, parameters are averaged
     buffers: Literal["average", "local", "server", "error"] = "average"
@@ -212,6 +251,9 @@ class Experiment(Table):
     attack: Attack = Attack()
     aggregate: Aggregate = Aggregate()
     server: Server = Server()
+    policy: AsyncPolicy = AsyncPolicy()
+    clock: Clock = Clock()
+    race: Race = Race()
     records: Records = Records()
 
     def __init__(self, **tables: Any) -> None:
@@ -248,6 +290,7 @@ class Experiment(Table):
                 "step (local.*), so leave [server] out"
             )
         lines.extend(self._problems_with_rounds())
+        lines.extend(self._problems_with_time())
         lines.extend(self._problems_with_weights())
         lines.extend(self._problems_with_attackers())
         if lines:
@@ -266,7 +309,7 @@ class Experiment(Table):
             )
         elif count is not None and count > self.rounds:
             lines.append(f"gradient_rounds = {count}: must be at most rounds, {self.rounds}")
-        if self.rounds_of_gradients and getattr(self.local.plug.target, "anchored", False):
+        if self.rounds_of_gradients and self._anchored:
             lines.append(
                 f'local.solver = "{self.local.solver}": goes by the row that a worker was sent, which nobody leaves '
                 f'where gradients are averaged (sync = "{self.sync}"); use another'
@@ -286,6 +329,68 @@ class Experiment(Table):
         if isinstance(weights, list) and weights.count(0) >= self.cohort_size:
             return [f"{where}: so many are zero that a whole cohort of {self.cohort_size} can be"]
         return []
+
+    def _problems_with_time(self) -> list[str]:
+        """What does not go with the mode."""
+        lines, policy = [], self.policy.bind()
+        named = f"policy.name = {show(self.policy.name)}"
+        if self.mode == "rounds" and not policy.in_rounds:
+            lines.append(f"{named}: goes with mode=clock or mode=race")
+        if self.mode == "race" and policy.in_rounds:
+            lines.append(f'{named}: nobody races in rounds; give a policy, as policy=hogwild, with mode="race"')
+        for table, mode in (("clock", "clock"), ("race", "race")):
+            if self.mode != mode and getattr(self, table) != type(self).model_fields[table].default:
+                lines.append(f"{table}: goes with mode={mode}; leave [{table}] out")
+        if self.mode != "rounds" and not policy.in_rounds:
+            lines.extend(self._problems_with_policy(policy, named))
+        lines.extend(self._problems_with_departures(policy))
+        return lines
+
+    def _problems_with_policy(self, policy: Policy, named: str) -> list[str]:
+        """What an asynchronous policy leaves no room for."""
+        defaults, lines = type(self).model_fields, []
+        out = {"sync": "workers are never in step", "aggregate": "it says itself what becomes of work that arrives"}
+        if not policy.steps_server:
+            out["server"] = "it moves the global row itself"
+        for key, reason in out.items():
+            if getattr(self, key) != defaults[key].default:
+                lines.append(f"{named}: {reason}; leave {key} out")
+        if self.records.updates:
+            lines.append(f"{named}: has no rounds whose updates could be kept; leave records.updates out")
+        if self.attack.name != "none" and self.attack.bind().poison is None:
+            lines.append(
+                f"attack.name = {show(self.attack.name)}: needs to see the rows of a cohort, which {named} has not; "
+                "attacks on data work"
+            )
+        if self.cohort_size < self.workers and not (policy.samples and self.mode == "clock"):
+            lines.append(
+                f"cohort = {self.cohort}: with mode={self.mode} and {named} all workers are at work; leave it out"
+            )
+        if policy.work == "gradient" and PRECISIONS[self.precision].scales_losses:
+            lines.append(
+                f"precision = {show(self.precision)}: {named} steps along gradients, which have no scale there"
+            )
+        if policy.work == "gradient" and self._anchored:
+            lines.append(
+                f"local.solver = {show(self.local.solver)}: goes by the row that a worker was sent, which nobody "
+                f"leaves with {named}; use another"
+            )
+        if policy.needs_momentum and not self.local.bind().start(torch.zeros(1)):
+            lines.append(f"{named}: is about momentum; give local.momentum")
+        try:
+            policy.check(self.cohort_size)
+        except ExperimentError as error:
+            lines.extend(error.lines)
+        return lines
+
+    def _problems_with_departures(self, policy: Policy) -> list[str]:
+        departures = self.clock.departures
+        if not departures:
+            return []
+        if policy.in_rounds or self.cohort_size < self.workers:
+            return ["clock.departures: go with an asynchronous policy in which all workers are at work"]
+        wrong = [name for name in departures if not name.isdecimal() or int(name) >= self.workers]
+        return [f"clock.departures.{name}: must be a worker, from 0 to {self.workers - 1}" for name in wrong]
 
     def _problems_with_attackers(self) -> list[str]:
         listed, count = self.attack.workers or [], self.attack.count(self.workers)
@@ -317,6 +422,11 @@ class Experiment(Table):
     def pipeline(self) -> Pipeline:
         """The aggregation rule with its parameters."""
         return self.aggregate.pipeline(self.f)
+
+    @property
+    def _anchored(self) -> bool:
+        """Whether the local solver goes by the row that a worker was sent; see `fedsim.local.Solver`."""
+        return getattr(self.local.plug.target, "anchored", False)
 
     @property
     def rounds_of_gradients(self) -> int:

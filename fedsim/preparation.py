@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsim.asynchronous.server import AsGradient
 from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
 from fedsim.devices import describe_device, resolve_device, shares_memory
 from fedsim.engines import Engine, Memory, Schedule, Task
@@ -125,7 +126,7 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         gradient_rounds=experiment.rounds_of_gradients,
         model=experiment.model.bind(),
         schedule=Schedule(local.batch_size, local.epochs, local.steps),
-        solver=local.bind(),
+        solver=AsGradient() if _brings_gradients(experiment) else local.bind(),
         rule=rule,
         weights=tuple(weights) if isinstance(weights, list) else weights,
         nonfinite=aggregate.nonfinite,
@@ -143,6 +144,12 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
     )
     _check_model(experiment, task)
     return task
+
+
+def _brings_gradients(experiment: Experiment) -> bool:
+    """Whether workers step along nothing themselves, but bring gradients to a policy."""
+    policy = experiment.policy.bind()
+    return not policy.in_rounds and policy.work == "gradient"
 
 
 def finished_model(setting: Setting, engine: Engine) -> nn.Module:

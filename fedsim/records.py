@@ -29,6 +29,15 @@ MODEL, CURVE, PARTITION = "model.safetensors", "curve.png", "partition.json"
 UPDATES = "updates-{round:05d}.safetensors"
 
 
+class AsyncRecord(TypedDict):
+    """What there is to say of asynchronous work, beyond what a round has."""
+
+    updates: int  # of the global row since the start
+    staleness: dict[str, int]  # of what was applied in the round: how often each
+    held: int  # pieces of work that have come in and wait for an update
+    wasted: int  # that came to nothing in the round
+
+
 class RoundRecord(TypedDict):
     """One round, as in `metrics.jsonl` and `Result.history`."""
 
@@ -43,6 +52,9 @@ class RoundRecord(TypedDict):
     attack_success: float | None  # fraction of what an attacker with a goal wants that the global model does
     bytes_up: int  # what a real network would have carried from workers to server
     bytes_down: int  # and from server to workers
+    samples: list[int]  # that each of the cohort trained on, repetitions counted
+    virtual_seconds: float | None  # since the start, on the virtual clock, if there is one
+    asynchronous: AsyncRecord | None  # None: the round was synchronous
 
 
 def new_folder_name(name: str) -> Path:

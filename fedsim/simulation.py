@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fedsim.asynchronous.pace import RoundClock
+from fedsim.asynchronous.simulation import simulate_on_clock
 from fedsim.engines import Engine
 from fedsim.experiment import Experiment
 from fedsim.loading import load_experiment
@@ -20,12 +21,14 @@ from fedsim.records import RoundRecord, RunFolder
 from fedsim.replay import kept_updates
 from fedsim.report import draw_curve
 from fedsim.scalarboard import ScalarBoard
+from fedsim.stopwatch import Stopwatch
 from fedsim.workshop import Workshop
 
 
 def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
     """The rounds, one after another, on an engine that has begun."""
     experiment, schedule = setting.experiment, setting.schedule
+    virtual = RoundClock.of(setting) if experiment.mode == "clock" else None
     for round in range(1, experiment.rounds + 1):
         cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
         sync, clock = setting.task.sync_in(round), Stopwatch()
@@ -44,11 +47,14 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
         sizes = [engine.memory.shards.size(worker) for worker in cohort]
         rows_sent = len(cohort) if sync == "parameters" else sum(map(schedule.steps_for, sizes))
         sent = rows_sent * setting.row_bytes + len(cohort) * setting.buffer_bytes
+        samples = [schedule.samples_for(size) for size in sizes]
+        if virtual:
+            virtual.pass_round(cohort, sizes, in_step=sync == "gradients")
         yield RoundRecord(
             round=round,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
-            train_loss=engine.train_loss([schedule.samples_for(size) for size in sizes]),
+            train_loss=engine.train_loss(samples),
             seconds=clock.seconds,
             cohort=cohort,
             coefficients=account.shares,
@@ -56,7 +62,16 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
             attack_success=attack_success,
             bytes_up=sent,
             bytes_down=sent,
+            samples=samples,
+            virtual_seconds=virtual.now if virtual else None,
+            asynchronous=None,
         )
+
+
+def history_of(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
+    """The records of a run, in whatever mode it is."""
+    in_rounds = setting.experiment.policy.bind().in_rounds
+    return simulate(setting, engine) if in_rounds else simulate_on_clock(setting, engine)
 
 
 @dataclass(frozen=True)
@@ -117,7 +132,7 @@ def run(
             folder.partition(setting.label_counts, setting.byzantine, setting.looked_at, experiment.workers)
         if on_start:
             on_start(setting)
-        for record in simulate(setting, engine):
+        for record in history_of(setting, engine):
             history.append(record)
             if folder:
                 if record["round"] in experiment.records.updates:
@@ -134,16 +149,3 @@ def run(
         if folder and experiment.records.model:
             folder.model(model)
     return Result(experiment, history, model, global_row, folder.path if folder else None)
-
-
-class Stopwatch:
-    """Adds up seconds by phase: `with clock("train"): ...`."""
-
-    def __init__(self) -> None:
-        self.seconds = {"pull_down": 0.0, "train": 0.0, "aggregate": 0.0, "test": 0.0}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - start

@@ -48,6 +48,10 @@ def lines_of(tables):
             'averaged (sync = "gradients"); use another',
         ),
         ({"sync": "post_local", "gradient_rounds": 1, "local": "fedprox"}, 'local.solver = "fedprox": goes by the row'),
+        (
+            {"mode": "clock", "policy": "asgd", "local": "fedprox"},
+            'local.solver = "fedprox": goes by the row that a worker was sent, which nobody leaves with policy.name = ',
+        ),
         ({"engine": "spwan"}, 'engine = "spwan": no such engine; did you mean "spawn"?'),
         ({"engine": "serial", "processes": 2}, 'processes = 2: the engine "serial" works in one'),
         ({"wrokers": 4}, 'wrokers = 4: unknown key; did you mean "workers"?'),

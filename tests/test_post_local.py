@@ -163,6 +163,20 @@ def test_bytes_follow_the_phase(tiny_experiment):
     assert [record["bytes_up"] for record in history] == [record["bytes_down"] for record in history] == sent
 
 
+def test_on_the_virtual_clock_steps_wait_for_everybody_before_the_switch_and_rounds_after_it(tiny_experiment):
+    tables = {**tiny_experiment, "rounds": ROUNDS, "local": {"steps": 5}, "mode": "clock"}
+    tables["clock"] = {"latency": 1.0}
+
+    def seconds(**tables):
+        now = [0.0, *(record["virtual_seconds"] for record in fedsim.run(tables).history)]
+        return [after - before for before, after in pairwise(now)]
+
+    in_step, in_rounds = (seconds(**tables, sync=sync)[0] for sync in ("gradients", "parameters"))
+    assert in_step > in_rounds
+    found = seconds(**tables, sync="post_local", gradient_rounds=SWITCH)
+    assert found == pytest.approx([in_step] * SWITCH + [in_rounds] * (ROUNDS - SWITCH))
+
+
 def test_kept_updates_are_gradients_and_then_updates(tiny_experiment, tmp_path):
     tables = {**tiny_experiment, "local": {"steps": 1, "lr": 0.25}, "aggregate": "mean", "rounds": 2}
     tables |= {"sync": "post_local", "gradient_rounds": 1, "records": {"updates": [1, 2]}, "precision": "float64"}

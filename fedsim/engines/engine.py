@@ -10,6 +10,7 @@ import torch
 
 from fedsim.devices import default_processes
 from fedsim.engines.averaging import Account
+from fedsim.engines.feed import Member
 from fedsim.engines.job import Memory, Task
 
 
@@ -75,6 +76,10 @@ class Engine(ABC):
     def train(self, cohort: Sequence[int], round: int) -> None:
         """Every member of the cohort trains its row on its shard."""
         self._each("train", cohort, round)
+
+    def train_apart(self, members: Sequence[Member]) -> None:
+        """Train rows from what they hold, each for a round or a step of its worker's own."""
+        self._each("train_apart", members)
 
     def aggregate(self, cohort: Sequence[int], round: int) -> Account:
         """The global row moves along the aggregate of the cohort's updates."""

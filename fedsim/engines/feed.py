@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +22,50 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 Alteration = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+class Member(NamedTuple):
+    """A member of the cohort, and the work that falls to it.
+
+    Attributes:
+        slot: its row's place.
+        worker: which worker it is.
+        round: which of the worker's rounds it is.
+        steps: how many steps of that round, from its first; None: as many as the schedule has.
+        step: the single step of that round, from 0, that this is about, if it is one.
+    """
+
+    slot: int
+    worker: int
+    round: int
+    steps: int | None = None
+    step: int | None = None
+
+    @property
+    def moment(self) -> tuple[int, ...]:
+        """When it is, for draws: the round, or the round and the step."""
+        return (self.round,) if self.step is None else (self.round, self.step)
+
+
+class Lap:
+    """A worker's round as it goes through it: batches as positions in the data set, and what becomes of each."""
+
+    def __init__(self, round: int, positions: Iterator[np.ndarray], alter: Alteration | None) -> None:
+        self.round, self.steps_done, self.alter = round, 0, alter
+        self._positions = positions
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        self.steps_done += 1
+        return next(self._positions)
+
+
 class Feed:
     """The workers' samples in the order in which they meet them in a round, altered as the experiment has it."""
 
     def __init__(self, task: Task, memory: Memory) -> None:
         self._task, self._memory = task, memory
+        self._laps: dict[int, Lap] = {}  # of workers who go step by step
         self.root = len(memory.shards) if task.rule.takes("root") else None  # the server, as a worker
 
     def size(self, worker: int) -> int:
@@ -36,6 +77,12 @@ class Feed:
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
         return self._task.schedule.steps_for(self.size(worker))
+
+    def steps_of(self, member: Member) -> int:
+        """How many steps a member's work has."""
+        if member.step is not None:
+            return 1
+        return self.steps(member.worker, member.round) if member.steps is None else member.steps
 
     def whole_batch(self) -> int:
         """How many samples most batches have: fewer than the schedule says where shards are smaller than that."""
@@ -53,6 +100,35 @@ class Feed:
         for order in self.orders(worker, round):
             for inputs, targets in shard.batches(self._task.schedule.batch_size, order):
                 yield alter(inputs, targets) if alter else (inputs, targets)
+
+    def batches_of(self, member: Member) -> Batches:
+        """The batches of a member's work."""
+        if member.step is None:
+            yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
+        else:  # the next may be long in coming: gather no more than this one
+            yield self._next_batch(self.lap(member))
+
+    def lap(self, member: Member) -> Lap:
+        """A member's round, at the place where its work begins.
+
+        Whoever goes step by step is found where the last step ended: the same that comes of going there anew.
+        """
+        worker, round = member.worker, member.round
+        lap = self._laps.get(worker) if member.step is not None else None
+        if lap is None or lap.round != round or lap.steps_done != member.step:
+            lap = Lap(round, self.positions(worker, round), self.alteration(worker, round))
+        if member.step is not None:
+            while lap.steps_done < member.step:
+                if lap.alter is None:
+                    next(lap)
+                else:  # whose draws go on from batch to batch
+                    self._next_batch(lap)
+            self._laps[worker] = lap
+        return lap
+
+    def _next_batch(self, lap: Lap) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._memory.train.gather(torch.from_numpy(next(lap)))
+        return lap.alter(inputs, targets) if lap.alter else (inputs, targets)
 
     def positions(self, worker: int, round: int) -> Iterator[np.ndarray]:
         """The same batches as positions in the data set, before any alteration."""

@@ -44,7 +44,11 @@ class Schedule:
 
     def samples_for(self, n_samples: int) -> int:
         """Samples that a worker with this many goes through in one round, repetitions counted."""
-        epochs, steps = divmod(self.steps_for(n_samples), -(-n_samples // self.batch_size))
+        return self.samples_in(self.steps_for(n_samples), n_samples)
+
+    def samples_in(self, steps: int, n_samples: int) -> int:
+        """The same for so many steps from the start of a round."""
+        epochs, steps = divmod(steps, -(-n_samples // self.batch_size))
         return epochs * n_samples + steps * self.batch_size
 
     def batch_size_at(self, step: int, n_samples: int) -> int:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from fedsim.devices import wide_dtype
-from fedsim.engines.feed import Feed
+from fedsim.engines.feed import Feed, Member
 from fedsim.engines.job import Task
 from fedsim.engines.stacked_module import StackedModule
-from fedsim.engines.trainer import Member
 from fedsim.local import Solver, State
 from fedsim.randomness import Stream
 
@@ -72,12 +71,13 @@ class Stack:
         evenly: the same as a slice, which selects a view, where the slots ascend in steps of one size; else None.
     """
 
-    def __init__(self, members: Sequence[Member], round: int, task: Task, feed: Feed) -> None:
-        self.members = sorted(members, key=lambda member: -feed.steps(member.worker, round))
-        self.round, self._task, self._feed = round, task, feed
+    def __init__(self, members: Sequence[Member], task: Task, feed: Feed) -> None:
+        self.members = sorted(members, key=lambda member: -feed.steps_of(member))
+        self._task, self._feed = task, feed
         self.slots = torch.tensor([member.slot for member in self.members])
         self.evenly = _evenly_spaced([member.slot for member in self.members])
-        self.alterations = [feed.alteration(member.worker, round) for member in self.members]
+        self._laps = [feed.lap(member) for member in self.members]
+        self.alterations = [lap.alter for lap in self._laps]
         self._loss_sum = torch.zeros(len(members), dtype=wide_dtype(task.device), device=task.device)
         self._samples = np.zeros(len(members), dtype=np.int64)
 
@@ -87,14 +87,13 @@ class Stack:
     def lots(self) -> Iterator[Lot]:
         """For each step the batches of those who have not finished, until everybody has."""
         batch_size = self._task.schedule.batch_size
-        steps = np.array([self._feed.steps(member.worker, self.round) for member in self.members])
-        batches = [self._feed.positions(member.worker, self.round) for member in self.members]
+        steps = np.array([self._feed.steps_of(member) for member in self.members])
         for start in range(0, int(steps.max()), STEPS_AT_A_TIME):
             ahead = np.clip(steps - start, 0, STEPS_AT_A_TIME)
             positions = np.zeros((ahead.max(), len(self), batch_size), dtype=np.int64)
             sizes = np.zeros((ahead.max(), len(self)), dtype=np.int64)
             for member, count in enumerate(ahead.tolist()):
-                for step, batch in enumerate(islice(batches[member], count)):
+                for step, batch in enumerate(islice(self._laps[member], count)):
                     positions[step, member, : len(batch)] = batch
                     positions[step, member, len(batch) :] = batch[0]
                     sizes[step, member] = len(batch)
@@ -102,8 +101,11 @@ class Stack:
 
     def streams(self, *step: int) -> list[Stream]:
         """For each member the stream from which its layers draw."""
-        task = self._task
-        return [Stream(task.device, task.seed, "layers", self.round, member.worker, *step) for member in self.members]
+        task, streams = self._task, []
+        for member in self.members:
+            round, *moment = member.moment
+            streams.append(Stream(task.device, task.seed, "layers", round, member.worker, *moment, *step))
+        return streams
 
     def count(self, lot: Lot, losses: Tensor | None = None) -> None:
         """Add up mean losses [m] of a lot, without waiting for the device; None where others do that."""

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from fedsim.engines.compiling import Compilation
 from fedsim.engines.crew import Seat
-from fedsim.engines.feed import Feed
+from fedsim.engines.feed import Feed, Member
 from fedsim.engines.graphs import Replays, unsafe
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.rehearsal import Rehearsal
 from fedsim.engines.scaling import LossScale, step_where, zero_where_not
 from fedsim.engines.stack import Holdings, Lot, Stack, starting_states
 from fedsim.engines.stacked_module import StackedModule
-from fedsim.engines.trainer import Member
 from fedsim.local import Product, step_along
 from fedsim.randomness import Stream
 from fedsim.rows import new_rows
@@ -61,17 +60,17 @@ class StackTrainer:
     def compiled(self) -> Compilation | None:
         return self._module.compiled
 
-    def train(self, members: Sequence[Member], round: int) -> None:
-        stacks = self._stacks(members, round)
+    def train(self, members: Sequence[Member]) -> None:
+        stacks = self._stacks(members)
         for stack in stacks:
-            with self._seat.working_on_several(round):
+            with self._seat.working_on_several(stack.members[0].round):
                 self._train(stack)
         self._tell_losses(stacks)
 
-    def meet_at_global_row(self, members: Sequence[Member], round: int) -> None:
+    def meet_at_global_row(self, members: Sequence[Member]) -> None:
         self._meetings = [
             Meeting(stack, Holdings([], [], self._buffers(stack)), stack.lots(), self._new_scale(stack))
-            for stack in self._stacks(members, round)
+            for stack in self._stacks(members)
         ]
 
     def gradients(self, step: int) -> None:
@@ -80,7 +79,7 @@ class StackTrainer:
             whole = next(lots, None)
             if whole is None:
                 continue
-            with self._seat.working_on_several(stack.round):
+            with self._seat.working_on_several(stack.members[0].round):
                 streams = self._streams(stack, step)
                 for lot in self._lots_of(whole):
                     theirs = holdings.of(lot)
@@ -100,14 +99,14 @@ class StackTrainer:
         self._tell_losses([meeting.stack for meeting in self._meetings])
         self._meetings = []
 
-    def _stacks(self, members: Sequence[Member], round: int) -> list[Stack]:
+    def _stacks(self, members: Sequence[Member]) -> list[Stack]:
         """As few stacks as the width allows, of about the same size; members with like numbers of steps together."""
         if not members:
             return []
-        members = sorted(members, key=lambda member: -self._feed.steps(member.worker, round))
+        members = sorted(members, key=lambda member: -self._feed.steps_of(member))
         count = -(-len(members) // self._width)
         cuts = [len(members) * part // count for part in range(count + 1)]
-        return [Stack(members[start:stop], round, self._task, self._feed) for start, stop in pairwise(cuts)]
+        return [Stack(members[start:stop], self._task, self._feed) for start, stop in pairwise(cuts)]
 
     def _train(self, stack: Stack) -> None:
         memory, solver = self._memory, self._task.solver

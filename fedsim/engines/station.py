@@ -17,10 +17,10 @@ from torch import Tensor
 from fedsim.devices import synchronize, wide_dtype
 from fedsim.engines.averaging import Account, Averaging, Meeting
 from fedsim.engines.crew import Seat
-from fedsim.engines.feed import Feed
+from fedsim.engines.feed import Feed, Member
 from fedsim.engines.job import Memory, Task, test_batch_size
 from fedsim.engines.module import RowModule
-from fedsim.engines.trainer import Member, Trainer
+from fedsim.engines.trainer import Trainer
 from fedsim.precision import full_precision
 from fedsim.rows import new_rows, pull_down
 from fedsim.training import test
@@ -72,7 +72,7 @@ class Station:
     def pull_down(self, cohort: Sequence[int], round: int) -> None:
         """Give this process's members of the cohort the global model."""
         task, memory, sync = self.task, self.memory, self.task.sync_in(round)
-        for slot, worker in self._mine(cohort):
+        for slot, worker, *_ in self._mine(cohort):
             if sync == "parameters":
                 pull_down(task.server.broadcast(memory.global_row, memory.states[sync]), memory.rows[slot])
             own = task.buffers == "local"
@@ -81,13 +81,20 @@ class Station:
 
     def train(self, cohort: Sequence[int], round: int) -> None:
         """Train this process's members of the cohort, each on its own row and shard."""
-        members = self._mine(cohort)
+        members = self._mine(cohort, round)
         if self.task.rule.takes("losses"):
             for member in members:
                 with self.seat.working_on(member.worker, round):
                     self.memory.losses[member.slot] = self._loss_before_training(member)
         with self._in_precision():
-            self.trainer.train(members, round)
+            self.trainer.train(members)
+        synchronize(self.task.device)
+
+    def train_apart(self, members: Sequence[Member]) -> None:
+        """Train this process's share of members whose rounds differ; their rows hold what they begin with."""
+        steps = [self.feed.steps_of(member) for member in members]
+        with self._in_precision():
+            self.trainer.train([members[place] for place in deal(steps, self.seat.count)[self.seat.index]])
         synchronize(self.task.device)
 
     def compilation(self) -> str | None:
@@ -104,16 +111,16 @@ class Station:
         """Seconds that this process's share of a round of training takes from the global row; nothing is kept of it."""
         memory = self.memory
         members = self._mine(workers)
-        for slot, _ in members:
+        for slot, *_ in members:
             memory.rows[slot] = memory.global_row
             memory.buffers[slot] = memory.global_buffers
         if self.task.compile:
-            self.trainer.train(members, round=0)  # what is compiled on the way takes long, once
+            self.trainer.train(members)  # what is compiled on the way takes long, once
         taken: list[float] = []
         while len(taken) < TIMINGS and sum(taken) < PATIENCE:
             start = time.perf_counter()
             with self._in_precision():
-                self.trainer.train(members, round=0)
+                self.trainer.train(members)
             synchronize(self.task.device)
             taken.append(time.perf_counter() - start)
         return min(taken)
@@ -132,7 +139,7 @@ class Station:
         the steps that remain.
         """
         account = RoundAccount(cohort)
-        self.trainer.meet_at_global_row(self._mine(cohort), round)
+        self.trainer.meet_at_global_row(self._mine(cohort, round))
         for step, meeting in enumerate(self._meetings(cohort, round)):
             with self._in_precision():
                 self.trainer.gradients(step)
@@ -182,11 +189,11 @@ class Station:
         weights = self.averaging.weights(cohort, self._shard_sizes(cohort))
         return Meeting(range(len(cohort)), list(cohort), weights, (round,))
 
-    def _mine(self, cohort: Sequence[int]) -> list[Member]:
+    def _mine(self, cohort: Sequence[int], round: int = 0) -> list[Member]:
         """The members that this process trains: of the cohort, and the server where the rule compares with that."""
         everyone = [*cohort] if self.feed.root is None else [*cohort, self.feed.root]
         steps = [self.task.schedule.steps_for(n) for n in self._shard_sizes(everyone)]
-        return [Member(slot, everyone[slot]) for slot in deal(steps, self.seat.count)[self.seat.index]]
+        return [Member(slot, everyone[slot], round) for slot in deal(steps, self.seat.count)[self.seat.index]]
 
     def _shard_sizes(self, cohort: Sequence[int]) -> list[int]:
         return [self.feed.size(worker) for worker in cohort]

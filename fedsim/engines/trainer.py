@@ -6,8 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from fedsim.devices import wide_dtype
 from fedsim.engines.compiling import Compilation
 from fedsim.engines.crew import Seat
-from fedsim.engines.feed import Batches, Feed
+from fedsim.engines.feed import Batches, Feed, Member
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.module import RowModule, differ
 from fedsim.engines.scaling import LossScale, Scaled, zero_where_not
@@ -24,13 +23,6 @@ from fedsim.local import RowOptimizer
 from fedsim.randomness import seed_everything
 from fedsim.rows import new_rows
 from fedsim.training import Loss, Objective, train_epoch
-
-
-class Member(NamedTuple):
-    """A member of the cohort: its row's place, and which worker it is."""
-
-    slot: int
-    worker: int
 
 
 class Trainer(Protocol):
@@ -42,10 +34,10 @@ class Trainer(Protocol):
     compiled: Compilation | None  # what is compiled of its work
     replays: Any  # its steps that are captured, if it has such
 
-    def train(self, members: Sequence[Member], round: int) -> None:
-        """One round: each member's row learns on its worker's shard."""
+    def train(self, members: Sequence[Member]) -> None:
+        """Each member's row learns on its worker's shard, for a round or for one step."""
 
-    def meet_at_global_row(self, members: Sequence[Member], round: int) -> None:
+    def meet_at_global_row(self, members: Sequence[Member]) -> None:
         """Begin a round of synchronous SGD, in which the members' rows hold gradients."""
 
     def gradients(self, step: int) -> None:
@@ -79,22 +71,22 @@ class RowTrainer:
         self._gradient = new_rows(1, memory.rows.shape[1], task.dtype, task.device)[0]
         self._objective = Objective(task.precision)
         self.compiled = self._compile() if task.compile else None
-        self._round, self._partakers = 0, list[Partaker]()
+        self._partakers = list[Partaker]()
 
-    def train(self, members: Sequence[Member], round: int) -> None:
+    def train(self, members: Sequence[Member]) -> None:
         task, memory, module = self._task, self._memory, self._modules[0]
         tallies = {}
-        for slot, worker in members:
-            with self._seat.working_on(worker, round):
+        for member in members:
+            slot = member.slot
+            with self._seat.working_on(member.worker, member.round):
                 module.take(self._rows[slot], self._gradient, memory.buffers[slot])
-                seed_everything(task.device, task.seed, "layers", round, worker)
+                self._seed_layers(member, *member.moment)
                 scale = self._new_scale()
                 solver = task.solver if scale is None else Scaled(task.solver, scale)
                 optimizer = RowOptimizer(solver, self._rows[slot], self._gradient)
-                batches = islice(self._feed.batches(worker, round), self._feed.steps(worker, round))
                 tallies[slot] = train_epoch(
                     module.module,
-                    self._with_signs_of_life(batches),
+                    self._with_signs_of_life(self._feed.batches_of(member)),
                     optimizer,
                     backward=partial(self._backward, scale=scale),
                 )
@@ -102,34 +94,35 @@ class RowTrainer:
         for slot, tally in tallies.items():  # only now, because reading a number waits for the device
             memory.train_loss[slot] = tally.loss
 
-    def meet_at_global_row(self, members: Sequence[Member], round: int) -> None:
+    def meet_at_global_row(self, members: Sequence[Member]) -> None:
         memory, device = self._memory, self._task.device
         while len(self._modules) < len(members):
             self._modules.append(RowModule(self._task.new_module))
-        self._round, self._partakers = round, []
+        self._partakers = []
         for member, module in zip(members, self._modules, strict=False):
             module.take(memory.global_row, self._rows[member.slot], memory.buffers[member.slot])
             module.module.train()
             loss_sum = torch.zeros((), dtype=wide_dtype(device), device=device)
-            batches = self._with_signs_of_life(self._feed.batches(member.worker, round))
+            batches = self._with_signs_of_life(self._feed.batches(member.worker, member.round))
             self._partakers.append(Partaker(member, module, batches, loss_sum, self._new_scale()))
 
     def gradients(self, step: int) -> None:
         for partaker in self._partakers:
-            if step < self._feed.steps(partaker.member.worker, self._round):
-                with self._seat.working_on(partaker.member.worker, self._round):
+            member = partaker.member
+            if step < self._feed.steps(member.worker, member.round):
+                with self._seat.working_on(member.worker, member.round):
                     self._gradient_of(partaker, step)
 
     def part(self) -> None:
         for partaker in self._partakers:
-            with self._seat.working_on(partaker.member.worker, self._round):
+            with self._seat.working_on(partaker.member.worker, partaker.member.round):
                 partaker.module.give(self._memory.buffers[partaker.member.slot])
             self._memory.train_loss[partaker.member.slot] = partaker.loss_sum.item() / partaker.samples
 
     def _gradient_of(self, partaker: Partaker, step: int) -> None:
-        (slot, worker), task = partaker.member, self._task
+        slot, task = partaker.member.slot, self._task
         inputs, targets = next(partaker.batches)
-        seed_everything(task.device, task.seed, "layers", self._round, worker, step)
+        self._seed_layers(partaker.member, partaker.member.round, step)
         self._rows[slot].zero_()
         loss = self._backward(partaker.module.module, inputs, targets, scale=partaker.scale)
         if partaker.scale is not None:
@@ -138,6 +131,10 @@ class RowTrainer:
             self._memory.losses[slot] = loss.item()
         partaker.loss_sum.add_(loss, alpha=len(targets))
         partaker.samples += len(targets)
+
+    def _seed_layers(self, member: Member, round: int, *step: int) -> None:
+        """What the layers of a model draw (dropout) goes by the worker and the moment."""
+        seed_everything(self._task.device, self._task.seed, "layers", round, member.worker, *step)
 
     def _new_scale(self) -> LossScale | None:
         return LossScale((), self._task.device) if self._task.precision.scales_losses else None

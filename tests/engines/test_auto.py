@@ -171,13 +171,13 @@ def test_measuring_does_not_show_in_the_results(case, sync, way, tiny_experiment
 
 
 def test_a_failure_of_single_rows_while_measuring_is_one_of_that_model(tables, monkeypatch):
-    monkeypatch.setattr(RowTrainer, "train", lambda self, members, round: 1 / 0)
+    monkeypatch.setattr(RowTrainer, "train", lambda self, members: 1 / 0)
     with pytest.raises(fedsim.WorkerError, match="failed before the first worker: ZeroDivisionError"):
         fedsim.run(tables)
 
 
 def test_a_failure_of_stacks_alone_is_noted_and_the_model_runs_all_the_same(tables, monkeypatch):
-    monkeypatch.setattr(StackTrainer, "train", lambda self, members, round: 1 / 0)
+    monkeypatch.setattr(StackTrainer, "train", lambda self, members: 1 / 0)
     how = how_it_was_done(tables)
     assert how["engine"] == "serial"
     assert "failed before the first worker: ZeroDivisionError" in how["probe"]["batched"]

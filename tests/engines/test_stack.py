@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from fedsim.engines import stack as stack_module
-from fedsim.engines.feed import Feed
+from fedsim.engines.feed import Feed, Member
 from fedsim.engines.stack import Holdings, Lot, Stack, starting_states
 from fedsim.engines.stacked_module import StackedModule
-from fedsim.engines.trainer import Member
 from fedsim.local import SGD
 from fedsim.randomness import random_state_kept, seed_everything
 
@@ -22,7 +21,7 @@ STEPS = [1, 2, 2, 5, 5]  # of shards of 1, 5, 8, 17 and 20 samples, in batches o
 
 def members(*workers):
     """Slots are other numbers than workers."""
-    return [Member(10 + place, worker) for place, worker in enumerate(workers)]
+    return [Member(10 + place, worker, 3) for place, worker in enumerate(workers)]
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def stack(prepared):
     def make(*workers, **changes):
         task, memory = prepared(**changes)
         feed = Feed(task, memory)
-        return Stack(members(*workers), 3, task, feed), feed
+        return Stack(members(*workers), task, feed), feed
 
     return make
 
@@ -51,7 +50,6 @@ def test_members_with_most_steps_stand_first_and_else_in_their_order(stack):
     assert len(made) == 5
     assert [member.worker for member in made.members] == [3, 4, 1, 2, 0]
     assert made.slots.tolist() == [13, 14, 11, 12, 10]
-    assert made.round == 3
 
 
 @pytest.mark.parametrize("ahead", [256, 3, 1])

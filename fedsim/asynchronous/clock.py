@@ -1,0 +1,187 @@
+"""The virtual clock: a discrete-event simulation of asynchronous workers, repeatable to the bit.
+
+What a piece of work comes to depends only on the model that it began with. So it is computed no sooner than when it
+arrives, together with all others that are under way by then, by whatever engine there is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fedsim.asynchronous.calendar import Calendar
+from fedsim.asynchronous.policy import Arrival
+from fedsim.asynchronous.roster import Roster
+from fedsim.asynchronous.server import Server
+from fedsim.engines.feed import Member
+from fedsim.errors import ExperimentError
+
+Train = Callable[[Sequence[Member]], object]
+Pace = Callable[[Member, int, int], float]  # seconds for a piece of work, its number, and the models that it moves
+
+
+@dataclass
+class Journal:
+    """What has happened since it was begun.
+
+    Attributes:
+        samples: gone through, by worker, in work that has arrived.
+        staleness: of what was applied, how often each.
+        loss_sum: of training, over those samples.
+        up, down: models or gradients sent.
+        wasted: pieces of work that came in after others had made them void, or were given up.
+    """
+
+    samples: Counter[int] = field(default_factory=Counter)
+    staleness: Counter[int] = field(default_factory=Counter)
+    loss_sum: float = 0.0
+    up: int = 0
+    down: int = 0
+    wasted: int = 0
+
+
+class VirtualClock:
+    """Runs a policy: who begins what, when it arrives, and in which order the server takes it.
+
+    All that arrives at one time is taken, in the order of slots, before anybody begins anew at that time.
+
+    Args:
+        pace: how long a piece of work takes, given what it is, how many the worker has begun before, and how many
+            models it sends and is sent.
+        train: computes pieces of work, each from what its row holds.
+        departures: when workers leave, by slot: what has not arrived by then never does.
+    """
+
+    def __init__(
+        self, server: Server, roster: Roster, pace: Pace, train: Train, departures: Mapping[int, float] | None = None
+    ) -> None:
+        self._server, self._policy, self._roster = server, server.policy, roster
+        self._pace, self._train, self._departures = pace, train, departures or {}
+        self._calendar = Calendar()
+        self._idle = list(range(server.n))
+        self._under_way: dict[int, Member] = {}
+        self._untrained: dict[int, Member] = {}
+        self._begun: Counter[int] = Counter()  # pieces of work, by worker
+        self._leaving: set[int] = set()
+        self.journal = Journal()
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the start."""
+        return self._calendar.now
+
+    @property
+    def in_flight(self) -> Iterable[int]:
+        """The slots whose work has begun and not arrived."""
+        return self._under_way.keys()
+
+    def advance(self) -> int:
+        """Go on to the next time at which something arrives; how many pieces of work were taken then."""
+        self._begin_work()
+        if not len(self._calendar):
+            raise ExperimentError(self._standstill())
+        slots = self._calendar.next()
+        if any(slot in self._untrained for slot in slots):
+            self._compute(slots)
+        taken = sum([self._arrive(slot) for slot in slots])
+        if self._policy.cancels and taken:
+            self._cancel()
+        return taken
+
+    def _begin_work(self) -> None:
+        """Everyone who is idle, and may, begins."""
+        server, policy, waiting = self._server, self._policy, []
+        for slot in sorted(self._idle):
+            if policy.may_start(server, slot):
+                self._begin(slot)
+            else:
+                waiting.append(slot)
+        self._idle = waiting
+
+    def _begin(self, slot: int) -> None:
+        server, policy = self._server, self._policy
+        member = self._roster.next(slot)
+        if member.step is None:
+            member = member._replace(steps=policy.steps(server, slot, self._roster.steps(member)))
+        policy.pull(server, slot)
+        server.begin(slot, member.worker)
+        up, down = policy.traffic(int(server.units[slot]))
+        seconds = self._pace(member, self._begun[member.worker], up + down)
+        self._begun[member.worker] += 1
+        server.units[slot] += 1
+        self.journal.down += down
+        self._under_way[slot] = self._untrained[slot] = member
+        if self._departures:
+            seconds = self._until_departure(slot, seconds)
+        self._calendar.add(slot, seconds)
+
+    def _until_departure(self, slot: int, seconds: float) -> float:
+        """The same time, or as much of it as passes before the worker leaves."""
+        remaining = self._departures.get(slot, float("inf")) - self.now
+        if seconds <= remaining:
+            return seconds
+        self._leaving.add(slot)
+        return max(0.0, remaining)
+
+    def _compute(self, arriving: Sequence[int]) -> None:
+        """Train those whose work has not been computed; none of whom it is certain that nobody will ask."""
+        wanted = self._policy.wanted(self._server)
+        if wanted is None:
+            members = list(self._untrained.values())
+        else:
+            soonest = [*arriving, *self._calendar.soonest(max(0, wanted - len(arriving)))]
+            members = [self._untrained[slot] for slot in soonest if slot in self._untrained]
+        members = [member for member in members if member.slot not in self._leaving]
+        if members:
+            self._train(members)
+        for member in members:
+            del self._untrained[member.slot]
+
+    def _arrive(self, slot: int) -> bool:
+        """One piece of work comes in; whether the policy has taken it."""
+        server, policy, journal = self._server, self._policy, self.journal
+        member = self._under_way.pop(slot)
+        if slot in self._leaving:
+            self._leave(member)
+            return False
+        self._idle.append(slot)
+        unit, staleness = int(server.units[slot]) - 1, server.staleness(slot)
+        if policy.cancels and staleness:  # it came at the same time as what made it void
+            self._give_up(member)
+            return False
+        self._roster.done(member)
+        up, _ = policy.traffic(unit)
+        journal.up += up
+        samples = self._roster.samples(member)
+        journal.samples[member.worker] += samples
+        journal.loss_sum += float(server.memory.train_loss[slot]) * samples
+        if up:
+            journal.staleness[staleness] += 1
+        server.end(slot, member.worker)
+        policy.take(server, Arrival(slot, member.worker, unit, staleness))
+        return True
+
+    def _cancel(self) -> None:
+        """After an update, end all work that began before it."""
+        for slot in [slot for slot in self._under_way if self._server.staleness(slot)]:
+            self._calendar.cancel(slot)
+            self._leaving.discard(slot)
+            self._idle.append(slot)
+            self._give_up(self._under_way.pop(slot))
+
+    def _give_up(self, member: Member) -> None:
+        self._untrained.pop(member.slot, None)
+        self._roster.given_up(member)
+        self.journal.wasted += 1
+
+    def _leave(self, member: Member) -> None:
+        self._give_up(member)
+        self._leaving.discard(member.slot)
+        self._server.living[member.slot] = 0
+        self._policy.left(self._server)
+
+    def _standstill(self) -> str:
+        left = self._server.n - len(self._server.alive)
+        gone = f"; {left} of {self._server.n} workers have left (clock.departures)" if left else ""
+        return f"policy: at {self.now:g} virtual seconds nobody is at work and nobody may begin{gone}"

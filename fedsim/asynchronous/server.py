@@ -1,0 +1,182 @@
+"""What asynchronous workers share: the global row and its version, and whatever a policy remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.aggregation import ServerStep
+from fedsim.aggregation.averaging import mean
+from fedsim.asynchronous.policy import Policy
+from fedsim.engines.job import BufferPolicy, Memory, Task
+from fedsim.local import Solver, State
+from fedsim.rows import new_rows
+
+
+class AsGradient:
+    """The local solver of workers that bring a gradient: the row becomes the gradient at where it was."""
+
+    def start(self, rows: Tensor) -> State:
+        return {}
+
+    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
+        rows.copy_(gradients)
+
+
+@dataclass
+class Server:
+    """The state of an asynchronous run, with the few operations on it of which policies are made.
+
+    All of it are tensors, in shared memory where processes race; rows and buffers are those of the engine's Memory.
+
+    Attributes:
+        policy, solver, optimizer: who decides; what steps along gradients; what steps along updates.
+        memory: `global_row` [d], `rows` [n, d] and the buffers are used of it.
+        replicas: [n, d], the model of each worker beside its row, where the policy asks for that; else [0, d].
+        shared, private: the solver's state for the global row, [d], and for each worker, [n, d].
+        remembered: what the policy keeps.
+        seed: of the experiment, for what a policy draws.
+        step_seconds: float64 [n], on the host: how long each worker takes for a step, as far as that is known.
+        counts: int64 [1 + 3 n], on the host: the version; and of each slot the version that its model is of, how many
+            pieces of work it has begun, and whether it is alive.
+    """
+
+    policy: Policy
+    solver: Solver
+    optimizer: ServerStep
+    memory: Memory
+    seed: int
+    buffers: BufferPolicy
+    replicas: Tensor
+    shared: State
+    private: State
+    counts: Tensor
+    step_seconds: Tensor
+    remembered: State = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, policy: Policy, solver: Solver, task: Task, memory: Memory) -> Server:
+        """A server at the start of a run, over an engine's memory."""
+        n, d = len(memory.rows), len(memory.global_row)
+        counts = torch.zeros(1 + 3 * n, dtype=torch.int64)
+        counts[1 : 1 + n] = -1
+        counts[1 + 2 * n :] = 1
+        replicas = new_rows(n if policy.replicas else 0, d, task.dtype, task.device)
+        replicas.copy_(memory.global_row.expand(len(replicas), -1))
+        memory.buffers[:] = memory.global_buffers
+        server = cls(
+            policy=policy,
+            solver=solver,
+            optimizer=task.server,
+            memory=memory,
+            seed=task.seed,
+            buffers=task.buffers,
+            replicas=replicas,
+            shared=solver.start(memory.global_row) if "shared" in policy.moments else {},
+            private=solver.start(memory.rows) if "private" in policy.moments else {},
+            counts=counts,
+            step_seconds=torch.ones(n, dtype=torch.double),
+        )
+        server.remembered = policy.start(server)
+        return server
+
+    def __post_init__(self) -> None:
+        n, counts = len(self.memory.rows), self.counts.numpy()
+        self.n = n
+        self.rows, self.global_row = list(self.memory.rows), self.memory.global_row
+        self._version, self.read = counts[:1], counts[1 : 1 + n]
+        self.units, self.living = counts[1 + n : 1 + 2 * n], counts[1 + 2 * n :]
+        self._has_buffers = self.memory.global_buffers.numel() > 0
+
+    @property
+    def version(self) -> int:
+        """How many updates the global row has had."""
+        return int(self._version[0])
+
+    @property
+    def alive(self) -> np.ndarray:
+        """The slots of workers that have not left."""
+        return np.flatnonzero(self.living)
+
+    def pull(self, slot: int) -> None:
+        """A worker reads the global model: its next piece of work begins with that."""
+        (self.replicas if len(self.replicas) else self.rows)[slot].copy_(self.global_row)
+        if self._has_buffers and self.buffers != "local":
+            self.memory.buffers[slot] = self.memory.global_buffers
+        self.read[slot] = self._version[0]
+
+    def stay(self, slot: int) -> None:
+        """A worker goes on with the model that it has, which at first is the global one."""
+        if self.read[slot] < 0:
+            self.read[slot] = self._version[0]
+
+    def begin(self, slot: int, worker: int) -> None:
+        """A worker in this slot sets out from its model: its row is a copy, whatever becomes of the model meanwhile."""
+        if len(self.replicas):
+            self.rows[slot].copy_(self.replicas[slot])
+        if self._has_buffers and self.buffers == "local":
+            self.memory.buffers[slot] = self.memory.own_buffers[worker]
+
+    def end(self, slot: int, worker: int) -> None:
+        """A worker has ended its work in this slot."""
+        if self._has_buffers and self.buffers == "local":
+            self.memory.own_buffers[worker] = self.memory.buffers[slot]
+
+    def staleness(self, slot: int) -> int:
+        """How many updates the global row has had since a worker last read it."""
+        return int(self._version[0] - self.read[slot])
+
+    def step(self, gradient: Tensor, slot: int | None = None) -> None:
+        """One step of the solver along a gradient [d], which it may change; with a worker's own state, if one is named.
+
+        That is a new version.
+        """
+        state = self.shared if slot is None else {name: tensor[slot] for name, tensor in self.private.items()}
+        self.solver.step(self.global_row, gradient, state)
+        self.moved()
+
+    def step_replica(self, slot: int, gradient: Tensor) -> None:
+        """One step of a worker's own model along a gradient [d], which it may change, with the worker's own state."""
+        state = {name: tensor[slot] for name, tensor in self.private.items()}
+        self.solver.step(self.replicas[slot], gradient, state)
+
+    def update(self, update: Tensor) -> None:
+        """One step of the server optimizer along an update [d]. That is a new version."""
+        self.optimizer.step(self.global_row, update, self.memory.states["parameters"])
+        self.moved()
+
+    def moved(self) -> None:
+        """The global row has moved: that is a new version of it."""
+        self._version[0] += 1
+
+    def mean(self, slots: Sequence[int]) -> Tensor:
+        """The mean [d] of these workers' rows, in ascending order: to the bit what the rule `mean` makes of them."""
+        slots = sorted(slots)
+        everyone = slots == list(range(self.n))
+        return mean(self.memory.rows if everyone else self.memory.rows[slots])
+
+    def delta(self, slot: int) -> Tensor:
+        """How far local training has moved a worker's row [d], in float64.
+
+        So a row of float32 can be put together again, to the bit, from where it began and this.
+        """
+        wide = self.memory.buffers.dtype
+        return self.rows[slot].to(wide).sub_(self.replicas[slot])
+
+    def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
+        """Move the server's buffers towards the mean of these workers', by a share; by default their part of all."""
+        if not self._has_buffers or self.buffers == "server":
+            return
+        share = min(1.0, len(slots) / len(self.alive)) if share is None else share
+        self.memory.global_buffers.lerp_(self.memory.buffers[list(slots)].mean(0), share)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """What has to lie in shared memory, beside the engine's Memory, where processes race."""
+        yield from (self.replicas, self.counts, self.step_seconds)
+        for state in (self.shared, self.private, self.remembered):
+            yield from state.values()

@@ -1,0 +1,20 @@
+"""Where the seconds of a round go."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Stopwatch:
+    """Adds up seconds by phase: `with clock("train"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds = {"pull_down": 0.0, "train": 0.0, "aggregate": 0.0, "test": 0.0}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
