@@ -152,7 +152,7 @@ class AutoEngine(Engine):
         steps = replace(task.schedule, epochs=None, steps=STEPS)
         of_the_server = int(task.rule.takes("root"))  # it trains along, on the row behind those of the workers
         workers = min(len(memory.rows) - of_the_server, way.processes * min(way.width or 1, ROWS_STACKED))
-        host.begin(replace(task, sync="parameters", schedule=steps), memory, way.trainer)
+        host.begin(replace(task, gradient_rounds=0, schedule=steps), memory, way.trainer)
         try:
             taken = max(host._each("time_training", range(workers)))
         finally:

@@ -56,7 +56,7 @@ class Rehearsal:
             merged = apart and _can_be_merged(task, memory, together.dropouts, count)
             if not merged:
                 _compare_gradients(task, memory, together.dropouts, count)
-            if task.sync == "parameters":
+            if "parameters" in task.syncs:
                 _compare_steps(task)
             if task.precision.autocast is not None:
                 together = _try(task, inputs, targets, task.precision)

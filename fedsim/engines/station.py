@@ -69,12 +69,12 @@ class Station:
         with full_precision(self.task.device):
             return getattr(self, method)(*arguments)
 
-    def pull_down(self, cohort: Sequence[int]) -> None:
+    def pull_down(self, cohort: Sequence[int], round: int) -> None:
         """Give this process's members of the cohort the global model."""
-        task, memory = self.task, self.memory
+        task, memory, sync = self.task, self.memory, self.task.sync_in(round)
         for slot, worker, *_ in self._mine(cohort):
-            if task.sync == "parameters":
-                pull_down(task.server.broadcast(memory.global_row, memory.state), memory.rows[slot])
+            if sync == "parameters":
+                pull_down(task.server.broadcast(memory.global_row, memory.states[sync]), memory.rows[slot])
             own = task.buffers == "local"
             memory.buffers[slot] = memory.own_buffers[worker] if own else memory.global_buffers
         synchronize(task.device)
@@ -149,6 +149,8 @@ class Station:
                 self.trainer.gradients(step)
             account.add(meeting, self._average(meeting))
         self.trainer.part()
+        if round == self.task.gradient_rounds < self.task.rounds:
+            self.averaging.begin_with_parameters()
         self._combine_buffers(self._whole_cohort(cohort, round))
         return account.total()
 
