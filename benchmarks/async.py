@@ -5,7 +5,7 @@ with one thread, its time divided by the number of cores, and (ii) PyTorch's own
 spawn processes, `share_memory`, a DataLoader over a preloaded data set and `torch.optim.SGD` in each.
 
 Clock: fedbuff whose buffer holds everybody's work, with constant delays, against the synchronous loop of the engine
-`serial`, which then does the very same steps; asgd against sync = "gradients", with as many steps. And events per second
+`serial`, which then does the very same steps; asgd against sync = "gradients", with as many steps. Events per second
 of a clock on which nothing is computed.
 
     FEDSIM_DATA=... python benchmarks/async.py [--repeats 3]
