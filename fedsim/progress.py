@@ -29,8 +29,8 @@ class Progress(NamedTuple):
 def progress_of(history: Iterable[Mapping[str, Any]], experiment: Mapping[str, Any]) -> list[Progress]:
     """Progress after each of the records of a run.
 
-    Asynchronous records say it themselves. A synchronous round is one update, and a trip of each of its cohort; with
-    sync = "gradients" every step is an update, and a trip of everyone who takes it.
+    Asynchronous records say it themselves. A synchronous round is one update, and a trip of each of its cohort; where
+    gradients are averaged, every step is an update, and a trip of everyone who takes it.
 
     Args:
         history: the records.
@@ -54,7 +54,9 @@ def progress_of(history: Iterable[Mapping[str, Any]], experiment: Mapping[str, A
 def _synchronisations(record: Mapping[str, Any], experiment: Mapping[str, Any]) -> Sequence[int] | None:
     """How often each of the cohort has sent something in a synchronous round."""
     cohort = record.get("cohort", ())
-    if experiment.get("sync", "parameters") != "gradients":
+    sync, first = experiment.get("sync"), experiment.get("gradient_rounds")
+    in_step = sync == "gradients" or (sync == "post_local" and isinstance(first, int) and record["round"] <= first)
+    if not in_step:
         return [1] * len(cohort)
     local = experiment.get("local")
     schedule = ("steps", "epochs", "batch_size")

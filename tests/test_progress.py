@@ -87,3 +87,13 @@ def test_what_the_target_took_is_a_mean_over_those_who_reached_it():
     assert (found.reached, found.virtual_seconds) == (2, None)
     assert [found.rounds.mean, found.updates.mean, found.trips.mean] == [2.0, 6.0, 15.0]
     assert ToTarget.of([None, None]) == ToTarget(0, None, None, None, None)
+
+
+def test_post_local_sgd_averages_gradients_at_first(tiny_experiment):
+    tables = {**tiny_experiment, "rounds": 3, "sync": "post_local", "gradient_rounds": 2}
+    result = fedsim.run({**tables, "local": {"batch_size": 16, "lr": 0.05}})
+    assert [record["cohort"] for record in result.history] == [[0, 1, 2]] * 3
+    steps = math.ceil(68 / 16)  # of 203 samples, two workers have 68 and one 67
+    found = progress_of(result.history, result.experiment.resolved())
+    assert [progress.updates for progress in found] == [steps, 2 * steps, 2 * steps + 1]
+    assert [progress.trips for progress in found] == [3 * steps, 6 * steps, 6 * steps + 3]

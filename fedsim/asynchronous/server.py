@@ -146,7 +146,7 @@ class Server:
 
     def update(self, update: Tensor) -> None:
         """One step of the server optimizer along an update [d]. That is a new version."""
-        self.optimizer.step(self.global_row, update, self.memory.state)
+        self.optimizer.step(self.global_row, update, self.memory.states["parameters"])
         self.moved()
 
     def moved(self) -> None:

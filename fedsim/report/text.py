@@ -84,11 +84,18 @@ def _what_happens(experiment: Experiment) -> str:
     params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
     if policy.bind().in_rounds:
-        described = f"{experiment.aggregate.label} of {experiment.sync}"
+        described = f"{experiment.aggregate.label} of {_what(experiment)}"
     if experiment.mode == "rounds":
         return described
     where = {"clock": f"on the virtual clock ({clock.speed.name} speeds, {clock.noise.name} noise)"}
     return f"{described} {where.get(experiment.mode, f'in mode {experiment.mode}')}"
+
+
+def _what(experiment: Experiment) -> str:
+    """What is aggregated."""
+    if experiment.sync != "post_local":
+        return experiment.sync
+    return f"gradients, of parameters after round {experiment.gradient_rounds}"
 
 
 def table_header(columns: Sequence[Column]) -> str:
