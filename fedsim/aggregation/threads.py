@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-# Numbers in the updates. With fewer, handing an operation to a second thread gains little on idle cores, and costs a
-# hundred times the operation where other programs keep the cores busy: the rules make dozens of calls of microseconds.
+# Numbers in the updates. A rule makes dozens of calls of microseconds. In the least of many times a second thread saves
+# a tenth at most (krum of [20, 60000]: 3.5 ms instead of 3.8); where other programs keep the cores busy, each hand-over
+# waits for it (krum of [20, 21840]: 18 ms instead of 2.3 in the median, caf 216 instead of 2.5).
 WORTH_SHARING = 1_000_000
 
 
