@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from fedsim.asynchronous.clock import Journal, VirtualClock
 from fedsim.asynchronous.pace import delays_of
 from fedsim.asynchronous.roster import Roster
@@ -29,6 +31,8 @@ def simulate_on_clock(setting: Setting, engine: Engine) -> Iterator[RoundRecord]
         memory.shards.size,
     )
     delays, model_bytes = delays_of(experiment), setting.row_bytes + setting.buffer_bytes
+    if experiment.cohort_size == experiment.workers:
+        server.step_seconds.copy_(torch.from_numpy(delays.base * delays.speeds))
     departures = {int(worker): seconds for worker, seconds in experiment.clock.departures.items()}
     stopwatch = Stopwatch()
 
