@@ -59,7 +59,10 @@ class VirtualClock:
         self._server, self._policy, self._roster = server, server.policy, roster
         self._pace, self._train, self._departures = pace, train, departures or {}
         self._calendar = Calendar()
-        self._idle = list(range(server.n))
+        self._idle = list(range(server.n))  # slots where nobody is at work, and that have not been asked
+        self._waiting: list[int] = []  # who may not begin,
+        self._asked_at: tuple[int, int] | None = None  # at this version, when so many had left
+        self._left = 0
         self._under_way: dict[int, Member] = {}
         self._untrained: dict[int, Member] = {}
         self._begun: Counter[int] = Counter()  # pieces of work, by worker
@@ -82,21 +85,25 @@ class VirtualClock:
         self._begin_work()
         if not len(self._calendar):
             raise ExperimentError(self._standstill())
-        slots = self._calendar.next()
+        slots, before = self._calendar.next(), self._server.version
         taken = sum([self._arrive(slot, slots) for slot in slots])
-        if self._policy.cancels and taken:
+        if self._policy.cancels and self._server.version != before:
             self._cancel()
         return taken
 
     def _begin_work(self) -> None:
-        """Everyone who is idle, and may, begins."""
-        server, policy, waiting = self._server, self._policy, []
+        """Everyone who is idle, and may, begins; who had to wait is asked again only where that can have changed."""
+        server, policy = self._server, self._policy
+        moment = server.version, self._left
+        if moment != self._asked_at:
+            self._idle += self._waiting
+            self._waiting, self._asked_at = [], moment
         for slot in sorted(self._idle):
             if policy.may_start(server, slot):
                 self._begin(slot)
             else:
-                waiting.append(slot)
-        self._idle = waiting
+                self._waiting.append(slot)
+        self._idle = []
 
     def _begin(self, slot: int) -> None:
         server, policy = self._server, self._policy
@@ -178,10 +185,10 @@ class VirtualClock:
     def _leave(self, slot: int) -> None:
         self._give_up(slot)
         self._leaving.discard(slot)
+        self._left += 1
         self._server.living[slot] = 0
         self._policy.left(self._server)
 
     def _standstill(self) -> str:
-        left = self._server.n - len(self._server.alive)
-        gone = f"; {left} of {self._server.n} workers have left (clock.departures)" if left else ""
+        gone = f"; {self._left} of {self._server.n} workers have left (clock.departures)" if self._left else ""
         return f"policy: at {self.now:g} virtual seconds nobody is at work and nobody may begin{gone}"

@@ -46,7 +46,7 @@ class ElasticAveraging(OwnModels):
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
 
     def may_start(self, server: Server, slot: int) -> bool:
-        return not server.remembered["arrived"][slot]
+        return not (self.synchronous and server.remembered["arrived"].numpy()[slot])
 
     def pull(self, server: Server, slot: int) -> None:
         server.stay(slot)
