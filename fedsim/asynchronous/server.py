@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.aggregation import ServerStep
+from fedsim.aggregation import ServerStep, column_blocks
 from fedsim.aggregation.averaging import mean
 from fedsim.asynchronous.policy import Policy
 from fedsim.engines.job import BufferPolicy, Memory, Task
@@ -159,8 +159,8 @@ class Server:
     def mean(self, slots: Sequence[int]) -> Tensor:
         """The mean [d] of these workers' rows, in ascending order: to the bit what the rule `mean` makes of them."""
         slots = sorted(slots)
-        everyone = slots == list(range(self.n))
-        return mean(self.memory.rows if everyone else self.memory.rows[slots])
+        rows = self.memory.rows if slots == list(range(self.n)) else self.memory.rows[slots]
+        return torch.cat([mean(rows[:, block]) for block in column_blocks(rows.shape[1])])  # as engines cut them
 
     def delta(self, slot: int) -> Tensor:
         """How far local training has moved a worker's row [d], in float64.
