@@ -167,8 +167,7 @@ class Server:
 
         So a row of float32 can be put together again, to the bit, from where it began and this.
         """
-        wide = self.memory.buffers.dtype
-        return self.rows[slot].to(wide).sub_(self.replicas[slot])
+        return self.rows[slot].to(self.memory.buffers.dtype) - self.replicas[slot]
 
     def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
         """Move the server's buffers towards the mean of these workers', by a share; by default their part of all."""

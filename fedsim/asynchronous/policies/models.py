@@ -123,7 +123,7 @@ class AsyncLocalSGD(Policy):
         if not self.dylu:
             return None
         taken = server.step_seconds.numpy()
-        return max(1, int(scheduled * taken[server.alive].min() / taken[slot]))
+        return max(1, int(scheduled * taken[server.alive].min() / taken[slot] + 1e-9))
 
     def take(self, server: Server, arrival: Arrival) -> None:
         total, momentum, held = (server.remembered[name] for name in ("sum", "momentum", "held"))

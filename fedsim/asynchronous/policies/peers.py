@@ -32,7 +32,9 @@ class OwnModels(Policy):
 @policy("easgd")
 @dataclass(frozen=True)
 class ElasticAveraging(OwnModels):
-    """Every `period` steps of worker i: e = alpha (x_i - W), x_i -= e, W += e. Zhang et al. 2015.
+    """After every `period` steps of worker i: e = alpha (x_i - W), x_i -= e, W += e. Zhang et al. 2015.
+
+    One difference: the next gradient is of the x_i after that, where the paper takes it at the x_i before.
 
     alpha: from 0 to 1; None stands for the paper's 0.9 / workers.
     synchronous: all workers do so at once, from the same old W, and wait for each other; else each when it comes to it.
