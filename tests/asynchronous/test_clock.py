@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from fedsim.asynchronous.clock import Journal
 from fedsim.asynchronous.policies import Policy

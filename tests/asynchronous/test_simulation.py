@@ -157,7 +157,8 @@ def test_one_worker_and_neutral_settings_are_plain_sgd_to_the_bit(name, precisio
             assert torch.allclose(row, expected, rtol=0, atol=1e-14)
         else:
             assert torch.equal(row, expected)
-        assert {tau for record in result.history for tau in (record["asynchronous"] or {}).get("staleness", [])} <= {"0"}
+        accounts = [record["asynchronous"] or {} for record in result.history]
+        assert {tau for account in accounts for tau in account.get("staleness", [])} <= {"0"}
 
 
 # Against the synchronous loop
@@ -345,9 +346,7 @@ def test_buffers_on_the_server():
         params = {"easgd": {"period": 2}, "k_async": {"k": 2}}.get(name, {})
         found = {}
         for buffers in ("average", "local", "server"):
-            result = run(
-                {"name": name, **params}, model=f"{__name__}:normalised", buffers=buffers, clock=JITTER
-            )
+            result = run({"name": name, **params}, model=f"{__name__}:normalised", buffers=buffers, clock=JITTER)
             found[buffers] = result.model.state_dict()["1.running_mean"]
         assert torch.equal(found["server"], start), name
         assert not torch.equal(found["average"], start), name

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from fedsim.aggregation import column_blocks
+from fedsim.aggregation.averaging import mean
+from fedsim.engines.feed import Member
 from fedsim.errors import ExperimentError
 from fedsim.local import SGD
+from fedsim.rows import new_rows
 from tests.asynchronous.driving import delays_of, driven, made_up, policy_of
 
 SPEEDS = [1.0, 1.9, 2.7, 4.3]
@@ -172,8 +176,6 @@ def downpour(speeds, n_fetch, n_push, arrivals):
 
 
 def member_at(worker, step):
-    from fedsim.engines.feed import Member
-
     return Member(worker, worker, step // 3 + 1, None, step % 3)
 
 
@@ -223,10 +225,6 @@ def test_nobody_is_further_ahead_than_s_at_any_time(s, kind):
 @pytest.mark.parametrize("d", [1, 7, 16_385, 40_001])
 def test_s_0_takes_steps_along_the_mean_of_all(noise, dtype, d):
     """What the engine does with sync = "gradients" and the rule mean, block of columns by block."""
-    from fedsim.aggregation import column_blocks
-    from fedsim.aggregation.averaging import mean
-    from fedsim.rows import new_rows
-
     n = 5
     start = torch.linspace(-1, 1, d, dtype=dtype)
     run = driven(policy_of("ssp", s=0), delays_of([1.0, 1.3, 2.0, 2.0, 3.1], noise), start=start.tolist(), dtype=dtype)

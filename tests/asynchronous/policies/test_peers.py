@@ -200,13 +200,11 @@ def test_who_is_alone_steps_alone_and_nobody_is_an_error():
 @pytest.mark.parametrize("buffers", ["average", "local", "server"])
 def test_buffers_of_pairs(buffers):
     """Training adds the worker's number, plus 1, to its buffer; two workers of 2 and 3 s that are each other's."""
-    run = driven(
-        policy_of("gossip", graph="complete"), delays_of([2.0, 3.0]), buffers=buffers, global_buffers=[10.0]
-    )
+    run = driven(policy_of("gossip", graph="complete"), delays_of([2.0, 3.0]), buffers=buffers, global_buffers=[10.0])
     run.go(3)  # at 2, 3 and 4: by worker 0, 1 and 0
     run.server.policy.publish(run.server)
     expected = {
-        # 11 and 10 make 10.5; then 12, which began at 10, and 10.5 make 11.25; then 11.5, which began at 10.5, and 11.25
+        # 11 and 10 make 10.5; 12, which began at 10, and 10.5 make 11.25; 11.5, which began at 10.5, and 11.25 this:
         "average": 11.375,
         "local": (12 + 12) / 2,
         "server": 10.0,
