@@ -6,6 +6,7 @@ arrives, together with all others that are under way by then, by whatever engine
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,10 +52,17 @@ class VirtualClock:
             models it sends and is sent.
         train: computes pieces of work, each from what its row holds.
         departures: when workers leave, by slot: what has not arrived by then never does.
+        pieces: how many pieces of work the run ends after, if that is known: of the others nothing is computed.
     """
 
     def __init__(
-        self, server: Server, roster: Roster, pace: Pace, train: Train, departures: Mapping[int, float] | None = None
+        self,
+        server: Server,
+        roster: Roster,
+        pace: Pace,
+        train: Train,
+        departures: Mapping[int, float] | None = None,
+        pieces: float = math.inf,
     ) -> None:
         self._server, self._policy, self._roster = server, server.policy, roster
         self._pace, self._train, self._departures = pace, train, departures or {}
@@ -63,6 +71,7 @@ class VirtualClock:
         self._waiting: list[int] = []  # who may not begin,
         self._asked_at: tuple[int, int] | None = None  # at this version, when so many had left
         self._left = 0
+        self._to_come = pieces
         self._under_way: dict[int, Member] = {}
         self._untrained: dict[int, Member] = {}
         self._begun: Counter[int] = Counter()  # pieces of work, by worker
@@ -87,6 +96,7 @@ class VirtualClock:
             raise ExperimentError(self._standstill())
         slots, before = self._calendar.next(), self._server.version
         taken = sum([self._arrive(slot, slots) for slot in slots])
+        self._to_come -= taken
         if self._policy.cancels and self._server.version != before:
             self._cancel()
         return taken
@@ -159,10 +169,12 @@ class VirtualClock:
     def _compute(self, arriving: Sequence[int]) -> None:
         """Train those whose work has not been computed: the first of those that arrive, and all others that will count.
 
-        Of work that an update may yet make void nothing is computed before it is there.
+        Of work that an update, or the end of the run, may yet make void nothing is computed before it is there.
         """
         wanted = self._policy.wanted(self._server)
         coming: Iterable[int] = self._untrained
+        if wanted is None and self._to_come < len(self._under_way):
+            wanted = int(self._to_come)
         if wanted is not None:
             wanted = max(1, wanted)
             coming = [*(slot for slot in arriving if slot in self._under_way), *self._calendar.soonest(wanted)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,7 @@ def driven(
     global_buffers: Sequence[float] = (),
     models: float = 0.0,
     watched: bool = True,
+    pieces: float = math.inf,
 ) -> Driven:
     """All workers of `delays` at work, or `slots` of them at a time; `models` are the bytes of a model.
 
@@ -138,7 +140,7 @@ def driven(
     def pace(member: Member, unit: int, moved: int) -> float:
         return delays.seconds(member.worker, unit, roster.steps(member), moved * models)
 
-    result.clock = VirtualClock(server, roster, pace, train_all if train else lambda members: None, departures)
+    result.clock = VirtualClock(server, roster, pace, train_all if train else lambda members: None, departures, pieces)
     if watched:
         _watch(chosen, result)
     return result

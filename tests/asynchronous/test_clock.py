@@ -247,6 +247,19 @@ def test_of_work_that_arrives_together_no_more_than_is_needed_is_taken_or_comput
     assert run.clock.journal.up == 8
 
 
+@pytest.mark.parametrize("name", ["asgd", "fedasync"])
+def test_towards_the_end_nothing_is_computed_that_cannot_arrive_any_more(name):
+    """Of 10 pieces of work, worker 3 brings one at most: it is the slowest by far, and was computed with the first."""
+    delays = [1.0, 1.1234, 1.2817, 1000.0]
+    known, endless = (driven(policy_of(name), delays_of(delays), pieces=pieces).go(10) for pieces in (10, 1e9))
+    assert known.row.tolist() == endless.row.tolist()
+    assert known.arrivals == endless.arrivals
+    computed = [sum(map(len, run.trained)) for run in (known, endless)]
+    assert computed == [11, 13]
+    all_tied = driven(policy_of(name), delays_of([1.0] * 4), pieces=6).go(6)
+    assert len(all_tied.arrivals) == sum(map(len, all_tied.trained)) == 8, "what arrives at one time is taken"
+
+
 def test_work_that_was_given_up_is_begun_anew_with_the_new_model():
     """Worker 2 is too slow twice; its first batch is still to come when the others' second are there."""
     run = driven(policy_of("backup", backups=1), delays_of([1.0, 1.0, 1.5]))
