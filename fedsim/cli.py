@@ -115,7 +115,7 @@ def compare(
         ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time.", show_default="by cores and memory; 1 on a card")
+        int | None, typer.Option(help="Runs at a time.", show_default="by cores and memory; 1 on a card")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the runs, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
@@ -160,7 +160,11 @@ def replay(
     """Take one kept round of a run (records.updates=[1,5]) through many rules, and show what each makes of it."""
     with _errors_as_lines():
         stored = load_round(folder, round)
-        chosen = [parse_value(text.strip()) for text in split_at_commas(rules)] if rules else applicable_rules(stored)
+        chosen = (
+            [parse_value(text.strip(), "--rules") for text in split_at_commas(rules)]
+            if rules
+            else applicable_rules(stored)
+        )
         results = replay_rules(stored, chosen)
         print(replay_json(stored, results) if json else replay_table(stored, results))
 

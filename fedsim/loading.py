@@ -81,7 +81,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ExperimentError(f"{path}: no such file; expected an experiment (TOML) or key=value") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ExperimentError(f"{path}: cannot be read: {error.strerror}; expected an experiment (TOML)") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ExperimentError(f"{path}: cannot be read as TOML: {error}") from None
 
 
@@ -93,7 +95,7 @@ def to_toml(experiment: Experiment) -> str:
 def parse_word(word: str) -> Change:
     """A word `a.b=value` as its key and value."""
     keys, text = split_word(word)
-    return keys, parse_value(text)
+    return keys, parse_value(text, ".".join(keys))
 
 
 def split_word(word: str) -> tuple[list[str], str]:
@@ -105,11 +107,16 @@ def split_word(word: str) -> tuple[list[str], str]:
     return keys, text
 
 
-def parse_value(text: str) -> Any:
-    """A value as in TOML; a bare word is a string."""
+def parse_value(text: str, place: str) -> Any:
+    """A value as in TOML; a bare word is a string. Raises ExperimentError, with the place, for half a list or table."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
+        if text.startswith(("[", "{")):
+            raise ExperimentError(
+                f"{place} = {text}: is neither a list nor a table of TOML; names in it need double quotes, and a shell "
+                """single ones around it: '["nnm","median"]', '{name="net",dropout=0.1}'"""
+            ) from None
         return text
 
 

@@ -69,6 +69,12 @@ def test_a_dry_run_prints_the_resolved_experiment_and_leaves_nothing(cli, tmp_pa
         (["--local.lr=0.1"], "error: --local.lr: no such option; did you mean local.lr=0.1?\n"),
         (["--batch-size", "3"], "error: --batch-size: no such option; did you mean local.batch_size=3?\n"),
         (["--dryrun"], 'error: --dryrun: no such option; did you mean "--dry-run"? allowed: --out, --dry-run, --quiet'),
+        (
+            ["aggregate.rule=[nnm,median]"],
+            "error: aggregate.rule = [nnm,median]: is neither a list nor a table of TOML; names in it need",
+        ),
+        (['model={name="net"'], 'error: model = {name="net": is neither a list nor a table of TOML'),
+        (["."], "error: .: cannot be read: Is a directory; expected an experiment (TOML)\n"),
         (["cohort=5"], "error: cohort = 5: must be at most workers, 4"),
     ],
 )

@@ -30,7 +30,28 @@ def lines_of(tables):
         ({"timeout": 0.0}, "timeout = 0.0: must be greater than 0"),
         ({"timeout": float("inf")}, "timeout = inf: must be a finite number"),
         ({"precision": "half"}, 'precision = "half": must be "float32", "float64", "tf32", "bf16" or "float16"'),
-        ({"sync": "weights"}, 'sync = "weights": must be "parameters" or "gradients"'),
+        ({"sync": "weights"}, 'sync = "weights": must be "parameters", "gradients" or "post_local"'),
+        ({"sync": "post_local"}, 'sync = "post_local": needs gradient_rounds, after how many rounds parameters are'),
+        ({"gradient_rounds": 2}, 'gradient_rounds = 2: goes with sync = "post_local", not with "parameters"; leave it'),
+        (
+            {"gradient_rounds": 2, "sync": "gradients"},
+            'gradient_rounds = 2: goes with sync = "post_local", not with "gradients"; leave it out',
+        ),
+        (
+            {"gradient_rounds": 11, "sync": "post_local", "rounds": 10},
+            "gradient_rounds = 11: must be at most rounds, 10",
+        ),
+        ({"gradient_rounds": -1, "sync": "post_local"}, "gradient_rounds = -1: must be greater than or equal to 0"),
+        (
+            {"sync": "gradients", "local": "fedprox"},
+            'local.solver = "fedprox": goes by the row that a worker was sent, which nobody leaves where gradients are '
+            'averaged (sync = "gradients"); use another',
+        ),
+        ({"sync": "post_local", "gradient_rounds": 1, "local": "fedprox"}, 'local.solver = "fedprox": goes by the row'),
+        (
+            {"mode": "clock", "policy": "asgd", "local": "fedprox"},
+            'local.solver = "fedprox": goes by the row that a worker was sent, which nobody leaves with policy.name = ',
+        ),
         ({"engine": "spwan"}, 'engine = "spwan": no such engine; did you mean "spawn"?'),
         ({"engine": "serial", "processes": 2}, 'processes = 2: the engine "serial" works in one'),
         ({"wrokers": 4}, 'wrokers = 4: unknown key; did you mean "workers"?'),
@@ -94,6 +115,10 @@ def lines_of(tables):
             "aggregate.weights = [0.0, 0.0, 1.0, 1.0]: so many are zero that",
         ),
         ({"engine": "serial", "timeout": 5.0}, 'timeout = 5.0: the engine "serial" waits for nobody; leave it out'),
+        (
+            {"engine": "spawn", "batched": {"width": 3}},
+            'batched.width = 3: the engine "spawn" stacks no rows; leave it out, or use engine=batched',
+        ),
         ({"engine": "tests.plugs:tiny"}, 'engine = "tests.plugs:tiny": cannot be imported: TypeError: takes (root)'),
         ({"engine": "fedsim.errors:FedsimError"}, 'engine = "fedsim.errors:FedsimError": '),
         (
@@ -111,7 +136,7 @@ def lines_of(tables):
         ),
         ({"server": {"optimizer": "sdg"}}, 'server.optimizer = "sdg": no such server optimizer; did you mean "sgd"?'),
         ({"sync": "gradients", "server": "momentum"}, 'server.optimizer = "momentum": with sync = "gradients"'),
-        ({"records": {"model": "no"}}, 'records.model = "no": must be a valid boolean'),
+        ({"records": {"model": "no"}}, 'records.model = "no": must be true or false'),
         ({"records": {"curves": True}}, 'records.curves = true: unknown key; did you mean "curve"?'),
     ],
     ids=lambda value: str(value)[:50],
@@ -146,6 +171,20 @@ def test_a_bare_string_names_a_plug():
 
 def test_parameters_of_a_plug_are_filled_in_with_its_defaults():
     assert Experiment(server="momentum").server.params == {"lr": 1.0, "beta": 0.9, "nesterov": False}
+
+
+@pytest.mark.parametrize(
+    ("tables", "rounds"),
+    [
+        ({}, 0),
+        ({"sync": "gradients"}, 10),
+        ({"sync": "post_local", "gradient_rounds": 3, "server": "momentum"}, 3),
+        ({"sync": "post_local", "gradient_rounds": 10}, 10),
+        ({"sync": "post_local", "gradient_rounds": 0, "local": "fedprox"}, 0),
+    ],
+)
+def test_how_many_rounds_aggregate_gradients(tables, rounds):
+    assert Experiment(**tables).rounds_of_gradients == rounds
 
 
 def test_steps_stand_in_for_epochs():

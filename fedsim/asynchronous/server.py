@@ -105,7 +105,7 @@ class Server:
 
     def pull(self, slot: int) -> None:
         """A worker gets the global model, or what the server optimizer sends for it, to begin its next work with."""
-        self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.memory.state))
+        self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.memory.states["parameters"]))
         if self.has_buffers and self.buffers == "average":
             self.memory.buffers[slot] = self.memory.global_buffers
         self.read[slot] = self._version[0]
@@ -149,7 +149,7 @@ class Server:
 
     def update(self, update: Tensor) -> None:
         """One step of the server optimizer along an update [d]. That is a new version."""
-        self.optimizer.step(self.global_row, update, self.memory.state)
+        self.optimizer.step(self.global_row, update, self.memory.states["parameters"])
         self.moved()
 
     def moved(self) -> None:

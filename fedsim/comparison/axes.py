@@ -47,7 +47,7 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
             continue
         if not all(piece.strip() for piece in pieces):
             raise ExperimentError(f"{show(word)}: a value is missing before, between or behind its commas")
-        axes[key] = _checked(key, [parse_value(piece.strip()) for piece in pieces], key)
+        axes[key] = _checked(key, [parse_value(piece.strip(), key) for piece in pieces], key)
     return axes, list(others.values())
 
 

@@ -183,8 +183,9 @@ def _run(grid: Grid, todo: Sequence[PlannedRun], jobs: int, folder: GridFolder, 
 
 def _in_one_process(experiment: Experiment) -> Experiment:
     """The same experiment, run by the process that is asked; its parent watches over its timeout."""
-    timeout = Experiment.model_fields["timeout"].default
-    return experiment.model_copy(update={"engine": ONE_PROCESS_ENGINE, "timeout": timeout})
+    of_other_engines = ("timeout", "batched")
+    defaults = {key: Experiment.model_fields[key].default for key in of_other_engines}
+    return experiment.model_copy(update={"engine": ONE_PROCESS_ENGINE, **defaults})
 
 
 def _write(comparison: Comparison, folder: GridFolder) -> None:

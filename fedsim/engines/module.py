@@ -87,6 +87,8 @@ def _unsaved_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 def _equal(a: Any, b: Any) -> bool:
     """Whether two values are equal for certain; what cannot be compared is not."""
+    if a is b:  # most there is: small numbers, names, functions
+        return True
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
     if isinstance(a, (list, tuple)) and type(a) is type(b):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+from fedsim.experiment import Experiment
 from fedsim.preparation import Setting
 from fedsim.records import RoundRecord
 
@@ -27,10 +28,17 @@ def headline(setting: Setting) -> str:
         f"{experiment.name}: {experiment.data.dataset} ({samples}), "
         f"{experiment.model.name} ({setting.parameters:,} parameters)\n"
         f"{experiment.workers} workers{cohort}, {shards} samples each ({experiment.partition.strategy}{seen}); "
-        f"{experiment.aggregate.label} of {experiment.sync}; "
+        f"{experiment.aggregate.label} of {_what(experiment)}; "
         f"{setting.how.get('engine', experiment.engine)}{processes}{width} "
         f"on {setting.device}"
     )
+
+
+def _what(experiment: Experiment) -> str:
+    """What is aggregated."""
+    if experiment.sync != "post_local":
+        return experiment.sync
+    return f"gradients, of parameters after round {experiment.gradient_rounds}"
 
 
 def table_line(record: RoundRecord) -> str:

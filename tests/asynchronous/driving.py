@@ -120,7 +120,7 @@ def driven(
         global_buffers=torch.tensor(global_buffers, dtype=wide),
         buffers=torch.zeros(slots, len(global_buffers), dtype=wide),
         own_buffers=torch.tensor([list(global_buffers)] * n_workers, dtype=wide).reshape(n_workers, -1),
-        state=optimizer.start(global_row),
+        states={"parameters": optimizer.start(global_row)},
         train_loss=torch.zeros(slots, dtype=wide),
     )
     task = SimpleNamespace(seed=seed, server=optimizer, buffers=buffers, dtype=dtype, device=torch.device("cpu"))

@@ -25,34 +25,30 @@ def test_the_delays_of_an_experiment_are_those_of_its_table():
     assert noisy.seed == 5
 
 
-def clock_of(delays, schedule, *, in_step, model_bytes=0):
-    return RoundClock(delays, schedule, model_bytes, in_step=in_step)
-
-
 def test_a_round_lasts_as_long_as_its_slowest_member():
     """Workers of 1, 2 and 3 s a step with 3, 1 and 2 steps; then without the first."""
-    clock = clock_of(driving.delays_of([1.0, 2.0, 3.0]), Schedule(4), in_step=False)
-    clock.pass_round([0, 1, 2], [10, 4, 7])
+    clock = RoundClock(driving.delays_of([1.0, 2.0, 3.0]), Schedule(4), 0)
+    clock.pass_round([0, 1, 2], [10, 4, 7], in_step=False)
     assert clock.now == 6
-    clock.pass_round([0, 1], [10, 4])
+    clock.pass_round([0, 1], [10, 4], in_step=False)
     assert clock.now == 9
 
 
 def test_in_step_every_step_waits_for_those_who_take_part_in_it():
     """The third worker is the slowest of the first two steps; the third step is the first worker's alone."""
-    clock = clock_of(driving.delays_of([1.0, 2.0, 3.0]), Schedule(4), in_step=True)
-    clock.pass_round([0, 1, 2], [10, 4, 7])
+    clock = RoundClock(driving.delays_of([1.0, 2.0, 3.0]), Schedule(4), 0)
+    clock.pass_round([0, 1, 2], [10, 4, 7], in_step=True)
     assert clock.now == 3 + 3 + 1
 
 
 def test_what_is_sent_counts_both_ways():
     delays = driving.delays_of([1.0, 2.0])
     delays = Delays(delays.speeds, delays.noise, 0, 1.0, 0.5, 20.0)
-    clock = clock_of(delays, Schedule(4), in_step=False, model_bytes=30)
-    clock.pass_round([0, 1], [8, 8])
+    clock = RoundClock(delays, Schedule(4), 30)
+    clock.pass_round([0, 1], [8, 8], in_step=False)
     assert clock.now == 4 + 0.5 + 3
-    clock = clock_of(delays, Schedule(4), in_step=True, model_bytes=30)
-    clock.pass_round([0, 1], [8, 8])
+    clock = RoundClock(delays, Schedule(4), 30)
+    clock.pass_round([0, 1], [8, 8], in_step=True)
     assert clock.now == 2 * (2 + 0.5 + 3)
 
 
@@ -65,9 +61,9 @@ def test_a_worker_s_work_is_numbered_as_it_begins_it(in_step):
         asked.append((worker, unit, steps))
         return 1.0
 
-    clock = clock_of(SimpleNamespace(seconds=seconds), Schedule(4, epochs=None, steps=2), in_step=in_step)
-    clock.pass_round([0, 2], [5, 5])
-    clock.pass_round([1, 2], [5, 5])
+    clock = RoundClock(SimpleNamespace(seconds=seconds), Schedule(4, epochs=None, steps=2), 0)
+    clock.pass_round([0, 2], [5, 5], in_step=in_step)
+    clock.pass_round([1, 2], [5, 5], in_step=in_step)
     if in_step:
         assert asked == [(0, 0, 1), (2, 0, 1), (0, 1, 1), (2, 1, 1), (1, 0, 1), (2, 2, 1), (1, 1, 1), (2, 3, 1)]
     else:

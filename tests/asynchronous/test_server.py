@@ -48,7 +48,7 @@ def test_staleness_is_versions_since_the_last_read():
 
 def test_a_pull_is_a_copy_of_what_the_optimizer_sends():
     server = server_of("fedbuff", optimizer=server_optimizer.get("bmuf").bind({"nesterov": True}))
-    server.memory.state["delta"].fill_(1.0)
+    server.memory.states["parameters"]["delta"].fill_(1.0)
     server.pull(1)
     server.begin(1, 1)
     assert server.replicas[1].tolist() == pytest.approx([1.9, -1.1, 1.4])

@@ -118,8 +118,11 @@ def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_pat
         compare(2.0)
 
 
-def test_how_runs_are_done_is_no_difference(finished, quick, grid):
-    with GridFolder(finished, load_grid(quick, AXES)) as folder:
+@pytest.mark.parametrize(
+    "how", [{}, {"engine": "spawn", "processes": 2, "timeout": 9.0}, {"engine": "batched", "batched": {"width": 2}}]
+)
+def test_how_runs_are_done_is_no_difference(how, finished, quick, grid):
+    with GridFolder(finished, load_grid({**quick, **how}, AXES)) as folder:
         assert all(folder.is_finished(run) for run in grid.runs)
 
 

@@ -68,7 +68,7 @@ def test_sizes_and_steps_are_those_of_the_shards(prepared):
     feed = Feed(task, memory)
     assert feed.root is None
     assert [feed.size(worker) for worker in range(5)] == SIZES
-    assert [feed.steps(worker) for worker in range(5)] == [1, 2, 2, 5, 5]
+    assert [feed.steps(worker, 1) for worker in range(5)] == [1, 2, 2, 5, 5]
     for worker in range(5):
         assert torch.equal(feed.shard(worker).indices, memory.shards.of(worker))
 
@@ -81,9 +81,14 @@ def test_the_server_trains_on_its_own_samples_as_one_more_worker(sync, prepared)
     assert feed.root == 5
     assert feed.size(5) == 7
     assert feed.shard(5).indices.tolist() == memory.root.tolist()
-    assert feed.steps(5) == 2 if sync == "parameters" else feed.steps(5) > 10**9
+    assert feed.steps(5, 1) == 2 if sync == "parameters" else feed.steps(5, 1) > 10**9
     first_epoch = np.concatenate(list(islice(feed.positions(5, 1), 2)))
     assert sorted(first_epoch) == memory.root.tolist()
+
+
+def test_the_server_is_one_more_worker_again_after_rounds_of_gradients(prepared):
+    task, memory = prepared(**{"sync": "post_local", "gradient_rounds": 2, "rounds": 4, **ROOT})
+    assert [Feed(task, memory).steps(5, round) > 10**9 for round in range(5)] == [False, True, True, False, False]
 
 
 def test_nothing_becomes_of_batches_where_nothing_is_asked_for(prepared):
@@ -159,7 +164,7 @@ def test_going_step_by_step_is_going_through_the_round_at_once(worker, changes, 
     feed, reference = Feed(task, memory), Feed(task, memory)
     for round in (1, 2):
         whole = list(reference.batches_of(Member(worker, worker, round)))
-        assert len(whole) == feed.steps(worker)
+        assert len(whole) == feed.steps(worker, round)
         for step, expected in enumerate(whole):
             (found,) = feed.batches_of(step_of(worker, round, step))
             assert_same_batch(found, expected)
@@ -203,6 +208,6 @@ def test_a_member_may_have_fewer_or_more_steps_than_the_schedule(prepared):
         for (inputs, targets), positions in zip(found, expected, strict=False):
             assert torch.equal(inputs, memory.train.inputs[positions].double())
             assert torch.equal(targets, memory.train.targets[positions])
-    assert feed.steps_of(Member(4, 4, 3)) == feed.steps(4)
+    assert feed.steps_of(Member(4, 4, 3)) == feed.steps(4, 3)
     assert feed.steps_of(step_of(4, 3, 1)) == 1
     assert [Member(0, 0, 7).moment, Member(0, 0, 7, 3).moment, step_of(0, 7, 2).moment] == [(7,), (7,), (7, 2)]
