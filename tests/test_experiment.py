@@ -280,6 +280,10 @@ CLOCK = {"mode": "clock"}
             {"policy": "asgd", "precision": "float16", **CLOCK},
             'precision = "float16": policy.name = "asgd" steps along gradients, which have no scale there',
         ),
+        (
+            {"policy": "asgd", "local": "fedprox", **CLOCK},
+            'local.solver = "fedprox": goes by the row that a worker was sent, which nobody leaves with policy.name = ',
+        ),
         ({"policy": "eamsgd", **CLOCK}, 'policy.name = "eamsgd": is about momentum; give local.momentum'),
         ({"policy": {"name": "k_sync", "k": 5}, **CLOCK}, "policy.k = 5: must be at most the 4 workers at work"),
         ({"policy": {"name": "backup", "backups": 4}, **CLOCK}, "policy.backups = 4: must be fewer than the 4 workers"),

@@ -189,6 +189,21 @@ def test_in_step_it_is_the_synchronous_run_to_the_bit(chosen, hidden, precision)
     assert apart.history[-1]["asynchronous"]["updates"] == 6
 
 
+@pytest.mark.parametrize("solver", ["adam", "adamw", {"solver": "adagrad", "lr_decay": 0.1}])
+def test_solvers_keep_their_state_as_they_do_in_the_synchronous_run(solver):
+    """The server's over all steps; and where it is each worker's own, one worker's."""
+    local = {"batch_size": 7, "lr": 0.05, **({"solver": solver} if isinstance(solver, str) else solver)}
+    for workers, chosen in (
+        (3, {"name": "ssp", "s": 0}),
+        (3, {"name": "backup", "backups": 0}),
+        (1, "asgd"),
+        (1, "hogwild"),
+        (1, "gossip"),
+    ):
+        together = run(sync="gradients", aggregate="mean", workers=workers, local=local)
+        assert torch.equal(together.global_row, run(chosen, workers=workers, local=local).global_row)
+
+
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("server", ["sgd", "momentum", "adam", {"optimizer": "bmuf", "nesterov": True}])
 def test_fedbuff_of_all_at_equal_speeds_is_fedavg(server, precision):
@@ -334,6 +349,15 @@ def test_poison_works_and_is_measured():
         attacked, honest = run(chosen, attack=attack, **data), run(chosen, **data)
         assert attacked.history[-1]["attack_success"] is not None
         assert not torch.equal(attacked.global_row, honest.global_row)
+
+
+def test_workers_of_a_large_population_are_drawn_as_they_are_needed():
+    population = {"workers": 10**6, "partition": {"strategy": "virtual", "samples": 8}}
+    history = run({"name": "fedbuff", "k": 2}, cohort=3, clock={**JITTER, "noise": "lognormal"}, **population).history
+    seen = [worker for record in history for worker in record["cohort"]]
+    assert len(set(seen)) == len(seen) == 9
+    assert max(seen) > 10**5
+    assert {samples for record in history for samples in record["samples"]} == {8}
 
 
 # Buffers
