@@ -134,7 +134,7 @@ class VirtualClock:
 
     def _until_departure(self, slot: int, seconds: float) -> float:
         """The same time, or as much of it as passes before the worker leaves."""
-        remaining = self._departures.get(slot, float("inf")) - self.now
+        remaining = self._departures.get(slot, math.inf) - self.now
         if seconds <= remaining:
             return seconds
         self._leaving.add(slot)

@@ -116,6 +116,17 @@ def test_members_say_which_round_and_step_their_work_is():
     assert [(member.round, member.step, member.steps) for member in mine[:3]] == [(n, None, None) for n in (1, 2, 3)]
 
 
+def test_free_workers_are_drawn_for_slots_in_their_order():
+    """Of 50 workers for 3 slots of like speed: all that is random is who is drawn, as a roster draws."""
+    run, reference = (driven(policy_of("fedbuff"), delays_of([1.0] * 50), slots=3) for _ in range(2))
+    run.go(6)
+    for members in run.trained:
+        drawn = [reference.roster.next(slot) for slot in range(3)]
+        assert [(member.slot, member.worker) for member in members] == [(m.slot, m.worker) for m in drawn]
+        for member in drawn:
+            reference.roster.done(member)
+
+
 @pytest.mark.parametrize("name", ["asgd", "fedbuff", "gossip", "easgd", "k_async"])
 def test_it_repeats_itself(name):
     def once():
@@ -291,6 +302,17 @@ def test_what_has_not_arrived_when_its_worker_leaves_never_does():
     assert {member.worker for members in run.trained for member in members} == {0, 1}
     trained = Counter(member.worker for members in run.trained for member in members)
     assert trained == Counter({0: 3, 1: 2}), "nothing of what never arrives"
+
+
+def test_who_is_to_leave_may_still_bring_what_it_begins_when_longer_work_was_given_up():
+    """Worker 1 would leave at 10 in its first step, which is given up at 1; its second takes half a second."""
+    run = driven(policy_of("k_sync", k=1), delays_of([1.0, 1.0]), departures={1: 10.0})
+    times = {(0, 0): 1.0, (1, 0): 100.0, (0, 1): 3.0, (1, 1): 0.5}
+    run.clock._pace = lambda member, unit, models: times[member.worker, unit]
+    run.go(2)
+    assert [arrival.slot for arrival in run.arrivals] == [0, 1]
+    assert run.times == [1.0, 1.5]
+    assert run.server.alive.tolist() == [0, 1]
 
 
 def test_a_worker_may_leave_before_it_has_begun():
