@@ -196,7 +196,6 @@ class VirtualClock:
 
     def _leave(self, slot: int) -> None:
         self._give_up(slot)
-        self._leaving.discard(slot)
         self._left += 1
         self._server.living[slot] = 0
         self._policy.left(self._server)
