@@ -80,6 +80,7 @@ def simulate_on_clock(setting: Setting, engine: Engine) -> Iterator[RoundRecord]
             virtual_seconds=clock.now,
             asynchronous=AsyncRecord(
                 updates=server.version,
+                trips=taken,
                 staleness={str(tau): count for tau, count in sorted(journal.staleness.items())},
                 held=policy.held(server),
                 wasted=journal.wasted,

@@ -305,13 +305,13 @@ def test_the_records_of_a_run_by_hand():
     assert first["virtual_seconds"] == 4.0
     assert first["cohort"] == [0, 1]
     assert first["samples"] == [16, 8]
-    assert first["asynchronous"] == {"updates": 3, "staleness": {"0": 2, "2": 1}, "held": 0, "wasted": 0}
+    assert first["asynchronous"] == {"updates": 3, "trips": 3, "staleness": {"0": 2, "2": 1}, "held": 0, "wasted": 0}
     assert first["bytes_up"] == 3 * 84
     assert first["bytes_down"] == 3 * 84
     assert second["virtual_seconds"] == 6.0
     assert second["cohort"] == [0]
     assert second["samples"] == [8]
-    assert second["asynchronous"] == {"updates": 4, "staleness": {"0": 1}, "held": 0, "wasted": 0}
+    assert second["asynchronous"] == {"updates": 4, "trips": 4, "staleness": {"0": 1}, "held": 0, "wasted": 0}
     assert second["bytes_down"] == 2 * 84
 
 
