@@ -394,7 +394,7 @@ class Experiment(Table):
             return []
         if policy.in_rounds or self.cohort_size < self.workers:
             return ["clock.departures: go with an asynchronous policy in which all workers are at work"]
-        wrong = [name for name in departures if not name.isdecimal() or int(name) >= self.workers]
+        wrong = [name for name in departures if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= self.workers]
         return [f"clock.departures.{name}: must be a worker, from 0 to {self.workers - 1}" for name in wrong]
 
     def _problems_with_attackers(self) -> list[str]:

@@ -6,6 +6,7 @@ arrives, together with all others that are under way by then, by whatever engine
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,18 +52,30 @@ class VirtualClock:
             models it sends and is sent.
         train: computes pieces of work, each from what its row holds.
         departures: when workers leave, by slot: what has not arrived by then never does.
+        pieces: how many pieces of work the run ends after, if that is known: of the others nothing is computed.
     """
 
     def __init__(
-        self, server: Server, roster: Roster, pace: Pace, train: Train, departures: Mapping[int, float] | None = None
+        self,
+        server: Server,
+        roster: Roster,
+        pace: Pace,
+        train: Train,
+        departures: Mapping[int, float] | None = None,
+        pieces: float = math.inf,
     ) -> None:
         self._server, self._policy, self._roster = server, server.policy, roster
         self._pace, self._train, self._departures = pace, train, departures or {}
         self._calendar = Calendar()
-        self._idle = list(range(server.n))
+        self._idle = list(range(server.n))  # slots where nobody is at work, and that have not been asked
+        self._waiting: list[int] = []  # who may not begin,
+        self._asked_at: tuple[int, int] | None = None  # at this version, when so many had left
+        self._left = 0
+        self._to_come = pieces
         self._under_way: dict[int, Member] = {}
         self._untrained: dict[int, Member] = {}
         self._begun: Counter[int] = Counter()  # pieces of work, by worker
+        self._losses = server.memory.train_loss.numpy()  # gives its numbers faster than a tensor does
         self._leaving: set[int] = set()
         self.journal = Journal()
 
@@ -81,23 +94,26 @@ class VirtualClock:
         self._begin_work()
         if not len(self._calendar):
             raise ExperimentError(self._standstill())
-        slots = self._calendar.next()
-        if any(slot in self._untrained for slot in slots):
-            self._compute(slots)
-        taken = sum([self._arrive(slot) for slot in slots])
-        if self._policy.cancels and taken:
+        slots, before = self._calendar.next(), self._server.version
+        taken = sum([self._arrive(slot, slots) for slot in slots])
+        self._to_come -= taken
+        if self._policy.cancels and self._server.version != before:
             self._cancel()
         return taken
 
     def _begin_work(self) -> None:
-        """Everyone who is idle, and may, begins."""
-        server, policy, waiting = self._server, self._policy, []
+        """Everyone who is idle, and may, begins; who had to wait is asked again only where that can have changed."""
+        server, policy = self._server, self._policy
+        moment = server.version, self._left
+        if moment != self._asked_at:
+            self._idle += self._waiting
+            self._waiting, self._asked_at = [], moment
         for slot in sorted(self._idle):
             if policy.may_start(server, slot):
                 self._begin(slot)
             else:
-                waiting.append(slot)
-        self._idle = waiting
+                self._waiting.append(slot)
+        self._idle = []
 
     def _begin(self, slot: int) -> None:
         server, policy = self._server, self._policy
@@ -118,49 +134,52 @@ class VirtualClock:
 
     def _until_departure(self, slot: int, seconds: float) -> float:
         """The same time, or as much of it as passes before the worker leaves."""
-        remaining = self._departures.get(slot, float("inf")) - self.now
+        remaining = self._departures.get(slot, math.inf) - self.now
         if seconds <= remaining:
             return seconds
         self._leaving.add(slot)
         return max(0.0, remaining)
 
-    def _compute(self, arriving: Sequence[int]) -> None:
-        """Train those whose work has not been computed; none of whom it is certain that nobody will ask."""
-        wanted = self._policy.wanted(self._server)
-        if wanted is None:
-            members = list(self._untrained.values())
-        else:
-            soonest = [*arriving, *self._calendar.soonest(max(0, wanted - len(arriving)))]
-            members = [self._untrained[slot] for slot in soonest if slot in self._untrained]
-        members = [member for member in members if member.slot not in self._leaving]
-        if members:
-            self._train(members)
-        for member in members:
-            del self._untrained[member.slot]
-
-    def _arrive(self, slot: int) -> bool:
-        """One piece of work comes in; whether the policy has taken it."""
+    def _arrive(self, slot: int, arriving: Sequence[int]) -> bool:
+        """One of the pieces of work that arrive now comes in; whether the policy has taken it."""
         server, policy, journal = self._server, self._policy, self.journal
-        member = self._under_way.pop(slot)
         if slot in self._leaving:
-            self._leave(member)
+            self._leave(slot)
             return False
         self._idle.append(slot)
         unit, staleness = int(server.units[slot]) - 1, server.staleness(slot)
         if policy.cancels and staleness:  # it came at the same time as what made it void
-            self._give_up(member)
+            self._give_up(slot)
             return False
+        if slot in self._untrained:
+            self._compute(arriving)
+        member = self._under_way.pop(slot)
         self._roster.done(member)
         up, _ = policy.traffic(unit)
         journal.up += up
         samples = self._roster.samples(member)
         journal.samples[member.worker] += samples
-        journal.loss_sum += float(server.memory.train_loss[slot]) * samples
+        journal.loss_sum += float(self._losses[slot]) * samples
         if up:
             journal.staleness[staleness] += 1
         server.end(slot, member.worker)
         policy.take(server, Arrival(slot, member.worker, unit, staleness))
         return True
+
+    def _compute(self, arriving: Sequence[int]) -> None:
+        """Train those whose work has not been computed: the first of those that arrive, and all others that will count.
+
+        Of work that an update, or the end of the run, may yet make void nothing is computed before it is there.
+        """
+        wanted = self._policy.wanted(self._server)
+        coming: Iterable[int] = self._untrained
+        if wanted is None and self._to_come < len(self._under_way):
+            wanted = int(self._to_come)
+        if wanted is not None:
+            wanted = max(1, wanted)
+            coming = [*(slot for slot in arriving if slot in self._under_way), *self._calendar.soonest(wanted)]
+        coming = [slot for slot in coming if slot not in self._leaving][:wanted]
+        self._train([self._untrained.pop(slot) for slot in coming if slot in self._untrained])
 
     def _cancel(self) -> None:
         """After an update, end all work that began before it."""
@@ -168,20 +187,19 @@ class VirtualClock:
             self._calendar.cancel(slot)
             self._leaving.discard(slot)
             self._idle.append(slot)
-            self._give_up(self._under_way.pop(slot))
+            self._give_up(slot)
 
-    def _give_up(self, member: Member) -> None:
-        self._untrained.pop(member.slot, None)
-        self._roster.given_up(member)
+    def _give_up(self, slot: int) -> None:
+        self._roster.given_up(self._under_way.pop(slot))
+        self._untrained.pop(slot, None)
         self.journal.wasted += 1
 
-    def _leave(self, member: Member) -> None:
-        self._give_up(member)
-        self._leaving.discard(member.slot)
-        self._server.living[member.slot] = 0
+    def _leave(self, slot: int) -> None:
+        self._give_up(slot)
+        self._left += 1
+        self._server.living[slot] = 0
         self._policy.left(self._server)
 
     def _standstill(self) -> str:
-        left = self._server.n - len(self._server.alive)
-        gone = f"; {left} of {self._server.n} workers have left (clock.departures)" if left else ""
+        gone = f"; {self._left} of {self._server.n} workers have left (clock.departures)" if self._left else ""
         return f"policy: at {self.now:g} virtual seconds nobody is at work and nobody may begin{gone}"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.aggregation import ServerStep
+from fedsim.aggregation import ServerStep, column_blocks
 from fedsim.aggregation.averaging import mean
 from fedsim.asynchronous.policy import Policy
 from fedsim.engines.job import BufferPolicy, Memory, Task
@@ -88,9 +88,10 @@ class Server:
         n, counts = len(self.memory.rows), self.counts.numpy()
         self.n = n
         self.rows, self.global_row = list(self.memory.rows), self.memory.global_row
+        self.models = list(self.replicas) or self.rows  # with which work begins
         self._version, self.read = counts[:1], counts[1 : 1 + n]
         self.units, self.living = counts[1 + n : 1 + 2 * n], counts[1 + 2 * n :]
-        self._has_buffers = self.memory.global_buffers.numel() > 0
+        self.has_buffers = self.memory.global_buffers.numel() > 0
 
     @property
     def version(self) -> int:
@@ -103,9 +104,9 @@ class Server:
         return np.flatnonzero(self.living)
 
     def pull(self, slot: int) -> None:
-        """A worker reads the global model: its next piece of work begins with that."""
-        (self.replicas if len(self.replicas) else self.rows)[slot].copy_(self.global_row)
-        if self._has_buffers and self.buffers != "local":
+        """A worker gets the global model, or what the server optimizer sends for it, to begin its next work with."""
+        self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.memory.states["parameters"]))
+        if self.has_buffers and self.buffers == "average":
             self.memory.buffers[slot] = self.memory.global_buffers
         self.read[slot] = self._version[0]
 
@@ -116,14 +117,16 @@ class Server:
 
     def begin(self, slot: int, worker: int) -> None:
         """A worker in this slot sets out from its model: its row is a copy, whatever becomes of the model meanwhile."""
-        if len(self.replicas):
-            self.rows[slot].copy_(self.replicas[slot])
-        if self._has_buffers and self.buffers == "local":
+        if self.models is not self.rows:
+            self.rows[slot].copy_(self.models[slot])
+        if self.has_buffers and self.buffers == "local":
             self.memory.buffers[slot] = self.memory.own_buffers[worker]
+        elif self.has_buffers and self.buffers == "server":
+            self.memory.buffers[slot] = self.memory.global_buffers
 
     def end(self, slot: int, worker: int) -> None:
         """A worker has ended its work in this slot."""
-        if self._has_buffers and self.buffers == "local":
+        if self.has_buffers and self.buffers == "local":
             self.memory.own_buffers[worker] = self.memory.buffers[slot]
 
     def staleness(self, slot: int) -> int:
@@ -156,20 +159,19 @@ class Server:
     def mean(self, slots: Sequence[int]) -> Tensor:
         """The mean [d] of these workers' rows, in ascending order: to the bit what the rule `mean` makes of them."""
         slots = sorted(slots)
-        everyone = slots == list(range(self.n))
-        return mean(self.memory.rows if everyone else self.memory.rows[slots])
+        rows = self.memory.rows if slots == list(range(self.n)) else self.memory.rows[slots]
+        return torch.cat([mean(rows[:, block]) for block in column_blocks(rows.shape[1])])  # as engines cut them
 
     def delta(self, slot: int) -> Tensor:
         """How far local training has moved a worker's row [d], in float64.
 
         So a row of float32 can be put together again, to the bit, from where it began and this.
         """
-        wide = self.memory.buffers.dtype
-        return self.rows[slot].to(wide).sub_(self.replicas[slot])
+        return self.rows[slot].to(self.memory.buffers.dtype) - self.replicas[slot]
 
     def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
         """Move the server's buffers towards the mean of these workers', by a share; by default their part of all."""
-        if not self._has_buffers or self.buffers == "server":
+        if not self.has_buffers or self.buffers == "server":
             return
         share = min(1.0, len(slots) / len(self.alive)) if share is None else share
         self.memory.global_buffers.lerp_(self.memory.buffers[list(slots)].mean(0), share)

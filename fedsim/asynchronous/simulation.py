@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from fedsim.asynchronous.clock import Journal, VirtualClock
 from fedsim.asynchronous.pace import delays_of
 from fedsim.asynchronous.roster import Roster
@@ -28,7 +30,10 @@ def simulate_on_clock(setting: Setting, engine: Engine) -> Iterator[RoundRecord]
         setting.schedule,
         memory.shards.size,
     )
+    pieces = roster.pieces_of_a_round()
     delays, model_bytes = delays_of(experiment), setting.row_bytes + setting.buffer_bytes
+    if experiment.cohort_size == experiment.workers:
+        server.step_seconds.copy_(torch.from_numpy(delays.base * delays.speeds))
     departures = {int(worker): seconds for worker, seconds in experiment.clock.departures.items()}
     stopwatch = Stopwatch()
 
@@ -42,8 +47,9 @@ def simulate_on_clock(setting: Setting, engine: Engine) -> Iterator[RoundRecord]
         lambda member, unit, models: delays.seconds(member.worker, unit, roster.steps(member), models * model_bytes),
         train,
         departures,
+        experiment.rounds * pieces,
     )
-    taken, pieces = 0, roster.pieces_of_a_round()
+    taken = 0
     for round in range(1, experiment.rounds + 1):
         stopwatch.seconds = dict.fromkeys(stopwatch.seconds, 0.0)
         clock.journal = journal = Journal()

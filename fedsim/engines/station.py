@@ -92,9 +92,8 @@ class Station:
 
     def train_apart(self, members: Sequence[Member]) -> None:
         """Train this process's share of members whose rounds differ; their rows hold what they begin with."""
-        steps = [self.feed.steps_of(member) for member in members]
         with self._in_precision():
-            self.trainer.train([members[place] for place in deal(steps, self.seat.count)[self.seat.index]])
+            self.trainer.train(self._share_of(members))
         synchronize(self.task.device)
 
     def compilation(self) -> str | None:
@@ -198,6 +197,14 @@ class Station:
         everyone = [*cohort] if self.feed.root is None else [*cohort, self.feed.root]
         steps = [self.task.schedule.steps_for(n) for n in self._shard_sizes(everyone)]
         return [Member(slot, everyone[slot], round) for slot in deal(steps, self.seat.count)[self.seat.index]]
+
+    def _share_of(self, members: Sequence[Member]) -> list[Member]:
+        """Whoever goes step by step stays with one process, whose feed is where the last step ended."""
+        index, count = self.seat.index, self.seat.count
+        by_step = [member for member in members if member.step is not None]
+        rounds = [member for member in members if member.step is None]
+        hand = deal([self.feed.steps_of(member) for member in rounds], count)[index]
+        return [rounds[place] for place in hand] + [member for member in by_step if member.slot % count == index]
 
     def _shard_sizes(self, cohort: Sequence[int]) -> list[int]:
         return [self.feed.size(worker) for worker in cohort]
