@@ -22,7 +22,7 @@ from common import report
 from torch import Tensor
 
 from fedsim.devices import resolve_device, synchronize
-from fedsim.engines.stacked_convolution import grouped, one_by_one
+from fedsim.engines.stacked_convolution import Options, grouped, one_by_one
 
 SECONDS = 0.15  # how long each timing takes, at least
 FORMATS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
@@ -58,13 +58,11 @@ def unfolded(
     input: Tensor,
     weight: Tensor,
     bias: Tensor,
-    stride: int,
-    padding: int,
-    dilation: int,
-    groups: int,
+    options: Options,
 ) -> Tensor:
     """Patches as columns, and one matrix product for each row; for two dimensions without groups."""
     k, out, _, height, width = weight.shape
+    stride, padding, dilation, _ = options
     columns = F.unfold(input, (height, width), dilation, padding, stride)
     of_rows = columns.unflatten(0, (k, -1)).transpose(1, 2).flatten(2)  # [k, c kh kw, batch positions]
     found = torch.baddbmm(bias.unsqueeze(2), weight.flatten(2), of_rows).view(k, out, -1, columns.shape[2])
@@ -89,7 +87,7 @@ def layer(shape: Shape, k: int, dtype: torch.dtype, device: torch.device) -> lis
 def step(way: Callable[..., Tensor], shape: Shape, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """Outputs, and the gradients of half their squares."""
     leaves = [tensor.detach().requires_grad_(shape.inputs > 1 or place > 0) for place, tensor in enumerate(tensors)]
-    outputs = way(F.conv2d, *leaves, 1, shape.padding, 1, 1)
+    outputs = way(F.conv2d, *leaves, Options(padding=shape.padding))
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     return outputs, *torch.autograd.grad(outputs, wanted, outputs.detach())
 

@@ -29,7 +29,7 @@ from fedsim.preparation import Setting
 from fedsim.records import RoundRecord, new_folder_name
 from fedsim.replay import applicable_rules, load_round, replay_json, replay_table
 from fedsim.replay import replay as replay_rules
-from fedsim.report import HEADER, headline, table_line, write_report
+from fedsim.report import columns_of, headline, table_header, table_line, write_report
 
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
@@ -118,7 +118,11 @@ def compare(
         ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time.", show_default="by cores and memory; 1 on a card")
+        int | None, typer.Option(help="Runs at a time.", show_default="by cores and memory; 1 on a card")
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="A test accuracy, such as 0.97: say how long it takes to reach it.", show_default="none"),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the runs, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
@@ -126,7 +130,7 @@ def compare(
     """Run an experiment for every combination of some values, and compare: table, CSV and pictures."""
     with _errors_as_lines():
         source, changes = _source_and_overrides(words or [], context)
-        grid = load_grid(source, words=changes)
+        grid = load_grid(source, words=changes, target=target)
         if dry_run:
             print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in grid.runs))
             return
@@ -163,7 +167,11 @@ def replay(
     """Take one kept round of a run (records.updates=[1,5]) through many rules, and show what each makes of it."""
     with _errors_as_lines():
         stored = load_round(folder, round)
-        chosen = [parse_value(text.strip()) for text in split_at_commas(rules)] if rules else applicable_rules(stored)
+        chosen = (
+            [parse_value(text.strip(), "--rules") for text in split_at_commas(rules)]
+            if rules
+            else applicable_rules(stored)
+        )
         results = replay_rules(stored, chosen)
         print(replay_json(stored, results) if json else replay_table(stored, results))
 
@@ -202,20 +210,22 @@ class Display:
 
     def start(self, setting: Setting) -> None:
         self._print(headline(setting))
-        self._print(HEADER)
+        self._columns = columns_of(setting.experiment)
+        self._print(table_header(self._columns))
         self._started = time.perf_counter()
         self._bar.reset()
 
     def round(self, record: RoundRecord) -> None:
-        self._done = record["round"]
+        self._done, self._virtual_seconds = record["round"], record["virtual_seconds"]
         self._bar.set_postfix_str(f"accuracy {record['test_accuracy']:.4f}", refresh=False)
         self._bar.update()
-        self._print(table_line(record))
+        self._print(table_line(self._columns, record))
 
     def finish(self, accuracy: float) -> None:
         seconds = time.perf_counter() - self._started
+        virtual = "" if self._virtual_seconds is None else f" and {self._virtual_seconds:.1f} virtual seconds"
         self._print(
-            f"final test accuracy {accuracy:.4f} after {plural(self._bar.total, 'round')} in {seconds:.1f} s "
+            f"final test accuracy {accuracy:.4f} after {plural(self._bar.total, 'round')}{virtual} in {seconds:.1f} s "
             f"(and {self._started - self._begun:.1f} s to start)"
         )
 

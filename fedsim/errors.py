@@ -174,7 +174,7 @@ def _requirement(message: str) -> str:
     """What pydantic's message asks for, in the words of experiment files: what must be, without the "must be"."""
     message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
     message = re.sub(r"^(String|List|Tuple|Set) should (match|have) ", _thing_that, message)
-    message = message.replace(" after validation", "")
+    message = message.replace(" after validation", "").replace("a valid boolean", "true or false")
     return re.sub(r"^(Input should be|Value error,) ", "", message).replace("'", '"')
 
 

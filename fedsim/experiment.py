@@ -241,7 +241,8 @@ class Experiment(Table):
     compile: bool = False  # forward pass and loss of training, by torch.compile
     cuda_graphs: bool | None = None  # steps of stacks on CUDA; None: where that is safe
     mode: Literal["rounds", "clock", "race"] = "rounds"  # synchronous; on a virtual clock; processes that race
-    sync: Literal["parameters", "gradients"] = "parameters"
+    sync: Literal["parameters", "gradients", "post_local"] = "parameters"
+    gradient_rounds: NonNegativeInt | None = None  # of sync = "post_local": after so many, parameters are averaged
     buffers: Literal["average", "local", "server", "error"] = "average"
     model: Model = Model()
     data: Data = Data()
@@ -282,6 +283,11 @@ class Experiment(Table):
             )
         if engine_class.one_process and self.timeout != type(self).model_fields["timeout"].default:
             lines.append(f'timeout = {self.timeout}: the engine "{self.engine}" waits for nobody; leave it out')
+        if self.batched.width is not None and not engine_class.stacks:
+            lines.append(
+                f'batched.width = {self.batched.width}: the engine "{self.engine}" stacks no rows; leave it out, '
+                "or use engine=batched"
+            )
         if self.cuda_graphs and self.engine != "batched":
             lines.append(f'cuda_graphs = true: goes with engine=batched, not with "{self.engine}"; leave it out')
         if self.sync == "gradients" and self.server != Server():
@@ -289,6 +295,7 @@ class Experiment(Table):
                 f'server.optimizer = "{self.server.optimizer}": with sync = "gradients" the local solver takes the '
                 "step (local.*), so leave [server] out"
             )
+        lines.extend(self._problems_with_rounds())
         lines.extend(self._problems_with_time())
         lines.extend(self._problems_with_weights())
         lines.extend(self._problems_with_attackers())
@@ -296,6 +303,24 @@ class Experiment(Table):
             raise ExperimentError(*lines)
         self.pipeline.rehearse(self.cohort_size)
         return self
+
+    def _problems_with_rounds(self) -> list[str]:
+        """With which rounds aggregate what."""
+        lines, count = [], self.gradient_rounds
+        if self.sync == "post_local" and count is None:
+            lines.append('sync = "post_local": needs gradient_rounds, after how many rounds parameters are averaged')
+        if self.sync != "post_local" and count is not None:
+            lines.append(
+                f'gradient_rounds = {count}: goes with sync = "post_local", not with "{self.sync}"; leave it out'
+            )
+        elif count is not None and count > self.rounds:
+            lines.append(f"gradient_rounds = {count}: must be at most rounds, {self.rounds}")
+        if self.rounds_of_gradients and self._anchored:
+            lines.append(
+                f'local.solver = "{self.local.solver}": goes by the row that a worker was sent, which nobody leaves '
+                f'where gradients are averaged (sync = "{self.sync}"); use another'
+            )
+        return lines
 
     def _problems_with_weights(self) -> list[str]:
         weights = self.aggregate.weights
@@ -374,6 +399,11 @@ class Experiment(Table):
             lines.append(
                 f"precision = {show(self.precision)}: {named} steps along gradients, which have no scale there"
             )
+        if policy.work == "gradient" and self._anchored:
+            lines.append(
+                f"local.solver = {show(self.local.solver)}: goes by the row that a worker was sent, which nobody "
+                f"leaves with {named}; use another"
+            )
         if policy.needs_momentum and not self.local.bind().start(torch.zeros(1)):
             lines.append(f"{named}: is about momentum; give local.momentum")
         try:
@@ -388,7 +418,7 @@ class Experiment(Table):
             return []
         if policy.in_rounds or self.cohort_size < self.workers:
             return ["clock.departures: go with an asynchronous policy in which all workers are at work"]
-        wrong = [name for name in departures if not name.isdecimal() or int(name) >= self.workers]
+        wrong = [name for name in departures if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= self.workers]
         return [f"clock.departures.{name}: must be a worker, from 0 to {self.workers - 1}" for name in wrong]
 
     def _problems_with_attackers(self) -> list[str]:
@@ -421,6 +451,16 @@ class Experiment(Table):
     def pipeline(self) -> Pipeline:
         """The aggregation rule with its parameters."""
         return self.aggregate.pipeline(self.f)
+
+    @property
+    def _anchored(self) -> bool:
+        """Whether the local solver goes by the row that a worker was sent; see `fedsim.local.Solver`."""
+        return getattr(self.local.plug.target, "anchored", False)
+
+    @property
+    def rounds_of_gradients(self) -> int:
+        """In so many rounds, the first, gradients are aggregated at every step."""
+        return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
 
     @property
     def cohort_size(self) -> int:

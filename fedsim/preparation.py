@@ -130,7 +130,7 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
     task = Task(
         seed=experiment.seed,
         rounds=experiment.rounds,
-        sync=experiment.sync,
+        gradient_rounds=experiment.rounds_of_gradients,
         model=experiment.model.bind(),
         schedule=Schedule(local.batch_size, local.epochs, local.steps),
         solver=AsGradient() if _brings_gradients(experiment) else local.bind(),

@@ -34,6 +34,7 @@ class AsyncRecord(TypedDict):
     """What there is to say of asynchronous work, beyond what a round has."""
 
     updates: int  # of the global row since the start
+    trips: int  # pieces of work that have been taken since the start
     staleness: dict[str, int]  # of what was applied in the round: how often each
     held: int  # pieces of work that have come in and wait for an update
     wasted: int  # that came to nothing in the round

@@ -240,7 +240,7 @@ def _described(result: Replayed) -> str:
 def kept_updates(setting: Setting, engine: Engine, record: RoundRecord) -> dict[str, Tensor]:
     """What the rule was given in the round that has just ended, on the CPU; see `RunFolder.updates`.
 
-    With sync = "gradients" that is the last step's gradients of the whole cohort.
+    Where gradients are aggregated that is the last step's gradients of the whole cohort.
     """
     memory, cohort, rule = engine.memory, record["cohort"], setting.task.rule
     n = len(cohort)

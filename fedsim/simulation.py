@@ -33,10 +33,10 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
     virtual = RoundClock.of(setting) if experiment.mode == "clock" else None
     for round in range(1, experiment.rounds + 1):
         cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
-        clock = Stopwatch()
+        sync, clock = setting.task.sync_in(round), Stopwatch()
         with clock("pull_down"):
-            engine.pull_down(cohort)
-        if experiment.sync == "parameters":
+            engine.pull_down(cohort, round)
+        if sync == "parameters":
             with clock("train"):
                 engine.train(cohort, round)
             with clock("aggregate"):
@@ -47,11 +47,11 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
         with clock("test"):
             test_loss, test_accuracy, attack_success = engine.test()
         sizes = [engine.memory.shards.size(worker) for worker in cohort]
-        rows_sent = len(cohort) if experiment.sync == "parameters" else sum(map(schedule.steps_for, sizes))
+        rows_sent = len(cohort) if sync == "parameters" else sum(map(schedule.steps_for, sizes))
         sent = rows_sent * setting.row_bytes + len(cohort) * setting.buffer_bytes
         samples = [schedule.samples_for(size) for size in sizes]
         if virtual:
-            virtual.pass_round(cohort, sizes)
+            virtual.pass_round(cohort, sizes, in_step=sync == "gradients")
         yield RoundRecord(
             round=round,
             test_loss=test_loss,

@@ -69,6 +69,12 @@ def test_a_dry_run_prints_the_resolved_experiment_and_leaves_nothing(cli, tmp_pa
         (["--local.lr=0.1"], "error: --local.lr: no such option; did you mean local.lr=0.1?\n"),
         (["--batch-size", "3"], "error: --batch-size: no such option; did you mean local.batch_size=3?\n"),
         (["--dryrun"], 'error: --dryrun: no such option; did you mean "--dry-run"? allowed: --out, --dry-run, --quiet'),
+        (
+            ["aggregate.rule=[nnm,median]"],
+            "error: aggregate.rule = [nnm,median]: is neither a list nor a table of TOML; names in it need",
+        ),
+        (['model={name="net"'], 'error: model = {name="net": is neither a list nor a table of TOML'),
+        (["."], "error: .: cannot be read: Is a directory; expected an experiment (TOML)\n"),
         (["cohort=5"], "error: cohort = 5: must be at most workers, 4"),
     ],
 )
@@ -117,6 +123,21 @@ def test_list_shows_every_plug_with_parameters_and_description(cli):
             assert re.search(rf"^  {re.escape(plug.name)} +{re.escape(plug.summary)}$", done.stdout, re.M)
             for parameter in plug.parameters.model_fields:
                 assert re.search(rf"^ +{parameter}( = | \(required\))", done.stdout, re.M)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("policies", "fedbuff"), ("speeds", "stragglers"), ("noises", "trace")])
+def test_list_knows_what_the_virtual_clock_needs(cli, kind, name):
+    done = cli("list", kind)
+    assert done.exit_code == 0
+    assert f"  {name} " in done.stdout
+    assert name in getattr(fedsim, kind)()
+
+
+def test_a_run_on_the_clock_says_how_long_it_took_there(cli):
+    done = cli("run", *QUICK, "mode=clock", "policy=asgd", "clock.noise=lognormal", "clock.noise.sigma=0.2")
+    assert done.exit_code == 0, done.output
+    assert "asgd (n_fetch = 1, n_push = 1) on the virtual clock (equal speeds, lognormal noise)" in done.stdout
+    assert re.search(r"accuracy 0\.\d{4} after 2 rounds and \d+\.\d virtual seconds in ", done.stdout)
 
 
 def test_list_takes_a_kind(cli):

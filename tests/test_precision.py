@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -114,7 +115,10 @@ def test_the_record_says_what_was_in_force(precision, tiny_experiment, tmp_path)
     }
 
 
-def plain_run(tables, dtype, scale):
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
+
+
+def plain_run(tables, dtype, scale, make_optimizer=MOMENTUM):
     """The experiment `tiny_experiment` with one worker: autocast, loss scaling and SGD with momentum, by hand."""
     train, _ = tiny(None)
     inputs, targets = train.to(CPU, torch.float32).gather(torch.arange(len(train)))
@@ -122,8 +126,7 @@ def plain_run(tables, dtype, scale):
     start = fedsim.run({**tables, "local": {**tables["local"], "lr": 0.0}, "precision": "float32"}).model
     model, skipped = start.train(), 0
     for round in range(1, tables["rounds"] + 1):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-        now = scale
+        optimizer, now = make_optimizer(model.parameters()), scale
         order = numpy_generator(0, "batches", round, 0).permutation(len(shard))
         for places in torch.from_numpy(order).split(16):
             batch = torch.as_tensor(shard)[places]
@@ -183,6 +186,48 @@ def test_with_averaged_gradients_one_that_overflows_counts_as_zero(engine, tiny_
     start = fedsim.run({**tables, "local": {**tables["local"], "lr": 0.0}})
     assert torch.equal(still.global_row, start.global_row)
     assert still.history[0]["excluded"] == []
+
+
+SOLVERS = {
+    "sgd": {"momentum": 0.9},
+    "fedprox": {"mu": 1.0, "momentum": 0.9},
+    "adam": {"weight_decay": 0.1, "amsgrad": True},
+    "adamw": {"lr": 0.01},
+    "adagrad": {"lr_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_no_solver_takes_a_step_whose_gradient_overflows(solver, engine, tiny_experiment, monkeypatch):
+    """At a scale that no step of a round survives all rows stay where they are, weight decay or not."""
+    monkeypatch.setattr("fedsim.engines.scaling.START", 2.0**60)
+    local = {"steps": 3, "batch_size": 16, "solver": solver, **SOLVERS[solver]}
+    tables = {**tiny_experiment, "rounds": 1, "aggregate": "mean", "local": local, "engine": engine, "processes": 1}
+    still = fedsim.run({**tables, "precision": "float16"}).global_row
+    assert torch.equal(still, fedsim.run({**tables, "local": {**local, "lr": 0.0}}).global_row)
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+@pytest.mark.parametrize(
+    ("solver", "theirs", "params"),
+    [
+        ("adam", torch.optim.Adam, {"lr": 0.01, "eps": 1e-3}),  # no less, or eps would make much of a last bit
+        ("adamw", torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.5}),
+        ("adagrad", torch.optim.Adagrad, {"lr": 0.01, "eps": 1e-3, "lr_decay": 0.1}),
+    ],
+)
+def test_steps_that_overflow_are_no_steps_of_an_adaptive_solver(
+    solver, theirs, params, engine, tiny_experiment, monkeypatch
+):
+    """They count neither in its averages nor for its decay."""
+    monkeypatch.setattr("fedsim.engines.scaling.START", 2.0**26)
+    tables = {**tiny_experiment, "workers": 1, "local": {"solver": solver, "batch_size": 16, **params}}
+    expected, skipped = plain_run(tables, torch.float16, 2.0**26, partial(theirs, **params))
+    assert skipped
+    found = fedsim.run({**tables, "engine": engine, "processes": 1, "precision": "float16"}).global_row
+    assert torch.allclose(found, expected, rtol=0, atol=1e-3)
+    assert (found - expected).norm() < 5e-4 * expected.norm()  # one step more of decay is ten times that
 
 
 @pytest.mark.parametrize("precision", LOW)

@@ -17,9 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.server import Decay, Positive, ServerStep, server_optimizer
+from fedsim.aggregation.server import ServerStep, server_optimizer
 from fedsim.errors import ExperimentError
-from fedsim.local import NonNegative, State
+from fedsim.local import Decay, NonNegative, Positive, State
+from fedsim.local.adaptive import averaged_weight
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,6 @@ class DecayingStep(AdaptiveStep):
     def corrected(self, state: State) -> tuple[Tensor, Tensor]:
         m, v = super().corrected(state)
         return m, v / averaged_weight(state["v_weight"], self.beta2)
-
-
-def averaged_weight(weight: Tensor, beta: float) -> Tensor:
-    """From 1 - beta^t to 1 - beta^(t+1), in place: what a decaying mean of ones has come to.
-
-    A tensor, though all of it is the same number, because a state's tensors have the shape of the row. Kept up rather
-    than computed as 1 - beta^t, which would cancel in float32.
-    """
-    return weight.mul_(beta).add_(1 - beta)
 
 
 @server_optimizer("adam")

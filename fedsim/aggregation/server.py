@@ -13,17 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from fedsim.local import NonNegative, State
+from fedsim.local import Decay, NonNegative, Positive, State
 from fedsim.registry import Plug, Registry
-
-Positive = Annotated[float, Field(gt=0)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ServerStep(ABC):

@@ -32,6 +32,7 @@ class LiveRacer(Racer):
         self._begun = track.column(BEGUN)
         self._modules = {slot: RowModule(station.task.new_module) for slot in slots}
         self._objective = Objective(station.task.precision)
+        self._pulls_buffers = server.has_buffers and server.buffers != "local"
 
     def _go(self, run: int, round: int, leg: Leg) -> None:
         with self._station.in_precision():
@@ -43,15 +44,16 @@ class LiveRacer(Racer):
     def _steps(self, slot: int, round: int, leg: Leg) -> Iterator[int]:
         """A worker's round, step by step; gives the number of each."""
         server, memory, feed, worker = self._server, self._station.memory, self._station.feed, slot
-        server.pull_buffers(slot)
         server.begin(slot, worker)
+        if self._pulls_buffers:
+            memory.buffers[slot] = memory.global_buffers
         module = self._modules[slot]
         module.take(memory.global_row, server.rows[slot], memory.buffers[slot])
         module.module.train()
         step_of = self._stepper(slot, round, module, leg)
         device = self._station.task.device
         loss_sum, samples = torch.zeros((), dtype=wide_dtype(device), device=device), 0
-        for step, (inputs, targets) in enumerate(islice(feed.batches(worker, round), feed.steps(worker))):
+        for step, (inputs, targets) in enumerate(islice(feed.batches(worker, round), feed.steps(worker, round))):
             with self._seat.working_on(worker, round):
                 loss_sum.add_(step_of(step, inputs, targets), alpha=len(targets))
             samples += len(targets)
@@ -66,7 +68,7 @@ class LiveRacer(Racer):
         server, policy, track, seat, task = self._server, self._policy, self._track, self._seat, self._station.task
         ended, begun, memory, journal, measures = self._ended, self._begun, server.memory, leg.journal, leg.measures
         gradient, objective, model, device = server.rows[slot], self._objective, module.module, task.device
-        pulls_buffers = server.has_buffers and server.buffers != "local"
+        pulls_buffers = self._pulls_buffers
         gives_buffers = server.has_buffers and server.buffers != "server"
         draws = True
 
@@ -76,7 +78,7 @@ class LiveRacer(Racer):
             unit = int(server.units[slot])
             server.units[slot] += 1
             if pulls_buffers:
-                server.pull_buffers(slot)
+                memory.buffers[slot] = memory.global_buffers
                 module.layout.write_buffers(memory.buffers[slot], model)
             if draws:  # which the first step of a round finds out
                 seed_everything(device, task.seed, "layers", round, slot, step)

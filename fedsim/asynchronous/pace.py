@@ -20,7 +20,7 @@ def delays_of(experiment: Experiment) -> Delays:
 
 
 class RoundClock:
-    """Virtual time of the synchronous loop: a round, or a step with sync = "gradients", waits for the slowest.
+    """Virtual time of the synchronous loop: a round, or a step of those of gradients, waits for the slowest.
 
     A worker's pieces of work are numbered as it begins them, whatever the policy, so all policies meet the same delays.
 
@@ -28,21 +28,19 @@ class RoundClock:
         now: virtual seconds since the start.
     """
 
-    def __init__(self, delays: Delays, schedule: Schedule, model_bytes: int, *, in_step: bool) -> None:
-        self._delays, self._schedule, self._bytes, self._in_step = delays, schedule, 2 * model_bytes, in_step
+    def __init__(self, delays: Delays, schedule: Schedule, model_bytes: int) -> None:
+        self._delays, self._schedule, self._bytes = delays, schedule, 2 * model_bytes
         self._begun: Counter[int] = Counter()
         self.now = 0.0
 
     @classmethod
     def of(cls, setting: Setting) -> RoundClock:
-        experiment, model_bytes = setting.experiment, setting.row_bytes + setting.buffer_bytes
-        in_step = experiment.sync == "gradients"
-        return cls(delays_of(experiment), setting.schedule, model_bytes, in_step=in_step)
+        return cls(delays_of(setting.experiment), setting.schedule, setting.row_bytes + setting.buffer_bytes)
 
-    def pass_round(self, cohort: Sequence[int], sizes: Sequence[int]) -> None:
-        """A round of these workers, whose shards are of these sizes."""
+    def pass_round(self, cohort: Sequence[int], sizes: Sequence[int], *, in_step: bool) -> None:
+        """A round of these workers, whose shards are of these sizes; `in_step` where all wait at every step."""
         steps = [self._schedule.steps_for(size) for size in sizes]
-        if not self._in_step:
+        if not in_step:
             self._pass_together(list(zip(cohort, steps, strict=True)))
             return
         for step in range(max(steps)):

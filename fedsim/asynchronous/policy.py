@@ -27,7 +27,7 @@ class Arrival(NamedTuple):
     Attributes:
         slot: the place of its row.
         worker: whose work it is.
-        unit: how many pieces of work this slot has done before.
+        unit: how many pieces of work this slot has begun before.
         staleness: version of the server now, less the version that the work began with.
     """
 
@@ -79,7 +79,10 @@ class Policy(ABC):
         return {}
 
     def may_start(self, server: Server, slot: int) -> bool:
-        """Whether an idle worker may begin its next piece of work now."""
+        """Whether an idle worker may begin its next piece of work now.
+
+        If not, it is asked again when the global row has a new version, or a worker has left.
+        """
         return True
 
     def steps(self, server: Server, slot: int, scheduled: int) -> int | None:
@@ -99,7 +102,7 @@ class Policy(ABC):
         return None
 
     def left(self, server: Server) -> None:  # noqa: B027
-        """A worker has left, and is no more among `server.alive`."""
+        """Others are among `server.alive` than were: one has left or, at the end of a race's round, all are back."""
 
     def held(self, server: Server) -> int:
         """How many pieces of work have been taken that no update has used yet."""

@@ -162,7 +162,7 @@ class LockedRacer(Racer):
 
     def _come_in(self, member: Member, partner: Sequence[int]) -> None:
         slot, desk = member.slot, self._desk
-        if desk.is_void(member):
+        if desk.is_void(member.slot):
             self._log(GIVEN_UP, member, self._begun[slot])
             desk.give_up(member)
         else:

@@ -43,7 +43,7 @@ class Heat:
         journal, measures: of all its processes.
         entries: of the log.
         lost: how many updates have been overwritten, as far as the canary tells.
-        updates: of the global row since the start.
+        updates, trips: of the global row, and pieces of work taken, since the start.
         held: pieces of work that wait for an update.
         test: loss, accuracy, and the attacker's success.
     """
@@ -53,6 +53,7 @@ class Heat:
     entries: list[np.ndarray] = field(default_factory=list)
     lost: float = 0.0
     updates: int = 0
+    trips: int = 0
     held: int = 0
     test: tuple[float, float, float | None] = (0.0, 0.0, None)
 
@@ -88,23 +89,22 @@ class Course:
         several = self._runs > 1
         self._states = [[tensor.clone() for tensor in self._tensors()] for _ in range(self._runs)] if several else []
         self._present = 0  # the run whose state the tensors hold
-        self._updates = [0] * self._runs
+        self._taken = [0] * self._runs
 
     def heat(self, run: int, round: int, stopwatch: Stopwatch) -> Heat:
         """Race one round of one run."""
         self.turn_to(run)
         server, heat = self._server, Heat()
         self._track.clear()
-        server.living[:] = 1
         with stopwatch("train"):
             for leg in self._engine.call(_race, run, round):
                 heat.add(leg)
         if not heat.measures.updates:
             raise ExperimentError(f"policy: in round {round} of the race nobody is at work and nobody may begin")
-        server.living[:] = 1
-        self._updates[run] += heat.measures.updates
+        server.come_back()
+        self._taken[run] += heat.measures.updates
         if self._policy.locking != "server":  # who counts without a lock miscounts
-            server.version = self._updates[run]
+            server.version = self._taken[run]
         with stopwatch("aggregate"):
             self._policy.publish(server)
             synchronize(self._memory.global_row.device)
@@ -112,7 +112,8 @@ class Course:
             raise ExperimentError(f"round {round}: the global row is no longer finite; a smaller local.lr may help")
         with stopwatch("test"):
             heat.test = self._engine.test()
-        heat.lost, heat.updates, heat.held = self._track.lost(), server.version, self._policy.held(server)
+        heat.lost, heat.held = self._track.lost(), self._policy.held(server)
+        heat.updates, heat.trips = server.version, self._taken[run]
         return heat
 
     def turn_to(self, run: int) -> None:
@@ -128,7 +129,7 @@ class Course:
     def _tensors(self) -> Iterator[Tensor]:
         memory: Memory = self._memory
         yield from (memory.global_row, memory.rows, memory.global_buffers, memory.buffers, memory.own_buffers)
-        yield from memory.state.values()
+        yield from (tensor for state in memory.states.values() for tensor in state.values())
         yield from self._server.tensors
 
 
@@ -180,6 +181,7 @@ def record_of(round: int, heats: Sequence[Heat], seconds: dict[str, float], mode
         virtual_seconds=None,
         asynchronous=AsyncRecord(
             updates=first.updates,
+            trips=first.trips,
             staleness={str(tau): count for tau, count in sorted(journal.staleness.items())},
             held=first.held,
             wasted=journal.wasted,
@@ -217,7 +219,7 @@ def _come_to_start(seat: Seat, station: Station, server: Server, track: Track) -
     server.settle(station.memory)
     policy: Policy = server.policy
     kind: type[Racer] = LiveRacer if policy.locking == "nothing" else LockedRacer
-    steps = [station.feed.steps(worker) for worker in range(server.n)]
+    steps = [station.feed.steps(worker, 1) for worker in range(server.n)]
     seat.belongings["racer"] = kind(seat, station, server, track, deal(steps, seat.count)[seat.index])
 
 

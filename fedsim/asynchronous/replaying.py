@@ -41,6 +41,7 @@ class LoggedOrder:
     ) -> None:
         self._log, self._path, self._train = log, path, train
         self._server, self._desk = server, Desk(server, roster)
+        self.taken = 0  # pieces of work, since the start
         self._under_way: dict[int, Member] = {}
         self._untrained: dict[int, Member] = {}
 
@@ -57,7 +58,6 @@ class LoggedOrder:
         """A round of it."""
         if round not in self._log:
             raise ExperimentError(f"clock.log = {show(self._path)}: has {len(self._log)} rounds, not {round}")
-        self._server.living[:] = 1
         for number, begins, entry in events_of(self._log[round]):
             slot = entry.worker
             if not 0 <= slot < self._server.n:
@@ -69,7 +69,7 @@ class LoggedOrder:
                 self._begin(number, entry)
             else:
                 self._come_in(number, entry)
-        self._server.living[:] = 1
+        self._server.come_back()
 
     def _begin(self, number: int, entry: Entry) -> None:
         slot = entry.worker
@@ -87,12 +87,13 @@ class LoggedOrder:
             self._train(list(self._untrained.values()))  # all of them can be, so they may as well be together
             self._untrained.clear()
         self._compare(number, f"the work of worker {slot} finds", entry.applied, self._server.version)
-        if self._desk.is_void(member) != (entry.kind == GIVEN_UP):
+        if self._desk.is_void(member.slot) != (entry.kind == GIVEN_UP):
             raise self._misfit(number, f"whether the work of worker {slot} is void is not as it was")
         if entry.kind == GIVEN_UP:
             self._desk.give_up(member)
         else:
             self._desk.take(member)
+            self.taken += 1
 
     def _compare(self, number: int, what: str, version: int, here: int) -> None:
         if version != here:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.aggregation import ServerStep
+from fedsim.aggregation import ServerStep, column_blocks
 from fedsim.aggregation.averaging import mean
 from fedsim.asynchronous.policy import Policy
 from fedsim.asynchronous.sparse import Tables, step_where_touched
@@ -92,6 +92,7 @@ class Server:
         n, counts = len(self.memory.rows), self.counts.numpy()
         self.n = n
         self.rows, self.global_row = list(self.memory.rows), self.memory.global_row
+        self.models = list(self.replicas) or self.rows  # with which work begins
         self._version, self.read = counts[:1], counts[1 : 1 + n]
         self.units, self.living = counts[1 + n : 1 + 2 * n], counts[1 + 2 * n :]
         self.has_buffers = self.memory.global_buffers.numel() > 0
@@ -127,16 +128,18 @@ class Server:
         """The slots of workers that have not left."""
         return np.flatnonzero(self.living)
 
-    def pull(self, slot: int) -> None:
-        """A worker reads the global model: its next piece of work begins with that."""
-        (self.replicas if len(self.replicas) else self.rows)[slot].copy_(self.global_row)
-        self.pull_buffers(slot)
-        self.read[slot] = self._version[0]
+    def come_back(self) -> None:
+        """All workers are alive again who had left."""
+        if not self.living.all():
+            self.living[:] = 1
+            self.policy.left(self)
 
-    def pull_buffers(self, slot: int) -> None:
-        """A worker reads the server's buffers, unless it has its own."""
-        if self.has_buffers and self.buffers != "local":
+    def pull(self, slot: int) -> None:
+        """A worker gets the global model, or what the server optimizer sends for it, to begin its next work with."""
+        self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.memory.states["parameters"]))
+        if self.has_buffers and self.buffers == "average":
             self.memory.buffers[slot] = self.memory.global_buffers
+        self.read[slot] = self._version[0]
 
     def stay(self, slot: int) -> None:
         """A worker goes on with the model that it has, which at first is the global one."""
@@ -145,10 +148,12 @@ class Server:
 
     def begin(self, slot: int, worker: int) -> None:
         """A worker in this slot sets out from its model: its row is a copy, whatever becomes of the model meanwhile."""
-        if len(self.replicas):
-            self.rows[slot].copy_(self.replicas[slot])
+        if self.models is not self.rows:
+            self.rows[slot].copy_(self.models[slot])
         if self.has_buffers and self.buffers == "local":
             self.memory.buffers[slot] = self.memory.own_buffers[worker]
+        elif self.has_buffers and self.buffers == "server":
+            self.memory.buffers[slot] = self.memory.global_buffers
 
     def end(self, slot: int, worker: int) -> None:
         """A worker has ended its work in this slot."""
@@ -178,7 +183,7 @@ class Server:
 
     def update(self, update: Tensor) -> None:
         """One step of the server optimizer along an update [d]. That is a new version."""
-        self.optimizer.step(self.global_row, update, self.memory.state)
+        self.optimizer.step(self.global_row, update, self.memory.states["parameters"])
         self.moved()
 
     def moved(self) -> None:
@@ -188,16 +193,15 @@ class Server:
     def mean(self, slots: Sequence[int]) -> Tensor:
         """The mean [d] of these workers' rows, in ascending order: to the bit what the rule `mean` makes of them."""
         slots = sorted(slots)
-        everyone = slots == list(range(self.n))
-        return mean(self.memory.rows if everyone else self.memory.rows[slots])
+        rows = self.memory.rows if slots == list(range(self.n)) else self.memory.rows[slots]
+        return torch.cat([mean(rows[:, block]) for block in column_blocks(rows.shape[1])])  # as engines cut them
 
     def delta(self, slot: int) -> Tensor:
         """How far local training has moved a worker's row [d], in float64.
 
         So a row of float32 can be put together again, to the bit, from where it began and this.
         """
-        wide = self.memory.buffers.dtype
-        return self.rows[slot].to(wide).sub_(self.replicas[slot])
+        return self.rows[slot].to(self.memory.buffers.dtype) - self.replicas[slot]
 
     def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
         """Move the server's buffers towards the mean of these workers', by a share; by default their part of all."""

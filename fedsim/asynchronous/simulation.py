@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from fedsim.asynchronous.clock import Train, VirtualClock
 from fedsim.asynchronous.desk import Journal
 from fedsim.asynchronous.pace import delays_of
@@ -68,6 +70,7 @@ def simulate_on_clock(setting: Setting, engine: Engine) -> Iterator[RoundRecord]
             virtual_seconds=source.now,
             asynchronous=AsyncRecord(
                 updates=server.version,
+                trips=source.taken,
                 staleness={str(tau): count for tau, count in sorted(journal.staleness.items())},
                 held=policy.held(server),
                 wasted=journal.wasted,
@@ -84,8 +87,10 @@ def _order_of(
     if clock.log is not None:
         return LoggedOrder(read_log(clock.log, experiment.resolved()), clock.log, server, roster, train)
     delays, departures = delays_of(experiment), {int(worker): at for worker, at in clock.departures.items()}
+    if experiment.cohort_size == experiment.workers:
+        server.step_seconds.copy_(torch.from_numpy(delays.base * delays.speeds))
 
     def pace(member: Member, unit: int, models: int) -> float:
         return delays.seconds(member.worker, unit, roster.steps(member), models * model_bytes)
 
-    return VirtualClock(server, roster, pace, train, departures)
+    return VirtualClock(server, roster, pace, train, departures, experiment.rounds * roster.pieces_of_a_round())

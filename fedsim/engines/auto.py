@@ -26,9 +26,7 @@ LOOKED_AT = 500  # workers at most, whose steps stand for everybody's
 START_SECONDS = 3.0  # about what starting processes takes, which they must save
 LOSSLESS = 0.7  # of the time of stacks in one process, at best, is what as many processes take as that has threads
 HOPELESS = 1.5  # times as long as one row after another: stacks are not tried in several processes then
-GAIN = (
-    0.9  # at most so much of the time of plain rows must another way take: their results are the same bits everywhere
-)
+GAIN = 0.9  # of the time of plain rows, at most, must another way take: their results are the same bits everywhere
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class AutoEngine(Engine):
     earlier one in nothing that its speed depends on is done in the same way.
     """
 
-    racing = SpawnEngine.racing
+    racing, stacks = SpawnEngine.racing, True
 
     @classmethod
     def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:
@@ -154,7 +152,7 @@ class AutoEngine(Engine):
         steps = replace(task.schedule, epochs=None, steps=STEPS)
         of_the_server = int(task.rule.takes("root"))  # it trains along, on the row behind those of the workers
         workers = min(len(memory.rows) - of_the_server, way.processes * min(way.width or 1, ROWS_STACKED))
-        host.begin(replace(task, sync="parameters", schedule=steps), memory, way.trainer)
+        host.begin(replace(task, gradient_rounds=0, schedule=steps), memory, way.trainer)
         try:
             taken = max(host._each("time_training", range(workers)))
         finally:

@@ -12,7 +12,7 @@ from fedsim.aggregation import Cohort, column_blocks, screened
 from fedsim.aggregation.averaging import mean
 from fedsim.devices import synchronize, wide_dtype
 from fedsim.engines.crew import Seat
-from fedsim.engines.job import Memory, Task
+from fedsim.engines.job import Memory, Sync, Task
 from fedsim.errors import ExperimentError
 from fedsim.randomness import numpy_generator
 
@@ -56,6 +56,7 @@ class Averaging:
         self._first = seat.index == 0
         self._state: dict[str, Tensor] = {}  # of the rule
         self._number = 0  # of aggregations so far, the same in every process
+        self._sync: Sync = task.sync_in(1)  # what the rows of the aggregation in hand hold
         self._has_last = False
         self._shared: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)  # weights, rows, their shares
 
@@ -76,9 +77,10 @@ class Averaging:
     def move_global_row(self, meeting: Meeting) -> Account:
         """Aggregate rows that are ready in all processes, and move the global row; all processes call it.
 
-        With sync = "parameters" this turns the rows into updates, in place. What it says counts in the first process.
+        Rows of parameters become updates, in place. What it says counts in the first process.
         """
         self._number += 1
+        self._sync = self._task.sync_in(meeting.moment[0])
         self._take_differences()
         if any(worker in self._task.byzantine for worker in meeting.workers):
             self._meet()
@@ -90,6 +92,18 @@ class Averaging:
         self._has_last = self._task.keeps_last
         return account
 
+    def begin_with_parameters(self) -> None:
+        """Forget the gradients, after the last round of them: what rule, attack and server keep belongs to updates.
+
+        The server optimizer starts at the global row as it has become, each process's columns of it.
+        """
+        self._state, self._has_last, self._sync = {}, False, "parameters"
+        for block in self._blocks:
+            start = self._task.server.start(self._memory.global_row[block])
+            for name, tensor in self._state_of(block).items():
+                tensor.copy_(start[name])
+        synchronize(self._task.device)
+
     def _meet(self) -> None:
         synchronize(self._task.device)
         self._seat.barrier.wait()
@@ -99,7 +113,7 @@ class Averaging:
         task, memory = self._task, self._memory
         for block in self._blocks:
             rows = memory.rows[:, block]
-            if task.sync == "parameters":
+            if self._sync == "parameters":
                 rows -= task.server.broadcast(memory.global_row[block], self._state_of(block))
             if task.nonfinite != "keep":  # a sum may overflow, so this is a suspicion only
                 suspects = (~rows.sum(1).isfinite()).nonzero().flatten().cpu()
@@ -203,10 +217,10 @@ class Averaging:
         task, memory = self._task, self._memory
         if task.keeps_last:
             memory.last[block] = update
-        task.stepper.step(memory.global_row[block], update, self._state_of(block))
+        task.stepper(self._sync).step(memory.global_row[block], update, self._state_of(block))
 
     def _state_of(self, block: slice) -> dict[str, Tensor]:
-        return {name: tensor[block] for name, tensor in self._memory.state.items()}
+        return {name: tensor[block] for name, tensor in self._memory.states[self._sync].items()}
 
     def combine_buffers(self, meeting: Meeting) -> None:
         """What becomes of the cohort's buffers, by policy; their mean is weighted as the rows are. For one process."""

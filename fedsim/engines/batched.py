@@ -29,6 +29,8 @@ class BatchedEngine(Engine):
     Agrees with the engine `serial` up to rounding.
     """
 
+    stacks = True
+
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         self._processes, self._threads = processes, threads
         self._host = (SerialEngine if processes == 1 else SpawnEngine)(processes, threads, timeout)

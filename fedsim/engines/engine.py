@@ -25,6 +25,7 @@ class Engine(ABC):
 
     one_process: ClassVar[bool] = False  # whether it is always one
     racing: ClassVar[str | None] = None  # the engine whose processes race, where this one is named; None: it cannot
+    stacks: ClassVar[bool] = False  # whether it may stack rows, and so asks for the width of stacks
     memory: Memory
 
     @classmethod
@@ -70,9 +71,9 @@ class Engine(ABC):
     def close(self) -> None:
         """End the processes, if there are any."""
 
-    def pull_down(self, cohort: Sequence[int]) -> None:
+    def pull_down(self, cohort: Sequence[int], round: int) -> None:
         """Every member of the cohort gets the global model."""
-        self._each("pull_down", cohort)
+        self._each("pull_down", cohort, round)
 
     def train(self, cohort: Sequence[int], round: int) -> None:
         """Every member of the cohort trains its row on its shard."""

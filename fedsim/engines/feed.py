@@ -72,9 +72,9 @@ class Feed:
         """How many samples a worker has."""
         return len(self._memory.root) if worker == self.root else self._memory.shards.size(worker)
 
-    def steps(self, worker: int) -> int:
+    def steps(self, worker: int, round: int) -> int:
         """How many steps a worker takes in a round; the server, in synchronous SGD, as many as anybody else."""
-        if worker == self.root and self._task.sync == "gradients":
+        if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
         return self._task.schedule.steps_for(self.size(worker))
 
@@ -82,7 +82,7 @@ class Feed:
         """How many steps a member's work has."""
         if member.step is not None:
             return 1
-        return self.steps(member.worker) if member.steps is None else member.steps
+        return self.steps(member.worker, member.round) if member.steps is None else member.steps
 
     def whole_batch(self) -> int:
         """How many samples most batches have: fewer than the schedule says where shards are smaller than that."""

@@ -33,8 +33,8 @@ def unsafe(task: Task, rehearsal: Rehearsal) -> str | None:
     """Why the steps of a task must not be replayed, or None where they may be."""
     if not can_capture(task.device):
         return f"they need a CUDA device, not {task.device.type}"
-    if task.sync == "gradients":
-        return 'with sync = "gradients" every step is a synchronisation'
+    if "parameters" not in task.syncs:
+        return "where gradients are aggregated every step is a synchronisation"
     if rehearsal.dropouts:
         return "the model has dropout, which is drawn for each worker by itself"
     if rehearsal.coupled:

@@ -20,6 +20,7 @@ from fedsim.randomness import random_state_kept, seed_everything
 from fedsim.rows import Layout, new_rows
 
 BufferPolicy = Literal["average", "local", "server", "error"]
+Sync = Literal["parameters", "gradients"]
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
 TEST_BATCH_ON_CPU = 250  # faster than 1,000 on a CPU, where it stays in cache
@@ -65,7 +66,7 @@ class Task:
 
     seed: int
     rounds: int
-    sync: Literal["parameters", "gradients"]
+    gradient_rounds: int  # in so many, the first, gradients are aggregated at every step; else parameters, once
     model: Callable[[], nn.Module]
     schedule: Schedule
     solver: Solver
@@ -94,10 +95,18 @@ class Task:
         """Whether the last aggregated update has to be kept, for the rule or for the attack."""
         return self.rule.takes("last") or (bool(self.byzantine) and "last" in self.attack.takes)
 
+    def sync_in(self, round: int) -> Sync:
+        """What is aggregated in a round; round 0, which measures time, trains as if parameters were."""
+        return "gradients" if 0 < round <= self.gradient_rounds else "parameters"
+
     @property
-    def stepper(self) -> Solver | ServerStep:
+    def syncs(self) -> tuple[Sync, ...]:
+        """What is aggregated in any round, first things first."""
+        return tuple(dict.fromkeys(map(self.sync_in, (1, self.rounds))))
+
+    def stepper(self, sync: Sync) -> Solver | ServerStep:
         """What moves the global row: the server optimizer along updates, or the solver along gradients."""
-        return self.server if self.sync == "parameters" else self.solver
+        return self.server if sync == "parameters" else self.solver
 
     def new_module(self) -> nn.Module:
         """The model at its start, the same in every process; the global random state is left as it was."""
@@ -116,11 +125,12 @@ class Memory:
         shards: who holds which samples.
         root: positions of the server's own samples, int64, on the host; empty where it has none.
         global_row: [d], the global model.
-        rows: [cohort, d], one row for each member of the cohort (its gradient with sync = "gradients"), and one more
-            for the server's own where the rule compares with it.
+        rows: [cohort, d], one row for each member of the cohort (its gradient where gradients are aggregated), and one
+            more for the server's own where the rule compares with it.
         global_buffers, buffers: the same for buffers, float64 [b] and [cohort, b].
         own_buffers: [workers, b], where workers keep their own (policy "local"), else [0, b].
-        state: what the server optimizer (or, with sync = "gradients", the solver) keeps, tensors [d].
+        states: what the server optimizer ("parameters") and the solver ("gradients") keep of the global row, tensors
+            [d]; of those two that ever move it.
         last: [d], the last aggregated update, where somebody asks for it, else [0].
         unfit: [cohort], number of the last aggregation in which a row held something not finite, int64, on the host.
         train_loss: mean training loss of each member of the cohort, float64 [cohort], on the host.
@@ -139,7 +149,7 @@ class Memory:
     global_buffers: Tensor
     buffers: Tensor
     own_buffers: Tensor
-    state: State
+    states: dict[Sync, State]
     last: Tensor
     unfit: Tensor
     train_loss: Tensor
@@ -178,7 +188,7 @@ class Memory:
             global_buffers=global_buffers,
             buffers=new_rows(seats, layout.n_buffer_values, wide, task.device),
             own_buffers=global_buffers.repeat(own + (own > 0 and root is not None), 1),
-            state=task.stepper.start(global_row),
+            states={sync: task.stepper(sync).start(global_row) for sync in task.syncs},
             last=torch.zeros_like(global_row) if task.keeps_last else global_row.new_zeros(0),
             unfit=torch.zeros(seats, dtype=torch.int64),
             train_loss=torch.zeros(seats, dtype=torch.double),
@@ -192,7 +202,8 @@ class Memory:
         Raises ExperimentError where there is not enough of it.
         """
         tensors = [value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)]
-        tensors += [*self.state.values(), *self.train.tensors, *self.test.tensors, *self.shards.tensors]
+        tensors += [tensor for state in self.states.values() for tensor in state.values()]
+        tensors += [*self.train.tensors, *self.test.tensors, *self.shards.tensors]
         share(tensors)
         return self
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedsim.engines.stacked_convolution import Convolution, stacked_convolution
-from fedsim.engines.stacked_operations import PreparedDropout, StackedLinear
+from fedsim.engines.stacked_convolution import Convolution, Options, stacked_convolution
+from fedsim.engines.stacked_operations import EmbeddingOptions, PreparedDropout, StackedLinear
 from fedsim.local import Product
 from fedsim.precision import in_autocast_type
 
@@ -128,27 +128,17 @@ def _convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     batch.require(input.ndim == weight.ndim - 1 and batch.is_stack(weight) and (bias is None or batch.is_stack(bias)))
     batch.require_whole(input, weight)
-    return stacked_convolution(convolution, input, weight, bias, stride, padding, dilation, groups)
+    return stacked_convolution(convolution, input, weight, bias, Options(*args, **kwargs))
 
 
-def _embedding(
-    batch: MergedBatch,
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    batch.require(batch.is_stack(weight) and max_norm is None and not scale_grad_by_freq and not sparse)
+def _embedding(batch: MergedBatch, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    options = EmbeddingOptions(*args, **kwargs)
+    batch.require(batch.is_stack(weight) and options.computed)
     batch.require_whole(input, weight)
     rows, words = weight.shape[:2]
     # Beyond its own words a row would find another's.
@@ -156,9 +146,7 @@ def _embedding(
     of_rows = input.reshape(rows, -1)
     start = torch.arange(0, rows * words, words, device=input.device).unsqueeze(1)
     found = F.embedding((of_rows + start).view(input.shape), weight.flatten(0, 1))
-    if padding_idx is None:
-        return found
-    return torch.where((input == padding_idx % words).unsqueeze(-1), found.detach(), found)
+    return options.without_gradient_at_padding(found, input, words)
 
 
 def _layer_norm(

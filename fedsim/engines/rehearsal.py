@@ -16,7 +16,7 @@ from fedsim.engines.merged_operations import ByNumbers
 from fedsim.engines.module import differ
 from fedsim.engines.stack import starting_states
 from fedsim.engines.stacked_module import StackedModule
-from fedsim.engines.stacked_operations import OTHER_DROPOUTS, Dropout, Recording
+from fedsim.engines.stacked_operations import OTHER_DROPOUTS, Dropout, Recording, not_stackable
 from fedsim.errors import ExperimentError, one_line
 from fedsim.local import Product, step_along
 from fedsim.precision import FULL, Precision, full_precision
@@ -56,7 +56,7 @@ class Rehearsal:
             merged = apart and _can_be_merged(task, memory, together.dropouts, count)
             if not merged:
                 _compare_gradients(task, memory, together.dropouts, count)
-            if task.sync == "parameters":
+            if "parameters" in task.syncs:
                 _compare_steps(task)
             if task.precision.autocast is not None:
                 together = _try(task, inputs, targets, task.precision)
@@ -81,7 +81,7 @@ def _try(task: Task, inputs: Tensor, targets: Tensor, precision: Precision = FUL
     try:
         start = copy.deepcopy(module)
     except Exception as error:
-        raise _refusal(f"a module of it cannot be copied: {one_line(error)}") from error
+        raise not_stackable(f"a module of it cannot be copied: {one_line(error)}") from error
     generators = global_states(task.device)
     kept: dict[int, int] = {}
 
@@ -94,11 +94,11 @@ def _try(task: Task, inputs: Tensor, targets: Tensor, precision: Precision = FUL
             outputs = module(inputs.clone())  # which it may write to
         F.cross_entropy(precision.widened(outputs), targets)
     if differ(start, module):
-        raise _refusal("its training changes attributes or unsaved buffers, which no row holds")
+        raise not_stackable("its training changes attributes or unsaved buffers, which no row holds")
     if global_states(task.device) != generators:
-        raise _refusal("it draws random numbers by other means than torch.nn.functional.dropout")
+        raise not_stackable("it draws random numbers by other means than torch.nn.functional.dropout")
     if any(samples != len(inputs) for samples in recording.samples):
-        raise _refusal("it has dropout of something else than [batch, ...]")
+        raise not_stackable("it has dropout of something else than [batch, ...]")
     parameters = sum(parameter.nbytes for parameter in module.parameters())
     activations = max(0, sum(kept.values()) - parameters)
     buffers = Layout.of(module).read_buffers(module)
@@ -116,7 +116,7 @@ def _is_coupled(task: Task, memory: Memory, together: Trial, inputs: Tensor, tar
     except Exception:  # BatchNorm wants more than one
         return True
     if [d.of_a_sample for d in alone.dropouts] != [d.of_a_sample for d in together.dropouts]:
-        raise OTHER_DROPOUTS
+        raise not_stackable(OTHER_DROPOUTS)
     trials = [together, elsewhere, alone]
     whole = min(task.schedule.batch_size, WHOLE, len(memory.train))
     if whole > len(inputs):  # a model may do to many what it does not to few
@@ -152,11 +152,11 @@ def _compare_gradients(
         expected = _plain_gradients(module.train(), stacked.inputs[k], stacked.targets[k])
         for entry, gradient, reference in zip(layout.parameters, stacked.gradients, expected, strict=True):
             if not _agree(gradient[k], reference, task.dtype):
-                raise _refusal(f"the gradient of {entry.name} comes out otherwise when rows are stacked")
+                raise not_stackable(f"the gradient of {entry.name} comes out otherwise when rows are stacked")
         read = layout.read_buffers(module, out=stacked.buffers[k])
         for entry in layout.buffers:
             if not _agree(stacked.buffers_after[k, entry.span], read[entry.span], task.dtype):
-                raise _refusal(f"the buffer {entry.name} comes out otherwise when rows are stacked")
+                raise not_stackable(f"the buffer {entry.name} comes out otherwise when rows are stacked")
 
 
 class Stacked(NamedTuple):
@@ -206,7 +206,7 @@ def _stack(
     except ExperimentError:
         raise
     except Exception as error:
-        raise _refusal(f"torch.func.vmap cannot run it: {one_line(error).split('. ')[0]}") from error
+        raise not_stackable(f"torch.func.vmap cannot run it: {one_line(error).split('. ')[0]}") from error
     return Stacked(rows, buffers, inputs, targets, gradients, buffers_after)
 
 
@@ -224,9 +224,9 @@ def _compare_steps(task: Task) -> None:
             for parameter, gradient, its_state in parts:
                 step_along(solver, parameter, _as_product(gradient), its_state)
     except Exception as error:
-        raise _refusal(f"local.solver cannot step them: {one_line(error)}") from error
+        raise not_stackable(f"local.solver cannot step them: {one_line(error)}") from error
     if not _agree(rows, whole, task.dtype):
-        raise _refusal("local.solver is not element-wise: a part of a row does not move as it does in the whole")
+        raise not_stackable("local.solver is not element-wise: a part of a row does not move as it does in the whole")
 
 
 def _as_product(gradient: Tensor) -> Tensor | Product:
@@ -256,7 +256,3 @@ def _plain_gradients(module: nn.Module, inputs: Tensor, targets: Tensor) -> tupl
 
 def _different(inputs: Tensor) -> Tensor:
     return inputs * 2 + 1 if inputs.is_floating_point() else inputs
-
-
-def _refusal(reason: str) -> ExperimentError:
-    return ExperimentError(f'engine = "batched": the rows of this model cannot be stacked: {reason}; use engine=spawn')

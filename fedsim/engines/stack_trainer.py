@@ -23,6 +23,8 @@ from fedsim.local import Product, step_along
 from fedsim.randomness import Stream
 from fedsim.rows import new_rows
 
+LossesOf = Callable[..., tuple[Tensor, list[Tensor]]]
+
 
 class Meeting(NamedTuple):
     """A stack in a round of synchronous SGD: its members' buffers, and the batches still to come."""
@@ -179,12 +181,19 @@ class StackTrainer:
         runs = {(k, size): partial(self._rehearsed, k, size) for k in self._usual_sizes()}
         self._module.compile(runs, self._task.device, tells=self._seat.index == 0)
 
-    def _rehearsed(self, k: int, size: int, losses_of: Callable[..., tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
-        """The losses of k rows on batches of one size, their gradients, and their buffers afterwards."""
-        task, memory, module = self._task, self._memory, self._module
-        rows = memory.global_row.expand(k, -1)
-        if task.sync == "parameters":
-            rows = new_rows(k, module.layout.d, task.dtype, task.device).copy_(rows)
+    def _rehearsed(self, k: int, size: int, losses_of: LossesOf) -> list[Tensor]:
+        """The losses of k rows on batches of one size, their gradients, and their buffers afterwards.
+
+        Of rows that all are the global row, where gradients are taken there, and of rows of their own.
+        """
+        rows = {"gradients": self._memory.global_row.expand(k, -1)}
+        if "parameters" in self._task.syncs:
+            room = new_rows(k, self._module.layout.d, self._task.dtype, self._task.device)
+            rows["parameters"] = room.copy_(rows["gradients"])
+        return [result for sync in self._task.syncs for result in self._tried(rows[sync], size, losses_of)]
+
+    def _tried(self, rows: Tensor, size: int, losses_of: LossesOf) -> list[Tensor]:
+        task, memory, module, k = self._task, self._memory, self._module, len(rows)
         gathered = memory.train.gather((torch.arange(size) % len(memory.train)).repeat(k))
         inputs, targets = (tensor.unflatten(0, (k, size)) for tensor in gathered)
         weights = torch.full((k, size), 1 / size, dtype=task.dtype, device=task.device)

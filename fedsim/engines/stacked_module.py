@@ -13,18 +13,14 @@ from torch.func import functional_call, vmap
 from fedsim.data.tensors import in_order
 from fedsim.engines.compiling import Compilation, Run
 from fedsim.engines.merged_operations import MergedBatch, NotMergeableError
-from fedsim.engines.stacked_operations import Substitutes
-from fedsim.errors import ExperimentError
+from fedsim.engines.stacked_operations import Substitutes, not_stackable
 from fedsim.local import Product
 from fedsim.precision import FULL, Precision
 from fedsim.rows import Entry, Layout
 
 Places = list[tuple[nn.Module, str]]
 
-OTHERWISE = ExperimentError(
-    'engine = "batched": the rows of this model cannot be stacked: it does to some batches what it does not to others '
-    "(splits large ones, or goes by their numbers); use engine=spawn"
-)
+OTHERWISE = "it does to some batches what it does not to others (splits large ones, or goes by their numbers)"
 
 
 class StackedModule:
@@ -157,7 +153,7 @@ class StackedModule:
             with MergedBatch(factors, [*parameters, *buffers], len(merged), products) as batch:
                 outputs = self._module(merged)
         except NotMergeableError as error:
-            raise OTHERWISE from error
+            raise not_stackable(OTHERWISE) from error
         batch.require_all_used()
         return outputs.unflatten(0, inputs.shape[:2]), buffers
 

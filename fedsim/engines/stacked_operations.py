@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,12 @@ from fedsim.precision import in_autocast_type
 
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
 DROPOUTS = (F.dropout, *FEATURE_DROPOUTS)
-OTHER_DROPOUTS = ExperimentError(
-    'engine = "batched": the rows of this model cannot be stacked: which dropouts it calls is not always the same; '
-    "use engine=spawn"
-)
+OTHER_DROPOUTS = "which dropouts it calls is not always the same"
+
+
+def not_stackable(reason: str) -> ExperimentError:
+    """The error where the rows of a model cannot be stacked; new each time, since it keeps the frames it passes."""
+    return ExperimentError(f'engine = "batched": the rows of this model cannot be stacked: {reason}; use engine=spawn')
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class PreparedDropout(TorchFunctionMode):
             return inputs
         factors = next(self._factors, None)
         if factors is None or factors.shape[:1] != inputs.shape[:1]:
-            raise OTHER_DROPOUTS
+            raise not_stackable(OTHER_DROPOUTS)
         factors = factors.to(inputs.dtype)
         return inputs.mul_(factors) if inplace else inputs * factors
 
@@ -117,7 +119,7 @@ class PreparedDropout(TorchFunctionMode):
     def require_all_used(self) -> None:
         """Raise ExperimentError where factors are left when the forward pass has ended."""
         if next(self._factors, None) is not None:
-            raise OTHER_DROPOUTS
+            raise not_stackable(OTHER_DROPOUTS)
 
 
 class Substitutes(PreparedDropout):
@@ -139,22 +141,33 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _VmappedLinear.apply(*in_autocast_type(input, weight, bias))
 
 
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
+class EmbeddingOptions(NamedTuple):
+    """What F.embedding takes behind the weight."""
+
+    padding_idx: int | None = None
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    sparse: bool = False
+
+    @property
+    def computed(self) -> bool:
+        """Whether embeddings of this sort are computed for stacks."""
+        return self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
+
+    def without_gradient_at_padding(self, found: Tensor, words: Tensor, count: int) -> Tensor:
+        """What was found for `words`, out of `count`; where these are `padding_idx`, without gradient."""
+        if self.padding_idx is None:
+            return found
+        return torch.where((words == self.padding_idx % count).unsqueeze(-1), found.detach(), found)
+
+
+def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Without gradient at `padding_idx`, which PyTorch's batching rule forgets."""
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        raise NotImplementedError("embedding with max_norm, scale_grad_by_freq or sparse")
-    found = F.embedding(input, weight)
-    if padding_idx is None:
-        return found
-    return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), found.detach(), found)
+    options = EmbeddingOptions(*args, **kwargs)
+    if not options.computed:
+        raise not_stackable("it has an embedding with max_norm, scale_grad_by_freq or sparse")
+    return options.without_gradient_at_padding(F.embedding(input, weight), input, len(weight))
 
 
 def _group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -69,12 +69,12 @@ class Station:
         with full_precision(self.task.device):
             return getattr(self, method)(*arguments)
 
-    def pull_down(self, cohort: Sequence[int]) -> None:
+    def pull_down(self, cohort: Sequence[int], round: int) -> None:
         """Give this process's members of the cohort the global model."""
-        task, memory = self.task, self.memory
+        task, memory, sync = self.task, self.memory, self.task.sync_in(round)
         for slot, worker, *_ in self._mine(cohort):
-            if task.sync == "parameters":
-                pull_down(task.server.broadcast(memory.global_row, memory.state), memory.rows[slot])
+            if sync == "parameters":
+                pull_down(task.server.broadcast(memory.global_row, memory.states[sync]), memory.rows[slot])
             own = task.buffers == "local"
             memory.buffers[slot] = memory.own_buffers[worker] if own else memory.global_buffers
         synchronize(task.device)
@@ -92,8 +92,7 @@ class Station:
 
     def train_apart(self, members: Sequence[Member]) -> None:
         """Train this process's share of members whose rounds differ; their rows hold what they begin with."""
-        steps = [self.feed.steps_of(member) for member in members]
-        self.train_mine([members[place] for place in deal(steps, self.seat.count)[self.seat.index]])
+        self.train_mine(self._share_of(members))
 
     def train_mine(self, members: Sequence[Member]) -> None:
         """The same for members that are this process's alone."""
@@ -113,20 +112,24 @@ class Station:
 
     def time_training(self, workers: Sequence[int]) -> float:
         """Seconds that this process's share of a round of training takes from the global row; nothing is kept of it."""
-        memory = self.memory
+        task, memory = self.task, self.memory
         members = self._mine(workers)
         for slot, *_ in members:
             memory.rows[slot] = memory.global_row
             memory.buffers[slot] = memory.global_buffers
-        if self.task.compile:
-            self.trainer.train(members)  # what is compiled on the way takes long, once
-        taken: list[float] = []
-        while len(taken) < TIMINGS and sum(taken) < PATIENCE:
+
+        def seconds() -> float:
             start = time.perf_counter()
             with self.in_precision():
                 self.trainer.train(members)
-            synchronize(self.task.device)
-            taken.append(time.perf_counter() - start)
+            synchronize(task.device)
+            return time.perf_counter() - start
+
+        if task.compile or task.device.type != "cpu":
+            seconds()  # what is compiled on the way, or loaded onto a card, takes long, once
+        taken: list[float] = []
+        while len(taken) < TIMINGS and sum(taken) < PATIENCE:
+            taken.append(seconds())
         return min(taken)
 
     def aggregate(self, cohort: Sequence[int], round: int) -> Account:
@@ -149,6 +152,8 @@ class Station:
                 self.trainer.gradients(step)
             account.add(meeting, self._average(meeting))
         self.trainer.part()
+        if round == self.task.gradient_rounds < self.task.rounds:
+            self.averaging.begin_with_parameters()
         self._combine_buffers(self._whole_cohort(cohort, round))
         return account.total()
 
@@ -197,6 +202,14 @@ class Station:
         everyone = [*cohort] if self.feed.root is None else [*cohort, self.feed.root]
         steps = [self.task.schedule.steps_for(n) for n in self._shard_sizes(everyone)]
         return [Member(slot, everyone[slot], round) for slot in deal(steps, self.seat.count)[self.seat.index]]
+
+    def _share_of(self, members: Sequence[Member]) -> list[Member]:
+        """Whoever goes step by step stays with one process, whose feed is where the last step ended."""
+        index, count = self.seat.index, self.seat.count
+        by_step = [member for member in members if member.step is not None]
+        rounds = [member for member in members if member.step is None]
+        hand = deal([self.feed.steps_of(member) for member in rounds], count)[index]
+        return [rounds[place] for place in hand] + [member for member in by_step if member.slot % count == index]
 
     def _shard_sizes(self, cohort: Sequence[int]) -> list[int]:
         return [self.feed.size(worker) for worker in cohort]

@@ -67,7 +67,7 @@ class RowTrainer:
     def __init__(self, seat: Seat, task: Task, memory: Memory, feed: Feed) -> None:
         self._seat, self._task, self._memory, self._feed = seat, task, memory, feed
         self._rows = list(memory.rows)
-        self._modules = [RowModule(task.new_module)]  # with sync = "gradients", one for each member
+        self._modules = [RowModule(task.new_module)]  # where gradients are aggregated, one for each member
         self._gradient = new_rows(1, memory.rows.shape[1], task.dtype, task.device)[0]
         self._objective = Objective(task.precision)
         self.compiled = self._compile() if task.compile else None
@@ -109,7 +109,7 @@ class RowTrainer:
     def gradients(self, step: int) -> None:
         for partaker in self._partakers:
             member = partaker.member
-            if step < self._feed.steps(member.worker):
+            if step < self._feed.steps(member.worker, member.round):
                 with self._seat.working_on(member.worker, member.round):
                     self._gradient_of(partaker, step)
 

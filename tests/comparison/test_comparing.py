@@ -180,6 +180,12 @@ def test_by_default_an_experiment_that_names_its_engine_has_one_job(quick, machi
         assert jobs_for({**quick, **change}, {"seed": [0, 1, 2]}) == 1
 
 
+def test_what_is_run_in_one_process_can_be_read_again():
+    wanted = fedsim.Experiment(timeout=5.0, batched={"width": 3})
+    run = comparing._in_one_process(wanted).resolved()
+    assert fedsim.Experiment(**run) == fedsim.Experiment(engine="serial")
+
+
 def test_by_default_there_are_no_more_jobs_than_memory_bears(quick, machine):
     tables = {**quick, "workers": 100, "model": "2nn"}
     rows = 100 * 199_210 * 4

@@ -118,8 +118,11 @@ def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_pat
         compare(2.0)
 
 
-def test_how_runs_are_done_is_no_difference(finished, quick, grid):
-    with GridFolder(finished, load_grid(quick, AXES)) as folder:
+@pytest.mark.parametrize(
+    "how", [{}, {"engine": "spawn", "processes": 2, "timeout": 9.0}, {"engine": "batched", "batched": {"width": 2}}]
+)
+def test_how_runs_are_done_is_no_difference(how, finished, quick, grid):
+    with GridFolder(finished, load_grid({**quick, **how}, AXES)) as folder:
         assert all(folder.is_finished(run) for run in grid.runs)
 
 
@@ -163,3 +166,14 @@ def test_a_file_in_the_way_is_one_clear_line(serial, tmp_path):
     for out in (tmp_path / "file", tmp_path / "file" / "x"):
         with pytest.raises(RecordError, match=f"{out}: cannot be the folder of a comparison"):
             fedsim.compare(serial, AXES, out)
+
+
+def test_another_target_makes_no_other_grid_and_is_noted(serial, tmp_path):
+    path = tmp_path / "grid"
+    first = fedsim.compare(serial, AXES, path)
+    before = {run.id: (run.folder / "metrics.jsonl").stat().st_mtime_ns for run in first.runs}
+    again = fedsim.compare(serial, AXES, path, target=0.2)
+    assert {run.id: (run.folder / "metrics.jsonl").stat().st_mtime_ns for run in again.runs} == before
+    assert "rounds to 20 percent" in again.table
+    assert json.loads((path / "grid.json").read_text())["target"] == 0.2
+    assert fedsim.compare(serial, {**AXES, "target": 0.3}, path).grid.target == 0.3

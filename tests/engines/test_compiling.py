@@ -100,7 +100,7 @@ def test_what_fails_later_goes_on_uncompiled(monkeypatch):
     assert calls == [3, 3, 4]
 
 
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+@pytest.mark.parametrize("sync", ["parameters", "gradients", "post_local"])
 @pytest.mark.parametrize(("engine", "expected"), [("serial", {(16,)}), ("batched", {(3, 16), (2, 16)})])
 def test_only_whole_batches_of_whole_stacks_are_compiled(engine, expected, sync, tiny_experiment, monkeypatch):
     shapes = set()
@@ -115,6 +115,7 @@ def test_only_whole_batches_of_whole_stacks_are_compiled(engine, expected, sync,
     compiling_as(monkeypatch, noting)
     tables = {**tiny_experiment, "workers": 5, "partition": "tests.plugs:uneven", "sync": sync, "precision": "float64"}
     tables |= {"engine": engine, **(CLOSE["batched"] if engine == "batched" else {})}
+    tables |= {"gradient_rounds": 1} if sync == "post_local" else {}
     found = fedsim.run({**tables, "compile": True})
     assert shapes == expected
     assert_close(fedsim.run(tables), found, ROUNDING)

@@ -18,12 +18,20 @@ CASES = {
     "local steps": {"local": {"steps": 5, "batch_size": 16}},
     "several local epochs": {"local": {"epochs": 2, "batch_size": 50}},
     "momentum, weight decay": {"local": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
+    "fedprox": {"local": {"solver": "fedprox", "mu": 1.0, "momentum": 0.5}, "partition": "tests.plugs:uneven"},
+    "adam": {"local": {"solver": "adam", "weight_decay": 0.1, "amsgrad": True}, "partition": "tests.plugs:uneven"},
+    "adamw": {"local": {"solver": "adamw", "batch_size": 16, "epochs": 2}},
+    "adagrad": {"local": {"solver": "adagrad", "lr_decay": 0.1, "weight_decay": 0.1}},
     "dropout": {"model": "net", "partition": "tests.plugs:uneven"},
     "a large model": {"model": "cnn", "data": {"dataset": "tests.plugs:tiny", "train": 40}, "rounds": 1},
     "unweighted": {"aggregate": {"rule": "mean"}, "partition": "tests.plugs:uneven"},
     "given weights": {"aggregate": {"weights": [1.0, 0.0, 5.0]}},
     "a rule on whole rows": {"aggregate": {"rule": "tests.plugs:clipped_mean", "c": 0.5}},
     "server momentum": {"server": {"optimizer": "momentum", "lr": 0.5}},
+    "gradients first, then parameters": {
+        **{"sync": "post_local", "gradient_rounds": 1, "rounds": 3, "partition": "tests.plugs:uneven"},
+        "server": {"optimizer": "momentum", "lr": 0.5},
+    },
     "augmentation": {"data": {"dataset": "tests.plugs:tiny", "augment": ["flip", {"name": "shift", "pixels": 1}]}},
     "float64": {"precision": "float64"},
     "bfloat16": {"precision": "bf16", "model": "net"},
@@ -113,12 +121,16 @@ def nearly(value, tolerance):
     return value if value is None else pytest.approx(value, abs=tolerance, rel=0)
 
 
+def skip_what_needs_parameters(case, sync):
+    if sync == "gradients" and ("server" in CASES[case] or case == "fedprox"):
+        pytest.skip("with sync = gradients there are neither a server optimizer nor local steps")
+
+
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("engine", EXACT)
 def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_experiment, workshop):
-    if sync == "gradients" and "server" in CASES[case]:
-        pytest.skip("with sync = gradients there is no server optimizer")
+    skip_what_needs_parameters(case, sync)
     tables = {**tiny_experiment, "sync": sync, **CASES[case]}
     serial, other = run_both(engine, tables, workshop)
     assert not torch.equal(serial.global_row, torch.zeros_like(serial.global_row))
@@ -145,8 +157,7 @@ def test_a_run_repeats_itself_and_follows_its_seed(engine, tiny_experiment, work
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("engine", CLOSE)
 def test_the_engine_agrees_with_serial_up_to_rounding(engine, case, sync, tiny_experiment):
-    if sync == "gradients" and "server" in CASES[case]:
-        pytest.skip("with sync = gradients there is no server optimizer")
+    skip_what_needs_parameters(case, sync)
     tables = {**tiny_experiment, "sync": sync, **CASES[case], "precision": "float64"}
     if (engine, case) in REFUSED:
         with pytest.raises(fedsim.ExperimentError, match=REFUSED[engine, case]):

@@ -23,6 +23,11 @@ CASES = {
         "partition": "tests.plugs:uneven",
         "local": {"epochs": 2, "batch_size": 16, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     },
+    "fedprox": {"local": {"solver": "fedprox", "mu": 1.0, "momentum": 0.9}, "partition": "tests.plugs:uneven"},
+    "adam": {"local": {"solver": "adam", "weight_decay": 0.1, "amsgrad": True}, "partition": "tests.plugs:uneven"},
+    "adamw": {"local": {"solver": "adamw", "batch_size": 16, "epochs": 2}},
+    "adagrad": {"local": {"solver": "adagrad", "lr_decay": 0.1}, "partition": "tests.plugs:uneven"},
+    "rounds after rounds of gradients": {"sync": "post_local", "gradient_rounds": 1, "rounds": 3},
     "a convolutional network": {"model": {"name": "net", "dropout": 0.0}, "partition": "tests.plugs:uneven"},
     "a server that trains along": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
     "an attack on updates": {"workers": 7, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "median"},
@@ -64,9 +69,11 @@ def test_replayed_steps_are_the_steps_of_the_ordinary_way(case, width, tiny_expe
 
 
 @pytest.mark.parametrize("start", [2.0**16, 2.0**26])
-def test_losses_are_scaled_in_replayed_steps_too(start, tiny_experiment, replaying, monkeypatch):
+@pytest.mark.parametrize("solver", ["sgd", "fedprox", "adamw", "adagrad"])
+def test_losses_are_scaled_in_replayed_steps_too(solver, start, tiny_experiment, replaying, monkeypatch):
     monkeypatch.setattr("fedsim.engines.scaling.START", start)
     tables = {**tiny_experiment, **BATCHED, "precision": "float16", "partition": "tests.plugs:uneven"}
+    tables["local"] = {"solver": solver, "batch_size": 16}
     replayed = fedsim.run({**tables, "cuda_graphs": True})
     assert_close(fedsim.run({**tables, "cuda_graphs": False}), replayed, 1e-3)
 

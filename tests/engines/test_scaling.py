@@ -6,6 +6,7 @@ import torch
 from fedsim.engines import scaling
 from fedsim.engines.scaling import LossScale, Scaled, step_where, zero_where_not
 from fedsim.local import SGD, RowOptimizer
+from tests.local.variants import every_variant, made
 
 CPU = torch.device("cpu")
 
@@ -69,11 +70,11 @@ def test_unscaling_is_exact():
     assert torch.equal(scaled, gradients)
 
 
-@pytest.mark.parametrize("params", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}])
-def test_a_step_with_a_gradient_that_is_not_finite_is_not_taken(params):
-    """Neither weights nor momentum move, and the others' steps are the bits of an ordinary step."""
+@every_variant
+def test_a_step_with_a_gradient_that_is_not_finite_is_not_taken(variant):
+    """Neither weights nor state move, and the others' steps are the bits of an ordinary step."""
     generator = torch.Generator().manual_seed(0)
-    solver = SGD(lr=0.1, **params)
+    solver = made(variant)
     rows = torch.randn(3, 4, 5, generator=generator)
     alone = [row.clone() for row in rows]
     state, states = solver.start(rows), [solver.start(row) for row in alone]

@@ -1,9 +1,45 @@
 from __future__ import annotations
 
+import contextlib
+import time
+from dataclasses import replace
+
 import pytest
 
+import fedsim
+from fedsim.engines.barrier import Barrier, Board
+from fedsim.engines.crew import Seat
+from fedsim.engines.feed import Member
 from fedsim.engines.job import Schedule
-from fedsim.engines.station import deal
+from fedsim.engines.station import TIMINGS, Station, deal
+from fedsim.engines.trainer import RowTrainer
+from fedsim.precision import Precision
+from fedsim.preparation import prepare
+
+
+def test_what_takes_long_once_is_not_measured_and_all_of_it_is_in_the_precision_of_training(
+    tiny_experiment, monkeypatch
+):
+    within, trained = [], []
+
+    @contextlib.contextmanager
+    def training(precision, device):
+        within.append(precision)
+        yield
+        within.pop()
+
+    def train(members):
+        time.sleep(0.0 if trained else 0.3)
+        trained.append(len(within))
+
+    experiment = fedsim.Experiment(**tiny_experiment)
+    with fedsim.Workshop() as workshop, prepare(experiment, workshop) as (_, engine):
+        station = engine._station
+        station.task = replace(station.task, compile=True)
+        monkeypatch.setattr(station.trainer, "train", train)
+        monkeypatch.setattr(Precision, "training", training)
+        assert station.time_training(range(3)) < 0.2
+    assert trained == [1] * (1 + TIMINGS)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -31,3 +67,35 @@ def test_a_schedule_counts_the_batches_that_are_really_drawn(n, measure):
         assert drawn == epoch * measure["epochs"]
     assert [schedule.batch_size_at(step, n) for step in range(len(drawn) + 2)] == [*drawn, 0, 0]
     assert schedule.samples_for(n) == sum(drawn)
+
+
+@pytest.fixture
+def stations(prepared):
+    """Two processes' stations, and what each of them has been given to train."""
+    task, memory = prepared()
+    board = Board(2)
+    stations = [Station(Seat(k, 2, board, Barrier(board, k, timeout=1.0)), task, memory, RowTrainer) for k in range(2)]
+    trained = [[], []]
+    for station, theirs in zip(stations, trained, strict=True):
+        station.trainer.train = theirs.extend
+    return stations, trained
+
+
+def test_members_whose_rounds_differ_are_dealt_by_their_steps(stations):
+    """Shards of 1, 5, 8, 17 and 20 samples are 1, 2, 2, 5 and 5 steps; the fourth is to do but one."""
+    stations, trained = stations
+    members = [Member(0, 0, 3), Member(1, 1, 1), Member(2, 2, 2), Member(3, 3, 7, 1), Member(4, 4, 1)]
+    for station in stations:
+        station.train_apart(members)
+    assert [[member.slot for member in theirs] for theirs in trained] == [[3, 4], [0, 1, 2]]
+
+
+def test_whoever_goes_step_by_step_stays_with_one_process(stations):
+    """Or its next batch would have to be gone to anew, from the round's first."""
+    stations, trained = stations
+    for slots in ([0, 1, 2, 3, 4], [1, 2], [2, 1], [4], [3, 4, 0]):
+        for station in stations:
+            station.train_apart([Member(slot, slot, 1, None, 0) for slot in slots])
+    assert {member.slot for member in trained[0]} == {0, 2, 4}
+    assert {member.slot for member in trained[1]} == {1, 3}
+    assert sum(map(len, trained)) == 13

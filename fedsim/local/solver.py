@@ -2,24 +2,25 @@
 
 A solver is a frozen dataclass; its fields are its configuration. `start` gives the state that the first step needs,
 `step` moves rows in place. Both are element-wise over tensors of any shape [..., d], so one row, a stack of rows or
-a slice of columns take the same code.
+a slice of columns take the same code. What is one number for a whole row, such as a count of steps, is for that reason
+kept as a tensor of the row's shape. Workers start afresh in every round.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.errors import ExperimentError
 from fedsim.registry import Registry
 
 solver = Registry("local solver")
 
 NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 State = dict[str, Tensor]
 
@@ -53,7 +54,8 @@ class Solver(Protocol):
         """Move `rows` one step, in place; may also change `gradients` and `state`."""
 
     # A solver may also have `step_of_product(rows, product, state)`: the same step for weights [k, o, i], without ever
-    # computing their gradients, which would be written to memory and read again.
+    # computing their gradients, which would be written to memory and read again. One that goes by the row at `start`
+    # says so by `anchored = True`: it has no meaning where gradients are aggregated, since nobody leaves that row.
 
 
 def step_along(solver: Solver, rows: Tensor, gradients: Tensor | Product, state: State) -> None:
@@ -64,51 +66,6 @@ def step_along(solver: Solver, rows: Tensor, gradients: Tensor | Product, state:
         solver.step_of_product(rows, gradients, state)
     else:
         solver.step(rows, gradients.computed(), state)
-
-
-@solver("sgd")
-@dataclass(frozen=True)
-class SGD:
-    """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, as in `torch.optim.SGD`.
-
-    g = gradient + weight_decay w;  v = momentum v + g;  w -= lr v  (Nesterov: w -= lr (g + momentum v)).
-
-    One difference: a parameter that a step does not use has gradient 0 here, so it decays and coasts, where
-    `torch.optim.SGD` finds no gradient and passes it over.
-    """
-
-    lr: NonNegative = 0.05
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    weight_decay: NonNegative = 0.0
-    nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        if self.nesterov and not self.momentum:
-            raise ExperimentError("local.nesterov = true: needs local.momentum > 0")
-
-    def start(self, rows: Tensor) -> State:
-        return {"momentum": torch.zeros_like(rows)} if self.momentum else {}
-
-    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        if self.weight_decay:
-            gradients.add_(rows, alpha=self.weight_decay)
-        direction = gradients
-        if self.momentum:
-            velocity = state["momentum"].mul_(self.momentum).add_(gradients)
-            direction = gradients.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
-        rows.add_(direction, alpha=-self.lr)
-
-    def step_of_product(self, rows: Tensor, product: Product, state: State) -> None:
-        if self.nesterov:  # goes along the gradient twice
-            self.step(rows, product.computed(), state)
-        elif self.momentum:
-            velocity = state["momentum"]
-            product.add_to(velocity, beta=self.momentum)
-            if self.weight_decay:
-                velocity.add_(rows, alpha=self.weight_decay)
-            rows.add_(velocity, alpha=-self.lr)
-        else:
-            product.add_to(rows, beta=1 - self.lr * self.weight_decay, alpha=-self.lr)
 
 
 class RowOptimizer:

@@ -1,0 +1,197 @@
+"""Post-local SGD: rounds of synchronous SGD, then rounds of local SGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fedsim
+from fedsim.aggregation import ServerStep
+from fedsim.models import two_nn
+from fedsim.preparation import prepare
+from fedsim.randomness import numpy_generator, sample_cohort
+from fedsim.replay import load_round
+from fedsim.report.text import headline
+from fedsim.rows import Layout
+from fedsim.simulation import simulate
+from tests import plugs
+from tests.engines.test_contract import without_times
+from tests.test_simulation import local_epoch, start_of
+
+SWITCH, ROUNDS = 2, 4
+ENGINES = {
+    "serial": {},
+    "spawn": {"processes": 2},
+    "batched": {"processes": 1, "batched": {"width": 2}},
+}
+BUFFERED = {"model": "tests.plugs:Normalised", "workers": 5, "cohort": 3}
+
+
+@dataclass(frozen=True)
+class Returning(ServerStep):
+    """A server optimizer that remembers where it started, and how often it stepped."""
+
+    def start(self, rows):
+        return {"start": rows.clone(), "steps": torch.zeros_like(rows)}
+
+    def step(self, rows, update, state):
+        rows.add_(update).lerp_(state["start"], 0.1)
+        state["steps"] += 1
+
+
+CASES = {
+    "momentum of both": {"server": {"optimizer": "momentum", "beta": 0.5}, "partition": "tests.plugs:uneven"},
+    "adaptive steps of both": {
+        **{"local": {"solver": "adamw", "batch_size": 16}, "workers": 7, "cohort": 3},
+        "server": {"optimizer": "adam", "bias_correction": True},
+    },
+    "a server that broadcasts something else": {"server": {"optimizer": "bmuf", "nesterov": True}},
+    "a server that knows its start": {"server": {"optimizer": "tests.test_post_local:Returning"}},
+    "buffers averaged": {**BUFFERED, "buffers": "average"},
+    "buffers kept by workers": {**BUFFERED, "buffers": "local"},
+    "a rule that starts where it ended": {"aggregate": {"rule": "centered_clipping", "tau": 0.1}},
+    "a rule with a state": {"workers": 6, "partition": {"strategy": "shards", "s": 2}, "aggregate": "foolsgold"},
+    "a rule with data of the server's own": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
+    "an attack that remembers": {"workers": 5, "attack": {"name": "free_rider", "what": "last", "workers": [1]}},
+}
+
+
+@pytest.fixture(scope="module")
+def workshop():
+    with fedsim.Workshop() as workshop:
+        yield workshop
+
+
+def world(memory):
+    """What one round leaves to the next."""
+    return [tensor.clone() for tensor in (memory.global_row, memory.global_buffers, memory.own_buffers)]
+
+
+def worlds(tables, workshop):
+    """After each round of a run."""
+    with prepare(fedsim.Experiment(**tables), workshop) as (setting, engine):
+        return [world(engine.memory) for _ in simulate(setting, engine)]
+
+
+def continued(tables, start, workshop):
+    """After each round behind the switch of a run with sync = "parameters" that starts from a world as it was there."""
+    experiment, after = fedsim.Experiment(**tables), []
+    with prepare(experiment, workshop) as (setting, engine):
+        memory = engine.memory
+        for tensor, value in zip((memory.global_row, memory.global_buffers, memory.own_buffers), start, strict=True):
+            tensor.copy_(value)
+        for name, value in setting.task.server.start(memory.global_row).items():
+            memory.states["parameters"][name].copy_(value)
+        for round in range(SWITCH + 1, ROUNDS + 1):
+            cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
+            engine.pull_down(cohort, round)
+            engine.train(cohort, round)
+            engine.aggregate(cohort, round)
+            after.append(world(memory))
+    return after
+
+
+def same(ours, theirs):
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_it_is_gradient_averaging_before_and_parameter_averaging_after_the_switch(
+    engine, case, tiny_experiment, workshop
+):
+    tables = {**tiny_experiment, "rounds": ROUNDS, "engine": engine, **ENGINES[engine], **CASES[case]}
+    found = worlds({**tables, "sync": "post_local", "gradient_rounds": SWITCH}, workshop)
+    without_server = {key: value for key, value in tables.items() if key != "server"}
+    before = worlds({**without_server, "sync": "gradients", "rounds": SWITCH}, workshop)
+    assert all(map(same, found[:SWITCH], before))
+    assert all(map(same, found[SWITCH:], continued(tables, found[SWITCH - 1], workshop)))
+    assert not any(same(one, other) for one, other in pairwise(found))
+
+
+def test_it_is_the_textbook_loop(tiny_experiment):
+    """One optimizer on the joint batch, whose momentum goes on from round to round; then a new one for each worker."""
+    tables = {**tiny_experiment, "precision": "float64", "sync": "post_local", "gradient_rounds": SWITCH}
+    result = fedsim.run({**tables, "rounds": ROUNDS, "server": {"optimizer": "momentum", "lr": 0.5, "beta": 0.5}})
+    train, _ = plugs.tiny(None)
+    train = train.to(torch.device("cpu"), torch.float64)
+    shards = fedsim.dataset_split(train, 3, "iid", seed=0)
+    sizes = torch.tensor([len(shard) for shard in shards], dtype=torch.double)
+    model = start_of(two_nn)
+    layout = Layout.of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    for round in range(1, SWITCH + 1):
+        orders = [numpy_generator(0, "batches", round, w).permutation(len(shards[w])) for w in range(3)]
+        for start in range(0, max(map(len, shards)), 16):
+            joint = np.concatenate([shards[w].indices[orders[w][start : start + 16]] for w in range(3)])
+            x, y = train.gather(torch.from_numpy(joint))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    row = layout.read(model)
+    velocity = torch.zeros_like(row)
+    for round in range(SWITCH + 1, ROUNDS + 1):
+        updates = []
+        for worker, shard in enumerate(shards):
+            layout.write(row, model)
+            local_epoch(model, shard, round, worker, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), 16)
+            updates.append(layout.read(model) - row)
+        velocity = 0.5 * velocity + sizes / sizes.sum() @ torch.stack(updates)
+        row = row + 0.5 * velocity
+    assert torch.allclose(result.global_row, row, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("gradient_rounds", "sync"), [(0, "parameters"), (3, "gradients")])
+def test_at_its_ends_it_is_one_or_the_other_throughout(gradient_rounds, sync, tiny_experiment):
+    tables = {**tiny_experiment, "rounds": 3}
+    found = fedsim.run({**tables, "sync": "post_local", "gradient_rounds": gradient_rounds})
+    expected = fedsim.run({**tables, "sync": sync})
+    assert torch.equal(found.global_row, expected.global_row)
+    assert without_times(found.history) == without_times(expected.history)
+
+
+def test_bytes_follow_the_phase(tiny_experiment):
+    tables = {**tiny_experiment, "rounds": ROUNDS, "local": {"steps": 5}}
+    history = fedsim.run({**tables, "sync": "post_local", "gradient_rounds": SWITCH}).history
+    row = 4 * 199_210
+    sent = [3 * 5 * row] * SWITCH + [3 * row] * (ROUNDS - SWITCH)
+    assert [record["bytes_up"] for record in history] == [record["bytes_down"] for record in history] == sent
+
+
+def test_on_the_virtual_clock_steps_wait_for_everybody_before_the_switch_and_rounds_after_it(tiny_experiment):
+    tables = {**tiny_experiment, "rounds": ROUNDS, "local": {"steps": 5}, "mode": "clock"}
+    tables["clock"] = {"latency": 1.0}
+
+    def seconds(**tables):
+        now = [0.0, *(record["virtual_seconds"] for record in fedsim.run(tables).history)]
+        return [after - before for before, after in pairwise(now)]
+
+    in_step, in_rounds = (seconds(**tables, sync=sync)[0] for sync in ("gradients", "parameters"))
+    assert in_step > in_rounds
+    found = seconds(**tables, sync="post_local", gradient_rounds=SWITCH)
+    assert found == pytest.approx([in_step] * SWITCH + [in_rounds] * (ROUNDS - SWITCH))
+
+
+def test_kept_updates_are_gradients_and_then_updates(tiny_experiment, tmp_path):
+    tables = {**tiny_experiment, "local": {"steps": 1, "lr": 0.25}, "aggregate": "mean", "rounds": 2}
+    tables |= {"sync": "post_local", "gradient_rounds": 1, "records": {"updates": [1, 2]}, "precision": "float64"}
+    fedsim.run(tables, tmp_path / "run")
+    model = start_of(two_nn)
+    rows = [Layout.of(model).read(model)]
+    rows += [fedsim.run({**tables, "records": {}, "rounds": rounds}).global_row for rounds in (1, 2)]
+    moves = [after - before for before, after in pairwise(rows)]
+    for round, factor in ((1, -0.25), (2, 1.0)):
+        kept = load_round(tmp_path / "run", round).tensors["updates"]
+        torch.testing.assert_close(factor * kept.mean(0), moves[round - 1])
+
+
+def test_the_headline_says_when(tiny_experiment):
+    seen = []
+    tables = {**tiny_experiment, "sync": "post_local", "gradient_rounds": 1}
+    fedsim.run(tables, on_start=lambda setting: seen.append(headline(setting)))
+    assert "weighted_mean of gradients, of parameters after round 1; serial" in seen[0]
