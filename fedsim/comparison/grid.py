@@ -52,7 +52,8 @@ class Grid:
         name: of the experiment.
         axes: the values of each key that is varied, in order.
         runs: one for each combination; the last axis varies fastest, and the seed fastest of all.
-        engine_chosen: whether the experiment itself says with which engine, or how many processes, it runs.
+        engine_chosen: whether the experiment itself says with which engine, or how many processes, it runs, or is a
+            race of processes.
         target: the test accuracy for which it is asked how long runs take to reach it; None: for none.
     """
 
@@ -170,7 +171,8 @@ def _experiments(description: dict[str, Any], changes: list[Change], axes: Axes)
             lines = error.lines
         for line in lines:
             problems.setdefault(line, []).append(point)
-        engine_chosen = engine_chosen or "engine" in tables or "processes" in tables
+        says_how = not {"engine", "processes"}.isdisjoint(tables) or tables.get("mode") == "race"
+        engine_chosen = engine_chosen or says_how
     if problems:
         raise ExperimentError(*(_with_points(line, points, len(points_of(axes))) for line, points in problems.items()))
     return experiments, engine_chosen

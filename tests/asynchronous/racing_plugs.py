@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import Literal  # noqa: F401  # in the annotations of what some policies here derive from
 
 import numpy as np
 import torch

@@ -105,6 +105,8 @@ def test_model_and_curve_are_left_out_unless_they_are_asked_for():
         ({"engine": "spawn"}, [], True),
         ({}, ["processes=2"], True),
         ({}, ["engine=serial,spawn"], True),
+        ({"policy": "hogwild"}, ["mode=clock,race"], True),
+        ({"policy": "hogwild"}, ["mode=clock"], False),
         (Experiment(rounds=3), [], False),
         (Experiment(engine="spawn"), [], True),
     ],
