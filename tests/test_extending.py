@@ -129,7 +129,7 @@ def test_the_document_on_asynchronous_runs_has_every_policy_with_its_parameters_
 def test_the_commands_of_the_document_on_asynchronous_runs_are_right(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
-    for line in "\n".join(blocks("docs/asynchronous.md", "bash")).splitlines():
+    for line in "".join(blocks("docs/asynchronous.md", "bash")).splitlines():
         words = shlex.split(line, comments=True)[1:]
         done = CliRunner().invoke(app, [*words, *(["--dry-run"] if words[0] != "list" else [])])
         assert done.exit_code == 0, done.output
