@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 NAME = re.compile(r"(?:torch_|pym-)(?P<maker>\d+)|psm_")  # PyTorch's and multiprocessing's, most with the maker's pid
+PATIENCE = 5.0  # seconds
 MARK = f"FEDSIM_TESTS={os.getpid()}"  # in the environment of all processes that come of this one, orphans included
 
 os.environ.update([MARK.split("=")])
@@ -21,8 +23,16 @@ def segments() -> set[str]:
 def left_behind(before: set[str]) -> set[str]:
     """The segments that were not there before, but for those that another living program has made or uses.
 
-    Where nobody has a segment any more it counts as ours, since its maker may have been.
+    Where nobody has a segment any more, for as long as tests that run beside this one may take to clear up after their
+    dead, it counts as ours, since its maker may have been.
     """
+    deadline = time.monotonic() + PATIENCE
+    while (left := _left_behind(before)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _left_behind(before: set[str]) -> set[str]:
     new = segments() - before
     others = _other_programs() if new else []
     foreign = {name for name in new if any(_made(pid, name) or _uses(pid, name) for pid in others)}
