@@ -20,6 +20,7 @@ import fedsim
 from fedsim.comparison import load_grid, run_grid
 from fedsim.comparison.axes import describe_point, split_at_commas
 from fedsim.comparison.display import GridDisplay
+from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, plural, show, warnings_as_lines
 from fedsim.experiment import keys_called
 from fedsim.listing import PLUGS, list_plugs
@@ -85,14 +86,16 @@ def run(
             print(to_toml(experiment), end="")
             return
         folder = out or new_folder_name(experiment.name)
-        with Display(experiment.rounds, quiet=quiet) as display:
+        leads = engines.get(experiment.engine).target.leads()
+        with Display(experiment.rounds, quiet=quiet or not leads) as display:
             try:
                 result = fedsim.run(experiment, folder, on_start=display.start, on_round=display.round)
             except BaseException:
                 display.leave(folder)
                 raise
             display.finish(result.test_accuracy)
-        print(folder)
+        if leads:
+            print(folder)
 
 
 @app.command(context_settings=WORDS_LIKE_OPTIONS)

@@ -67,7 +67,10 @@ def lines_of(tables):
         ({"batch-size": 2}, 'batch-size = 2: unknown key; did you mean "local.batch_size"?'),
         ({"rule": "krum"}, 'rule = "krum": unknown key; did you mean "aggregate.rule"?'),
         ({"curve": False}, 'curve = false: unknown key; did you mean "records.curve"?'),
-        ({"alpha": 1.0}, 'alpha = 1.0: unknown key; did you mean "partition.alpha" or "server.alpha" or "policy.alpha"?'),
+        (
+            {"alpha": 1.0},
+            'alpha = 1.0: unknown key; did you mean "partition.alpha" or "server.alpha" or "policy.alpha"?',
+        ),
         (
             {"alpha": 1.0, "partition": "dirichlet"},
             'alpha = 1.0: unknown key; did you mean "partition.alpha"? allowed: name',

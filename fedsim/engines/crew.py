@@ -19,7 +19,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from fedsim.engines.barrier import ARRIVALS, NOBODY, ROUND, SEVERAL, WORKER, AbortedError, Barrier, Board, Silence
+from fedsim.engines.barrier import (
+    ARRIVALS,
+    BEATS,
+    NOBODY,
+    ROUND,
+    SEVERAL,
+    WORKER,
+    AbortedError,
+    Barrier,
+    Board,
+    Silence,
+)
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line
 from fedsim.processes import (
     DISMISSED,
@@ -58,6 +69,11 @@ class Seat:
     def beat(self) -> None:
         """Say that work goes on."""
         self.board.beat(self.index)
+
+    @property
+    def beats(self) -> int:
+        """How often it has said so."""
+        return self.board.read(self.index, BEATS)
 
     @contextlib.contextmanager
     def working_on(self, worker: int, round: int) -> Iterator[None]:
