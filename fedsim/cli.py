@@ -21,6 +21,7 @@ from fedsim.comparison import load_grid, run_grid
 from fedsim.comparison.axes import describe_point, split_at_commas
 from fedsim.comparison.display import GridDisplay
 from fedsim.engines import engine as engines
+from fedsim.engines.ranks import Ranks
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, plural, show, warnings_as_lines
 from fedsim.experiment import keys_called
 from fedsim.listing import PLUGS, list_plugs
@@ -268,8 +269,8 @@ def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
 @contextlib.contextmanager
 def _errors_as_lines() -> Iterator[None]:
     """Errors as lines on stderr and an exit code, without a traceback of fedsim's own."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminate) if main else None
     try:
         with warnings_as_lines():
             yield
@@ -286,6 +287,9 @@ def _errors_as_lines() -> Iterator[None]:
     except Terminated:
         print("terminated", file=sys.stderr)
         raise typer.Exit(TERMINATED) from None
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, before)  # what is left to do is to end
 
 
 class Terminated(BaseException):
@@ -311,7 +315,7 @@ def run_main() -> None:
 def _start(program: typer.Typer) -> None:
     """Run a program to its exit; where stdout takes no more, with a line on stderr, unless its reader has just gone."""
     if sys.stdout is None:  # closed, as by `>&-`
-        return program()
+        return _run_to_exit(program)
     out = sys.stdout = Output(
         sys.stdout.buffer,
         sys.stdout.encoding,
@@ -320,7 +324,7 @@ def _start(program: typer.Typer) -> None:
         write_through=sys.stdout.write_through,
     )
     try:
-        program()
+        _run_to_exit(program)
     finally:
         with contextlib.suppress(OSError):
             out.flush()
@@ -329,6 +333,17 @@ def _start(program: typer.Typer) -> None:
             if not isinstance(out.failure, BrokenPipeError):
                 print(f"error: standard output cannot be written: {out.failure.strerror}", file=sys.stderr)
             sys.exit(FAILED)
+
+
+def _run_to_exit(program: typer.Typer) -> None:
+    """Run a program; one rank of several, where it has failed, ends there."""
+    try:
+        program()
+    except SystemExit as leaving:
+        if Ranks.joined is not None and leaving.code:
+            sys.stdout.flush()
+            Ranks.joined.end_program(leaving.code if isinstance(leaving.code, int) else FAILED)
+        raise
 
 
 class Output(io.TextIOWrapper):

@@ -335,3 +335,18 @@ class Fails(nn.Module):
 def clipping(updates: Tensor, *, c: float = 1.0) -> Tensor:
     """Another rule with the parameter of `clipped_mean`."""
     return updates.clamp(-c, c).mean(0)
+
+
+class FailsInRank(Fails):
+    """Does it in one rank alone, of those that a launcher has started, after so many steps of all its workers."""
+
+    steps = 0
+
+    def __init__(self, *, how: str = "raise", after: int = 3, rank: int = 1) -> None:
+        super().__init__(how=how, after=0)
+        self.late, self.rank = after, rank
+
+    def fail(self) -> None:
+        FailsInRank.steps += 1
+        if FailsInRank.steps > self.late and os.environ.get("RANK") == str(self.rank):
+            super().fail()

@@ -58,9 +58,8 @@ class DistributedEngine(Engine):
     @contextlib.contextmanager
     def among_peers(cls, description: Mapping[str, Any]) -> Iterator[None]:
         ranks = Ranks.join(device=description["device"], **_how_to_meet(description["distributed"]))
-        ranks.require_usable()
         cls._agreement = agreement = Agreement(ranks, description)
-        with warnings.catch_warnings():
+        with ranks.at_work(), warnings.catch_warnings():
             if not ranks.first:
                 warnings.simplefilter("ignore", FedsimWarning)
             elif ranks.reason:
@@ -104,7 +103,7 @@ class DistributedEngine(Engine):
 
     def facts(self) -> dict[str, Any]:
         width = {"width": self._width} if self._width else {}
-        return {"processes": 1, **self._ranks.facts(), **width}
+        return {"processes": self._ranks.count, **self._ranks.facts(), **width}
 
     def train_loss(self, samples: Sequence[int]) -> float:
         assert self._station is not None
@@ -206,4 +205,5 @@ def _tell_of(error: FedsimError, ranks: Ranks, agreement: Agreement) -> None:
     if not agreement.settled:
         agreement.fail(error)
     elif agreement.reached:
-        ranks.give_up(f"rank {ranks.index}: {str(error).splitlines()[0]}")
+        said = str(error).splitlines()[0]
+        ranks.give_up(said if isinstance(error, WorkerError) else f"rank {ranks.index}: {said}")

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -136,6 +137,16 @@ class Ranks:
             dist.broadcast_object_list(things, 0, group=self._group)
         return things[0]
 
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While a run is under way: a rank without the others ends then."""
+        self.require_usable()
+        self._vigil.on_duty = True
+        try:
+            yield
+        finally:
+            self._vigil.on_duty = False
+
     def require_usable(self) -> None:
         """Raise WorkerError where an earlier failure has brought the ranks out of step."""
         if self._spoilt:
@@ -149,6 +160,15 @@ class Ranks:
     def cause(self) -> str | None:
         """Why another rank has ended, as far as that is known."""
         return self._vigil.said() or self._gone()
+
+    def end_program(self, code: int) -> None:
+        """At the end of a program that has failed: end it at once.
+
+        What this rank still waits for would keep it from ending, until the rank that it waits for has ended too.
+        """
+        if self._spoilt:
+            sys.stderr.flush()
+            os._exit(code)
 
     def leave(self) -> None:
         """Leave the group, at the end of the program."""
@@ -245,7 +265,7 @@ class Ranks:
 
     def _gone(self) -> str | None:
         missing = self._vigil.missing({rank: (host, pid) for rank, (host, pid, _) in enumerate(self._people)})
-        return f"{ranks(missing)} of {self.count} is gone: its process has ended" if missing else None
+        return f"{ranks(missing)} of {self.count} ended without a word" if missing else None
 
     def _count(self, what: str, nbytes: float) -> None:
         self.sent[what] = self.sent.get(what, 0) + int(nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,10 @@ from fedsim.errors import plural
 PULSES = 20  # at least, within the timeout
 SLOWEST = 1.0  # seconds from one to the next
 PATIENCE = 3.0  # seconds to find out who is gone, when somebody is
+AT_ONCE = 0.5  # seconds within which that shows of processes of this host
+GRACE = 5.0  # seconds for a rank to end by itself, once another one has ended
 TERMINATED = "terminated"
+END = "end"  # key: why the first rank ended that did
 
 
 class Vigil:
@@ -28,7 +32,13 @@ class Vigil:
     Args:
         beats: how many steps this rank has made.
         timeout: seconds without a tick, or without a beat of anybody, after which somebody counts as lost.
+
+    Attributes:
+        on_duty: whether a run is under way, of which the other ranks are a part: where one of them has ended, and this
+            one goes on with whatever it does (hangs, perhaps), the thread ends the process.
     """
+
+    on_duty = False
 
     def __init__(self, store: dist.Store, rank: int, count: int, beats: Callable[[], int], timeout: float) -> None:
         self.interval = min(SLOWEST, timeout / PULSES)
@@ -67,21 +77,24 @@ class Vigil:
     def note(self, cause: str) -> str:
         """Leave word why this rank ends; what the first of all ranks has said."""
         with contextlib.suppress(RuntimeError):
-            return self._store.compare_set("fedsim/end", "", cause).decode()
+            return self._store.compare_set(END, "", cause).decode()
         return cause
 
     def said(self) -> str | None:
         """What the first rank that ended has said, if any has."""
         with contextlib.suppress(RuntimeError):
-            if self._store.check(["fedsim/end"]):
-                return self._store.get("fedsim/end").decode()
+            if self._store.check([END]):
+                return self._store.get(END).decode()
         return None
 
     def missing(self, processes: dict[int, tuple[str, int]]) -> list[int]:
         """The ranks that are gone; `processes` has host and process of each. Takes some seconds for those elsewhere."""
         host = processes[self._rank][0]
-        dead = [rank for rank, (where, pid) in processes.items() if where == host and not _lives(pid)]
-        if dead or all(where == host for where, _ in processes.values()):
+        near = {rank: pid for rank, (where, pid) in processes.items() if where == host}
+        deadline = time.monotonic() + AT_ONCE  # its connections end a moment before a process does
+        while not (dead := [rank for rank, pid in near.items() if not _lives(pid)]) and time.monotonic() < deadline:
+            time.sleep(AT_ONCE / 50)
+        if dead or len(near) == len(processes):
             return dead
         with contextlib.suppress(RuntimeError):
             before = self.pulses()
@@ -90,9 +103,17 @@ class Vigil:
         return []
 
     def _go_on(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and so is whoever kept it
-            while not self._stop.wait(self.interval):
+        waited = 0.0
+        while not self._stop.wait(self.interval):
+            try:
                 self._publish()
+                cause = self._store.get(END).decode() if self._store.check([END]) else None
+            except RuntimeError:
+                cause = "the rank that kept the ranks' meeting place is gone"
+            waited = waited + self.interval if cause and self.on_duty else 0.0
+            if waited > GRACE:
+                print(f"error: {cause}", file=sys.stderr, flush=True)
+                os._exit(1)
 
     def _publish(self) -> None:
         self._ticks += 1
@@ -144,7 +165,7 @@ def wait_for_all(store: dist.Store, count: int, timeout: float) -> list[int]:
 
 
 def _key(rank: int) -> str:
-    return f"fedsim/pulse/{rank}"
+    return f"pulse/{rank}"
 
 
 def _lives(pid: int) -> bool:
