@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import socket
+import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +17,13 @@ import torch.distributed as dist
 
 from fedsim.errors import ExperimentError, WorkerError, one_line
 
+if os.name == "posix":
+    import fcntl
+else:
+    fcntl = None
+
+SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
+RETRY = 0.05  # seconds
 COMMAND = "torchrun --standalone --nproc-per-node 2 run_experiment.py engine=distributed"
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29_500  # PyTorch's own
@@ -118,16 +128,16 @@ def open_store(init: str, place: Place, timeout: float) -> dist.Store:
     At a loopback address it listens on that alone. Raises WorkerError where it cannot be reached within the timeout.
     """
     limit = timedelta(seconds=timeout)
-    host, port = place.address
+    host, port = meeting_address(init, place)
     try:
         if init.startswith("file://"):
             return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0]
         if init == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0]  # it is open already
-        if init.startswith("tcp://"):
-            host, port = _host_and_port(init)
         leads = place.rank == 0
         listening = _listen(host, port) if leads and is_loopback(host) else None
+        if not leads:
+            _wait_for_listener(host, port, timeout)  # which PyTorch would tell of at length
         return dist.TCPStore(
             host, port, place.count, leads, timeout=limit, wait_for_workers=False, master_listen_fd=listening
         )
@@ -138,7 +148,23 @@ def open_store(init: str, place: Place, timeout: float) -> dist.Store:
         ) from error
 
 
-def _host_and_port(init: str) -> tuple[str, int]:
+def _wait_for_listener(host: str, port: int, timeout: float) -> None:
+    """Wait until somebody listens there. Raises OSError where nobody does within the timeout."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(RETRY, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() + RETRY > deadline:
+                raise
+        time.sleep(RETRY)
+
+
+def meeting_address(init: str, place: Place) -> tuple[str, int]:
+    """Host and port at which the ranks find each other."""
+    if not init.startswith("tcp://"):
+        return place.address
     host, _, port = init.removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -162,7 +188,16 @@ def _listen(host: str, port: int) -> int:
     return listener.detach()
 
 
-def loopback_interface() -> str | None:
-    """The name of this machine's loopback interface."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), None)
+def interface_towards(host: str) -> str | None:
+    """The name of the network interface by which this machine reaches a host, as far as Linux tells."""
+    if fcntl is None:
+        return None
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # of datagrams: nothing is sent
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == own:
+                    return name
+    return None

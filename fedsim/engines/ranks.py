@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -16,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedsim.devices import card_of, default_backend, device_of_rank
-from fedsim.engines.launch import LOOPBACK, Place, is_loopback, loopback_interface, open_store
+from fedsim.engines.launch import Place, interface_towards, meeting_address, open_store
 from fedsim.engines.vigil import Vigil, ranks, wait_for_all
 from fedsim.errors import ExperimentError, WorkerError, one_line, show
 
 HOST_BACKEND = "gloo"  # what the ranks exchange of numbers that lie on the host
+LINGER = 1.0  # seconds for the others to hear why
 FOREVER = timedelta(days=30)  # the group's own timeout: whoever waits looks after the others' signs of life instead
 
 
@@ -53,7 +55,7 @@ class Ranks:
             raise WorkerError(f"{ranks(missing)} of {self.count} did not come within {timeout:g} s")
         self._people = self._introduce()
         self.backend, self.reason = _backend_for(backend, self.device, [card for *_, card in self._people])
-        self._group = self._start(place)
+        self._group = self._start(place, init)
         atexit.register(self.leave)
 
     @classmethod
@@ -159,7 +161,7 @@ class Ranks:
 
     def cause(self) -> str | None:
         """Why another rank has ended, as far as that is known."""
-        return self._vigil.said() or self._gone()
+        return self._vigil.said() or self._gone()  # by which time it may have been said
 
     def end_program(self, code: int) -> None:
         """At the end of a program that has failed: end it at once.
@@ -168,6 +170,8 @@ class Ranks:
         """
         if self._spoilt:
             sys.stderr.flush()
+            if self.first:  # who may keep the store
+                time.sleep(LINGER)
             os._exit(code)
 
     def leave(self) -> None:
@@ -192,10 +196,10 @@ class Ranks:
             people.append((host, int(pid), f"{host} {card}" if card else None))
         return people
 
-    def _start(self, place: Place) -> dist.ProcessGroup:
+    def _start(self, place: Place, init: str) -> dist.ProcessGroup:
         """The process group. Two, in fact: the first finds out within the timeout whether they reach each other."""
-        alone = len({host for host, *_ in self._people}) == 1
-        if alone and is_loopback(os.environ.get("MASTER_ADDR", LOOPBACK)) and (name := loopback_interface()):
+        host = meeting_address(init, place)[0]
+        if name := interface_towards(host):  # or gloo listens wherever this host's own name leads to
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         own = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
         backend = HOST_BACKEND if self.backend == HOST_BACKEND else own

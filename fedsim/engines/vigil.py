@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ SLOWEST = 1.0  # seconds from one to the next
 PATIENCE = 3.0  # seconds to find out who is gone, when somebody is
 AT_ONCE = 0.5  # seconds within which that shows of processes of this host
 GRACE = 5.0  # seconds for a rank to end by itself, once another one has ended
+LOOK = 0.02  # seconds between two looks for somebody who has still to come
 TERMINATED = "terminated"
 END = "end"  # key: why the first rank ended that did
 
@@ -157,11 +157,10 @@ def ranks(numbers: list[int]) -> str:
 
 def wait_for_all(store: dist.Store, count: int, timeout: float) -> list[int]:
     """Wait until every rank has published; those who have not in time."""
-    try:
-        store.wait([_key(rank) for rank in range(count)], timedelta(seconds=timeout))
-    except RuntimeError:
-        return [rank for rank in range(count) if not store.check([_key(rank)])]
-    return []
+    missing, deadline = list(range(count)), time.monotonic() + timeout
+    while (missing := [rank for rank in missing if not store.check([_key(rank)])]) and time.monotonic() < deadline:
+        time.sleep(LOOK)
+    return missing
 
 
 def _key(rank: int) -> str:
