@@ -20,6 +20,7 @@ import fedsim
 from fedsim.comparison import load_grid, run_grid
 from fedsim.comparison.axes import describe_point, split_at_commas
 from fedsim.comparison.display import GridDisplay
+from fedsim.comparison.gathering import Shard, gather
 from fedsim.engines import engine as engines
 from fedsim.engines.ranks import Ranks
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, plural, show, warnings_as_lines
@@ -107,7 +108,8 @@ def compare(
         typer.Argument(
             metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
             help="An experiment, with a table [grid] or without, and what to vary in it: aggregate.rule=mean,median "
-            "seed=0,1,2. KEY=VALUE sets one value in all runs.",
+            "seed=0,1,2. KEY=VALUE sets one value in all runs. Or the folders of comparisons, or of one that was cut "
+            "by --shard: they are put together.",
             show_default=False,
         ),
     ] = None,
@@ -121,25 +123,45 @@ def compare(
     jobs: Annotated[
         int | None, typer.Option(help="Runs at a time.", show_default="by cores and memory; 1 on a card")
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Do part I of N (from 0) alone, in shards/I-of-N of the folder.", show_default="all"
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the runs, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
 ) -> None:
     """Run an experiment for every combination of some values, and compare: table, CSV and pictures."""
     with _errors_as_lines():
-        source, changes = _source_and_overrides(words or [], context)
-        grid = load_grid(source, words=changes)
-        if dry_run:
-            print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in grid.runs))
-            return
-        folder = out or new_folder_name(f"{grid.name}-grid")
-        with GridDisplay(quiet=quiet) as display:
-            try:
-                comparison = run_grid(grid, folder, jobs, display)
-            except BaseException:
-                display.leave(folder)
-                raise
-            display.finish()
-        if not quiet:
+        folders = [Path(word) for word in words or [] if Path(word).is_dir()]
+        if folders:
+            if len(folders) < len(words or []) or shard or dry_run:
+                raise ExperimentError(
+                    "folders of comparisons are put together as they are; leave all else but --out out"
+                )
+            folder = out or (folders[0] if len(folders) == 1 else new_folder_name(f"{folders[0].name}-grid"))
+            comparison = gather(folders, folder)
+        else:
+            source, changes = _source_and_overrides(words or [], context)
+            grid = load_grid(source, words=changes)
+            part = Shard.parse(shard) if shard else None
+            if part and out is None:
+                raise ExperimentError("--shard: goes with --out FOLDER, which all parts have in common")
+            if dry_run:
+                planned = part.of(grid) if part else grid.runs
+                print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
+                return
+            folder = out or new_folder_name(f"{grid.name}-grid")
+            folder = part.folder(folder) if part else folder
+            with GridDisplay(quiet=quiet) as display:
+                try:
+                    comparison = run_grid(grid, folder, jobs, display, part=part.of(grid) if part else None)
+                except BaseException:
+                    display.leave(folder)
+                    raise
+                display.finish()
+        if not quiet and not shard:
             print(comparison.table, end="\n\n")
         print(folder)
         for failed in comparison.failed:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -72,12 +73,16 @@ class Seating:
 
     hands: list[list[int]]
 
+    @cached_property
+    def rows(self) -> dict[int, tuple[int, int]]:
+        """By slot: the rank that has it, and which of that rank's rows it is."""
+        return {slot: (rank, row) for rank, hand in enumerate(self.hands) for row, slot in enumerate(hand)}
+
     def places(self, slots: Sequence[int]) -> list[list[int]]:
         """For each rank the places, among these slots, of those that it has."""
-        holder = {slot: rank for rank, hand in enumerate(self.hands) for slot in hand}
         found: list[list[int]] = [[] for _ in self.hands]
         for place, slot in enumerate(slots):
-            found[holder[slot]].append(place)
+            found[self.rows[slot][0]].append(place)
         return found
 
 
@@ -179,16 +184,20 @@ class RankAveraging(Averaging):
         places = self.seating.places(meeting.slots)
         if any(worker in task.byzantine for worker in meeting.workers):
             self._attack_at_first(meeting, places)
-        self._bad = self._agree_on_facts(meeting, places)
-        if self._linear:
-            account = self._move_by_sums(meeting, places)
-        elif task.rule.by_parts:
-            account = self._move_by_parts(meeting, places)
-        else:
-            account = self._move_at_first(meeting, places)
+        account = self._move(meeting, places)
         self._has_last = task.keeps_last
         synchronize(task.device)
         return account
+
+    def _move(self, meeting: Meeting, places: list[list[int]]) -> Account:
+        """Aggregate rows that are ready, in the way that asks for the least."""
+        rule = self._task.rule
+        if self._linear and not self._memory.states[self._sync] and not rule.takes("losses"):
+            return self._move_by_one_sum(meeting, places)
+        self._bad = self._agree_on_facts(meeting, places)
+        if self._linear:
+            return self._move_by_sums(meeting, places)
+        return self._move_by_parts(meeting, places) if rule.by_parts else self._move_at_first(meeting, places)
 
     def begin_with_parameters(self) -> None:
         super().begin_with_parameters()
@@ -211,8 +220,7 @@ class RankAveraging(Averaging):
 
     def _rows_of(self, slots: Sequence[int]) -> list[int]:
         """Where this rank has its rows of these slots."""
-        hand = self.seating.hands[self._ranks.index]
-        return [hand.index(slot) for slot in slots]
+        return [self.seating.rows[slot][1] for slot in slots]
 
     def _own_rows(self, meeting: Meeting, places: list[list[int]]) -> Tensor:
         """This rank's rows of a meeting, in its order."""
@@ -236,28 +244,44 @@ class RankAveraging(Averaging):
             self.losses[list(meeting.slots)] = facts[1]
         return facts[0].nonzero().flatten().tolist()
 
-    def _move_by_sums(self, meeting: Meeting, places: list[list[int]]) -> Account:
-        """A rule that is one linear combination of the rows in all columns."""
+    def _move_by_one_sum(self, meeting: Meeting, places: list[list[int]]) -> Account:
+        """A linear rule, and a step that keeps nothing: one sum over the ranks, and every rank moves the whole row.
+
+        A rank that has a row which is not finite makes the sum so, and only then the ranks find out which those are.
+        """
         task, ranks = self._task, self._ranks
+        self._bad = []
+        total, account = self._weighted_sum(meeting, places)
+        if task.nonfinite != "keep" and bad_rows(self._own_rows(meeting, places)):
+            total.fill_(math.nan)
+        ranks.all_reduce(total, "aggregate")
+        if task.nonfinite != "keep" and not math.isfinite(total.sum()):
+            self._bad = self._agree_on_facts(meeting, places)
+            if self._bad:
+                total, account = self._weighted_sum(meeting, places)
+                ranks.all_reduce(total, "aggregate")
+        if task.keeps_last:
+            self._rank_memory.last.copy_(total)
+        task.stepper(self._sync).step(self._rank_memory.global_row, total, {})
+        return account
+
+    def _move_by_sums(self, meeting: Meeting, places: list[list[int]]) -> Account:
+        """A linear rule, and a step whose state each rank has of its own columns: they are summed and moved there."""
+        ranks, columns = self._ranks, self.columns
+        total, account = self._weighted_sum(meeting, places)
+        parts = ranks.exchange(columns.parts(total), [columns.size(ranks.index)] * ranks.count, "aggregate")
+        self._step(slice(None), torch.stack(parts).sum(0))
+        self._gather()
+        return account
+
+    def _weighted_sum(self, meeting: Meeting, places: list[list[int]]) -> tuple[Tensor, Account]:
+        """This rank's part of a linear rule's result, [d], and the account of the whole."""
         cohort, bad = self._screened(meeting)
         shares = self._shares(meeting, cohort, bad)
-        kept = iter(shares.tolist())
-        coefficients = [0.0 if place in bad else next(kept) for place in range(len(meeting.slots))]
-        own = torch.tensor([coefficients[place] for place in places[ranks.index]], dtype=torch.double)
-        total = combine(own, self._own_rows(meeting, places))
-        stepper, state = task.stepper(self._sync), self._memory.states[self._sync]
-        if state:  # each rank has it of its own columns: they are summed there, and moved
-            parts = ranks.exchange(
-                self.columns.parts(total), [self.columns.size(ranks.index)] * ranks.count, "aggregate"
-            )
-            self._step(slice(None), torch.stack(parts).sum(0))
-            self._gather()
-        else:
-            ranks.all_reduce(total, "aggregate")
-            if task.keeps_last:
-                self._rank_memory.last.copy_(total)
-            stepper.step(self._rank_memory.global_row, total, state)
-        return self._account(meeting, bad, shares)
+        account = self._account(meeting, bad, shares)
+        assert account.shares is not None
+        own = torch.tensor([account.shares[place] for place in places[self._ranks.index]], dtype=torch.double)
+        return combine(own, self._own_rows(meeting, places)), account
 
     def _move_by_parts(self, meeting: Meeting, places: list[list[int]]) -> Account:
         """A rule that goes by columns, or by products of pairs: each rank applies it to its columns of all rows."""
@@ -313,9 +337,8 @@ class RankAveraging(Averaging):
         if self._collected == self._number:
             return self._collector
         self._collected = self._number
-        slots = [
-            [slot for slot in hand if slot in meeting.slots or slot == self._root_slot] for hand in self.seating.hands
-        ]
+        wanted = {*meeting.slots, self._root_slot}
+        slots = [[slot for slot in hand if slot in wanted] for hand in self.seating.hands]
         rows = self._rank_memory.rows[self._rows_of(slots[ranks.index])]
         sizes = [len(theirs) * d if ranks.first else 0 for theirs in slots]
         given = ranks.exchange([rows] + [rows[:0]] * (ranks.count - 1), sizes, "gather")

@@ -344,15 +344,8 @@ def test_two_machines_run_the_two_machine_form_of_torchrun(two_machines, tmp_pat
     words = ["engine=distributed", "data=tests.plugs:tiny", "rounds=2", "local.batch_size=16", "aggregate.rule=median"]
     processes = []
     for rank, name in enumerate(names):
-        launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
-        launcher += [
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"{address}:29511",
-            "--local-addr",
-            f"10.213.77.{rank + 1}",
-        ]
+        launcher = [*TORCHRUN, "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
+        launcher += ["--rdzv-endpoint", f"{address}:29511"]
         program = [str(ROOT / "run_experiment.py"), *words, "--out", f"run{rank}"]
         processes.append(
             subprocess.Popen(
