@@ -23,7 +23,7 @@ from fedsim.data import (
 from fedsim.data.heterogeneity import heterogeneity
 from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, WorkerError
 from fedsim.experiment import Experiment
-from fedsim.listing import attacks, partitions, pre_aggregators, rules, server_optimizers
+from fedsim.listing import attacks, noises, partitions, policies, pre_aggregators, rules, server_optimizers, speeds
 from fedsim.loading import load_experiment
 from fedsim.rows import Layout, bind, new_rows, pull_down
 from fedsim.simulation import Result, run
@@ -59,15 +59,18 @@ __all__ = [
     "load_dataset",
     "load_experiment",
     "new_rows",
+    "noises",
     "partition",
     "partition_transforms",
     "partitions",
+    "policies",
     "pre_aggregate",
     "pre_aggregators",
     "pull_down",
     "rules",
     "run",
     "server_optimizers",
+    "speeds",
     "test",
     "train_epoch",
 ]

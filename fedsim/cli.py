@@ -17,6 +17,7 @@ import typer
 from tqdm import tqdm
 
 import fedsim
+from fedsim.asynchronous.racing import caveat
 from fedsim.comparison import load_grid, run_grid
 from fedsim.comparison.axes import describe_point, split_at_commas
 from fedsim.comparison.display import GridDisplay
@@ -31,7 +32,7 @@ from fedsim.preparation import Setting
 from fedsim.records import RoundRecord, new_folder_name
 from fedsim.replay import applicable_rules, load_round, replay_json, replay_table
 from fedsim.replay import replay as replay_rules
-from fedsim.report import HEADER, headline, table_line, write_report
+from fedsim.report import columns_of, headline, table_header, table_line, write_report
 
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
@@ -89,6 +90,8 @@ def run(
             return
         folder = out or new_folder_name(experiment.name)
         leads = engines.get(experiment.engine).target.leads()
+        if experiment.mode == "race" and not quiet and leads:
+            print(caveat(experiment.race.runs), flush=True)
         with Display(experiment.rounds, quiet=quiet or not leads) as display:
             try:
                 result = fedsim.run(experiment, folder, on_start=display.start, on_round=display.round)
@@ -129,6 +132,10 @@ def compare(
             metavar="I/N", help="Do part I of N (from 0) alone, in shards/I-of-N of the folder.", show_default="all"
         ),
     ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="A test accuracy, such as 0.97: say how long it takes to reach it.", show_default="none"),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the runs, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
 ) -> None:
@@ -138,13 +145,13 @@ def compare(
         if folders:
             if len(folders) < len(words or []) or shard or dry_run:
                 raise ExperimentError(
-                    "folders of comparisons are put together as they are; leave all else but --out out"
+                    "folders of comparisons are put together as they are; leave all but --out and --target out"
                 )
             folder = out or (folders[0] if len(folders) == 1 else new_folder_name(f"{folders[0].name}-grid"))
-            comparison = gather(folders, folder)
+            comparison = gather(folders, folder, target)
         else:
             source, changes = _source_and_overrides(words or [], context)
-            grid = load_grid(source, words=changes)
+            grid = load_grid(source, words=changes, target=target)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
                 raise ExperimentError("--shard: goes with --out FOLDER, which all parts have in common")
@@ -229,20 +236,22 @@ class Display:
 
     def start(self, setting: Setting) -> None:
         self._print(headline(setting))
-        self._print(HEADER)
+        self._columns = columns_of(setting.experiment)
+        self._print(table_header(self._columns))
         self._started = time.perf_counter()
         self._bar.reset()
 
     def round(self, record: RoundRecord) -> None:
-        self._done = record["round"]
+        self._done, self._virtual_seconds = record["round"], record["virtual_seconds"]
         self._bar.set_postfix_str(f"accuracy {record['test_accuracy']:.4f}", refresh=False)
         self._bar.update()
-        self._print(table_line(record))
+        self._print(table_line(self._columns, record))
 
     def finish(self, accuracy: float) -> None:
         seconds = time.perf_counter() - self._started
+        virtual = "" if self._virtual_seconds is None else f" and {self._virtual_seconds:.1f} virtual seconds"
         self._print(
-            f"final test accuracy {accuracy:.4f} after {plural(self._bar.total, 'round')} in {seconds:.1f} s "
+            f"final test accuracy {accuracy:.4f} after {plural(self._bar.total, 'round')}{virtual} in {seconds:.1f} s "
             f"(and {self._started - self._begun:.1f} s to start)"
         )
 

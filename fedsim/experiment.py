@@ -202,6 +202,7 @@ class Clock(Table):
     latency: NonNegativeFloat = 0.0  # seconds
     bandwidth: PositiveFloat | None = None  # bytes per second; None: infinite
     departures: dict[str, NonNegativeFloat] = Field(default={})  # worker = seconds after which it is gone
+    log: str | None = None  # of a race, which is done again in its order: a run folder, or the race.csv in it
 
 
 class Race(Table):
@@ -384,7 +385,30 @@ class Experiment(Table):
                 lines.append(f"{table}: goes with mode={mode}; leave [{table}] out")
         if self.mode != "rounds" and not policy.in_rounds:
             lines.extend(self._problems_with_policy(policy, named))
+        if self.mode == "race" and not policy.in_rounds:
+            lines.extend(self._problems_with_race(policy, named))
         lines.extend(self._problems_with_departures(policy))
+        lines.extend(self._problems_with_log(policy, named))
+        return lines
+
+    def _problems_with_race(self, policy: Policy, named: str) -> list[str]:
+        """What processes that race leave no room for."""
+        lines = []
+        if engine.get(self.engine).target.racing is None:
+            lines.append(f'engine = {show(self.engine)}: with mode="race" processes race; use engine=spawn or auto')
+        if self.compile and policy.locking == "nothing":
+            lines.append(f"compile = true: {named} trains without, on a row that moves under it; leave it out")
+        return lines
+
+    def _problems_with_log(self, policy: Policy, named: str) -> list[str]:
+        """What a log of a race leaves no room for on the clock."""
+        if self.clock.log is None:
+            return []
+        lines, fields = [], type(self.clock).model_fields
+        if policy.in_rounds or policy.locking != "server":
+            lines.append(f"clock.log = {show(self.clock.log)}: {named} leaves no log, which takes a lock of the server")
+        timed = [key for key in fields if key != "log" and getattr(self.clock, key) != fields[key].default]
+        lines.extend(f"clock.{key}: with clock.log nothing takes any time; leave it out" for key in timed)
         return lines
 
     def _problems_with_policy(self, policy: Policy, named: str) -> list[str]:
@@ -430,7 +454,7 @@ class Experiment(Table):
             return []
         if policy.in_rounds or self.cohort_size < self.workers:
             return ["clock.departures: go with an asynchronous policy in which all workers are at work"]
-        wrong = [name for name in departures if not name.isdecimal() or int(name) >= self.workers]
+        wrong = [name for name in departures if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= self.workers]
         return [f"clock.departures.{name}: must be a worker, from 0 to {self.workers - 1}" for name in wrong]
 
     def _problems_with_attackers(self) -> list[str]:

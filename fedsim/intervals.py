@@ -24,10 +24,10 @@ class Estimate:
         """Whether the interval includes a value; that of a single value includes itself alone."""
         return abs(self.mean - value) <= (self.half_width if self.n > 1 else 0.0)
 
-    def text(self, *, sign: bool = False) -> str:
+    def text(self, *, sign: bool = False, decimals: int = 4) -> str:
         """`0.9412 ± 0.0031`."""
-        mean = f"{self.mean:+.4f}" if sign else f"{self.mean:.4f}"
-        return mean if self.n == 1 else f"{mean} ± {self.half_width:.4f}"
+        mean = f"{self.mean:+.{decimals}f}" if sign else f"{self.mean:.{decimals}f}"
+        return mean if self.n == 1 else f"{mean} ± {self.half_width:.{decimals}f}"
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Iterable
 
 from fedsim.aggregation import pre_aggregator, rule, server_optimizer
+from fedsim.asynchronous.delays import noise, speed
+from fedsim.asynchronous.policies import policy
 from fedsim.augmentation import augmentation
 from fedsim.byzantine import attack_strategy
 from fedsim.data import dataset, partition_strategy
@@ -26,9 +28,13 @@ PLUGS: dict[str, tuple[str, Registry]] = {  # what `fedsim list` calls a kind: t
     "rules": ("aggregate.rule", rule),
     "pre-aggregators": ("aggregate.rule, before a rule", pre_aggregator),
     "servers": ("server.optimizer", server_optimizer),
+    "policies": ("policy.name", policy),
+    "speeds": ("clock.speed.name", speed),
+    "noises": ("clock.noise.name", noise),
     "engines": ("engine", engine),
 }
 
+WIDTH = 19  # of the column of names
 
 Signatures = dict[str, inspect.Signature]
 
@@ -58,6 +64,21 @@ def server_optimizers() -> Signatures:
     return signatures(server_optimizer)
 
 
+def policies() -> Signatures:
+    """The names of all asynchronous policies, each with its parameters."""
+    return signatures(policy)
+
+
+def speeds() -> Signatures:
+    """The names of all ways to say how fast workers are on the virtual clock, each with its parameters."""
+    return signatures(speed)
+
+
+def noises() -> Signatures:
+    """The names of all ways in which the time of a piece of work varies on the clock, each with its parameters."""
+    return signatures(noise)
+
+
 def signatures(registry: Registry) -> Signatures:
     """The names of a registry's plugs, each with the parameters that configure it."""
     return {plug.name: _configuration(plug) for plug in registry}
@@ -75,9 +96,9 @@ def list_plugs(kinds: Iterable[str]) -> str:
         key, registry = PLUGS[kind]
         lines = [f"{kind} ({key})"]
         for plug in registry:
-            lines.append(f"  {plug.name:<18} {plug.summary}")
+            lines.append(f"  {plug.name:<{WIDTH}} {plug.summary}")
             if described := describe_parameters(plug):
-                lines.append(textwrap.indent(described, " " * 21))
+                lines.append(textwrap.indent(described, " " * (WIDTH + 3)))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

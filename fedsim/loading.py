@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import tomli_w
 
 from fedsim.errors import ExperimentError, show
 from fedsim.experiment import Experiment
-from fedsim.tables import PlugTable
+from fedsim.tables import PlugTable, Table
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -120,10 +120,18 @@ def parse_value(text: str, place: str) -> Any:
         return text
 
 
+def plug_table(keys: Sequence[str]) -> tuple[type[PlugTable] | None, list[str]]:
+    """The table of a plug in which a key lies, if it lies in one, and what the key is there; [] is the table itself."""
+    for depth in range(1, len(keys) + 1):
+        if table := PLUG_TABLES.get(".".join(keys[:depth])):
+            return table, list(keys[depth:])
+    return None, []
+
+
 def _names_a_plug(keys: list[str]) -> bool:
     """Whether a key is one that names a plug; those come first, since a plug's parameters belong to its name."""
-    table = PLUG_TABLES.get(keys[0])
-    return table is not None and keys[1:] in ([], [table.named_by])
+    table, within = plug_table(keys)
+    return table is not None and within in ([], [table.named_by])
 
 
 def _refuse_alternatives(changes: Iterable[Change]) -> None:
@@ -142,18 +150,18 @@ def _override(description: dict[str, Any], keys: list[str], value: Any) -> None:
     What is on the command line is what is wanted: naming another plug leaves the parameters of the one named before
     behind, and `local.steps` takes the place of `local.epochs` (and the reverse).
     """
-    plug_table = PLUG_TABLES.get(keys[0])
-    if plug_table and plug_table.is_name(description.get(keys[0])):
-        description[keys[0]] = {plug_table.named_by: description[keys[0]]}
-    if plug_table and keys[1:] == [] and plug_table.is_name(value):
-        keys = [keys[0], plug_table.named_by]
+    of_plug, within = plug_table(keys)
+    if of_plug and not within and of_plug.is_name(value):
+        keys, within = [*keys, of_plug.named_by], [of_plug.named_by]
     table = description
     for depth, key in enumerate(keys[:-1], start=1):
+        if of_plug and depth == len(keys) - len(within) and of_plug.is_name(table.get(key)):
+            table[key] = {of_plug.named_by: table[key]}
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise ExperimentError(f"{'.'.join(keys)} = {show(value)}: {'.'.join(keys[:depth])} is not a table")
-    if plug_table and len(keys) == 2:
-        _make_room(table, plug_table, keys[1], value)
+    if of_plug and len(within) == 1:
+        _make_room(table, of_plug, within[0], value)
     table[keys[-1]] = value
 
 
@@ -167,8 +175,13 @@ def _make_room(table: dict[str, Any], plug_table: type[PlugTable], key: str, val
             table.pop(other, None)
 
 
-PLUG_TABLES: dict[str, type[PlugTable]] = {
-    name: item.annotation
-    for name, item in Experiment.model_fields.items()
-    if isinstance(item.annotation, type) and issubclass(item.annotation, PlugTable)
-}
+def _plug_tables(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[PlugTable]]]:
+    for name, item in table.model_fields.items():
+        inner = item.annotation
+        if isinstance(inner, type) and issubclass(inner, PlugTable):
+            yield f"{prefix}{name}", inner
+        elif isinstance(inner, type) and issubclass(inner, Table):
+            yield from _plug_tables(inner, f"{prefix}{name}.")
+
+
+PLUG_TABLES = dict(_plug_tables(Experiment))  # by dotted key: `local`, ..., `clock.speed`

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedsim.asynchronous.server import AsGradient
 from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
 from fedsim.devices import describe_device, shares_memory
-from fedsim.engines import Engine, Schedule, Task
+from fedsim.engines import Engine, Schedule, SpawnEngine, Task
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
@@ -25,6 +25,7 @@ from fedsim.training import Objective, check_outputs
 from fedsim.workshop import Workshop
 
 PROBE_SAMPLES = 8
+MOST_RACING = 32  # processes, unless an experiment asks for more: each of them takes a quarter of a gigabyte
 LOOKED_AT = 1_000  # workers at most, where shards would have to be drawn to look at them
 
 
@@ -81,7 +82,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
     with (
         random_state_kept(device),
         workshop.engine(
-            experiment.engine, processes, experiment.threads_per_process, experiment.timeout, device
+            _engine_of(experiment), processes, experiment.threads_per_process, experiment.timeout, device
         ) as engine,
     ):  # the engine first: its processes start while the data loads
         task = task_of(experiment, device)
@@ -98,7 +99,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             experiment=experiment,
             task=task,
             device=describe_device(device),
-            how={**engine.facts(), **_how_steps_are_taken(task, engine)},
+            how={**_racing(experiment), **engine.facts(), **_how_steps_are_taken(task, engine)},
             parameters=len(memory.global_row),
             train_samples=len(train),
             test_samples=len(test),
@@ -109,6 +110,12 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             buffer_bytes=memory.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,
         )
         yield setting, engine
+
+
+def _racing(experiment: Experiment) -> dict[str, Any]:
+    if experiment.mode != "race":
+        return {}
+    return {"engine": _engine_of(experiment), "repeatable": False, "runs": experiment.race.runs}
 
 
 def _how_steps_are_taken(task: Task, engine: Engine) -> dict[str, Any]:
@@ -205,9 +212,19 @@ def _check_autocast(experiment: Experiment, task: Task, inputs: Tensor, targets:
         ) from error
 
 
+def _engine_of(experiment: Experiment) -> str:
+    """The engine that does it; a race is run by the processes of one."""
+    if experiment.mode != "race":
+        return experiment.engine
+    return engines.get(experiment.engine).target.racing or SpawnEngine.racing  # a comparison puts serial in its place
+
+
 def _processes(experiment: Experiment, device: torch.device) -> int:
-    engine, most = engines.get(experiment.engine).target, experiment.cohort_size
-    default = engine.default_processes(device, most, experiment.threads_per_process)
+    engine, most = engines.get(_engine_of(experiment)).target, experiment.cohort_size
+    if experiment.mode == "race" and device.type == "cpu":  # who has a process of its own races more than who has half
+        default = min(most, MOST_RACING)
+    else:
+        default = engine.default_processes(device, most, experiment.threads_per_process)
     processes = min(most, experiment.processes or default)
     if processes > 1 and not shares_memory(device):
         raise ExperimentError(

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from fedsim.asynchronous.racelog import FILE as RACE_LOG
 from fedsim.errors import RecordError
 from fedsim.experiment import Experiment
 from fedsim.files import to_json, write_whole
@@ -33,9 +34,33 @@ class AsyncRecord(TypedDict):
     """What there is to say of asynchronous work, beyond what a round has."""
 
     updates: int  # of the global row since the start
+    trips: int  # pieces of work that have been taken since the start
     staleness: dict[str, int]  # of what was applied in the round: how often each
     held: int  # pieces of work that have come in and wait for an update
     wasted: int  # that came to nothing in the round
+
+
+class RaceRecord(TypedDict):
+    """What a round of a race has measured; lists have a number for each run, and counts are sums over the runs.
+
+    That a coordinate was torn, or an update of the model lost, cannot be seen without a lock. So what is counted is
+    what stands for it: see docs/architecture.md.
+    """
+
+    runs: int
+    test_accuracies: list[float]
+    test_accuracy_half_width: float | None  # of the 95 percent interval around their mean; None of a single run
+    test_losses: list[float]
+    train_losses: list[float]
+    samples_per_second: list[float]  # that went through training, tests left out
+    updates: int  # taken
+    updates_lost: float  # overwritten, as a counter beside the model tells that takes part in each; 0 under a lock
+    lost_fraction: float  # of them
+    torn_reads: float  # fraction of the gradients in whose time somebody else wrote the row that they are of
+    locks_taken: int
+    lock_contention: float  # fraction of these that another process had just then
+    lock_seconds: float  # that were waited for them, summed over processes
+    held_back: int  # times that a worker could not end its round, since nobody was left to let it go on
 
 
 class RoundRecord(TypedDict):
@@ -55,6 +80,8 @@ class RoundRecord(TypedDict):
     samples: list[int]  # that each of the cohort trained on, repetitions counted
     virtual_seconds: float | None  # since the start, on the virtual clock, if there is one
     asynchronous: AsyncRecord | None  # None: the round was synchronous
+    race: RaceRecord | None  # None: it was no race. Of one, losses and accuracies above are means over the runs,
+    # seconds their sums; all else is the first run's
 
 
 def new_folder_name(name: str) -> Path:
@@ -128,6 +155,10 @@ class RunFolder:
         """Write the model's parameters and buffers (not what else a module may put into its state)."""
         tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         self._write(MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
+
+    def race_log(self, csv: bytes) -> None:
+        """Write in which order the work of a race came in, for `clock.log`."""
+        self._write(RACE_LOG, csv)
 
     def curve(self, png: bytes) -> None:
         """Write the picture of the history."""

@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -205,14 +205,16 @@ def _parameters(target: Callable[..., Any], *, keyword_only: bool) -> type[BaseM
     """A pydantic model of the parameters of `target` that configure it."""
     fields: dict[str, Any] = {}
     extra = "forbid"
-    for parameter in inspect.signature(target, eval_str=True).parameters.values():
+    is_dataclass = dataclasses.is_dataclass(target)
+    hints = get_type_hints(target, include_extras=True) if is_dataclass else {}  # of each base in its own module
+    for parameter in inspect.signature(target, eval_str=not is_dataclass).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             extra = "allow"
         elif parameter.kind is parameter.KEYWORD_ONLY or (
             not keyword_only and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ):
             empty = parameter.empty
-            annotation = Any if parameter.annotation is empty else parameter.annotation
+            annotation = hints.get(parameter.name, Any if parameter.annotation is empty else parameter.annotation)
             fields[parameter.name] = (annotation, ... if parameter.default is empty else parameter.default)
     config = ConfigDict(
         extra=extra, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, protected_namespaces=()

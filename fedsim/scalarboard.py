@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.extras import import_extra
+from fedsim.progress import mean_staleness
 from fedsim.records import RoundRecord
 
 # Where a number of the record stands in TensorBoard: what comes before the slash groups the charts.
@@ -17,7 +18,9 @@ TAGS = {
     "attack_success": "attack/success",
     "bytes_up": "bytes/up",
     "bytes_down": "bytes/down",
+    "virtual_seconds": "clock/virtual_seconds",
 }
+ASYNCHRONOUS = ("updates", "trips", "held", "wasted")
 
 
 class ScalarBoard:
@@ -54,5 +57,11 @@ def scalars(record: RoundRecord) -> Iterator[tuple[str, float]]:
     for key, tag in TAGS.items():
         if record.get(key) is not None:
             yield tag, record[key]  # type: ignore[literal-required]
+    asynchronous = record.get("asynchronous") or {}
+    for key in ASYNCHRONOUS:
+        if key in asynchronous:
+            yield f"asynchronous/{key}", asynchronous[key]
+    if (staleness := mean_staleness([record])) is not None:
+        yield "asynchronous/staleness", staleness
     for phase, seconds in record["seconds"].items():
         yield f"seconds/{phase}", seconds

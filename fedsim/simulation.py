@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedsim.asynchronous.pace import RoundClock
+from fedsim.asynchronous.racing import simulate_race
 from fedsim.asynchronous.simulation import simulate_on_clock
 from fedsim.engines import Engine
 from fedsim.engines import engine as engines
+from fedsim.engines.spawn import SpawnEngine
 from fedsim.experiment import Experiment
 from fedsim.loading import load_experiment
 from fedsim.preparation import Setting, finished_model, prepare
@@ -66,11 +68,14 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
             samples=samples,
             virtual_seconds=virtual.now if virtual else None,
             asynchronous=None,
+            race=None,
         )
 
 
-def history_of(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
-    """The records of a run, in whatever mode it is."""
+def history_of(setting: Setting, engine: Engine, folder: RunFolder | None = None) -> Iterator[RoundRecord]:
+    """The records of a run, in whatever mode it is; the log of a race goes to the folder, if there is one."""
+    if isinstance(engine, SpawnEngine) and setting.experiment.mode == "race":
+        return simulate_race(setting, engine, folder.race_log if folder else None)
     in_rounds = setting.experiment.policy.bind().in_rounds
     return simulate(setting, engine) if in_rounds else simulate_on_clock(setting, engine)
 
@@ -135,7 +140,7 @@ def run(
             folder.partition(setting.label_counts, setting.byzantine, setting.looked_at, experiment.workers)
         if on_start:
             on_start(setting)
-        for record in history_of(setting, engine):
+        for record in history_of(setting, engine, folder):
             history.append(record)
             kept = None
             if out is not None and record["round"] in experiment.records.updates:

@@ -125,6 +125,21 @@ def test_list_shows_every_plug_with_parameters_and_description(cli):
                 assert re.search(rf"^ +{parameter}( = | \(required\))", done.stdout, re.M)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("policies", "fedbuff"), ("speeds", "stragglers"), ("noises", "trace")])
+def test_list_knows_what_the_virtual_clock_needs(cli, kind, name):
+    done = cli("list", kind)
+    assert done.exit_code == 0
+    assert f"  {name} " in done.stdout
+    assert name in getattr(fedsim, kind)()
+
+
+def test_a_run_on_the_clock_says_how_long_it_took_there(cli):
+    done = cli("run", *QUICK, "mode=clock", "policy=asgd", "clock.noise=lognormal", "clock.noise.sigma=0.2")
+    assert done.exit_code == 0, done.output
+    assert "asgd (n_fetch = 1, n_push = 1) on the virtual clock (equal speeds, lognormal noise)" in done.stdout
+    assert re.search(r"accuracy 0\.\d{4} after 2 rounds and \d+\.\d virtual seconds in ", done.stdout)
+
+
 def test_list_takes_a_kind(cli):
     done = cli("list", "partitions")
     assert "contiguous" in done.stdout

@@ -67,10 +67,7 @@ def lines_of(tables):
         ({"batch-size": 2}, 'batch-size = 2: unknown key; did you mean "local.batch_size"?'),
         ({"rule": "krum"}, 'rule = "krum": unknown key; did you mean "aggregate.rule"?'),
         ({"curve": False}, 'curve = false: unknown key; did you mean "records.curve"?'),
-        (
-            {"alpha": 1.0},
-            'alpha = 1.0: unknown key; did you mean "partition.alpha" or "server.alpha" or "policy.alpha"?',
-        ),
+        ({"alpha": 1.0}, 'alpha = 1.0: unknown key; did you mean "partition.alpha" or "server.alpha" or "policy.'),
         (
             {"alpha": 1.0, "partition": "dirichlet"},
             'alpha = 1.0: unknown key; did you mean "partition.alpha"? allowed: name',
@@ -215,4 +212,124 @@ def test_an_experiment_is_frozen_and_can_be_pickled():
 )
 def test_the_resolved_experiment_describes_itself(tables):
     experiment = Experiment(**tables)
+    assert Experiment(**experiment.resolved()) == experiment
+
+
+CLOCK = {"mode": "clock"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        ({"mode": "cloak"}, 'mode = "cloak": must be "rounds", "clock" or "race"'),
+        ({"policy": "asgd"}, 'policy.name = "asgd": goes with mode=clock or mode=race'),
+        ({"mode": "race"}, 'policy.name = "sync": nobody races in rounds; give a policy, as policy=hogwild,'),
+        ({"policy": "asdg", **CLOCK}, 'policy.name = "asdg": no such policy; did you mean "asgd"'),
+        (
+            {"policy": {"name": "asgd", "k": 2}, **CLOCK},
+            "policy.k = 2: unknown key (the policy is asgd; k goes with k_sync, k_async, fedbuff)",
+        ),
+        ({"clock": {"base": 2.0}}, "clock: goes with mode=clock; leave [clock] out"),
+        ({"clock": {"noise": "lognormal"}}, "clock: goes with mode=clock; leave [clock] out"),
+        ({"race": {"runs": 3}}, "race: goes with mode=race; leave [race] out"),
+        ({"race": {"runs": 3}, **CLOCK}, "race: goes with mode=race; leave [race] out"),
+        ({"race": {"runs": 0}}, "race.runs = 0: must be greater than 0"),
+        (
+            {"mode": "race", "policy": "hogwild", "clock": {"base": 2.0}},
+            "clock: goes with mode=clock; leave [clock] out",
+        ),
+        ({"clock": {"base": 0.0}, **CLOCK}, "clock.base = 0.0: must be greater than 0"),
+        ({"clock": {"latency": -1.0}, **CLOCK}, "clock.latency = -1.0: must be greater than or equal to 0"),
+        ({"clock": {"latency": float("inf")}, **CLOCK}, "clock.latency = inf: must be a finite number"),
+        ({"clock": {"bandwidth": 0.0}, **CLOCK}, "clock.bandwidth = 0.0: must be greater than 0"),
+        ({"clock": {"speed": "fast"}, **CLOCK}, 'clock.speed.name = "fast": no such speed'),
+        ({"clock": {"noise": {"name": "pareto", "alpha": 1.0}}, **CLOCK}, "clock.noise.alpha = 1.0: must be greater"),
+        ({"clock": {"departures": {"0": -1.0}}, **CLOCK}, "clock.departures.0 = -1.0: must be greater"),
+        (
+            {"policy": "asgd", "sync": "gradients", **CLOCK},
+            'policy.name = "asgd": workers are never in step; leave sync out',
+        ),
+        (
+            {"policy": "asgd", "aggregate": "median", **CLOCK},
+            'policy.name = "asgd": it says itself what becomes of work that arrives; leave aggregate out',
+        ),
+        (
+            {"policy": "asgd", "server": "momentum", **CLOCK},
+            'policy.name = "asgd": it moves the global row itself; leave server out',
+        ),
+        (
+            {"policy": "fedbuff", "records": {"updates": [1]}, **CLOCK},
+            'policy.name = "fedbuff": has no rounds whose updates could be kept; leave records.updates out',
+        ),
+        (
+            {"policy": "asgd", "attack": {"name": "alie", "fraction": 0.3}, **CLOCK},
+            'attack.name = "alie": needs to see the rows of a cohort, which policy.name = "asgd" has not; attacks on',
+        ),
+        (
+            {"policy": "asgd", "cohort": 2, **CLOCK},
+            'cohort = 2: with mode=clock and policy.name = "asgd" all workers are at work; leave it out',
+        ),
+        (
+            {"policy": "fedbuff", "cohort": 2, "mode": "race"},
+            'cohort = 2: with mode=race and policy.name = "fedbuff" all workers are at work; leave it out',
+        ),
+        (
+            {"policy": "asgd", "precision": "float16", **CLOCK},
+            'precision = "float16": policy.name = "asgd" steps along gradients, which have no scale there',
+        ),
+        (
+            {"policy": "asgd", "local": "fedprox", **CLOCK},
+            'local.solver = "fedprox": goes by the row that a worker was sent, which nobody leaves with policy.name = ',
+        ),
+        ({"policy": "eamsgd", **CLOCK}, 'policy.name = "eamsgd": is about momentum; give local.momentum'),
+        ({"policy": {"name": "k_sync", "k": 5}, **CLOCK}, "policy.k = 5: must be at most the 4 workers at work"),
+        ({"policy": {"name": "backup", "backups": 4}, **CLOCK}, "policy.backups = 4: must be fewer than the 4 workers"),
+        ({"policy": {"name": "async_local_sgd", "c": 0.3}, **CLOCK}, "policy.c = 0.3: must be at most 1/n, 1/4"),
+        (
+            {"clock": {"departures": {"1": 2.0}}, **CLOCK},
+            "clock.departures: go with an asynchronous policy in which all workers are at work",
+        ),
+        (
+            {"policy": "fedasync", "cohort": 2, "clock": {"departures": {"1": 2.0}}, **CLOCK},
+            "clock.departures: go with an asynchronous policy in which all workers are at work",
+        ),
+        (
+            {"policy": "asgd", "clock": {"departures": {"4": 2.0}}, **CLOCK},
+            "clock.departures.4: must be a worker, from 0 to 3",
+        ),
+        (
+            {"policy": "asgd", "clock": {"departures": {"01": 2.0}}, **CLOCK},  # beside "1" it would be there twice
+            "clock.departures.01: must be a worker, from 0 to 3",
+        ),
+        (
+            {"policy": "asgd", "clock": {"departures": {"first": 2.0}}, **CLOCK},
+            "clock.departures.first: must be a worker, from 0 to 3",
+        ),
+        (
+            {"policy": "asgd", "clock": {"departures": {"-1": 2.0}}, **CLOCK},
+            "clock.departures.-1: must be a worker, from 0 to 3",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_mode_or_a_policy_is_one_line(tables, line):
+    lines = lines_of(tables)
+    assert any(each.startswith(line) for each in lines), lines
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"clock": {"speed": "lognormal", "noise": {"name": "pareto", "alpha": 1.5}, "latency": 1}},
+        {"policy": "fedbuff", "cohort": 2, "server": "adam"},
+        {"policy": "asgd", "clock": {"departures": {"0": 5, "3": 0}}},
+        {"policy": "fedasync", "precision": "float16", "local": {"solver": "sgd"}},
+        {"policy": "asgd", "attack": {"name": "label_flipping", "fraction": 0.3}},
+        {"policy": "eamsgd", "local": {"momentum": 0.9, "nesterov": True}},
+        {"policy": {"name": "ssp", "s": "inf"}},
+        {"sync": "gradients", "aggregate": "median"},
+    ],
+)
+def test_what_goes_with_a_clock_describes_itself(tables):
+    experiment = Experiment(mode="clock", **tables)
     assert Experiment(**experiment.resolved()) == experiment

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 import fedsim
 from fedsim.cli import app
+from fedsim.comparison import load_grid
+from fedsim.comparison.axes import label
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,6 +64,16 @@ def test_the_virtual_partition_of_the_document_has_a_million_workers_and_learns(
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 
 
+def test_the_policy_of_the_document_runs_beside_others_on_the_clock(my_plugs):
+    done = CliRunner().invoke(app, [*commands()[3], "--jobs", "1", "--out", "grid"])
+    assert done.exit_code == 0, done.output
+    with Path("grid/summary.csv").open() as file:
+        asgd, fresh = csv.DictReader(file)
+    assert fresh["policy"] == "my_plugs:Fresh,limit=1"
+    assert 0 < float(fresh["updates"]) < float(fresh["trips"]) == float(asgd["trips"])
+    assert float(asgd["accuracy"]) > 0.5
+
+
 def test_parameters_of_ones_own_plugs_are_checked(my_plugs):
     done = CliRunner().invoke(app, [*command(), "aggregate.c=-1", "model.hiden=3"])
     assert done.exit_code == 2
@@ -85,6 +97,42 @@ def test_the_readme_counts_the_plugs_right():
     )
     kinds = (fedsim.rules, fedsim.pre_aggregators, fedsim.attacks, fedsim.server_optimizers, fedsim.partitions)
     assert [int(number) for number in counts.groups()] == [len(kind()) for kind in kinds]
+
+
+def test_the_readme_counts_what_the_virtual_clock_has_right():
+    counts = re.search(r"(\d+) policies, (\d+) speeds, (\d+) noises", (ROOT / "README.md").read_text())
+    kinds = (fedsim.policies, fedsim.speeds, fedsim.noises)
+    assert [int(number) for number in counts.groups()] == [len(kind()) for kind in kinds]
+
+
+def test_the_grids_of_the_readme_are_right(tmp_path):
+    for number, text in enumerate(blocks("README.md", "toml")):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(text)
+        assert load_grid(path).runs
+    assert load_grid(path).target == 0.9
+    assert [label(value) for value in load_grid(path).axes["variant"]] == ["sync", "asgd", "ssp", "fedbuff"]
+
+
+def test_the_document_on_asynchronous_runs_has_every_policy_with_its_parameters_and_defaults():
+    lines = (ROOT / "docs/asynchronous.md").read_text().splitlines()
+    for name, signature in fedsim.policies().items():
+        (line,) = [line for line in lines if re.match(rf"\|.*`{name}`", line) and line.count("|") == 5]
+        for parameter in signature.parameters.values():
+            assert f"`{parameter.name}`" in line, (name, parameter.name)
+            if isinstance(parameter.default, (int, float)) and not isinstance(parameter.default, bool):
+                assert f"`{parameter.name}` {parameter.default:g}" in line, (name, parameter)
+    for kind in (fedsim.speeds, fedsim.noises):
+        assert all(f"`{name}`" in "\n".join(lines) for name in kind())
+
+
+def test_the_commands_of_the_document_on_asynchronous_runs_are_right(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    for line in "".join(blocks("docs/asynchronous.md", "bash")).splitlines():
+        words = shlex.split(line, comments=True)[1:]
+        done = CliRunner().invoke(app, [*words, *(["--dry-run"] if words[0] != "list" else [])])
+        assert done.exit_code == 0, done.output
 
 
 def test_the_readmes_first_two_commands_are_the_promised_ones():

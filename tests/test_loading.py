@@ -105,6 +105,23 @@ def test_the_order_of_a_plugs_name_and_its_parameters_does_not_matter():
     assert load_experiment(None, words) == load_experiment(None, words[::-1])
 
 
+@pytest.mark.parametrize("source", [{}, {"clock": {"noise": "pareto"}}, {"clock": {"noise": {"name": "pareto"}}}])
+@pytest.mark.parametrize("word", ["clock.noise=lognormal", "clock.noise.name=lognormal"])
+def test_a_plug_named_within_a_table_is_overridden_like_any_other(source, word):
+    words = ["clock.noise.sigma=0.25", word, "clock.speed=linear"]
+    for order in (words, words[::-1]):
+        clock = load_experiment({"mode": "clock", **source}, order).clock
+        assert (clock.noise.name, clock.noise.params) == ("lognormal", {"sigma": 0.25})
+        assert clock.speed.name == "linear"
+
+
+def test_naming_another_plug_within_a_table_leaves_parameters_behind():
+    source = {"mode": "clock", "clock": {"noise": {"name": "pareto", "alpha": 3.0}, "latency": 0.5}}
+    clock = load_experiment(source, ["clock.noise=lognormal"]).clock
+    assert (clock.noise.params, clock.latency) == ({"sigma": 0.5}, 0.5)
+    assert load_experiment(source, ["clock.noise=pareto"]).clock.noise.params == {"alpha": 3.0}
+
+
 def test_overriding_changes_no_source():
     source = {"local": {"lr": 0.1}}
     load_experiment(source, ["local.lr=0.2"])

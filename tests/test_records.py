@@ -13,7 +13,7 @@ import fedsim
 from fedsim.data import partition_shards
 from fedsim.errors import RecordError
 from fedsim.records import RunFolder, new_folder_name
-from fedsim.report import HEADER, headline, table_line
+from fedsim.report import columns_of, headline, table_header, table_line
 from tests.plugs import tiny
 
 ALWAYS = {"experiment.toml", "environment.json", "metrics.jsonl", "partition.json"}
@@ -179,6 +179,7 @@ def test_new_names_are_never_taken_ones(tmp_path, monkeypatch):
 
 
 def test_the_table_lines_up(finished):
-    lines = [table_line(record) for record in finished.history]
-    assert {len(line) for line in lines} == {len(HEADER)}
+    columns = columns_of(finished.experiment)
+    lines = [table_line(columns, record) for record in finished.history]
+    assert {len(line) for line in lines} == {len(table_header(columns))}
     assert f"{finished.test_accuracy:.4f}" in lines[-1]

@@ -8,6 +8,8 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
+from fedsim.asynchronous.policies import policy
+from fedsim.asynchronous.policies.gradients import Hogwild
 from fedsim.errors import ExperimentError
 from fedsim.registry import Registry
 from tests import plugs
@@ -16,6 +18,13 @@ from tests import plugs
 @dataclass(frozen=True)
 class Settings:
     """A dataclass plug."""
+
+    rate: float = 0.1
+
+
+@dataclass(frozen=True)
+class Tamed(Hogwild):
+    """A plug of one's own that derives from one of fedsim's."""
 
     rate: float = 0.1
 
@@ -113,6 +122,14 @@ def test_a_dataclass_becomes_an_instance_and_every_field_is_configuration():
     registry = Registry("settings")
     registry("s")(Settings)
     assert registry.get("s").bind(registry.get("s").check({"rate": 0.5})) == Settings(0.5)
+
+
+def test_the_fields_of_a_base_are_known_by_the_names_of_the_module_it_is_from():
+    assert "Literal" not in globals()  # which the annotation of `momentum` has
+    tamed = policy.get("tests.test_registry:Tamed")
+    assert tamed.check({}) == {"momentum": "private", "rate": 0.1}
+    with pytest.raises(ExperimentError, match='must be "private" or "shared"'):
+        tamed.check({"momentum": "none"})
 
 
 def test_a_name_with_a_colon_imports(registry):

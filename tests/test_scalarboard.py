@@ -31,6 +31,19 @@ def test_the_event_file_holds_the_history(tiny_experiment, tmp_path):
     )
 
 
+def test_of_a_run_on_the_clock_it_holds_virtual_seconds_updates_and_staleness(tiny_experiment, tmp_path):
+    clock = {"mode": "clock", "policy": "asgd", "clock": {"noise": "shifted_exponential"}}
+    result = fedsim.run({**tiny_experiment, **clock, "records": {"tensorboard": True}}, tmp_path / "run")
+    found = read_back(tmp_path / "run")
+    for tag, values in {
+        "clock/virtual_seconds": [record["virtual_seconds"] for record in result.history],
+        "asynchronous/updates": [record["asynchronous"]["updates"] for record in result.history],
+        "asynchronous/trips": [record["asynchronous"]["trips"] for record in result.history],
+    }.items():
+        assert [value for _, value in found[tag]] == pytest.approx(values, rel=1e-6)
+    assert 0 < found["asynchronous/staleness"][0][1] < 3
+
+
 def test_every_round_can_be_seen_as_soon_as_it_is_over(tiny_experiment, tmp_path):
     seen = []
     fedsim.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
@@ -18,12 +19,15 @@ from fedsim.errors import ExperimentError
 
 def clip_factors(lengths: Tensor, c: float) -> Tensor:
     """min(1, c / length) for each of the lengths; 1 for zero. Raises ExperimentError for one that is infinite."""
-    beyond = int(lengths.isinf().sum())
+    values = lengths.numpy()
+    beyond = int(np.isinf(values).sum())
     if beyond:
         raise ExperimentError(
             f"updates: {beyond} of {len(lengths)} rows are longer than float64 can say ({sys.float_info.max:.3g})"
         )
-    return torch.where(lengths > c, c / lengths, 1.0)
+    factors, far = np.ones(len(values)), values > c
+    factors[far] = c / values[far]
+    return torch.from_numpy(factors)
 
 
 @pre_aggregator("norm_clipping")
@@ -112,9 +116,8 @@ def geometric_median(
     shares = torch.full((n,), 1 / n, dtype=torch.double) if weights is None else (weights / weights.sum()).cpu()
     if not bool(shares.isfinite().all()):
         raise ExperimentError("geometric_median: all weights of this cohort are zero")
-    point, distances = shares, gram.squared_distances_to(shares).sqrt()
-    if start == "zeros":
-        distances = gram.norms
+    point = shares
+    distances = gram.norms if start == "zeros" else gram.squared_distances_to(shares).sqrt()
     for iteration in range(iterations):
         pull = shares / distances.clamp(min=nu / gram.unit)
         moved = pull / pull.sum()

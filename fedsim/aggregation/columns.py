@@ -36,9 +36,14 @@ def column_blocks(d: int, index: int = 0, count: int = 1) -> Iterator[slice]:
         yield slice(start, min(start + size, d))
 
 
+def block_size(d: int) -> int:
+    """Columns of a small block of rows [n, d]."""
+    return min(MOST, max(FEWEST, d // 12))
+
+
 def small_blocks(d: int) -> Iterator[slice]:
     """Blocks of columns of which a copy in float64 is at most a sixth of the rows in float32."""
-    size = min(MOST, max(FEWEST, d // 12))
+    size = block_size(d)
     for start in range(0, d, size):
         yield slice(start, min(start + size, d))
 
@@ -48,12 +53,19 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
     The copy may be changed; the next one takes its place, in memory that is in cache by then.
     """
-    room: Tensor | None = None
-    for block in small_blocks(updates.shape[1]):
-        part = updates[:, block]
-        if room is None:
-            room = torch.empty(part.shape, dtype=wide_dtype(updates.device), device=updates.device)
-        yield block, room[:, : part.shape[1]].copy_(part)
+    n, d = updates.shape
+    widest = min(d, block_size(d))
+    room = torch.empty(n, widest, dtype=wide_dtype(updates.device), device=updates.device)
+    # NumPy takes two thirds of the time of PyTorch for many short runs of numbers, but does not share them out.
+    by_numpy = room.device.type == "cpu" and updates.dtype != torch.bfloat16 and torch.get_num_threads() == 1
+    source, target = (updates.detach().numpy(), room.numpy()) if by_numpy else (updates, room)
+    for block in small_blocks(d):
+        width = block.stop - block.start
+        if by_numpy:
+            target[:, :width] = source[:, block]
+        else:
+            target[:, :width].copy_(source[:, block])
+        yield block, room if width == widest else room[:, :width]
 
 
 def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -120,10 +132,16 @@ def squared_norms(updates: Tensor) -> Tensor:
 def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
     """[n] squared distances of the rows from `point` [d] (None: from zero), in double precision where there is one."""
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
-    for block, rows in wide_blocks(updates):
-        if point is not None:
-            rows.sub_(point[block])
-        total += rows.square_().sum(1)
+    sums = total.numpy() if total.device.type == "cpu" else None
+    with np.errstate(all="ignore"):  # what overflows is dealt with by those who ask
+        for block, rows in wide_blocks(updates):
+            if point is not None:
+                rows.sub_(point[block])
+            if sums is None:
+                total += rows.square().sum(1)
+            else:  # one dot product after another reads the rows only once, and is too short to be shared out
+                values = rows.numpy()
+                sums += np.matmul(values[:, None, :], values[:, :, None])[:, 0, 0]
     return total
 
 
@@ -139,6 +157,8 @@ def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
     """
     squares = squared_distances_to(updates, point)
     distances = squares.double().cpu().sqrt()
+    if all(values.element_size() < squares.element_size() for values in (updates, point) if values is not None):
+        return distances  # the squares of narrower numbers are all in range
     for row in (~in_range(squares)).nonzero().flatten().tolist():  # zero, as a rule, and then soon done
         distances[row] = _scaled_distance(updates[row], point, squares.dtype)
     return distances
@@ -174,21 +194,20 @@ def products_with(updates: Tensor, vector: Tensor) -> Tensor:
 
 def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
     """coefficients [n] @ updates [n, d] -> [d]; a row with coefficient 0 does not count, even if it is not finite."""
-    used = coefficients.nonzero().flatten()
+    used = coefficients.numpy().nonzero()[0]
     narrow = updates.dtype in (torch.float16, torch.bfloat16)
     working = working_dtype(coefficients, torch.float32 if narrow else updates.dtype, updates.device)
     if working != updates.dtype:
-        some = used.to(updates.device)
+        some = torch.from_numpy(used).to(updates.device)
         exact = coefficients.to(updates.device, working)[some]
         return map_columns(updates, lambda block: exact @ block[some].to(working))
-    coefficients = coefficients.to(updates.device, updates.dtype)
     if len(used) == 1:
-        only = int(used)
-        return updates[only] * coefficients[only]
+        return updates[int(used[0])] * float(coefficients[used[0]])
+    coefficients = coefficients.to(updates.device, updates.dtype)
     result = coefficients @ updates
     if len(used) == len(updates) or math.isfinite(result.sum()):
         return result
-    some = used.to(updates.device)  # 0 times infinity is not a number
+    some = torch.from_numpy(used).to(updates.device)  # 0 times infinity is not a number
     return map_columns(updates, lambda block: coefficients[some] @ block[some])
 
 
@@ -197,8 +216,13 @@ def working_dtype(coefficients: Tensor, dtype: torch.dtype, device: torch.device
 
     What makes a huge row an ordinary one may be too small for float32 itself.
     """
-    sizes = coefficients.abs()
-    return wide_dtype(device) if bool(((sizes > 0) & (sizes < torch.finfo(dtype).tiny)).any()) else dtype
+    sizes = np.abs(coefficients.numpy())
+    return wide_dtype(device) if ((sizes > 0) & (sizes < torch.finfo(dtype).tiny)).any() else dtype
+
+
+def all_finite(row: Tensor) -> bool:
+    """Whether no number of `row` [d] is NaN or an infinity."""
+    return math.isfinite(row.sum()) or bool(row.isfinite().all())  # a sum of finite numbers may overflow
 
 
 def bad_rows(updates: Tensor) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,50 +89,53 @@ class Gram:
 
         Made of distances, which loses what is small beside the longer of the two; of products where that keeps more.
         """
-        squares = self.squared_distances
-        middle = int(squares.median(dim=1).values.argmin())
+        squares = self.squared_distances.numpy()
+        middle = int(np.sort(squares, axis=1)[:, (len(self) - 1) // 2].argmin())
         to_middle = squares[middle]
-        longer = torch.maximum(to_middle.unsqueeze(0), to_middle.unsqueeze(1))
-        from_distances = (to_middle.unsqueeze(0) + to_middle.unsqueeze(1) - squares) / 2
-        from_products = self._products_from(middle)
         reach = self._reach + self._reach[middle]
-        return torch.where(reach.unsqueeze(0) * reach.unsqueeze(1) < longer, from_products, from_distances)
+        with np.errstate(all="ignore"):
+            from_distances = (to_middle + to_middle[:, None] - squares) / 2
+            spoilt = reach * reach[:, None] < np.maximum(to_middle, to_middle[:, None])
+        if not spoilt.any():
+            return torch.from_numpy(from_distances)
+        return torch.from_numpy(np.where(spoilt, self._products_from(middle), from_distances))
 
-    def _products_from(self, row: int) -> Tensor:
+    def _products_from(self, row: int) -> np.ndarray:
         """Inner products of the rows as seen from one of them, [m, m], of the centred updates' products."""
         if self._mixing is None:
-            products = self._basis[:-1, :-1]
+            products = self._basis[:-1, :-1].numpy()
             to_row = products[row]
-            return products - to_row.unsqueeze(0) - to_row.unsqueeze(1) + to_row[row]
+            return products - to_row - to_row[:, None] + to_row[row]
         away = self._coordinates - self._coordinates[row]
-        return away @ self._basis @ away.t()
+        return (away @ self._basis @ away.t()).numpy()
 
     @cached_property
-    def _reach(self) -> Tensor:
+    def _reach(self) -> np.ndarray:
         """How far the rows are from the centre, [m]: the digits of products go by that."""
         if self._mixing is None:
-            return self._basis.diagonal()[:-1].clamp(min=0).sqrt()
-        away = self._coordinates.clone()
-        away[:, -1] -= 1
-        return (away @ self._basis * away).sum(1).clamp(min=0).sqrt()
-
-    @cached_property
-    def _raw_offsets(self) -> Tensor:
-        """Inner products of the rows as seen from one of them, [m, m]: what distances are made of."""
-        return self._basis[:-1, :-1] if self._mixing is None else self._products_from(0)
+            squares = self._basis.numpy().diagonal()[:-1]
+        else:
+            away = self._coordinates.clone()
+            away[:, -1] -= 1
+            squares = (away @ self._basis * away).sum(1).numpy()
+        return np.sqrt(np.maximum(squares, 0))
 
     @cached_property
     def squared_distances(self) -> Tensor:
         """|z_i - z_j|^2, [m, m], symmetric, 0 on the diagonal."""
-        diagonal = self._raw_offsets.diagonal()
-        scale = diagonal.unsqueeze(0) + diagonal.unsqueeze(1)
-        result = (scale - 2 * self._raw_offsets).clamp(min=0)
-        result = (result + result.t()) / 2
-        result.fill_diagonal_(0)
-        pairs = ((result <= CANCELLED * scale) & (scale > 0)).triu(1).nonzero().tolist()
-        if pairs:
-            self._recompute(result, pairs)
-        return result
+        offsets = self._basis[:-1, :-1].numpy() if self._mixing is None else self._products_from(0)
+        own = offsets.diagonal()
+        with np.errstate(all="ignore"):
+            scale = own + own[:, None]
+            result = np.maximum(scale - 2 * offsets, 0)
+            result = (result + result.T) / 2
+            np.fill_diagonal(result, 0)
+            spoilt = (result <= CANCELLED * scale) & (scale > 0)
+        np.fill_diagonal(spoilt, False)
+        squares = torch.from_numpy(result)
+        if spoilt.any():
+            self._recompute(squares, np.argwhere(np.triu(spoilt)).tolist())
+        return squares
 
     @cached_property
     def distances(self) -> Tensor:
@@ -218,20 +222,28 @@ def _products(updates: Tensor, unit: float, reduce: Reduce) -> Tensor:
     for _, rows in wide_blocks(updates):
         if unit != 1:
             rows.mul_(1 / unit)
-        middle = rows[centre].clone()
-        rows.sub_(middle)
-        rows[centre].copy_(middle)  # in place of the zeros that its own difference is
-        for start in range(0, n, STRIP):
-            end = start + STRIP
-            total[start:, start:end].addmm_(rows[start:], rows[start:end].t())
-    lower = reduce(total.double().cpu(), "sum").tril()
-    products = lower + lower.tril(-1).t()
-    basis = torch.zeros(n + 1, n + 1, dtype=torch.double)
+        middle = rows[centre]  # stays as it is, in place of the zeros that its own difference would be
+        rows[:centre].sub_(middle)
+        rows[centre + 1 :].sub_(middle)
+        _add_products(total, rows)
+    lower = reduce(total.double().cpu(), "sum").numpy()
+    products = np.tril(lower) + np.tril(lower, -1).T
+    basis = np.zeros((n + 1, n + 1))
     basis[:n, :n] = products
     basis[n, :n] = basis[:n, n] = products[centre]
     basis[n, n] = products[centre, centre]
     basis[centre] = basis[:, centre] = 0
-    return basis
+    return torch.from_numpy(basis)
+
+
+def _add_products(total: Tensor, rows: Tensor) -> None:
+    """total [n, n] += rows @ rows^T, of which only the lower triangle counts."""
+    if len(rows) <= STRIP:
+        total.addmm_(rows, rows.t())
+        return
+    for start in range(0, len(rows), STRIP):
+        end = start + STRIP
+        total[start:, start:end].addmm_(rows[start:], rows[start:end].t())
 
 
 def stable_order(values: Tensor) -> Tensor:
@@ -239,10 +251,13 @@ def stable_order(values: Tensor) -> Tensor:
 
     Values that differ by rounding alone count as equal.
     """
-    ascending, order = values.sort(stable=True)
-    step = ascending.diff() > TIED * ascending[:-1].abs()  # of the lower one, or infinity would equal all numbers
-    if bool(step.all()):  # no ties
-        return order
-    rank = torch.zeros(len(values), dtype=torch.long)
-    rank[order[1:]] = step.cumsum(0)
-    return rank.argsort(stable=True)
+    numbers = values.numpy()
+    order = numbers.argsort(kind="stable")
+    ascending = numbers[order]
+    with np.errstate(all="ignore"):
+        step = np.diff(ascending) > TIED * np.abs(ascending[:-1])  # of the lower one, or infinity would equal all
+    if not step.all():  # ties
+        rank = np.zeros(len(numbers), dtype=int)
+        rank[order[1:]] = step.cumsum()
+        order = rank.argsort(kind="stable")
+    return torch.from_numpy(order)

@@ -11,6 +11,7 @@ from fedsim.aggregation.cohort import Cohort
 from fedsim.aggregation.columns import column_blocks, small_blocks
 from fedsim.aggregation.rows import Rows
 from fedsim.aggregation.rule import BoundRule, Mix
+from fedsim.aggregation.threads import alone_if_small
 from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
 
@@ -57,6 +58,10 @@ class Pipeline:
 
     def __call__(self, cohort: Cohort) -> Outcome:
         """What the rule makes of a cohort's updates."""
+        with alone_if_small(cohort.updates.numel()):
+            return self._applied(cohort)
+
+    def _applied(self, cohort: Cohort) -> Outcome:
         rows = cohort.rows()
         for stage in self.pre:
             mix = stage(lambda name, rows=rows: cohort.menu(name, rows), cohort.f_for(stage))

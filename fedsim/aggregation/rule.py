@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -108,9 +109,9 @@ def bind_rule(plug: Plug, params: dict[str, Any]) -> BoundRule:
 
 def average_of(chosen: Tensor, n: int) -> Mix:
     """The plain mean of the rows at positions `chosen`."""
-    coefficients = torch.zeros(n, dtype=torch.double)
-    coefficients[chosen] = 1 / len(chosen)
-    return Mix(coefficients)
+    coefficients = np.zeros(n)
+    coefficients[chosen.numpy()] = 1 / len(chosen)
+    return Mix(torch.from_numpy(coefficients))
 
 
 def require(holds: bool, rule: str, constraint: str, **numbers: float) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.aggregation.columns import distances_to, map_sorted_columns, mean_nearest, middle, norms, sorted_columns
+from fedsim.aggregation.columns import distances_to, map_sorted_columns, mean_nearest, middle, norms
 from fedsim.aggregation.diameter import least_diameter
 from fedsim.aggregation.gram import Gram, stable_order
 from fedsim.aggregation.order_statistics import median
@@ -44,8 +45,10 @@ def multi_krum(gram: Gram, *, f: Count, m: Annotated[int, Field(ge=1)] | None = 
 def krum_scores(squared_distances: Tensor, f: int) -> Tensor:
     """Sum of the squared distances of each row to its n - f - 2 nearest others, [n]."""
     n = len(squared_distances)
-    others = sorted_columns(squared_distances.clone().fill_diagonal_(math.inf))  # its rows, since it is symmetric
-    return others[:, : max(0, n - f - 2)].sum(1)
+    others = np.array(squared_distances.numpy())
+    np.fill_diagonal(others, math.inf)
+    others.sort(axis=1)
+    return torch.from_numpy(others[:, : max(0, n - f - 2)].sum(1))
 
 
 @rule("bulyan")

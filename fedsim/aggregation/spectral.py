@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import numpy as np
@@ -32,25 +33,27 @@ def caf(gram: Gram, *, f: Count) -> Mix:
     """
     n = len(gram)
     require(2 * f < n, "caf", "2f < n", f=f, n=n)
-    c = torch.ones(n, dtype=torch.double)
-    best, least = c / n, float("inf")
+    offsets, c = gram.offsets, np.ones(n)
+    best, least = c / n, math.inf
     while True:
         shares = c / c.sum()
-        to_mean = gram.offsets @ shares
-        centred = gram.offsets - to_mean.unsqueeze(0) - to_mean.unsqueeze(1) + shares @ to_mean
-        roots = shares.sqrt()
-        values, vectors = torch.linalg.eigh(roots.unsqueeze(1) * centred * roots.unsqueeze(0))
-        if values[-1] < least:
-            best, least = shares, float(values[-1])
-        along = (centred @ (roots * vectors[:, -1])).abs()
+        to_mean = (offsets @ torch.from_numpy(shares)).numpy()
+        centred = offsets.numpy() - to_mean - to_mean[:, None] + (shares * to_mean).sum()
+        roots = np.sqrt(shares)
+        values, vectors = torch.linalg.eigh(torch.from_numpy(roots[:, None] * centred * roots))
+        top = float(values[-1])
+        if top < least:
+            best, least = shares, top
+        along = np.abs((torch.from_numpy(centred) @ torch.from_numpy(roots * vectors.numpy()[:, -1])).numpy())
         highest = along[c > 0].max()
         if highest <= 0:  # all rows that count are the same
             break
-        c = c * (1 - (along / highest).square())
-        c = torch.where(c > TIED, c, 0)  # what is left of a weight by rounding does not count
-        if float(c.sum()) <= n - 2 * f:
+        with np.errstate(all="ignore"):  # a row that does not count may be as far away as it likes
+            c = c * (1 - (along / highest) ** 2)
+            c = np.where(c > TIED, c, 0)  # what is left of a weight by rounding does not count
+        if c.sum() <= n - 2 * f:
             break
-    return Mix(best)
+    return Mix(torch.from_numpy(best))
 
 
 @rule("dnc")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -10,9 +12,11 @@ import torch
 from torch import Tensor
 
 from fedsim.aggregation.cohort import Cohort, Nonfinite, screened
+from fedsim.aggregation.columns import all_finite
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.resolving import Stage, as_list, make_pipeline, resolve
 from fedsim.aggregation.rows import Rows
+from fedsim.aggregation.threads import alone_if_small
 from fedsim.errors import ExperimentError, nearest, show
 from fedsim.randomness import numpy_generator
 
@@ -52,7 +56,7 @@ def aggregate(
     """
     if nonfinite not in get_args(Nonfinite):
         raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
-    pipeline = make_pipeline(resolve(rule, params))
+    pipeline = _pipeline(rule, params)
     cohort = _checked_cohort(updates, weights, pipeline)
     n, d = updates.shape
     cohort.rng = numpy_generator(seed, "aggregate") if pipeline.takes("rng") else None
@@ -62,16 +66,21 @@ def aggregate(
         cohort.losses = _checked("losses", losses, (n,), updates)
         assert cohort.losses is not None
         cohort.losses = cohort.losses.double()
+    with alone_if_small(updates.numel()):
+        return _aggregated(cohort, pipeline, nonfinite)
+
+
+def _aggregated(cohort: Cohort, pipeline: Pipeline, nonfinite: Nonfinite) -> Tensor:
     if pipeline.columnwise and pipeline.rule.linear:  # what is not finite in a row that counts is so in the result
         update = pipeline.by_columns(cohort)
         if math.isfinite(update.sum()):
             return update
     kept, _ = screened(cohort, nonfinite)
     update = pipeline(kept).update
-    if nonfinite != "keep" and not bool(update.isfinite().all()):
+    if nonfinite != "keep" and not all_finite(update):
         raise ExperimentError(
             f"{pipeline.name}: the result is not finite; the updates hold values up to "
-            f"{float(kept.updates.abs().max()):.3g}, and {updates.dtype} ends at {torch.finfo(updates.dtype).max:.3g}"
+            f"{float(kept.updates.abs().max()):.3g}, and {update.dtype} ends at {torch.finfo(update.dtype).max:.3g}"
         )
     return update
 
@@ -84,10 +93,24 @@ def pre_aggregate(updates: Tensor, rule: Stage | Sequence[Stage], *, seed: int =
     pipeline = make_pipeline(resolve([*as_list(rule), "mean"], params))
     cohort = _checked_cohort(updates, None, pipeline)
     cohort.rng = numpy_generator(seed, "aggregate")
-    rows = Rows(screened(cohort, "error")[0].updates)
-    for stage in pipeline.pre:
-        rows = rows.mixed(stage(lambda name, rows=rows: cohort.menu(name, rows), stage.f).coefficients)
-    return rows.block()
+    with alone_if_small(updates.numel()):
+        rows = Rows(screened(cohort, "error")[0].updates)
+        for stage in pipeline.pre:
+            rows = rows.mixed(stage(lambda name, rows=rows: cohort.menu(name, rows), stage.f).coefficients)
+        return rows.block()
+
+
+def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
+    """What `rule` and `params` stand for; a registered rule with the same parameters is looked up once."""
+    if isinstance(rule, str) and ":" not in rule:
+        with contextlib.suppress(TypeError):  # a parameter that cannot be a key
+            return _remembered(rule, **params)
+    return make_pipeline(resolve(rule, params))
+
+
+@functools.lru_cache(maxsize=64, typed=True)  # 2 and 2.0 are not the same f
+def _remembered(rule: str, /, **params: Any) -> Pipeline:
+    return make_pipeline(resolve(rule, params))
 
 
 def _checked_cohort(updates: Tensor, weights: Tensor | Sequence[float] | None, pipeline: Pipeline) -> Cohort:

@@ -6,12 +6,12 @@ arrives, together with all others that are under way by then, by whatever engine
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from fedsim.asynchronous.calendar import Calendar
-from fedsim.asynchronous.policy import Arrival
+from fedsim.asynchronous.desk import Desk, Journal
 from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
 from fedsim.engines.feed import Member
@@ -19,26 +19,6 @@ from fedsim.errors import ExperimentError
 
 Train = Callable[[Sequence[Member]], object]
 Pace = Callable[[Member, int, int], float]  # seconds for a piece of work, its number, and the models that it moves
-
-
-@dataclass
-class Journal:
-    """What has happened since it was begun.
-
-    Attributes:
-        samples: gone through, by worker, in work that has arrived.
-        staleness: of what was applied, how often each.
-        loss_sum: of training, over those samples.
-        up, down: models or gradients sent.
-        wasted: pieces of work that came in after others had made them void, or were given up.
-    """
-
-    samples: Counter[int] = field(default_factory=Counter)
-    staleness: Counter[int] = field(default_factory=Counter)
-    loss_sum: float = 0.0
-    up: int = 0
-    down: int = 0
-    wasted: int = 0
 
 
 class VirtualClock:
@@ -51,20 +31,40 @@ class VirtualClock:
             models it sends and is sent.
         train: computes pieces of work, each from what its row holds.
         departures: when workers leave, by slot: what has not arrived by then never does.
+        pieces: how many pieces of work the run ends after, if that is known: of the others nothing is computed.
     """
 
     def __init__(
-        self, server: Server, roster: Roster, pace: Pace, train: Train, departures: Mapping[int, float] | None = None
+        self,
+        server: Server,
+        roster: Roster,
+        pace: Pace,
+        train: Train,
+        departures: Mapping[int, float] | None = None,
+        pieces: float = math.inf,
     ) -> None:
-        self._server, self._policy, self._roster = server, server.policy, roster
+        self._server, self._policy, self._desk = server, server.policy, Desk(server, roster)
         self._pace, self._train, self._departures = pace, train, departures or {}
         self._calendar = Calendar()
-        self._idle = list(range(server.n))
+        self._idle = list(range(server.n))  # slots where nobody is at work, and that have not been asked
+        self._waiting: list[int] = []  # who may not begin,
+        self._asked_at: tuple[int, int] | None = None  # at this version, when so many had left
+        self._left = 0
+        self._to_come = pieces
         self._under_way: dict[int, Member] = {}
         self._untrained: dict[int, Member] = {}
         self._begun: Counter[int] = Counter()  # pieces of work, by worker
         self._leaving: set[int] = set()
-        self.journal = Journal()
+        self.taken = 0  # pieces of work, since the start
+
+    @property
+    def journal(self) -> Journal:
+        """What has happened since it was begun, which is whenever it is set to a new one."""
+        return self._desk.journal
+
+    @journal.setter
+    def journal(self, journal: Journal) -> None:
+        self._desk.journal = journal
 
     @property
     def now(self) -> float:
@@ -76,41 +76,44 @@ class VirtualClock:
         """The slots whose work has begun and not arrived."""
         return self._under_way.keys()
 
+    def play(self, round: int) -> None:
+        """Go on until as many pieces of work have been taken as so many synchronous rounds have."""
+        enough = round * self._desk.roster.pieces_of_a_round()
+        while self.taken < enough:
+            self.advance()
+
     def advance(self) -> int:
         """Go on to the next time at which something arrives; how many pieces of work were taken then."""
         self._begin_work()
         if not len(self._calendar):
             raise ExperimentError(self._standstill())
-        slots = self._calendar.next()
-        if any(slot in self._untrained for slot in slots):
-            self._compute(slots)
-        taken = sum([self._arrive(slot) for slot in slots])
-        if self._policy.cancels and taken:
+        slots, before = self._calendar.next(), self._server.version
+        taken = sum([self._arrive(slot, slots) for slot in slots])
+        self._to_come -= taken
+        self.taken += taken
+        if self._policy.cancels and self._server.version != before:
             self._cancel()
         return taken
 
     def _begin_work(self) -> None:
-        """Everyone who is idle, and may, begins."""
-        server, policy, waiting = self._server, self._policy, []
+        """Everyone who is idle, and may, begins; who had to wait is asked again only where that can have changed."""
+        server, policy = self._server, self._policy
+        moment = server.version, self._left
+        if moment != self._asked_at:
+            self._idle += self._waiting
+            self._waiting, self._asked_at = [], moment
         for slot in sorted(self._idle):
             if policy.may_start(server, slot):
                 self._begin(slot)
             else:
-                waiting.append(slot)
-        self._idle = waiting
+                self._waiting.append(slot)
+        self._idle = []
 
     def _begin(self, slot: int) -> None:
-        server, policy = self._server, self._policy
-        member = self._roster.next(slot)
-        if member.step is None:
-            member = member._replace(steps=policy.steps(server, slot, self._roster.steps(member)))
-        policy.pull(server, slot)
-        server.begin(slot, member.worker)
-        up, down = policy.traffic(int(server.units[slot]))
-        seconds = self._pace(member, self._begun[member.worker], up + down)
+        member = self._desk.begin(slot)
+        models = sum(self._policy.traffic(int(self._server.units[slot]) - 1))
+        seconds = self._pace(member, self._begun[member.worker], models)
         self._begun[member.worker] += 1
-        server.units[slot] += 1
-        self.journal.down += down
         self._under_way[slot] = self._untrained[slot] = member
         if self._departures:
             seconds = self._until_departure(slot, seconds)
@@ -118,49 +121,40 @@ class VirtualClock:
 
     def _until_departure(self, slot: int, seconds: float) -> float:
         """The same time, or as much of it as passes before the worker leaves."""
-        remaining = self._departures.get(slot, float("inf")) - self.now
+        remaining = self._departures.get(slot, math.inf) - self.now
         if seconds <= remaining:
             return seconds
         self._leaving.add(slot)
         return max(0.0, remaining)
 
-    def _compute(self, arriving: Sequence[int]) -> None:
-        """Train those whose work has not been computed; none of whom it is certain that nobody will ask."""
-        wanted = self._policy.wanted(self._server)
-        if wanted is None:
-            members = list(self._untrained.values())
-        else:
-            soonest = [*arriving, *self._calendar.soonest(max(0, wanted - len(arriving)))]
-            members = [self._untrained[slot] for slot in soonest if slot in self._untrained]
-        members = [member for member in members if member.slot not in self._leaving]
-        if members:
-            self._train(members)
-        for member in members:
-            del self._untrained[member.slot]
-
-    def _arrive(self, slot: int) -> bool:
-        """One piece of work comes in; whether the policy has taken it."""
-        server, policy, journal = self._server, self._policy, self.journal
-        member = self._under_way.pop(slot)
+    def _arrive(self, slot: int, arriving: Sequence[int]) -> bool:
+        """One of the pieces of work that arrive now comes in; whether the policy has taken it."""
         if slot in self._leaving:
-            self._leave(member)
+            self._leave(slot)
             return False
         self._idle.append(slot)
-        unit, staleness = int(server.units[slot]) - 1, server.staleness(slot)
-        if policy.cancels and staleness:  # it came at the same time as what made it void
-            self._give_up(member)
+        if self._desk.is_void(slot):  # it came at the same time as what made it void
+            self._give_up(slot)
             return False
-        self._roster.done(member)
-        up, _ = policy.traffic(unit)
-        journal.up += up
-        samples = self._roster.samples(member)
-        journal.samples[member.worker] += samples
-        journal.loss_sum += float(server.memory.train_loss[slot]) * samples
-        if up:
-            journal.staleness[staleness] += 1
-        server.end(slot, member.worker)
-        policy.take(server, Arrival(slot, member.worker, unit, staleness))
+        if slot in self._untrained:
+            self._compute(arriving)
+        self._desk.take(self._under_way.pop(slot))
         return True
+
+    def _compute(self, arriving: Sequence[int]) -> None:
+        """Train those whose work has not been computed: the first of those that arrive, and all others that will count.
+
+        Of work that an update, or the end of the run, may yet make void nothing is computed before it is there.
+        """
+        wanted = self._policy.wanted(self._server)
+        coming: Iterable[int] = self._untrained
+        if wanted is None and self._to_come < len(self._under_way):
+            wanted = int(self._to_come)
+        if wanted is not None:
+            wanted = max(1, wanted)
+            coming = [*(slot for slot in arriving if slot in self._under_way), *self._calendar.soonest(wanted)]
+        coming = [slot for slot in coming if slot not in self._leaving][:wanted]
+        self._train([self._untrained.pop(slot) for slot in coming if slot in self._untrained])
 
     def _cancel(self) -> None:
         """After an update, end all work that began before it."""
@@ -168,20 +162,18 @@ class VirtualClock:
             self._calendar.cancel(slot)
             self._leaving.discard(slot)
             self._idle.append(slot)
-            self._give_up(self._under_way.pop(slot))
+            self._give_up(slot)
 
-    def _give_up(self, member: Member) -> None:
-        self._untrained.pop(member.slot, None)
-        self._roster.given_up(member)
-        self.journal.wasted += 1
+    def _give_up(self, slot: int) -> None:
+        self._desk.give_up(self._under_way.pop(slot))
+        self._untrained.pop(slot, None)
 
-    def _leave(self, member: Member) -> None:
-        self._give_up(member)
-        self._leaving.discard(member.slot)
-        self._server.living[member.slot] = 0
+    def _leave(self, slot: int) -> None:
+        self._give_up(slot)
+        self._left += 1
+        self._server.living[slot] = 0
         self._policy.left(self._server)
 
     def _standstill(self) -> str:
-        left = self._server.n - len(self._server.alive)
-        gone = f"; {left} of {self._server.n} workers have left (clock.departures)" if left else ""
+        gone = f"; {self._left} of {self._server.n} workers have left (clock.departures)" if self._left else ""
         return f"policy: at {self.now:g} virtual seconds nobody is at work and nobody may begin{gone}"

@@ -27,7 +27,7 @@ class Arrival(NamedTuple):
     Attributes:
         slot: the place of its row.
         worker: whose work it is.
-        unit: how many pieces of work this slot has done before.
+        unit: how many pieces of work this slot has begun before.
         staleness: version of the server now, less the version that the work began with.
     """
 
@@ -48,7 +48,9 @@ class Policy(ABC):
         needs_momentum: whether it is nothing without a local solver that keeps a state.
         samples: whether workers may be drawn from a larger population, because nothing is kept of any of them.
         steps_server: whether the global row moves by the experiment's server optimizer.
-        locking: what has to be locked for `take` in a race: the "server", a "pair" of workers, or "nothing".
+        locking: what has to be locked in a race: the "server"; a "pair" of workers, the one whose work comes in and its
+            `partner`; or "nothing", where gradients are computed at the live global row, so that `take` finds them in
+            the worker's row, and neither `pull` nor `may_start` is asked.
     """
 
     work: ClassVar[Work] = "gradient"
@@ -77,7 +79,10 @@ class Policy(ABC):
         return {}
 
     def may_start(self, server: Server, slot: int) -> bool:
-        """Whether an idle worker may begin its next piece of work now."""
+        """Whether an idle worker may begin its next piece of work now.
+
+        If not, it is asked again when the global row has a new version, or a worker has left.
+        """
         return True
 
     def steps(self, server: Server, slot: int, scheduled: int) -> int | None:
@@ -92,8 +97,12 @@ class Policy(ABC):
     def take(self, server: Server, arrival: Arrival) -> None:
         """Do with a piece of work what the policy does with it."""
 
+    def partner(self, server: Server, slot: int, unit: int) -> int | None:
+        """Whose model `take` changes beside that of the worker whose piece of work comes in, if there is any."""
+        return None
+
     def left(self, server: Server) -> None:  # noqa: B027
-        """A worker has left, and is no more among `server.alive`."""
+        """Others are among `server.alive` than were: one has left or, at the end of a race's round, all are back."""
 
     def held(self, server: Server) -> int:
         """How many pieces of work have been taken that no update has used yet."""

@@ -64,11 +64,19 @@ class Roster:
             return self._schedule.batch_size_at(member.step, size)
         return self._schedule.samples_in(self.steps(member), size)
 
+    def pieces(self, worker: int) -> int:
+        """How many pieces of work are a round of a worker's: one, or all its steps."""
+        return self._schedule.steps_for(self._sizes(worker)) if self._by_step else 1
+
     def pieces_of_a_round(self) -> int:
         """How many pieces of work are what a synchronous round would have: one of everybody, or all steps of theirs."""
         if not self._by_step:
             return self._slots
-        return sum(self._schedule.steps_for(self._sizes(worker)) for worker in range(self._n_workers))
+        return sum(map(self.pieces, range(self._n_workers)))
+
+    def pieces_done(self, worker: int) -> int:
+        """How many pieces of a worker's work have come in."""
+        return self._done[worker]
 
     def _draw(self) -> int:
         rng = numpy_generator(self._seed, "dispatch", self._drawn)

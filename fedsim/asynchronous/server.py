@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.aggregation import ServerStep
+from fedsim.aggregation import ServerStep, column_blocks
 from fedsim.aggregation.averaging import mean
 from fedsim.asynchronous.policy import Policy
-from fedsim.engines.job import BufferPolicy, Memory, Task
+from fedsim.asynchronous.sparse import Tables, step_where_touched
+from fedsim.engines.job import BufferPolicy, Memory, Task, share
 from fedsim.local import Solver, State
 from fedsim.rows import new_rows
 
@@ -43,6 +45,7 @@ class Server:
         step_seconds: float64 [n], on the host: how long each worker takes for a step, as far as that is known.
         counts: int64 [1 + 3 n], on the host: the version; and of each slot the version that its model is of, how many
             pieces of work it has begun, and whether it is alive.
+        tables: the parameters of which a step is to touch no more than the rows that a gradient has.
     """
 
     policy: Policy
@@ -57,6 +60,7 @@ class Server:
     counts: Tensor
     step_seconds: Tensor
     remembered: State = field(default_factory=dict)
+    tables: Tables = ()
 
     @classmethod
     def of(cls, policy: Policy, solver: Solver, task: Task, memory: Memory) -> Server:
@@ -88,24 +92,52 @@ class Server:
         n, counts = len(self.memory.rows), self.counts.numpy()
         self.n = n
         self.rows, self.global_row = list(self.memory.rows), self.memory.global_row
+        self.models = list(self.replicas) or self.rows  # with which work begins
         self._version, self.read = counts[:1], counts[1 : 1 + n]
         self.units, self.living = counts[1 + n : 1 + 2 * n], counts[1 + 2 * n :]
-        self._has_buffers = self.memory.global_buffers.numel() > 0
+        self.has_buffers = self.memory.global_buffers.numel() > 0
+
+    def share(self) -> None:
+        """Move what lies on the host to memory that other processes can map, in place.
+
+        Raises ExperimentError where there is not enough of it.
+        """
+        share(self.tensors)
+        self.__post_init__()  # what looks at the counts has to look at them where they are now
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to other processes: all but the engine's memory, which they have, and views."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "memory"}
+
+    def settle(self, memory: Memory) -> None:
+        """In another process: go to work on the same memory as there."""
+        self.memory = memory
+        self.__post_init__()
 
     @property
     def version(self) -> int:
         """How many updates the global row has had."""
         return int(self._version[0])
 
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version[0] = version
+
     @property
     def alive(self) -> np.ndarray:
         """The slots of workers that have not left."""
         return np.flatnonzero(self.living)
 
+    def come_back(self) -> None:
+        """All workers are alive again who had left."""
+        if not self.living.all():
+            self.living[:] = 1
+            self.policy.left(self)
+
     def pull(self, slot: int) -> None:
-        """A worker reads the global model: its next piece of work begins with that."""
-        (self.replicas if len(self.replicas) else self.rows)[slot].copy_(self.global_row)
-        if self._has_buffers and self.buffers != "local":
+        """A worker gets the global model, or what the server optimizer sends for it, to begin its next work with."""
+        self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.memory.states["parameters"]))
+        if self.has_buffers and self.buffers == "average":
             self.memory.buffers[slot] = self.memory.global_buffers
         self.read[slot] = self._version[0]
 
@@ -116,14 +148,16 @@ class Server:
 
     def begin(self, slot: int, worker: int) -> None:
         """A worker in this slot sets out from its model: its row is a copy, whatever becomes of the model meanwhile."""
-        if len(self.replicas):
-            self.rows[slot].copy_(self.replicas[slot])
-        if self._has_buffers and self.buffers == "local":
+        if self.models is not self.rows:
+            self.rows[slot].copy_(self.models[slot])
+        if self.has_buffers and self.buffers == "local":
             self.memory.buffers[slot] = self.memory.own_buffers[worker]
+        elif self.has_buffers and self.buffers == "server":
+            self.memory.buffers[slot] = self.memory.global_buffers
 
     def end(self, slot: int, worker: int) -> None:
         """A worker has ended its work in this slot."""
-        if self._has_buffers and self.buffers == "local":
+        if self.has_buffers and self.buffers == "local":
             self.memory.own_buffers[worker] = self.memory.buffers[slot]
 
     def staleness(self, slot: int) -> int:
@@ -136,7 +170,10 @@ class Server:
         That is a new version.
         """
         state = self.shared if slot is None else {name: tensor[slot] for name, tensor in self.private.items()}
-        self.solver.step(self.global_row, gradient, state)
+        if self.tables:
+            step_where_touched(self.solver, self.global_row, gradient, self.tables)
+        else:
+            self.solver.step(self.global_row, gradient, state)
         self.moved()
 
     def step_replica(self, slot: int, gradient: Tensor) -> None:
@@ -156,20 +193,19 @@ class Server:
     def mean(self, slots: Sequence[int]) -> Tensor:
         """The mean [d] of these workers' rows, in ascending order: to the bit what the rule `mean` makes of them."""
         slots = sorted(slots)
-        everyone = slots == list(range(self.n))
-        return mean(self.memory.rows if everyone else self.memory.rows[slots])
+        rows = self.memory.rows if slots == list(range(self.n)) else self.memory.rows[slots]
+        return torch.cat([mean(rows[:, block]) for block in column_blocks(rows.shape[1])])  # as engines cut them
 
     def delta(self, slot: int) -> Tensor:
         """How far local training has moved a worker's row [d], in float64.
 
         So a row of float32 can be put together again, to the bit, from where it began and this.
         """
-        wide = self.memory.buffers.dtype
-        return self.rows[slot].to(wide).sub_(self.replicas[slot])
+        return self.rows[slot].to(self.memory.buffers.dtype) - self.replicas[slot]
 
     def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
         """Move the server's buffers towards the mean of these workers', by a share; by default their part of all."""
-        if not self._has_buffers or self.buffers == "server":
+        if not self.has_buffers or self.buffers == "server":
             return
         share = min(1.0, len(slots) / len(self.alive)) if share is None else share
         self.memory.global_buffers.lerp_(self.memory.buffers[list(slots)].mean(0), share)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from fedsim.asynchronous.clock import Journal, VirtualClock
+import torch
+
+from fedsim.asynchronous.clock import Train, VirtualClock
+from fedsim.asynchronous.desk import Journal
 from fedsim.asynchronous.pace import delays_of
+from fedsim.asynchronous.racelog import read_log
+from fedsim.asynchronous.replaying import LoggedOrder
 from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
 from fedsim.engines import Engine
+from fedsim.engines.feed import Member
 from fedsim.errors import ExperimentError
 from fedsim.preparation import Setting
 from fedsim.records import AsyncRecord, RoundRecord
@@ -28,28 +34,18 @@ def simulate_on_clock(setting: Setting, engine: Engine) -> Iterator[RoundRecord]
         setting.schedule,
         memory.shards.size,
     )
-    delays, model_bytes = delays_of(experiment), setting.row_bytes + setting.buffer_bytes
-    departures = {int(worker): seconds for worker, seconds in experiment.clock.departures.items()}
-    stopwatch = Stopwatch()
+    stopwatch, model_bytes = Stopwatch(), setting.row_bytes + setting.buffer_bytes
 
-    def train(members: list) -> None:
+    def train(members: Sequence[Member]) -> None:
         with stopwatch("train"):
             engine.train_apart(members)
 
-    clock = VirtualClock(
-        server,
-        roster,
-        lambda member, unit, models: delays.seconds(member.worker, unit, roster.steps(member), models * model_bytes),
-        train,
-        departures,
-    )
-    taken, pieces = 0, roster.pieces_of_a_round()
+    source = _order_of(setting, server, roster, train, model_bytes)
     for round in range(1, experiment.rounds + 1):
         stopwatch.seconds = dict.fromkeys(stopwatch.seconds, 0.0)
-        clock.journal = journal = Journal()
+        source.journal = journal = Journal()
         with stopwatch("aggregate"):
-            while taken < round * pieces:
-                taken += clock.advance()
+            source.play(round)
             policy.publish(server)
         stopwatch.seconds["aggregate"] -= stopwatch.seconds["train"]
         if not bool(memory.global_row.isfinite().all()):
@@ -71,11 +67,30 @@ def simulate_on_clock(setting: Setting, engine: Engine) -> Iterator[RoundRecord]
             bytes_up=journal.up * model_bytes,
             bytes_down=journal.down * model_bytes,
             samples=samples,
-            virtual_seconds=clock.now,
+            virtual_seconds=source.now,
             asynchronous=AsyncRecord(
                 updates=server.version,
+                trips=source.taken,
                 staleness={str(tau): count for tau, count in sorted(journal.staleness.items())},
                 held=policy.held(server),
                 wasted=journal.wasted,
             ),
+            race=None,
         )
+
+
+def _order_of(
+    setting: Setting, server: Server, roster: Roster, train: Train, model_bytes: int
+) -> VirtualClock | LoggedOrder:
+    """What says who begins when and who arrives when: delays, or the log of a race."""
+    experiment, clock = setting.experiment, setting.experiment.clock
+    if clock.log is not None:
+        return LoggedOrder(read_log(clock.log, experiment.resolved()), clock.log, server, roster, train)
+    delays, departures = delays_of(experiment), {int(worker): at for worker, at in clock.departures.items()}
+    if experiment.cohort_size == experiment.workers:
+        server.step_seconds.copy_(torch.from_numpy(delays.base * delays.speeds))
+
+    def pace(member: Member, unit: int, models: int) -> float:
+        return delays.seconds(member.worker, unit, roster.steps(member), models * model_bytes)
+
+    return VirtualClock(server, roster, pace, train, departures, experiment.rounds * roster.pieces_of_a_round())

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedsim.errors import ExperimentError, show
-from fedsim.loading import PLUG_TABLES, Change, parse_value, split_word
+from fedsim.loading import PLUG_TABLES, Change, parse_value, plug_table, split_word
 
 SEED = "seed"  # the axis over whose values results are averaged
+VARIANT = "variant"  # the axis whose values are tables of the whole experiment
+LABEL = "label"  # the key of a table on an axis that says how it is called, and changes nothing
 
 Axes = dict[str, list[Any]]
 
@@ -70,18 +72,24 @@ def split_at_commas(text: str) -> list[str]:
 
 
 def changes_of(key: str, value: Any) -> list[Change]:
-    """What a value on an axis changes of an experiment: one key or, where the value is a table, that table's keys."""
+    """What a value on an axis changes of an experiment: one key or, where the value is a table, that table's keys.
+
+    A variant changes keys of several tables: those in its tables, down to what is no table.
+    """
     keys = key.split(".")
-    if isinstance(value, dict):
-        return [([*keys, name], each) for name, each in value.items()]
-    return [(keys, value)]
+    if not isinstance(value, dict):
+        return [(keys, value)]
+    changes = {name: each for name, each in value.items() if name != LABEL}
+    if key == VARIANT:
+        return [(name.split("."), each) for name, each in _leaves(changes)]
+    return [([*keys, name], each) for name, each in changes.items()]
 
 
 def key_changed(keys: Sequence[str], value: Any) -> str:
     """The dotted key that a change sets; a name for a whole table of a plug sets the key that names the plug."""
-    table = PLUG_TABLES.get(keys[0])
-    if table and len(keys) == 1 and not isinstance(value, dict):
-        keys = [keys[0], table.named_by]
+    table, within = plug_table(keys)
+    if table and not within and not isinstance(value, dict):
+        keys = [*keys, table.named_by]
     return ".".join(keys)
 
 
@@ -91,11 +99,13 @@ def canonical(value: Any) -> str:
 
 
 def label(value: Any) -> str:
-    """A value of an axis in few characters: krum, 0.1, nnm+median, krum,f=4."""
+    """A value of an axis in few characters, or as its own `label` says: krum, 0.1, nnm+median, krum,f=4."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
         return "+".join(map(label, value)) or "none"
+    if isinstance(value, dict) and isinstance(value.get(LABEL), str):
+        return value[LABEL]
     if isinstance(value, dict):
         names = {table.named_by for table in PLUG_TABLES.values()}
         first = sorted(value, key=lambda key: key not in names)
@@ -139,7 +149,27 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
         if canonical(value) in seen:
             raise ExperimentError(f"{place}: {show(value)} is there twice")
         seen.add(canonical(value))
+    _check_labels(key, values, place)
     return values
+
+
+def _check_labels(key: str, values: list[Any], place: str) -> None:
+    """Variants are tables, all of which have a label; no two tables of an axis have the same."""
+    seen: set[str] = set()
+    for index, value in enumerate(values):
+        where = f"{place}[{index}]"
+        if key == VARIANT and not (isinstance(value, dict) and LABEL in value):
+            raise ExperimentError(
+                f'{where} = {show(value)}: must be a table with a label, such as {{label = "b", local = {{steps = 5}}}}'
+            )
+        if not isinstance(value, dict) or LABEL not in value:
+            continue
+        name = value[LABEL]
+        if not isinstance(name, str) or not name.strip():
+            raise ExperimentError(f"{where}.{LABEL} = {show(name)}: must be a word or a few")
+        if name in seen:
+            raise ExperimentError(f"{place}: the label {show(name)} is there twice")
+        seen.add(name)
 
 
 def _plain(value: Any, place: str) -> Any:

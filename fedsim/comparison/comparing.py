@@ -15,7 +15,7 @@ from fedsim.comparison.axes import canonical
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import Grid, PlannedRun, load_grid
 from fedsim.comparison.jobs import run_here, run_in_jobs
-from fedsim.comparison.pictures import draw_accuracy, draw_heatmap
+from fedsim.comparison.pictures import draw_accuracy, draw_accuracy_against, draw_heatmap
 from fedsim.comparison.results import RunResult, results_csv
 from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
 from fedsim.data import load_dataset
@@ -78,6 +78,7 @@ def compare(
     grid: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     jobs: int | None = None,
+    target: float | None = None,
 ) -> Comparison:
     """Run an experiment for every combination of the values on a grid's axes, and compare.
 
@@ -93,6 +94,7 @@ def compare(
         out: a folder for the records: new, or empty, or that of the same grid, whose finished runs are kept.
         jobs: runs at a time. By default as many as cores and memory bear, each in one process; but one where the
             experiment names its engine or its processes, or uses a card.
+        target: a test accuracy: the summary says how long it took to reach it. Or `target` in the table `grid`.
 
     Raises:
         ExperimentError: one of the experiments cannot be run as described; none has been run then.
@@ -100,7 +102,7 @@ def compare(
         RecordError: the folder holds something else, or cannot be written.
         WorkerError: no processes can be started.
     """
-    planned = load_grid(experiment, grid)
+    planned = load_grid(experiment, grid, target=target)
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         return run_grid(planned, folder, jobs, kept=out is not None)
@@ -221,6 +223,9 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("summary.csv", summary_csv(grid, comparison.summary).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
     pictures = {"accuracy.png": draw_accuracy(grid, runs), "heatmap.png": draw_heatmap(grid, comparison.summary)}
+    if any(run.is_timed for run in runs):
+        pictures["accuracy_virtual_seconds.png"] = draw_accuracy_against(grid, runs, "virtual_seconds")
+        pictures["accuracy_updates.png"] = draw_accuracy_against(grid, runs, "updates")
     for name, picture in pictures.items():
         if picture is not None:
             folder.write(name, picture)

@@ -126,7 +126,8 @@ class GridFolder:
         runs = [
             {"id": self._id(run), "point": run.point, "folder": f"{RUNS}/{self._id(run)}"} for run in self._grid.runs
         ]
-        return {"name": self._grid.name, "axes": self._grid.axes, "base": self._grid.base, "runs": runs}
+        target = {} if self._grid.target is None else {"target": self._grid.target}
+        return {"name": self._grid.name, "axes": self._grid.axes, **target, "base": self._grid.base, "runs": runs}
 
     def _go_on_with(self, held: dict[str, Any]) -> None:
         """Check that what the folder holds is part of the grid, and take over the names of its runs."""

@@ -40,10 +40,11 @@ class Shard:
         return whole / PARTS / f"{self.index}-of-{self.count}"
 
 
-def gather(folders: Sequence[Path], out: Path) -> Comparison:
+def gather(folders: Sequence[Path], out: Path, target: float | None = None) -> Comparison:
     """Put the runs of several comparisons' folders, or of their parts, together in the folder `out`, and compare.
 
-    Nothing is run: what is finished, or has failed, in any of the folders is copied. Folders may be `out` itself.
+    Nothing is run: what is finished, or has failed, in any of the folders is copied. Folders may be `out` itself;
+    `target` is a test accuracy, as of `load_grid`.
 
     Raises RecordError where a folder holds no comparison, or they hold different grids.
     """
@@ -53,7 +54,7 @@ def gather(folders: Sequence[Path], out: Path) -> Comparison:
         lines = differences_of_grids(held[0], other)
         if lines:
             raise RecordError(f"{source}: holds another grid than {sources[0]}\n" + "\n".join(lines))
-    grid = load_grid(held[0]["base"], held[0]["axes"])
+    grid = load_grid(held[0]["base"], held[0]["axes"], target=held[0].get("target") if target is None else target)
     with GridFolder(out, grid) as folder:
         for run in grid.runs:
             if not folder.is_finished(run) and (found := _best(run, sources, held, folder)):

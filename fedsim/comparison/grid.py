@@ -30,7 +30,7 @@ from fedsim.experiment import Experiment
 from fedsim.loading import Change, describe, experiment_of, override, parse_word
 from fedsim.preparation import task_of
 
-GRID = "grid"
+GRID, TARGET = "grid", "target"
 LONGEST_ID = 100  # characters; file systems allow 255 bytes
 HOW = ("engine", "processes", "timeout", "batched.width")  # keys that say how a run is done, not what comes of it
 
@@ -52,13 +52,16 @@ class Grid:
         name: of the experiment.
         axes: the values of each key that is varied, in order.
         runs: one for each combination; the last axis varies fastest, and the seed fastest of all.
-        engine_chosen: whether the experiment itself says with which engine, or how many processes, it runs.
+        engine_chosen: whether the experiment itself says with which engine, or how many processes, it runs, or is a
+            race of processes.
+        target: the test accuracy for which it is asked how long runs take to reach it; None: for none.
     """
 
     name: str
     axes: Axes
     runs: list[PlannedRun]
     engine_chosen: bool
+    target: float | None = None
 
     @property
     def base(self) -> dict[str, Any]:
@@ -75,6 +78,7 @@ def load_grid(
     source: Experiment | Mapping[str, Any] | str | Path | None = None,
     grid: Mapping[str, Any] | None = None,
     words: Iterable[str] = (),
+    target: float | None = None,
 ) -> Grid:
     """The grid that `source`, with its table [grid], describes.
 
@@ -83,18 +87,26 @@ def load_grid(
         grid: axes as [grid] has them; one takes the place of the source's axis of that key.
         words: as on the command line. `key=v1,v2` is an axis, and takes the place of one there was of that key;
             `key=value` sets one value in all runs, and an axis there was of that key is dropped.
+        target: a test accuracy, which takes the place of the key `target` of [grid].
 
     Raises ExperimentError, one line per problem, where any of the runs cannot be run as described.
     """
     description = describe(source)
-    axes = axes_of_tables(description.pop(GRID, {}))
-    axes.update(axes_of_tables(grid or {}))
+    axes: Axes = {}
+    asked = None
+    for tables in (description.pop(GRID, {}), grid or {}):
+        if isinstance(tables, Mapping) and TARGET in tables:
+            tables = dict(tables)
+            asked = tables.pop(TARGET)
+        axes.update(axes_of_tables(tables))
+    target = asked if target is None else target
     more_axes, words = split_words(words)
     changes = [parse_word(word) for word in words]
     for keys, _ in changes:
         axes.pop(".".join(keys), None)
     axes.update(more_axes)
     axes = {key: axes[key] for key in sorted(axes, key=lambda key: key == SEED)}  # a stable sort: the seed last
+    _check_target(target)
     if not axes:
         raise ExperimentError(
             "nothing to compare: give a list of values, such as aggregate.rule=mean,median or seed=0,1,2, or [grid]"
@@ -104,7 +116,13 @@ def load_grid(
     points = points_of(axes)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
     _refuse_equal_runs(runs)
-    return Grid(runs[0].experiment.name, axes, runs, engine_chosen)
+    return Grid(runs[0].experiment.name, axes, runs, engine_chosen, target)
+
+
+def _check_target(target: Any) -> None:
+    number = isinstance(target, (int, float)) and not isinstance(target, bool)
+    if target is not None and not (number and 0 < target <= 1):
+        raise ExperimentError(f"target = {show(target)}: must be a test accuracy, more than 0 and at most 1")
 
 
 def common_tables(runs: Iterable[PlannedRun], axes: Iterable[str]) -> dict[str, Any]:
@@ -153,7 +171,8 @@ def _experiments(description: dict[str, Any], changes: list[Change], axes: Axes)
             lines = error.lines
         for line in lines:
             problems.setdefault(line, []).append(point)
-        engine_chosen = engine_chosen or "engine" in tables or "processes" in tables
+        says_how = not {"engine", "processes"}.isdisjoint(tables) or tables.get("mode") == "race"
+        engine_chosen = engine_chosen or says_how
     if problems:
         raise ExperimentError(*(_with_points(line, points, len(points_of(axes))) for line, points in problems.items()))
     return experiments, engine_chosen

@@ -1,11 +1,12 @@
-"""The pictures of a comparison: accuracy against round with bands, and a heat map of the first two axes."""
+"""The pictures of a comparison: accuracy against round, time or updates, and a heat map of the first two axes."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -27,6 +28,29 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MOST_PANELS = 30
 MARKS = 8  # about so many on a line, each line's at rounds of its own
+LOG_FROM = 20  # times as far as the shortest line the longest goes, where the axis is logarithmic
+
+
+@dataclass(frozen=True)
+class Across:
+    """What accuracy is drawn against."""
+
+    name: Literal["round", "virtual_seconds", "updates"]
+    title: str
+
+    def curve(self, run: RunResult) -> tuple[np.ndarray, np.ndarray]:
+        """Where a run was tested, and its accuracy there; empty where its records do not say."""
+        pairs = zip(run.progress, run.history, strict=True)
+        points = [(at, record["test_accuracy"]) for one, record in pairs if (at := getattr(one, self.name)) is not None]
+        x, y = zip(*points, strict=True) if points else ((), ())
+        return np.array(x, dtype=float), np.array(y, dtype=float)
+
+
+ROUND = Across("round", "round")
+ACROSS = {
+    "virtual_seconds": Across("virtual_seconds", "virtual seconds"),
+    "updates": Across("updates", "updates of the global model"),
+}
 
 
 def draw_accuracy(grid: Grid, runs: Sequence[RunResult]) -> bytes | None:
@@ -35,6 +59,33 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult]) -> bytes | None:
     One panel for each combination of the axes beyond the first, and in it one line for each value of the first, with
     the band of its 95 percent intervals where there are several seeds.
     """
+    return _draw_panels(grid, runs, ROUND)
+
+
+def draw_accuracy_against(
+    grid: Grid, runs: Sequence[RunResult], scale: Literal["virtual_seconds", "updates"]
+) -> bytes | None:
+    """Mean test accuracy against virtual seconds, or updates of the global row, as a PNG; None if all runs failed.
+
+    Panels, lines and bands are as those of `draw_accuracy`. The runs of a line were tested at different times; at each
+    of all these times, a run counts with the accuracy of its last test until then (see `on_common_grid`). A line goes
+    from where all of its runs have been tested to where the first of them ends.
+    """
+    return _draw_panels(grid, runs, ACROSS[scale])
+
+
+def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Curves (x ascending, y) as steps that hold their last value, on all x that any of them has: x, values [n, x].
+
+    From the latest first x to the earliest last one: what lies outside is not known of all of them.
+    """
+    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    every = np.unique(np.concatenate([x for x, _ in curves]))
+    common = every[(every >= first) & (every <= last)]
+    return common, np.array([y[np.searchsorted(x, common, side="right") - 1] for x, y in curves])
+
+
+def _draw_panels(grid: Grid, runs: Sequence[RunResult], across: Across) -> bytes | None:
     from matplotlib.figure import Figure  # here, and no pyplot: see fedsim.report.draw_curve
 
     groups = groups_of(grid, runs)
@@ -50,13 +101,14 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult]) -> bytes | None:
     for panel in panels[len(shown) :]:
         panel.set_axis_off()
     for place, (panel, group) in enumerate(zip(panels, shown, strict=False)):
-        _draw_panel(panel, grid, group)
+        _draw_panel(panel, grid, group, across)
         if place % columns == 0:
             panel.set_ylabel("test accuracy")
         if place + columns >= len(shown):
-            panel.set_xlabel("round")
+            panel.set_xlabel(across.title)
     _legend(panels[-1] if free else figure, "center" if free else "outside right upper", grid)
-    figure.suptitle(_title(grid, groups, len(shown)), fontsize="medium")
+    between = "\nbetween a run's tests, the last one counts" if across is not ROUND and SEED in grid.axes else ""
+    figure.suptitle(_title(grid, groups, len(shown)) + between, fontsize="medium")
     return _png(figure)
 
 
@@ -91,16 +143,18 @@ def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> bytes | None:
     return _png(figure)
 
 
-def _draw_panel(panel: Axes, grid: Grid, group: list[list[RunResult]]) -> None:
+def _draw_panel(panel: Axes, grid: Grid, group: list[list[RunResult]], across: Across) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    failures = []
+    failures, ends = [], []
     for index, cell in enumerate(group):
         good = [run for run in cell if run.error is None]
         if len(good) < len(cell):
             failures.append(f"{_line_label(grid, cell)} ({len(cell) - len(good)} of {len(cell)})")
-        if good:
-            _draw_line(panel, good, index)
+        curves = [curve for run in good if (curve := across.curve(run))[0].size]
+        if curves:
+            _draw_line(panel, curves, index, steps=across is not ROUND)
+            ends.append(min(x[-1] for x, _ in curves))
     others = {key: group[0][0].point[key] for key in grid.compared[1:]}
     if others:
         panel.set_title(describe_point(others), fontsize="small")
@@ -109,20 +163,24 @@ def _draw_panel(panel: Axes, grid: Grid, group: list[list[RunResult]]) -> None:
             0.02, 0.02, "failed: " + ", ".join(failures), transform=panel.transAxes, fontsize="xx-small", wrap=True
         )
     panel.grid(alpha=0.3)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    if across is not ROUND and ends and max(ends) >= LOG_FROM * min(ends) > 0:
+        panel.set_xscale("log")
+    else:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=across.name != "virtual_seconds", nbins=6))
     panel.tick_params(labelsize="small")
 
 
-def _draw_line(panel: Axes, runs: list[RunResult], index: int) -> None:
-    rounds = [record["round"] for record in runs[0].history]
-    means, half_widths = mean_and_half_width(
-        np.array([[record["test_accuracy"] for record in run.history] for run in runs])
-    )
-    style, every = _style(index), -(-len(rounds) // MARKS)
-    panel.plot(rounds, means, **style, markevery=(index % every, every))
-    if len(runs) > 1:
+def _draw_line(panel: Axes, curves: list[tuple[np.ndarray, np.ndarray]], index: int, *, steps: bool) -> None:
+    x, values = on_common_grid(curves)
+    if not x.size:
+        return
+    means, half_widths = mean_and_half_width(values)
+    style, every = _style(index), -(-len(x) // MARKS)
+    panel.plot(x, means, **style, markevery=(index % every, every), drawstyle="steps-post" if steps else "default")
+    if len(curves) > 1:
         low, high = np.clip(means - half_widths, 0, 1), np.clip(means + half_widths, 0, 1)
-        panel.fill_between(rounds, low, high, color=style["color"], alpha=0.13, linewidth=0)
+        step = "post" if steps else None
+        panel.fill_between(x, low, high, color=style["color"], alpha=0.13, linewidth=0, step=step)
 
 
 def _legend(where: Axes | Figure, place: str, grid: Grid) -> None:

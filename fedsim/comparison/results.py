@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import math
 from collections.abc import Sequence
@@ -14,9 +15,12 @@ from fedsim.comparison.axes import label
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.experiment import Experiment
+from fedsim.progress import Progress, mean_staleness, progress_of, reached
 from fedsim.records import RoundRecord
 
 ATTACK_SUCCESS = "attack_success"  # a key of records where there is an attack that has it
+CLOCK = ("virtual_seconds", "updates", "trips", "staleness")  # columns where there is a clock
+TO_TARGET = tuple(f"{name}_to_target" for name in ("rounds", "virtual_seconds", "updates", "trips"))
 
 
 @dataclass(frozen=True)
@@ -67,20 +71,47 @@ class RunResult:
         """Time of all rounds."""
         return math.fsum(sum(record["seconds"].values()) for record in self.history)
 
+    @functools.cached_property
+    def progress(self) -> list[Progress]:
+        """How far it was after each round, on all scales."""
+        return progress_of(self.history, self.experiment.resolved())
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it ran on a virtual clock."""
+        return bool(self.progress) and self.progress[-1].virtual_seconds is not None
+
+    @property
+    def staleness(self) -> float | None:
+        """Mean of all that was applied; None of a synchronous run."""
+        return mean_staleness(self.history)
+
+    def reached(self, target: float) -> Progress | None:
+        """How far it was after the first round with at least this test accuracy; None if there is none."""
+        return reached([record["test_accuracy"] for record in self.history], self.progress, target)
+
 
 def results_csv(grid: Grid, runs: Sequence[RunResult]) -> str:
-    """One row per run: its point, and what it came to; empty cells where it failed."""
-    attacked = any(run.error is None and run.attack_success is not None for run in runs)
-    head = ["id", *grid.axes, "test_accuracy", "best_accuracy", "test_loss", "train_loss", "seconds"]
-    rows = [[*head, *([ATTACK_SUCCESS] if attacked else []), "error"]]
+    """One row per run: its point, and what it came to; empty cells where it failed, or never reached the target."""
+    good = [run for run in runs if run.error is None]
+    figures = ["test_accuracy", "best_accuracy", "test_loss", "train_loss", "seconds"]
+    figures += [ATTACK_SUCCESS] if any(run.attack_success is not None for run in good) else []
+    figures += CLOCK if any(run.is_timed for run in good) else []
+    figures += TO_TARGET if grid.target is not None else []
+    rows = [["id", *grid.axes, *figures, "error"]]
     for run in runs:
-        figures: list[Any] = [None] * (6 if attacked else 5)
-        if run.error is None:
-            last = run.history[-1]
-            figures = [last["test_accuracy"], run.best_accuracy, last["test_loss"], last["train_loss"], run.seconds]
-            figures += [run.attack_success] if attacked else []
-        rows.append([run.id, *map(label, run.point.values()), *figures, run.error])
+        found = {} if run.error is not None else _figures(run, grid.target)
+        rows.append([run.id, *map(label, run.point.values()), *map(found.get, figures), run.error])
     return to_csv(rows)
+
+
+def _figures(run: RunResult, target: float | None) -> dict[str, Any]:
+    last = run.history[-1]
+    found: dict[str, Any] = {name: last[name] for name in ("test_accuracy", "test_loss", "train_loss")}
+    found |= {"best_accuracy": run.best_accuracy, "seconds": run.seconds, ATTACK_SUCCESS: run.attack_success}
+    found |= dict(zip(CLOCK, [*run.progress[-1][1:], run.staleness], strict=True))
+    at_target = run.reached(target) if target is not None else None
+    return found | (dict(zip(TO_TARGET, at_target, strict=True)) if at_target else {})
 
 
 def to_csv(rows: Sequence[Sequence[Any]]) -> str:

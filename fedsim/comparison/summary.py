@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fedsim.comparison.axes import SEED, canonical, describe_point, label
 from fedsim.comparison.grid import Grid
-from fedsim.comparison.results import ATTACK_SUCCESS, RunResult, to_csv
+from fedsim.comparison.results import ATTACK_SUCCESS, CLOCK, TO_TARGET, RunResult, to_csv
 from fedsim.intervals import Estimate, estimate
+from fedsim.progress import ToTarget
 
 BEST, TIE = "*", "~"
 GAP = "  "
@@ -30,6 +31,8 @@ class SummaryRow:
         mark: "*" for the highest mean of its group; "~" for one whose paired difference to that has an interval that
             includes 0; "" for others, and where a run failed.
         best_accuracy, test_loss, seconds, attack_success: means over seeds.
+        virtual_seconds, updates, trips, staleness: likewise, of runs on a virtual clock; None of all others.
+        to_target: what it took to reach the grid's target; None where it has none.
     """
 
     point: dict[str, Any]
@@ -42,6 +45,11 @@ class SummaryRow:
     test_loss: Estimate | None
     seconds: Estimate | None
     attack_success: Estimate | None
+    virtual_seconds: Estimate | None
+    updates: Estimate | None
+    trips: Estimate | None
+    staleness: Estimate | None
+    to_target: ToTarget | None
 
 
 def groups_of(grid: Grid, runs: Sequence[RunResult]) -> list[list[list[RunResult]]]:
@@ -66,22 +74,35 @@ def paired_difference(runs: Sequence[RunResult], others: Sequence[RunResult]) ->
 
 
 def _summarise_group(grid: Grid, group: list[list[RunResult]]) -> list[SummaryRow]:
-    marks = _marks(group)
-    return [
-        SummaryRow(
-            point={key: cell[0].point[key] for key in grid.compared},
-            runs=len(cell),
-            failed=sum(run.error is not None for run in cell),
-            accuracy=estimate(list(_accuracies(cell).values())),
-            difference=paired_difference(cell, group[0]) if cell is not group[0] else None,
-            mark=mark,
-            best_accuracy=estimate([run.best_accuracy for run in cell if run.error is None]),
-            test_loss=estimate([run.history[-1]["test_loss"] for run in cell if run.error is None]),
-            seconds=estimate([run.seconds for run in cell if run.error is None]),
-            attack_success=estimate([s for run in cell if run.error is None and (s := run.attack_success) is not None]),
+    rows = []
+    for cell, mark in zip(group, _marks(group), strict=True):
+        good = [run for run in cell if run.error is None]
+        timed = [run for run in good if run.is_timed]
+        rows.append(
+            SummaryRow(
+                point={key: cell[0].point[key] for key in grid.compared},
+                runs=len(cell),
+                failed=len(cell) - len(good),
+                accuracy=estimate(list(_accuracies(cell).values())),
+                difference=paired_difference(cell, group[0]) if cell is not group[0] else None,
+                mark=mark,
+                best_accuracy=_mean(good, lambda run: run.best_accuracy),
+                test_loss=_mean(good, lambda run: run.history[-1]["test_loss"]),
+                seconds=_mean(good, lambda run: run.seconds),
+                attack_success=_mean(good, lambda run: run.attack_success),
+                virtual_seconds=_mean(timed, lambda run: run.progress[-1].virtual_seconds),
+                updates=_mean(timed, lambda run: run.progress[-1].updates),
+                trips=_mean(timed, lambda run: run.progress[-1].trips),
+                staleness=_mean(timed, lambda run: run.staleness),
+                to_target=None if grid.target is None else ToTarget.of(run.reached(grid.target) for run in good),
+            )
         )
-        for cell, mark in zip(group, marks, strict=True)
-    ]
+    return rows
+
+
+def _mean(runs: Sequence[RunResult], read: Callable[[RunResult], float | None]) -> Estimate | None:
+    """Of those that have such a number."""
+    return estimate([value for run in runs if (value := read(run)) is not None])
 
 
 def _marks(group: list[list[RunResult]]) -> list[str]:
@@ -104,18 +125,30 @@ def _accuracies(runs: Sequence[RunResult]) -> dict[str, float]:
 
 def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:
     """The summary as CSV; `..._ci95` are half widths of 95 percent intervals."""
-    figures = ("accuracy", "difference", "best_accuracy", "test_loss", "seconds", ATTACK_SUCCESS)
-    head = [column for name in figures for column in (name, f"{name}_ci95")]
-    rows: list[list[Any]] = [[*grid.compared, "runs", "failed", "mark", "pairs", *head]]
+    figures = ["accuracy", "difference", "best_accuracy", "test_loss", "seconds", ATTACK_SUCCESS]
+    figures += CLOCK if any(row.virtual_seconds for row in summary) else []
+    asked = grid.target is not None
+    names = [*figures, *(TO_TARGET if asked else [])]
+    head = [column for name in names for column in (name, f"{name}_ci95")]
+    rows: list[list[Any]] = [
+        [*grid.compared, "runs", "failed", *(["target", "reached"] if asked else []), "mark", "pairs", *head]
+    ]
     words = {BEST: "best", TIE: "tie", "": ""}
     for row in summary:
-        cells: list[Any] = []
-        for name in figures:
-            value: Estimate | None = getattr(row, name)
-            cells += [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]
+        values: list[Estimate | None] = [getattr(row, name) for name in figures]
+        to = row.to_target
+        values += [to.rounds, to.virtual_seconds, to.updates, to.trips] if to else []
+        counts = [row.runs, row.failed, *([grid.target, to.reached] if to else [])]
         pairs = row.difference.n if row.difference else None
-        rows.append([*map(label, row.point.values()), row.runs, row.failed, words[row.mark], pairs, *cells])
+        cells = [cell for value in values for cell in _two_cells(value)]
+        rows.append([*map(label, row.point.values()), *counts, words[row.mark], pairs, *cells])
     return to_csv(rows)
+
+
+def _two_cells(value: Estimate | None) -> list[float | None]:
+    if value is None:
+        return [None, None]
+    return [value.mean, value.half_width if value.n > 1 else None]
 
 
 def summary_table(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]) -> str:
@@ -134,10 +167,14 @@ def summary_table(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunR
 
 def _cells(grid: Grid, summary: Sequence[SummaryRow]) -> list[list[str]]:
     attacked = any(row.attack_success for row in summary)
+    timed = any(row.virtual_seconds for row in summary)
     paired = any(row.difference for row in summary)
     head = [*grid.compared, "", "test accuracy"]
     head += [f"difference to {label(grid.axes[grid.compared[0]][0])}"] if paired else []
     head += ["attack success"] if attacked else []
+    head += ["virtual s"] if timed else []
+    if grid.target is not None:
+        head += [f"{'virtual s' if timed else 'rounds'} to {_percent(grid.target)}", "updates", "trips"]
     table = [[*head, "highest", "runs"]]
     for row in summary:
         cells = [*map(label, row.point.values()), row.mark, row.accuracy.text() if row.accuracy else "failed"]
@@ -145,10 +182,35 @@ def _cells(grid: Grid, summary: Sequence[SummaryRow]) -> list[list[str]]:
             cells.append(row.difference.text(sign=True) if row.difference else "")
         if attacked:
             cells.append(row.attack_success.text() if row.attack_success else "")
+        if timed:
+            cells.append(_amount(row.virtual_seconds))
+        if row.to_target is not None:
+            cells += _cells_to_target(row.to_target, row.runs - row.failed, timed)
         cells.append(f"{row.best_accuracy.mean:.4f}" if row.best_accuracy else "")
         cells.append(f"{row.runs - row.failed} of {row.runs}" if row.failed else str(row.runs))
         table.append(cells)
     return table
+
+
+def _cells_to_target(to: ToTarget, runs: int, timed: bool) -> list[str]:
+    """Time, updates and trips; of how many of the runs, where it is not all of them."""
+    if not to.reached:
+        return ["not reached" if runs else "", "", ""]
+    of = f" ({to.reached} of {runs})" if to.reached < runs else ""
+    untimed = f"{_amount(to.rounds)} rounds" if timed else _amount(to.rounds)
+    time = _amount(to.virtual_seconds) if to.virtual_seconds else untimed
+    return [time + of, _amount(to.updates), _amount(to.trips)]
+
+
+def _amount(value: Estimate | None) -> str:
+    """A mean that may be of any size, with its interval."""
+    if value is None:
+        return ""
+    return value.text(decimals=0 if abs(value.mean) >= 1000 else 1 if abs(value.mean) >= 10 else 2)
+
+
+def _percent(target: float) -> str:
+    return f"{100 * target:g} percent"
 
 
 def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]) -> list[str]:
@@ -163,6 +225,13 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
         tie = "; ~ not told apart from it: the interval of the paired difference includes 0" if seeds > 1 else ""
         notes.append(f"* best{within}{tie}")
     failed = [run for run in runs if run.error is not None]
+    if grid.target is not None:
+        notes.append(
+            f"to {_percent(grid.target)}: until the first test with that accuracy at least; trips are pieces of work "
+            "that workers brought"
+        )
+        if any(row.to_target and 0 < row.to_target.reached < row.runs - row.failed for row in summary):
+            notes.append("where not all reached it, the mean is over those that did, and flatters")
     if failed:
         notes.append(f"{len(failed)} of {len(runs)} runs failed: they count in no mean, and rows with one have no mark")
         notes += [f"  {describe_point(run.point)}: {run.error}" for run in failed]

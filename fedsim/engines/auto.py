@@ -56,7 +56,7 @@ class AutoEngine(Engine):
     earlier one in nothing that its speed depends on is done in the same way.
     """
 
-    stacks = True
+    racing, stacks = SpawnEngine.racing, True
 
     @classmethod
     def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:

@@ -14,9 +14,10 @@ import threading
 import time
 
 LINE = 16  # int64 a process: 128 bytes, so that no two processes write to one cache line
-ARRIVALS, BEATS, WORKER, ROUND = range(4)  # places in a process's line
+ARRIVALS, BEATS, WORKER, ROUND, WAITING, HOLDING = range(6)  # places in a process's line
 NOBODY = -1  # in place of a worker
 SEVERAL = -2  # the same, where many are worked on at a time
+NOTHING, LOCK, PEN = range(3)  # what it holds: a lock, or the pen, writing what others read and write without one
 
 SPINS = 100  # looks at a peer's counter before the processor is offered to others, about 10 microseconds
 YIELDS = 500  # offers before sleeping
@@ -35,8 +36,9 @@ class DeadlineError(RuntimeError):
 class Board:
     """Shared counters of a group of processes: one line each, that only its owner writes, and the parent's flag.
 
-    Besides arrivals at the barrier a line holds beats (signs of life, counted up as work goes on) and what the process
-    is working on, so that the parent can say so when it dies. Can be sent to another process while that is started.
+    Besides arrivals at the barrier a line holds beats (signs of life, counted up as work goes on), what the process
+    is working on, whether it waits for another, and what it holds, so that the parent can say so when it dies. Can be
+    sent to another process while that is started.
     """
 
     def __init__(self, count: int) -> None:

@@ -22,9 +22,14 @@ import torch
 from fedsim.engines.barrier import (
     ARRIVALS,
     BEATS,
+    HOLDING,
+    LOCK,
     NOBODY,
+    NOTHING,
+    PEN,
     ROUND,
     SEVERAL,
+    WAITING,
     WORKER,
     AbortedError,
     Barrier,
@@ -45,6 +50,10 @@ from fedsim.processes import (
 
 START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and report for work
 INSTEAD = "engine=serial, which starts none"
+HELD = {
+    LOCK: " while it held a lock: what that protects may be half written",
+    PEN: " in the middle of a write to the shared model, which may be half written",
+}
 
 
 @dataclass
@@ -82,6 +91,22 @@ class Seat:
         self.board.write(self.index, ROUND, round)
         yield
         self.board.write(self.index, WORKER, NOBODY)
+
+    @contextlib.contextmanager
+    def holding(self, what: int) -> Iterator[None]:
+        """Note that a lock, or the pen, is held; the note stays where a death ends that."""
+        self.board.write(self.index, HOLDING, what)
+        yield
+        self.board.write(self.index, HOLDING, NOTHING)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note that others are waited for, which is no sign of life. Raises AbortedError when work is called off."""
+        self.board.write(self.index, WAITING, 1)
+        yield
+        self.board.write(self.index, WAITING, 0)
+        if self.board.aborted:
+            raise AbortedError("called off")
 
     def working_on_several(self, round: int) -> contextlib.AbstractContextManager[None]:
         """The same for workers that are trained together."""
@@ -222,8 +247,8 @@ class Crew:
         raise WorkerError(f"{f'{worker} failed (process {index})' if worker else where}: {summary}\n{trace}")
 
     def _silence(self, pending: list[int], timeout: float) -> WorkerError:
-        """All of `pending` are silent, and wait for the one that has come least far at the barrier."""
-        index = min(pending, key=lambda each: self._board.read(each, ARRIVALS))
+        """All of `pending` are silent, and wait for the one that has come least far, and does not wait itself."""
+        index = min(pending, key=lambda each: (self._board.read(each, ARRIVALS), self._board.read(each, WAITING)))
         if not self._ready:
             return WorkerError(f"process {index} has not started within {timeout:g} s")
         where = worker_in_hand(self._board, index) or whereabouts(self._board, index)
@@ -237,7 +262,8 @@ class Crew:
         child.wait(GRACE)
         if not self._ready:
             return WorkerError(f"process {index} {how_its_start_ended(child.exitcode, INSTEAD)}")
-        return WorkerError(f"process {index}, {whereabouts(self._board, index)}, {how_it_ended(child.exitcode)}")
+        held = HELD.get(self._board.read(index, HOLDING), "")
+        return WorkerError(f"process {index}, {whereabouts(self._board, index)}, {how_it_ended(child.exitcode)}{held}")
 
 
 def _serve(pipe: Connection, index: int, board: Board, threads: int, timeout: float) -> None:

@@ -26,6 +26,7 @@ class Engine(ABC):
     """
 
     one_process: ClassVar[bool] = False  # whether it is always one
+    racing: ClassVar[str | None] = None  # the engine whose processes race, where this one is named; None: it cannot
     stacks: ClassVar[bool] = False  # whether it may stack rows, and so asks for the width of stacks
     ranks: ClassVar[bool] = False  # whether it is one of several programs that a launcher has started
     memory: Memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -205,17 +205,25 @@ class Memory:
     def share(self) -> Memory:
         """Move what lies on the host to memory that other processes can map, in place.
 
-        Raises ExperimentError where there is not enough of it: writing to it all the same would kill the process.
+        Raises ExperimentError where there is not enough of it.
         """
         tensors = [value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)]
         tensors += [tensor for state in self.states.values() for tensor in state.values()]
         tensors += [*self.train.tensors, *self.test.tensors, *self.shards.tensors]
-        tensors = list({id(tensor): tensor for tensor in tensors}.values())  # labels may be the shards' too
-        on_host = [tensor for tensor in tensors if tensor.device.type == "cpu" and not tensor.is_shared()]
-        require_shared_memory(sum(tensor.untyped_storage().nbytes() for tensor in on_host))
-        for tensor in on_host:
-            tensor.share_memory_()
+        share(tensors)
         return self
+
+
+def share(tensors: Iterable[Tensor]) -> None:
+    """Move tensors that lie on the host to memory that other processes can map, in place.
+
+    Raises ExperimentError where there is not enough of it: writing to it all the same would kill the process.
+    """
+    once = {id(tensor): tensor for tensor in tensors}.values()  # the labels may be the shards' too
+    on_host = [tensor for tensor in once if tensor.device.type == "cpu" and not tensor.is_shared()]
+    require_shared_memory(sum(tensor.untyped_storage().nbytes() for tensor in on_host))
+    for tensor in on_host:
+        tensor.share_memory_()
 
 
 def test_batch_size(device: torch.device) -> int:

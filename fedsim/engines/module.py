@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from fedsim.errors import ExperimentError
 from fedsim.rows import Layout
 
+CONTAINERS = {dict, OrderedDict, list, set}
 REGISTERED = {"_parameters", "_buffers", "_modules", "training"}  # of a module's attributes; looked after elsewhere
 
 
@@ -72,13 +74,24 @@ class RowModule:
 def differ(a: nn.Module, b: nn.Module) -> bool:
     """Whether two modules of one make differ in anything that no row holds: attributes, buffers that are not saved."""
     return not all(
-        _equal(_attributes(one), _attributes(other)) and _equal(_unsaved_buffers(one), _unsaved_buffers(other))
+        _equal_attributes(vars(one), vars(other)) and _equal(_unsaved_buffers(one), _unsaved_buffers(other))
         for one, other in zip(a.modules(), b.modules(), strict=True)
     )
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in REGISTERED}
+def _equal_attributes(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Quick about what nearly all attributes are, since this is asked before every row: the same, or empty."""
+    if a.keys() != b.keys():
+        return False
+    for name, value in a.items():
+        other = b[name]
+        if value is other or name in REGISTERED:
+            continue
+        if type(value) in CONTAINERS and not value and type(other) is type(value) and not other:
+            continue
+        if not _equal(value, other):
+            return False
+    return True
 
 
 def _unsaved_buffers(module: nn.Module) -> dict[str, Tensor | None]:

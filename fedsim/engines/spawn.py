@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +23,8 @@ class SpawnEngine(Engine):
     Rows, gradients and data lie in shared memory, or in CUDA memory that the processes open by handle; nothing large
     goes through a pipe. On a CPU the results are bit-identical to the engine `serial`.
     """
+
+    racing: ClassVar[str] = "spawn"
 
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         self._crew = Crew(processes, threads, timeout)
@@ -46,6 +49,10 @@ class SpawnEngine(Engine):
 
     def _each(self, method: str, *arguments: object) -> list[Any]:
         return self._crew.call(_at_station, method, *arguments)
+
+    def call(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
+        """Run `function(seat, station, *arguments)` in every process; the results in their order. See `Crew.call`."""
+        return self._crew.call(_beside_station, function, *arguments)
 
     @property
     def at_work(self) -> bool:
@@ -79,6 +86,10 @@ def _take_station(seat: Seat, task: Task, memory: Memory, trainer: MakeTrainer) 
 
 def _at_station(seat: Seat, method: str, *arguments: object) -> Any:
     return seat.belongings["station"].do(method, *arguments)
+
+
+def _beside_station(seat: Seat, function: Callable[..., Any], *arguments: object) -> Any:
+    return function(seat, seat.belongings["station"], *arguments)
 
 
 def _leave_station(seat: Seat) -> None:

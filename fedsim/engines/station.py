@@ -60,7 +60,7 @@ class Station:
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
         self.feed = Feed(task, memory)
         self.averaging = self._new_averaging()
-        with self._in_precision():  # since what is captured or compiled keeps the precision in which that was done
+        with self.in_precision():  # since what is captured or compiled keeps the precision in which that was done
             self.trainer = make_trainer(seat, task, memory, self.feed)
 
     def _new_averaging(self) -> Averaging:
@@ -90,15 +90,18 @@ class Station:
             for member in members:
                 with self.seat.working_on(member.worker, round):
                     self.memory.losses[member.slot] = self._loss_before_training(member)
-        with self._in_precision():
+        with self.in_precision():
             self.trainer.train(members)
         synchronize(self.task.device)
 
     def train_apart(self, members: Sequence[Member]) -> None:
         """Train this process's share of members whose rounds differ; their rows hold what they begin with."""
-        steps = [self.feed.steps_of(member) for member in members]
-        with self._in_precision():
-            self.trainer.train([members[place] for place in deal(steps, self.seat.count)[self.seat.index]])
+        self.train_mine(self._share_of(members))
+
+    def train_mine(self, members: Sequence[Member]) -> None:
+        """The same for members that are this process's alone."""
+        with self.in_precision():
+            self.trainer.train(members)
         synchronize(self.task.device)
 
     def compilation(self) -> str | None:
@@ -121,7 +124,7 @@ class Station:
 
         def seconds() -> float:
             start = time.perf_counter()
-            with self._in_precision():
+            with self.in_precision():
                 self.trainer.train(members)
             synchronize(task.device)
             return time.perf_counter() - start
@@ -149,7 +152,7 @@ class Station:
         account = RoundAccount(cohort)
         self.trainer.meet_at_global_row(self._mine(cohort, round))
         for step, meeting in enumerate(self._meetings(cohort, round)):
-            with self._in_precision():
+            with self.in_precision():
                 self.trainer.gradients(step)
             account.add(meeting, self._average(meeting))
         self.trainer.part()
@@ -193,7 +196,8 @@ class Station:
         batches = self.feed.shard(member.worker).batches(test_batch_size(self.task.device))
         return test(self.module.module, batches).loss
 
-    def _in_precision(self) -> AbstractContextManager[Any]:
+    def in_precision(self) -> AbstractContextManager[Any]:
+        """The precision of training, until a block ends."""
         return self.task.precision.training(self.task.device)
 
     def _whole_cohort(self, cohort: Sequence[int], round: int) -> Meeting:
@@ -209,6 +213,14 @@ class Station:
         """Whoever trains in a round, by slot, and how many steps each of them takes."""
         everyone = [*cohort] if self.feed.root is None else [*cohort, self.feed.root]
         return everyone, [self.task.schedule.steps_for(n) for n in self._shard_sizes(everyone)]
+
+    def _share_of(self, members: Sequence[Member]) -> list[Member]:
+        """Whoever goes step by step stays with one process, whose feed is where the last step ended."""
+        index, count = self.seat.index, self.seat.count
+        by_step = [member for member in members if member.step is not None]
+        rounds = [member for member in members if member.step is None]
+        hand = deal([self.feed.steps_of(member) for member in rounds], count)[index]
+        return [rounds[place] for place in hand] + [member for member in by_step if member.slot % count == index]
 
     def _shard_sizes(self, cohort: Sequence[int]) -> list[int]:
         return [self.feed.size(worker) for worker in cohort]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fedsim.intervals import Estimate, estimate
+from fedsim.progress import Progress, ToTarget, reached
 from fedsim.report.figures import byzantine_weight, mean_or_none, total_seconds
 from fedsim.report.reading import SEED, Grid, GridRun, Run
 
@@ -27,13 +28,18 @@ class Combination:
         return [entry for entry in self.runs if entry.finished]
 
     @property
+    def whole(self) -> list[Run]:
+        """Runs that are finished."""
+        return [entry.run for entry in self.finished if entry.run]
+
+    @property
     def begun(self) -> list[Run]:
         """Runs with a round at least, finished or not."""
         return [entry.run for entry in self.runs if entry.run and entry.run.rounds]
 
     def interval(self, read: Callable[[Run], float | None]) -> Estimate | None:
         """A number of each finished run, as mean and interval over the seeds."""
-        values = [read(entry.run) for entry in self.finished if entry.run]
+        values = [read(run) for run in self.whole]
         return estimate([value for value in values if value is not None])
 
 
@@ -46,6 +52,8 @@ class Line:
     attack_success: Estimate | None
     byzantine_weight: float | None
     seconds: float | None  # of a whole run
+    virtual_seconds: Estimate | None  # of a whole run
+    to_target: ToTarget | None  # None where the grid has no target
     best: bool  # of its group, by mean accuracy; several if they are equal
     behind: Estimate | None  # accuracy less that of the best, over the seeds that both have finished
 
@@ -64,8 +72,8 @@ def combinations(grid: Grid) -> list[Combination]:
     return [Combination(place, runs) for place, runs in sorted(groups.items())]
 
 
-def compare(combined: Sequence[Combination]) -> list[Line]:
-    """One line per combination, each measured against the best of its group."""
+def compare(combined: Sequence[Combination], target: float | None = None) -> list[Line]:
+    """One line per combination, each measured against the best of its group, and against a target accuracy."""
     accuracies = [combination.interval(final_accuracy) for combination in combined]
     leaders = _leaders(combined, accuracies)
     lines = []
@@ -79,11 +87,17 @@ def compare(combined: Sequence[Combination]) -> list[Line]:
                 attack_success=combination.interval(final_attack_success),
                 byzantine_weight=mean_or_none(byzantine_weight(run) for run in combination.begun),
                 seconds=mean_or_none(_duration(entry.run) for entry in combination.finished if entry.run),
+                virtual_seconds=combination.interval(final_virtual_seconds),
+                to_target=None if target is None else ToTarget.of(_reached(run, target) for run in combination.whole),
                 best=best,
                 behind=None if best or leader is None else paired_difference(combination, combined[leader]),
             )
         )
     return lines
+
+
+def _reached(run: Run, target: float) -> Progress | None:
+    return reached([record.test_accuracy for record in run.rounds], run.progress, target)
 
 
 def _leaders(combined: Sequence[Combination], accuracies: Sequence[Estimate | None]) -> dict[tuple[int, ...], int]:
@@ -123,6 +137,10 @@ def final_loss(run: Run) -> float | None:
 
 def final_attack_success(run: Run) -> float | None:
     return run.rounds[-1].attack_success
+
+
+def final_virtual_seconds(run: Run) -> float | None:
+    return run.rounds[-1].virtual_seconds
 
 
 def best_accuracy(run: Run) -> float | None:

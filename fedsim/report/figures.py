@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedsim.progress import Progress
 from fedsim.report.reading import Partition, Round, Run
 
 MOST_COLUMNS = 250  # of a heat map over rounds: more could not be told apart, and would only fill the file
@@ -41,7 +42,40 @@ METRICS = (
     Metric("Attack success", lambda record: record.attack_success),
     Metric("Seconds", total_seconds, "s"),
     Metric("Bytes", total_bytes, "B"),
+    Metric("Virtual seconds", lambda record: record.virtual_seconds, "s"),
+    Metric("Updates", lambda record: record.asynchronous and record.asynchronous.updates),
+    Metric("Mean staleness", lambda record: record.staleness),
+    Metric("Wasted pieces of work", lambda record: record.asynchronous and record.asynchronous.wasted),
 )
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What curves can be drawn against beside rounds."""
+
+    label: str
+    read: Callable[[Progress], float | None]
+
+    def values(self, run: Run) -> list[float | None] | None:
+        """Of every round; None where there is none of a run."""
+        found = [short(self.read(progress)) for progress in run.progress]
+        return None if all(value is None for value in found) else found
+
+
+SCALES = (
+    Scale("virtual seconds", lambda progress: progress.virtual_seconds),
+    Scale("updates", lambda progress: progress.updates),
+    Scale("trips", lambda progress: progress.trips),
+)
+
+
+def scales_of(runs: Iterable[Run]) -> list[Scale]:
+    """Those there are; none where all runs are synchronous, and without a clock."""
+    runs = list(runs)
+    records = [record for run in runs for record in run.rounds]
+    if all(record.virtual_seconds is None and record.asynchronous is None for record in records):
+        return []
+    return [scale for scale in SCALES if any(scale.values(run) for run in runs)]
 
 
 def metrics_of(runs: Iterable[Run]) -> list[Metric]:
@@ -66,7 +100,8 @@ def run_curves(run: Run) -> dict[str, Any]:
     if "Test loss" in labels and "Train loss" in labels:
         both = [series for choice in choices for series in choice["series"] if series["name"].endswith("loss")]
         choices.insert(labels.index("Train loss") + 1, {"label": "Test and train loss", "unit": "", "series": both})
-    return {"rounds": rounds_of(run), "metrics": choices}
+    scales = [{"label": scale.label, "values": scale.values(run)} for scale in scales_of([run])]
+    return {"rounds": rounds_of(run), "scales": scales, "metrics": choices}
 
 
 def _choice(

@@ -15,6 +15,7 @@ from fedsim.report.comparison import (
     final_accuracy,
     final_attack_success,
     final_loss,
+    final_virtual_seconds,
     other_axes,
 )
 from fedsim.report.figures import (
@@ -25,6 +26,7 @@ from fedsim.report.figures import (
     partition_picture,
     phases_of,
     rounds_of,
+    scales_of,
     short,
     weights_picture,
 )
@@ -39,6 +41,7 @@ FINAL_VALUES = (
     ("Best test accuracy", best_accuracy),
     ("Final test loss", final_loss),
     ("Final attack success", final_attack_success),
+    ("Virtual seconds", final_virtual_seconds),
 )
 
 
@@ -55,10 +58,13 @@ def grid_context(grid: Grid) -> tuple[dict[str, Any], dict[str, Any]]:
         "notes": notes(grid),
         "settings": shared_settings([run for _, run in begun]),
         "environment": list(words.flatten(begun[0][1].environment)),
-        "table": comparison_table(compare(combined), [(axis, labels[axis]) for axis in axes]),
+        "table": comparison_table(compare(combined, grid.target), [(axis, labels[axis]) for axis in axes]),
         "unfinished": unfinished(grid),
         "run_names": [run_name(entry, labels) for entry, _ in begun],
+        "target": words.percent(grid.target),
+        "scales": bool(scales_of(run for _, run in begun)),
         "seconds": words.seconds,
+        "amount": words.amount,
         "percent": words.percent,
         "has_heat_map": len(axes) >= 2,
         "has_weights": any(has_weights(run) for _, run in begun),
@@ -119,6 +125,8 @@ def comparison_table(lines: list[Line], axes: list[tuple[str, list[str]]]) -> di
         "attack_success": any(line.attack_success for line in lines),
         "byzantine_weight": any(line.byzantine_weight is not None for line in lines),
         "behind": any(line.behind for line in lines),
+        "virtual_seconds": any(line.virtual_seconds for line in lines),
+        "to_target": any(line.to_target for line in lines),
     }
 
 
@@ -138,10 +146,12 @@ def grid_curves(grid: Grid, combined: list[Combination]) -> dict[str, Any]:
     """The metrics of every run, and what a band over seeds needs: Student's t by degrees of freedom, from 1."""
     most = max(len(combination.runs) for combination in combined)
     metrics = metrics_of(run for combination in combined for run in combination.begun)
+    scales = scales_of(run for combination in combined for run in combination.begun)
     curves = [
         {
             "combination": index,
             "rounds": rounds_of(run),
+            "scales": [scale.values(run) for scale in scales],
             "values": [[short(metric.read(record)) for record in run.rounds] for metric in metrics],
         }
         for index, combination in enumerate(combined)
@@ -149,6 +159,7 @@ def grid_curves(grid: Grid, combined: list[Combination]) -> dict[str, Any]:
     ]
     return {
         "metrics": [{"label": metric.label, "unit": metric.unit} for metric in metrics],
+        "scales": [{"label": scale.label} for scale in scales],
         "curves": curves,
         "student_t": [student_quantile(dof) for dof in range(1, most)],
     }

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fedsim.errors import RecordError
 from fedsim.loading import read_toml
+from fedsim.progress import Progress, mean_staleness, progress_of
 from fedsim.records import ENVIRONMENT, EXPERIMENT, METRICS
 
 PARTITION, GRID, ERROR = "partition.json", "grid.json", "error.txt"
@@ -30,6 +31,16 @@ class Lenient(BaseModel):
     """What is known of an object in a file; keys that are not known are somebody else's."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Asynchronous(Lenient):
+    """What a round says of asynchronous work; `staleness` is how often each was applied."""
+
+    updates: Count | None = None
+    trips: Count | None = None
+    staleness: dict[Count, Count] = {}
+    held: Count | None = None
+    wasted: Count | None = None
 
 
 class Round(Lenient):
@@ -46,6 +57,14 @@ class Round(Lenient):
     coefficients: list[Number] | None = None  # one per member of the cohort; None: the rule has none
     excluded: list[Count] = []
     attack_success: Number = None
+    samples: list[Count] = []
+    virtual_seconds: Number = None
+    asynchronous: Asynchronous | None = None
+
+    @property
+    def staleness(self) -> float | None:
+        """Mean of all that was applied."""
+        return mean_staleness([self.model_dump(include={"asynchronous"})])
 
     @property
     def weights(self) -> list[tuple[int, float | None]]:
@@ -79,6 +98,7 @@ class GridFile(Lenient):
     name: str
     axes: dict[str, Annotated[list[Any], Field(min_length=1)]]
     runs: list[GridEntry]
+    target: Number = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,12 @@ class Run:
     @property
     def finished(self) -> bool:
         return bool(self.rounds) and len(self.rounds) >= (self.planned or 0)
+
+    @cached_property
+    def progress(self) -> list[Progress]:
+        """How far it was after each round, on all scales."""
+        keys = {"round", "cohort", "samples", "virtual_seconds", "asynchronous"}
+        return progress_of([record.model_dump(include=keys) for record in self.rounds], self.experiment)
 
     @cached_property
     def byzantine(self) -> frozenset[int]:
@@ -142,6 +168,7 @@ class Grid:
     name: str
     axes: dict[str, list[Any]]
     runs: list[GridRun]
+    target: float | None = None  # the test accuracy for which it was asked how long runs take to reach it
 
 
 def read_records(folder: Path) -> Run | Grid:
@@ -223,7 +250,7 @@ def read_grid(folder: Path) -> Grid:
             raise RecordError(f"{where}.point: another run has the same")
     if not any(entry.run and entry.run.rounds for entry in runs):
         raise RecordError(f"{folder}: no round of its {len(runs)} runs is finished yet")
-    return Grid(folder, file.name, file.axes, runs)
+    return Grid(folder, file.name, file.axes, runs, file.target)
 
 
 def _position(entry: GridEntry, axis: str, values: list[Any], where: str) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fedsim.progress import mean_staleness
 from fedsim.report import words
 from fedsim.report.comparison import best_accuracy
 from fedsim.report.figures import (
@@ -14,6 +15,7 @@ from fedsim.report.figures import (
     phases_of,
     run_curves,
     run_time,
+    scales_of,
     total_bytes,
     total_seconds,
     weights_picture,
@@ -34,6 +36,7 @@ FACTS = (
     ("server", "server.optimizer"),
     ("seed", "seed"),
 )
+FACTS_OF_MODES = (("mode", "mode"), ("policy", "policy.name"))  # said where the mode is not the ordinary one
 
 
 def run_context(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -48,6 +51,7 @@ def run_context(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "settings": list(words.flatten(run.experiment)),
         "environment": list(words.flatten(run.environment)),
         "table": rounds_table(run),
+        "scales": bool(scales_of([run])),
         "weights_note": weights_note(run),
         "has_weights": weights is not None,
         "has_partition": partition is not None,
@@ -64,7 +68,10 @@ def run_context(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """What the run was, in a few words."""
-    found = [(word, _at(run.experiment, key)) for word, key in FACTS]
+    ordinary = run.experiment.get("mode", "rounds") == "rounds"
+    shown = (*FACTS, *(() if ordinary else FACTS_OF_MODES))
+    idle = {"rule"} if run.rounds[-1].asynchronous else set()
+    found = [(word, _at(run.experiment, key)) for word, key in shown if word not in idle]
     found.append(("device", run.environment.get("device")))
     return [(word, words.label(value)) for word, value in found if value is not None]
 
@@ -93,6 +100,12 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     ]
     if spent:
         shown.append(("time", words.seconds(sum(spent)), f"{words.seconds(sum(spent) / len(spent))} a round"))
+    if last.virtual_seconds is not None:
+        a_round = last.virtual_seconds / len(run.rounds)
+        shown.append(("virtual time", f"{words.amount(last.virtual_seconds)} s", f"{words.amount(a_round)} s a round"))
+    if last.asynchronous is not None and last.asynchronous.updates is not None:
+        staleness = words.amount(mean_staleness(record.model_dump(include={"asynchronous"}) for record in run.rounds))
+        shown.append(("updates", f"{last.asynchronous.updates:,}", f"mean staleness {staleness}"))
     if sent:
         shown.append(("sent", words.size(sum(sent)), "up and down"))
     if last.attack_success is not None:
@@ -144,6 +157,11 @@ def _columns(run: Run) -> list[tuple[str, Callable[[Round], str]]]:
     ]
     if any(record.attack_success is not None for record in run.rounds):
         columns.append(("attack success", lambda record: words.fraction(record.attack_success)))
+    if any(record.virtual_seconds is not None for record in run.rounds):
+        columns.append(("virtual s", lambda record: words.amount(record.virtual_seconds)))
+    if any(record.asynchronous is not None for record in run.rounds):
+        columns.append(("updates", lambda record: words.amount(record.asynchronous and record.asynchronous.updates)))
+        columns.append(("staleness", lambda record: words.amount(record.staleness)))
     for phase in phases_of([run]):
         columns.append((phase.replace("_", " "), lambda record, phase=phase: words.seconds(record.seconds.get(phase))))
     columns += [

@@ -3,15 +3,58 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from fedsim.experiment import Experiment
 from fedsim.preparation import Setting
-from fedsim.records import RoundRecord
+from fedsim.progress import mean_staleness
+from fedsim.records import AsyncRecord, RoundRecord
 
 PHASES = ("pull_down", "train", "aggregate", "test")
-HEADER = f"{'round':>5}  {'test loss':>9}  {'accuracy':>8}  {'train loss':>10}" + "".join(
-    f"  {phase + ' s':>11}" for phase in PHASES
+
+
+class Column(NamedTuple):
+    """A column of the table of rounds: its head, how wide it is, and what stands in it."""
+
+    head: str
+    width: int
+    show: Callable[[RoundRecord], str]
+
+
+def _phase(name: str) -> Column:
+    return Column(f"{name} s", 11, lambda record: f"{record['seconds'][name]:.3f}")
+
+
+def _of_asynchronous(show: Callable[[AsyncRecord], object]) -> Callable[[RoundRecord], str]:
+    """What there is to show of asynchronous work; of a synchronous round, nothing."""
+    return lambda record: "" if record["asynchronous"] is None else str(show(record["asynchronous"]))
+
+
+def _staleness(record: RoundRecord) -> str:
+    mean = mean_staleness([record])
+    return "-" if mean is None else f"{mean:.2f}"
+
+
+RESULTS = (
+    Column("round", 5, lambda record: str(record["round"])),
+    Column("test loss", 9, lambda record: f"{record['test_loss']:.4f}"),
+    Column("accuracy", 8, lambda record: f"{record['test_accuracy']:.4f}"),
+    Column("train loss", 10, lambda record: f"{record['train_loss']:.4f}"),
 )
+TIMES = tuple(map(_phase, PHASES))
+VIRTUAL = (Column("virtual s", 11, lambda record: f"{record['virtual_seconds'] or 0.0:.1f}"),)
+ASYNCHRONOUS = (
+    Column("updates", 9, _of_asynchronous(lambda work: work["updates"])),
+    Column("staleness", 9, _staleness),
+)
+
+
+def columns_of(experiment: Experiment) -> Sequence[Column]:
+    """What the table of an experiment's rounds shows: on the virtual clock its time, else that of the phases."""
+    if experiment.mode != "clock":
+        return (*RESULTS, *TIMES)
+    return (*RESULTS, *VIRTUAL, *(() if experiment.policy.bind().in_rounds else ASYNCHRONOUS))
 
 
 def headline(setting: Setting) -> str:
@@ -20,7 +63,8 @@ def headline(setting: Setting) -> str:
     smallest, largest = min(setting.shard_sizes), max(setting.shard_sizes)
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
     seen = "" if setting.looked_at is None else f", as seen in {len(setting.looked_at):,} of them"
-    cohort = f", {experiment.cohort_size} per round" if experiment.cohort_size < experiment.workers else ""
+    at_work = "per round" if experiment.policy.bind().in_rounds else "at work at a time"
+    cohort = f", {experiment.cohort_size} {at_work}" if experiment.cohort_size < experiment.workers else ""
     processes = f", {setting.how['processes']} processes" if setting.how["processes"] > 1 else ""
     width = f", stacks of {setting.how['width']} rows" if "width" in setting.how else ""
     samples = f"{setting.train_samples:,} train, {setting.test_samples:,} test"
@@ -28,10 +72,23 @@ def headline(setting: Setting) -> str:
         f"{experiment.name}: {experiment.data.dataset} ({samples}), "
         f"{experiment.model.name} ({setting.parameters:,} parameters)\n"
         f"{experiment.workers} workers{cohort}, {shards} samples each ({experiment.partition.strategy}{seen}); "
-        f"{experiment.aggregate.label} of {_what(experiment)}; "
+        f"{_what_happens(experiment)}; "
         f"{setting.how.get('engine', experiment.engine)}{processes}{width} "
         f"on {setting.device}"
     )
+
+
+def _what_happens(experiment: Experiment) -> str:
+    """`weighted_mean of parameters`, or `ssp (s = 3) on the virtual clock (linear speeds, lognormal noise)`."""
+    policy, clock = experiment.policy, experiment.clock
+    params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
+    described = f"{policy.name} ({params})" if params else policy.name
+    if policy.bind().in_rounds:
+        described = f"{experiment.aggregate.label} of {_what(experiment)}"
+    if experiment.mode == "rounds":
+        return described
+    where = {"clock": f"on the virtual clock ({clock.speed.name} speeds, {clock.noise.name} noise)"}
+    return f"{described} {where.get(experiment.mode, f'in mode {experiment.mode}')}"
 
 
 def _what(experiment: Experiment) -> str:
@@ -41,22 +98,26 @@ def _what(experiment: Experiment) -> str:
     return f"gradients, of parameters after round {experiment.gradient_rounds}"
 
 
-def table_line(record: RoundRecord) -> str:
-    """One round as a line under HEADER."""
-    numbers = f"{record['round']:>5}  {record['test_loss']:>9.4f}  {record['test_accuracy']:>8.4f}"
-    seconds = "".join(f"  {record['seconds'][phase]:>11.3f}" for phase in PHASES)
-    return f"{numbers}  {record['train_loss']:>10.4f}{seconds}"
+def table_header(columns: Sequence[Column]) -> str:
+    """The heads of the columns."""
+    return "  ".join(f"{column.head:>{column.width}}" for column in columns)
+
+
+def table_line(columns: Sequence[Column], record: RoundRecord) -> str:
+    """One round as a line under them."""
+    return "  ".join(f"{column.show(record):>{column.width}}" for column in columns)
 
 
 def draw_curve(history: list[RoundRecord], title: str) -> bytes:
-    """Accuracy and losses against rounds, as a PNG."""
+    """Accuracy and losses against rounds, and accuracy against virtual seconds where there are such, as a PNG."""
     # Imported here: it takes half a second, and only the end of a run needs it. No pyplot, so no display and no state.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     rounds = [record["round"] for record in history]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    accuracy, loss = figure.subplots(1, 2)
+    timed = history[-1]["virtual_seconds"] is not None
+    figure = Figure(figsize=(13 if timed else 9, 3.6), layout="constrained")
+    accuracy, loss, *further = figure.subplots(1, 3 if timed else 2)
     marker = "o" if len(rounds) <= 50 else None
     accuracies = [record["test_accuracy"] for record in history]
     figure.suptitle(f"{title}: test accuracy {accuracies[-1]:.4f} after {rounds[-1]} rounds", fontsize="medium")
@@ -66,6 +127,10 @@ def draw_curve(history: list[RoundRecord], title: str) -> bytes:
     loss.plot(rounds, [record["train_loss"] for record in history], marker=marker, markersize=4, label="train")
     loss.set(xlabel="round", ylabel="loss")
     loss.legend()
+    for axes in further:
+        axes.plot([record["virtual_seconds"] for record in history], accuracies, marker=marker, markersize=4)
+        axes.set(xlabel="virtual seconds", ylabel="test accuracy")
+        axes.grid(alpha=0.3)
     for axes in (accuracy, loss):
         axes.grid(alpha=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

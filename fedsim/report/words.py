@@ -9,9 +9,14 @@ MISSING = "\N{EN DASH}"
 
 
 def label(value: Any) -> str:
-    """A value of an axis: `["nnm", "median"]` is `nnm + median`; `{rule = "krum", f = 2}` is `rule = krum, f = 2`."""
+    """A value of an axis: `["nnm", "median"]` is `nnm + median`; `{rule = "krum", f = 2}` is `rule = krum, f = 2`.
+
+    A table that has a `label` is called so.
+    """
     if isinstance(value, list):
         return " + ".join(map(label, value))
+    if isinstance(value, Mapping) and isinstance(value.get("label"), str):
+        return value["label"]
     if isinstance(value, Mapping):
         return ", ".join(f"{key} = {label(item)}" for key, item in value.items())
     return setting(value)
@@ -70,6 +75,13 @@ def size(value: float | None) -> str:
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} PB"
+
+
+def amount(value: float | None) -> str:
+    """A number of any size, to four digits or all before the point."""
+    if value is None:
+        return MISSING
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def percent(value: float | None) -> str:

@@ -39,3 +39,26 @@ def test_products_in_float32_are_sums_in_double_precision():
 )
 def test_the_stable_order_puts_the_lowest_index_first_where_values_differ_by_rounding_alone(values, order):
     assert stable_order(torch.tensor(values, dtype=torch.double)).tolist() == order
+
+
+def test_one_spoilt_pair_is_found_among_rows_that_equal_the_centre():
+    far = 1e6 * torch.ones(4, dtype=torch.double)
+    near = far + 1e-3 * torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.double)
+    zeros = torch.zeros(3, 4, dtype=torch.double)
+    squares = Gram(torch.cat([zeros, far[None], near[None]])).squared_distances
+    difference = (far - near).tolist()
+    assert float(squares[3, 4]) == pytest.approx(sum(x * x for x in difference), rel=1e-12)
+    assert torch.equal(squares[:3, :3], torch.zeros(3, 3, dtype=torch.double))
+
+
+def test_offsets_and_distances_to_a_point_are_those_of_the_rows_and_of_their_mixtures():
+    x = torch.randn(6, 50, dtype=torch.double, generator=torch.Generator().manual_seed(0)) + 3
+    matrix = torch.rand(4, 6, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+    for gram, rows in ((Gram(x), x), (Gram(x).mixed(matrix), matrix @ x)):
+        shares = torch.arange(1.0, len(rows) + 1, dtype=torch.double)
+        shares /= shares.sum()
+        expected = ((rows - shares @ rows) ** 2).sum(1)
+        assert torch.allclose(gram.squared_distances_to(shares), expected, rtol=1e-9)
+        offsets = gram.offsets
+        between = offsets.diagonal().unsqueeze(0) + offsets.diagonal().unsqueeze(1) - 2 * offsets
+        assert torch.allclose(between, torch.cdist(rows, rows) ** 2, rtol=1e-6, atol=1e-9)

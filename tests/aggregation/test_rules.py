@@ -201,3 +201,13 @@ def test_blocks_cover_every_column_once_and_do_not_depend_on_the_number_of_proce
     assert blocks[-1][1] == d
     assert all(before[1] == after[0] for before, after in pairwise(blocks))
     assert len(blocks) <= 64
+
+
+def test_a_rule_that_is_looked_up_again_is_checked_as_strictly():
+    updates = torch.arange(20.0).reshape(10, 2)
+    first = fedsim.aggregate(updates, rule="trimmed_mean", f=1)
+    assert torch.equal(fedsim.aggregate(updates, rule="trimmed_mean", f=1), first)
+    for value in (1.0, True, [1]):
+        with pytest.raises(ExperimentError, match="^f = "):
+            fedsim.aggregate(updates, rule="trimmed_mean", f=value)
+    assert torch.equal(fedsim.aggregate(updates, rule="trimmed_mean", f=4), updates[4:6].mean(0))

@@ -7,6 +7,7 @@ from fedsim import ExperimentError
 from fedsim.comparison.axes import (
     IS_ID,
     axes_of_tables,
+    changes_of,
     describe_point,
     label,
     readable_id,
@@ -107,6 +108,7 @@ def test_one_one_point_nought_and_true_are_three_values():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
+        ({"label": "my own", "lr": 0.1}, "my own"),
         ("krum", "krum"),
         (0.1, "0.1"),
         (True, "true"),
@@ -125,9 +127,52 @@ def test_a_point_reads_as_one_would_type_it():
     assert describe_point({"aggregate.rule": "krum", "seed": 0}) == "aggregate.rule=krum seed=0"
 
 
+VARIANTS = [
+    {"label": "sync", "sync": "gradients"},
+    {"label": "fed buff", "policy": {"name": "fedbuff", "k": 5}, "local.lr": 0.1, "clock": {"noise": {"sigma": 1.0}}},
+]
+
+
+def test_a_variant_changes_keys_of_several_tables():
+    sync, buffered = axes_of_tables({"variant": VARIANTS})["variant"]
+    assert changes_of("variant", sync) == [(["sync"], "gradients")]
+    assert changes_of("variant", buffered) == [
+        (["policy", "name"], "fedbuff"),
+        (["policy", "k"], 5),
+        (["local", "lr"], 0.1),
+        (["clock", "noise", "sigma"], 1.0),
+    ]
+    assert changes_of("variant", {"label": "base"}) == []
+
+
+def test_the_label_of_a_table_changes_nothing():
+    (slow,) = axes_of_tables({"local": [{"label": "slow", "lr": 0.01}]})["local"]
+    assert changes_of("local", slow) == [(["local", "lr"], 0.01)]
+    assert label(slow) == "slow"
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"variant": ["asgd"]}, r'grid.variant\[0\] = "asgd": must be a table with a label, such as {label = "b", '),
+        (
+            {"variant": [VARIANTS[0], {"sync": "gradients"}]},
+            r"grid.variant\[1\] = {sync .*: must be a table with a lab",
+        ),
+        ({"variant": [{"label": 3}]}, r"grid.variant\[0\].label = 3: must be a word or a few"),
+        ({"local": [{"label": " ", "lr": 1.0}]}, r'grid.local\[0\].label = " ": must be a word or a few'),
+        ({"local": [{"label": "a", "lr": 1.0}, {"label": "a"}]}, 'grid.local: the label "a" is there twice'),
+    ],
+)
+def test_a_wrong_label_is_one_clear_line(tables, message):
+    with pytest.raises(ExperimentError, match=f"^{message}"):
+        axes_of_tables(tables)
+
+
 @pytest.mark.parametrize(
     ("point", "name"),
     [
+        ({"variant": VARIANTS[1], "seed": 0}, "fed_buff-seed0"),
         ({"aggregate.rule": "krum", "local.lr": 0.1, "seed": 0}, "krum-lr0.1-seed0"),
         ({"aggregate.rule": ["nnm", "median"]}, "nnm+median"),
         ({"local.nesterov": True}, "nesterov=true"),

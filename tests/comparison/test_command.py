@@ -154,3 +154,31 @@ def test_on_a_terminal_one_bar_counts_the_rounds_of_all_runs(tmp_path):
     out, shown = run_on_a_terminal(*words, cwd=tmp_path)
     assert out.count("accuracy 0.") == 3
     assert re.search(r"\d+/150 \[\d\d:\d\d<\d\d:\d\d, .*\d of 3 runs\]", shown)
+
+
+def test_policies_are_compared_by_virtual_seconds_and_by_what_a_target_took(cli, tmp_path):
+    words = [*SERIAL, "mode=clock", "policy=sync,asgd", "clock.noise=lognormal", "clock.noise.sigma=0.2", "seed=0,1"]
+    done = cli("compare", *words, "--target", "0.2", "--out", "x")
+    assert done.exit_code == 0, done.output
+    head = next(line for line in done.stdout.splitlines() if line.startswith("policy "))
+    assert "virtual s to 20 percent  updates" in head
+    for name in ("accuracy.png", "accuracy_virtual_seconds.png", "accuracy_updates.png"):
+        assert (tmp_path / "x" / name).is_file()
+    assert "target,reached" in (tmp_path / "x/summary.csv").read_text()
+    again = cli("compare", *words, "--out", "x")  # another target, or none, makes it no other grid
+    assert again.exit_code == 0, again.output
+    assert "percent  updates" not in again.stdout
+
+
+def test_a_grid_of_variants_goes_by_their_labels(cli, tmp_path):
+    (tmp_path / "v.toml").write_text(
+        'mode = "clock"\n[grid]\ntarget = 0.01\nvariant = [\n{ label = "in step", sync = "gradients" },\n'
+        '{ label = "buffered", policy = { name = "fedbuff", k = 2 }, local = { steps = 2 } },\n]\n'
+    )
+    done = cli("compare", "v.toml", *SERIAL, "--out", "x")
+    assert done.exit_code == 0, done.output
+    assert "(2 variant), 1 at a time" in done.stdout
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[1:3]] == ["[1/2] in_step", "[2/2] buffered"]
+    assert re.search(r"^buffered +0\.\d{4} ", done.stdout, re.M)
+    assert (tmp_path / "x/runs/in_step/metrics.jsonl").is_file()
+    assert "accuracy_updates.png" in {path.name for path in (tmp_path / "x").iterdir()}

@@ -166,3 +166,14 @@ def test_a_file_in_the_way_is_one_clear_line(serial, tmp_path):
     for out in (tmp_path / "file", tmp_path / "file" / "x"):
         with pytest.raises(RecordError, match=f"{out}: cannot be the folder of a comparison"):
             fedsim.compare(serial, AXES, out)
+
+
+def test_another_target_makes_no_other_grid_and_is_noted(serial, tmp_path):
+    path = tmp_path / "grid"
+    first = fedsim.compare(serial, AXES, path)
+    before = {run.id: (run.folder / "metrics.jsonl").stat().st_mtime_ns for run in first.runs}
+    again = fedsim.compare(serial, AXES, path, target=0.2)
+    assert {run.id: (run.folder / "metrics.jsonl").stat().st_mtime_ns for run in again.runs} == before
+    assert "rounds to 20 percent" in again.table
+    assert json.loads((path / "grid.json").read_text())["target"] == 0.2
+    assert fedsim.compare(serial, {**AXES, "target": 0.3}, path).grid.target == 0.3

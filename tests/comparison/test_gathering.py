@@ -47,6 +47,28 @@ def test_parts_put_together_are_what_one_comparison_gives(cli, tmp_path):
     assert figures(tmp_path / "other" / "results.csv") == figures(tmp_path / "whole" / "results.csv")
 
 
+def test_variants_and_the_accuracy_asked_for_are_those_of_the_parts(cli, tmp_path):
+    lines = [
+        *(
+            "rounds = 2",
+            'engine = "serial"',
+            'data = "tests.plugs:tiny"',
+            'model = "logistic"',
+            "[grid]",
+            "target = 0.2",
+        ),
+        *("seed = [0, 1]", "variant = [", '  { label = "plain" },', '  { label = "m", aggregate = "median" },', "]"),
+    ]
+    (tmp_path / "grid.toml").write_text("\n".join(lines))
+    for part in ("0/2", "1/2"):
+        assert cli("compare", "grid.toml", "--shard", part, "--out", "sweep", "-q").exit_code == 0
+    assert cli("compare", "grid.toml", "--out", "whole", "-q").exit_code == 0
+    result = cli("compare", "sweep")
+    assert result.exit_code == 0, result.stderr
+    assert "20 percent" in result.stdout
+    assert figures(tmp_path / "sweep" / "results.csv") == figures(tmp_path / "whole" / "results.csv")
+
+
 def test_what_no_part_has_finished_counts_as_failed_until_it_is_done(cli, tmp_path):
     words = [*WORDS, "seed=0,1"]
     assert cli("compare", *words, "--shard", "0/2", "--out", "sweep", "-q").exit_code == 0

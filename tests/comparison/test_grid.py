@@ -105,6 +105,8 @@ def test_model_and_curve_are_left_out_unless_they_are_asked_for():
         ({"engine": "spawn"}, [], True),
         ({}, ["processes=2"], True),
         ({}, ["engine=serial,spawn"], True),
+        ({"policy": "hogwild"}, ["mode=clock,race"], True),
+        ({"policy": "hogwild"}, ["mode=clock"], False),
         (Experiment(rounds=3), [], False),
         (Experiment(engine="spawn"), [], True),
     ],
@@ -174,3 +176,84 @@ def test_ids_are_different_even_where_labels_are_not():
 def test_an_id_depends_on_its_point_alone():
     small, large = load_grid(None, {"seed": [0, 1]}), load_grid(None, {"seed": [3, 1, 0, 2]})
     assert {run.id for run in small.runs} <= {run.id for run in large.runs}
+
+
+ON_THE_CLOCK = """
+    mode = "clock"
+    [clock]
+    noise = "lognormal"
+    [local]
+    epochs = 2
+    [grid]
+    target = 0.9
+    seed = [0, 1]
+    variant = [
+        { label = "sync", sync = "gradients" },
+        { label = "fedbuff", policy = { name = "fedbuff", k = 3 }, local = { steps = 5, lr = 0.1 } },
+    ]
+    "clock.noise.sigma" = [0.1, 0.2]
+"""
+
+
+@pytest.fixture
+def variants(tmp_path):
+    path = tmp_path / "variants.toml"
+    path.write_text(ON_THE_CLOCK)
+    return path
+
+
+def test_variants_differ_in_several_tables_at_once(variants):
+    grid = load_grid(variants)
+    assert [run.id for run in grid.runs][::2] == [
+        f"{name}-sigma{sigma}-seed0" for name in ("sync", "fedbuff") for sigma in (0.1, 0.2)
+    ]
+    sync, buffered = grid.runs[0].experiment, grid.runs[-1].experiment
+    assert (sync.sync, sync.policy.name, sync.local.epochs, sync.local.params["lr"]) == ("gradients", "sync", 2, 0.05)
+    assert (buffered.sync, buffered.policy.name, buffered.policy.params["k"]) == ("parameters", "fedbuff", 3)
+    assert (buffered.local.epochs, buffered.local.steps, buffered.local.params["lr"]) == (None, 5, 0.1)
+    assert (sync.clock.noise.params, buffered.clock.noise.params) == ({"sigma": 0.1}, {"sigma": 0.2})
+
+
+def test_a_policy_axis_takes_names_and_tables():
+    for grid in (
+        load_grid(
+            {"mode": "clock"}, {"policy": ["sync", "asgd", {"name": "ssp", "s": 1}, {"name": "fedbuff", "k": 2}]}
+        ),
+        load_grid({"mode": "clock"}, words=['policy=sync,asgd,{name="ssp",s=1},{name="fedbuff",k=2}']),
+    ):
+        assert [run.id for run in grid.runs] == ["sync", "asgd", "ssp,s=1", "fedbuff,k=2"]
+        assert [run.experiment.policy.name for run in grid.runs] == ["sync", "asgd", "ssp", "fedbuff"]
+        assert (grid.runs[2].experiment.policy.params["s"], grid.runs[3].experiment.policy.params["k"]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ({"polcy": "asgd"}, 'variant=b: polcy = "asgd": unknown key; did you mean "policy"?'),
+        ({"policy": {"name": "ssp", "k": 3}}, "variant=b: policy.k = 3: unknown key (the policy is ssp; k goes with"),
+        ({"local": {"steps": 3, "epochs": 1}}, "variant=b: local: give epochs or steps, not both"),
+        ({"local": {"lr": -1.0}}, "variant=b: local.lr = -1.0: must be"),
+        ({"workers": 3}, "variant=b workers=2: workers: is set by two axes"),
+    ],
+)
+def test_what_is_wrong_with_a_variant_is_one_clear_line(variant, message):
+    axes = {"variant": [{"label": "a"}, {"label": "b", **variant}]}
+    more = {"workers": [2]} if "workers" in variant else {}
+    with pytest.raises(ExperimentError) as caught:
+        load_grid({"mode": "clock"}, {**axes, **more})
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_stands_in_the_grid_or_is_given(variants):
+    assert load_grid(variants).target == 0.9
+    assert load_grid(variants, {"target": 0.8}).target == 0.8
+    assert load_grid(variants, target=0.95).target == 0.95
+    assert load_grid({}, {"seed": [0], "target": 0.5}).target == 0.5
+    assert load_grid({}, {"seed": [0]}).target is None
+
+
+@pytest.mark.parametrize("target", [97, 0, -0.1, "high", True, [0.9]])
+def test_a_target_is_an_accuracy(target):
+    with pytest.raises(ExperimentError, match=r"^target = .*: must be a test accuracy, more than 0 and at most 1$"):
+        load_grid({}, {"seed": [0], "target": target})

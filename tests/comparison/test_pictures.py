@@ -2,12 +2,20 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from fedsim.comparison.pictures import COLOURS, MOST_PANELS, draw_accuracy, draw_heatmap
+from fedsim.comparison.pictures import (
+    COLOURS,
+    MOST_PANELS,
+    draw_accuracy,
+    draw_accuracy_against,
+    draw_heatmap,
+    on_common_grid,
+)
 from fedsim.comparison.summary import summarise
-from tests.comparison.made_up import grid_of, results_of
+from tests.comparison.made_up import grid_of, on_the_clock, results_of
 
 RULES, ATTACKS = ["mean", "median", "krum"], ["none", "alie"]
 
@@ -83,3 +91,47 @@ def test_without_two_axes_or_any_result_there_is_no_heat_map():
     assert draw_heatmap(one, summarise(one, results_of(one, rising))) is None
     two = grid_of({"aggregate.rule": RULES, "attack.name": ATTACKS})
     assert draw_heatmap(two, summarise(two, results_of(two, lambda point: None))) is None
+
+
+def held(x, y, at):
+    """The value of the last point until then, by a plain loop."""
+    value = None
+    for where, what in zip(x, y, strict=True):
+        if where <= at:
+            value = what
+    return value
+
+
+def test_between_its_tests_a_run_counts_with_the_last_one():
+    curves = [
+        ([1.0, 4.0, 6.0], [0.1, 0.2, 0.3]),
+        ([2.0, 3.0, 9.0], [0.5, 0.6, 0.7]),
+        ([0.5, 4.0, 4.0, 8.0], [1, 2, 3, 4]),
+    ]
+    x, values = on_common_grid([(np.array(x), np.array(y)) for x, y in curves])
+    assert x.tolist() == [2.0, 3.0, 4.0, 6.0], "from where all have been tested to where the first one ends"
+    assert values.tolist() == [[held(*curve, at) for at in x] for curve in curves]
+    one, alone = on_common_grid([(np.array([3.0, 5.0]), np.array([0.1, 0.2]))])
+    assert (one.tolist(), alone.tolist()) == ([3.0, 5.0], [[0.1, 0.2]])
+    nowhere, _ = on_common_grid([(np.array([1.0, 2.0]), np.zeros(2)), (np.array([3.0, 4.0]), np.zeros(2))])
+    assert nowhere.size == 0
+
+
+@pytest.mark.parametrize("scale", ["virtual_seconds", "updates"])
+@pytest.mark.parametrize("factor", [1.1, 100.0], ids=["as far", "log scale"])
+def test_runs_on_a_clock_are_drawn_against_time_and_updates(scale, factor):
+    grid = grid_of({"aggregate.rule": RULES, "seed": [0, 1]})
+    runs = on_the_clock(
+        results_of(grid, rising), lambda p: (factor if p["aggregate.rule"] == "krum" else 1.0) + p["seed"]
+    )
+    colours = colours_of(draw_accuracy_against(grid, runs, scale))
+    assert all(rgb(colour) in colours for colour in COLOURS[:3])
+
+
+def test_a_run_without_a_clock_has_no_line_against_its_time():
+    grid = grid_of({"aggregate.rule": RULES})
+    runs = results_of(grid, rising)
+    on_the_clock(runs[:2], lambda point: 2.0)
+    colours = colours_of(draw_accuracy_against(grid, runs, "virtual_seconds"))
+    assert all(rgb(colour) in colours for colour in COLOURS[:2])
+    assert draw_accuracy_against(grid, results_of(grid, lambda p: None), "virtual_seconds") is None

@@ -3,13 +3,14 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 
 import pytest
 from scipy import stats
 
 from fedsim.comparison.results import results_csv
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
-from tests.comparison.made_up import grid_of, results_of
+from tests.comparison.made_up import grid_of, on_the_clock, results_of
 
 AXES = {"aggregate.rule": ["mean", "median", "krum"], "local.lr": [0.1, 0.2], "seed": [0, 1, 2]}
 FINAL = {  # by rule and lr: the accuracy of each seed
@@ -169,3 +170,101 @@ def test_attack_success_is_reported_where_there_is_such_a_thing():
     assert [row.attack_success.mean for row in summary] == [pytest.approx(0.05), pytest.approx(0.25)]
     assert read(results_csv(grid, runs))[3]["attack_success"] == "0.3"
     assert "attack success" in summary_table(grid, summary, runs)
+
+
+@pytest.fixture
+def timed():
+    """Runs on a clock of two policies and three seeds, of which the second never reaches 0.9 with seed 2."""
+    grid = grid_of({"policy": ["sync", "asgd"], "seed": [0, 1, 2]}, target=0.9)
+    accuracies = {
+        ("sync", 0): [0.5, 0.9, 0.95],  # the target is reached in round 2, at 2 rounds of 10 s
+        ("sync", 1): [0.9, 0.2, 0.3],  # in round 1: what comes later does not matter
+        ("sync", 2): [0.1, 0.1, 0.91],
+        ("asgd", 0): [0.1, 0.95, 0.99],
+        ("asgd", 1): [0.1, 0.2, 0.93],
+        ("asgd", 2): [0.1, 0.2, 0.8999],
+    }
+    runs = results_of(grid, lambda point: accuracies[point["policy"], point["seed"]])
+    return grid, on_the_clock(runs, lambda point: 10.0 if point["policy"] == "sync" else 3.0)
+
+
+def test_the_way_to_the_target_ends_with_the_first_test_that_has_it(timed):
+    grid, runs = timed
+    sync, asgd = summarise(grid, runs)
+    assert sync.to_target.reached == 3
+    rounds = [2, 1, 3]
+    for found, scale in zip(
+        (sync.to_target.rounds, sync.to_target.virtual_seconds, sync.to_target.updates, sync.to_target.trips),
+        (1, 10.0, 2, 4),
+        strict=True,
+    ):
+        assert found.mean == pytest.approx(2 * scale, abs=1e-12)
+        expected = stats.sem([scale * round for round in rounds]) * stats.t.ppf(0.975, 2)
+        assert found.half_width == pytest.approx(expected, abs=1e-9)
+    assert asgd.to_target.reached == 2
+    assert asgd.to_target.virtual_seconds.mean == pytest.approx(3.0 * (2 + 3) / 2)
+    assert [row.virtual_seconds.mean for row in (sync, asgd)] == [30.0, 9.0]
+    assert [row.staleness.mean for row in (sync, asgd)] == [1.0, 1.0]
+
+
+def test_what_was_not_reached_is_said(timed):
+    grid, runs = timed
+    table = summary_table(grid, summarise(grid, runs), runs)
+    head, sync, asgd = table.splitlines()[:3]
+    assert re.search(r"virtual s to 90 percent +updates +trips +highest", head)
+    assert "20.0 ± 24.8" in sync
+    assert "7.50 ± 19.06 (2 of 3)" in asgd
+    assert "the mean is over those that did, and flatters" in table
+    never = grid_of(grid.axes, target=1.0)
+    table = summary_table(never, summarise(never, runs), runs)
+    assert table.count("not reached") == 2
+    assert "flatters" not in table
+    assert all(row.to_target.trips is None for row in summarise(never, runs))
+
+
+def test_without_a_clock_the_target_is_reached_after_rounds():
+    grid = grid_of({"aggregate.rule": ["mean"], "seed": [0, 1]}, target=0.9)
+    runs = results_of(grid, lambda point: [0.1, 0.92] if point["seed"] else [0.9])
+    (row,) = summarise(grid, runs)
+    assert (row.virtual_seconds, row.to_target.virtual_seconds, row.to_target.rounds.mean) == (None, None, 1.5)
+    head, line = summary_table(grid, [row], runs).splitlines()[:2]
+    assert "rounds to 90 percent" in head
+    assert "virtual" not in head
+    assert "1.50 ± 6.35" in line
+
+
+def test_beside_runs_on_a_clock_others_say_rounds(timed):
+    grid, runs = timed
+    for run in runs[:3]:
+        for record in run.history:
+            record["virtual_seconds"] = record["asynchronous"] = None
+    sync, asgd = summary_table(grid, summarise(grid, runs), runs).splitlines()[1:3]
+    assert "2.00 ± 2.48 rounds" in sync
+    assert "rounds" not in asgd
+
+
+def test_the_csv_files_have_the_clock_and_the_target(timed):
+    grid, runs = timed
+    first, *_, last = read(results_csv(grid, runs))
+    clock = ("virtual_seconds", "updates", "trips", "staleness")
+    assert [float(first[key]) for key in clock] == [30.0, 6, 12, 1.0]
+    to_target = ("rounds_to_target", "virtual_seconds_to_target", "updates_to_target", "trips_to_target")
+    assert [float(first[key]) for key in to_target] == [2, 20.0, 4, 8]
+    assert [last[key] for key in to_target] == [""] * 4
+    summary = summarise(grid, runs)
+    sync, asgd = read(summary_csv(grid, summary))
+    assert (sync["target"], sync["reached"], asgd["reached"]) == ("0.9", "3", "2")
+    assert float(sync["virtual_seconds_to_target"]) == 20.0
+    assert float(sync["trips_to_target_ci95"]) == summary[0].to_target.trips.half_width
+    assert float(asgd["staleness"]) == 1.0
+
+
+def test_a_failed_run_reached_nothing():
+    grid = grid_of({"policy": ["sync", "asgd"], "seed": [0, 1]}, target=0.5)
+    runs = results_of(grid, lambda point: None if point["policy"] == "asgd" or point["seed"] else [0.6])
+    sync, asgd = summarise(grid, runs)
+    assert (sync.to_target.reached, asgd.to_target.reached) == (1, 0)
+    table = summary_table(grid, [sync, asgd], runs)
+    assert "not reached" not in table
+    assert "(1 of" not in table
+    assert "rounds_to_target" in results_csv(grid, runs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedsim.augmentation import flip, shift
-from fedsim.engines.feed import Feed
+from fedsim.engines.feed import Feed, Member
 from fedsim.randomness import numpy_generator, torch_generator
 
 SIZES = [1, 5, 8, 17, 20]
@@ -136,3 +136,78 @@ def test_the_server_sees_its_samples_augmented_but_through_no_worker_s_view(prep
     assert feed.alteration(4, 1) is not None
     assert feed.alteration(5, 1) is None
     assert Feed(*prepared(data=AUGMENT, **ROOT)).alteration(5, 1) is not None
+
+
+# Step by step
+
+
+def step_of(worker, round, step):
+    return Member(worker, worker, round, None, step)
+
+
+def assert_same_batch(found, expected):
+    (inputs, targets), (other_inputs, other_targets) = found, expected
+    assert torch.equal(inputs, other_inputs)
+    assert torch.equal(targets, other_targets)
+    assert inputs.stride() == other_inputs.stride()
+
+
+BACKDOOR = {"name": "backdoor", "workers": [2, 4], "value": 9.0, "size": 2, "target": 1}
+ALTERED = {"partition": NOISE, "data": AUGMENT, "attack": BACKDOOR}
+
+
+@pytest.mark.parametrize("changes", [{}, ALTERED], ids=["plain", "altered"])
+@pytest.mark.parametrize("worker", [0, 2, 4])
+def test_going_step_by_step_is_going_through_the_round_at_once(worker, changes, prepared):
+    """Epoch after epoch and round after round, while others go their own way."""
+    task, memory = prepared(**changes, local={"batch_size": BATCH, "epochs": 2})
+    feed, reference = Feed(task, memory), Feed(task, memory)
+    for round in (1, 2):
+        whole = list(reference.batches_of(Member(worker, worker, round)))
+        assert len(whole) == feed.steps(worker, round)
+        for step, expected in enumerate(whole):
+            (found,) = feed.batches_of(step_of(worker, round, step))
+            assert_same_batch(found, expected)
+            list(feed.batches_of(step_of(1, 1 + step // 2, step % 2)))  # another worker
+
+
+@pytest.mark.parametrize("changes", [{}, ALTERED], ids=["plain", "altered"])
+@pytest.mark.parametrize("moments", [[(1, 3)], [(1, 0), (1, 4)], [(2, 3), (1, 3)], [(1, 3), (1, 1)], [(1, 2), (1, 2)]])
+def test_jumping_to_a_step_is_going_there(moments, changes, prepared):
+    """Ahead, back, to another round, or to the same again."""
+    task, memory = prepared(**changes)
+    feed = Feed(task, memory)
+    for round, step in moments:
+        expected = list(islice(Feed(task, memory).batches(4, round), step + 1))[step]
+        (found,) = feed.batches_of(step_of(4, round, step))
+        assert_same_batch(found, expected)
+
+
+def test_a_lap_is_where_its_work_begins(prepared):
+    feed = Feed(*prepared())
+    lap = feed.lap(step_of(4, 1, 2))
+    assert (lap.round, lap.steps_done, lap.alter) == (1, 2, None)
+    assert feed.lap(step_of(4, 1, 2)) is lap
+    positions = next(lap)
+    assert positions.tolist() == list(islice(feed.positions(4, 1), 3))[2].tolist()
+    assert feed.lap(step_of(4, 1, 3)) is lap, "nothing is gone through twice"
+    assert feed.lap(step_of(4, 1, 2)) is not lap
+    assert feed.lap(Member(4, 4, 1)).steps_done == 0
+    assert feed.lap(Member(4, 4, 1)) is not feed.lap(Member(4, 4, 1)), "a round as a whole is begun anew"
+
+
+def test_a_member_may_have_fewer_or_more_steps_than_the_schedule(prepared):
+    task, memory = prepared()
+    feed = Feed(task, memory)
+    expected = expected_positions(memory, 0, 3, 4, epochs=2)
+    for steps in (1, 3, 7):
+        member = Member(4, 4, 3, steps)
+        assert feed.steps_of(member) == steps
+        found = list(feed.batches_of(member))
+        assert len(found) == steps
+        for (inputs, targets), positions in zip(found, expected, strict=False):
+            assert torch.equal(inputs, memory.train.inputs[positions].double())
+            assert torch.equal(targets, memory.train.targets[positions])
+    assert feed.steps_of(Member(4, 4, 3)) == feed.steps(4, 3)
+    assert feed.steps_of(step_of(4, 3, 1)) == 1
+    assert [Member(0, 0, 7).moment, Member(0, 0, 7, 3).moment, step_of(0, 7, 2).moment] == [(7,), (7,), (7, 2)]

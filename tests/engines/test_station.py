@@ -7,8 +7,12 @@ from dataclasses import replace
 import pytest
 
 import fedsim
+from fedsim.engines.barrier import Barrier, Board
+from fedsim.engines.crew import Seat
+from fedsim.engines.feed import Member
 from fedsim.engines.job import Schedule
-from fedsim.engines.station import TIMINGS, deal
+from fedsim.engines.station import TIMINGS, Station, deal
+from fedsim.engines.trainer import RowTrainer
 from fedsim.precision import Precision
 from fedsim.preparation import prepare
 
@@ -77,3 +81,35 @@ def test_no_hand_gets_more_than_the_most(costs, count, most):
 def test_within_the_most_the_least_burdened_hand_is_next():
     assert deal([9, 1, 1, 1, 1, 1], 2, 3) == [[0, 4, 5], [1, 2, 3]]
     assert deal([9, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+
+
+@pytest.fixture
+def stations(prepared):
+    """Two processes' stations, and what each of them has been given to train."""
+    task, memory = prepared()
+    board = Board(2)
+    stations = [Station(Seat(k, 2, board, Barrier(board, k, timeout=1.0)), task, memory, RowTrainer) for k in range(2)]
+    trained = [[], []]
+    for station, theirs in zip(stations, trained, strict=True):
+        station.trainer.train = theirs.extend
+    return stations, trained
+
+
+def test_members_whose_rounds_differ_are_dealt_by_their_steps(stations):
+    """Shards of 1, 5, 8, 17 and 20 samples are 1, 2, 2, 5 and 5 steps; the fourth is to do but one."""
+    stations, trained = stations
+    members = [Member(0, 0, 3), Member(1, 1, 1), Member(2, 2, 2), Member(3, 3, 7, 1), Member(4, 4, 1)]
+    for station in stations:
+        station.train_apart(members)
+    assert [[member.slot for member in theirs] for theirs in trained] == [[3, 4], [0, 1, 2]]
+
+
+def test_whoever_goes_step_by_step_stays_with_one_process(stations):
+    """Or its next batch would have to be gone to anew, from the round's first."""
+    stations, trained = stations
+    for slots in ([0, 1, 2, 3, 4], [1, 2], [2, 1], [4], [3, 4, 0]):
+        for station in stations:
+            station.train_apart([Member(slot, slot, 1, None, 0) for slot in slots])
+    assert {member.slot for member in trained[0]} == {0, 2, 4}
+    assert {member.slot for member in trained[1]} == {1, 3}
+    assert sum(map(len, trained)) == 13

@@ -90,6 +90,18 @@ def invent_round(number: int, accuracy: float) -> dict[str, Any]:
     }
 
 
+def on_the_clock(seconds: float, updates: int = 2, staleness: dict[str, int] | None = None):
+    """What the records of an asynchronous run have more, for `add_to_rounds`: rounds of so many seconds and updates."""
+
+    def keys(record: dict[str, Any]) -> dict[str, Any]:
+        number = record["round"]
+        told = {"updates": updates * number, "trips": 2 * updates * number, "held": 0, "wasted": 0}
+        told["staleness"] = staleness or {"0": 1, "3": 1}
+        return {"virtual_seconds": seconds * number, "samples": [4, 4], "asynchronous": told}
+
+    return keys
+
+
 def add_to_rounds(folder: Path, keys) -> None:
     """Add `keys(record)` to every line of the metrics."""
     path = folder / "metrics.jsonl"

@@ -10,7 +10,8 @@ import pytest
 from fedsim.report import write_report
 from fedsim.report.comparison import combinations, compare
 from fedsim.report.reading import read_records
-from tests.report.folders import invent_run, write_points
+from tests.report.folders import add_to_rounds, invent_run, on_the_clock, write_points
+from tests.report.test_figures import timed_grid
 from tests.report.test_page import evil_grid, evil_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -264,3 +265,51 @@ def test_little_data_is_drawn_as_well(show, tmp_path):
 
     page = show(write_points(tmp_path / "gaps", {"x": ["there", "missing"], "y": [1, 2], "z": ["u"]}, unlike))
     assert set(named(page)) == {"there", "missing"}
+
+
+def points(page):
+    """The lines of the curves, as {name: [(x, y), ...]}."""
+    read = """() => document.getElementById("curves-chart").data
+        .filter((trace) => trace.name).map((trace) => [trace.name, Array.from(trace.x), Array.from(trace.y)])"""
+    return {name: list(zip(x, y, strict=True)) for name, x, y in page.evaluate(read)}
+
+
+def test_curves_are_drawn_against_virtual_seconds_and_updates(show, tmp_path):
+    folder = invent_run(tmp_path / "run", [0.5, 0.7, 0.6], mode="clock", policy="asgd")
+    add_to_rounds(folder, on_the_clock(2.5))
+    page = show(folder)
+    title = "document.getElementById('curves-chart').layout.xaxis.title.text"
+    assert (page.evaluate(title), points(page)["test accuracy"][0]) == ("round", (1, 0.5))
+    page.get_by_label("Against").select_option(label="virtual seconds")
+    assert page.evaluate(title) == "virtual seconds"
+    assert points(page)["test accuracy"] == [(2.5, 0.5), (5, 0.7), (7.5, 0.6)]
+    page.get_by_label("Against").select_option(label="updates")
+    page.get_by_label("Metric").select_option(label="Mean staleness")
+    assert points(page)["mean staleness"] == [(2, 1.5), (4, 1.5), (6, 1.5)]
+
+
+def test_between_its_tests_a_run_counts_with_the_last_one(show, tmp_path):
+    page = show(timed_grid(tmp_path / "grid"))
+    page.get_by_label("Against").select_option(label="virtual seconds")
+    found = points(page)
+    assert found["sync"] == [(10, 0.2), (20, 0.9), (30, 0.95)]
+    # seed 0 has 0.3, 0.5, 0.6 at 1, 2, 3 s, seed 1 has 0.3, 0.5, 0.9 at 2, 4, 6 s; both are known from 2 to 3 s
+    assert found["asgd"] == [(2, pytest.approx((0.5 + 0.3) / 2)), (3, pytest.approx((0.6 + 0.3) / 2))]
+    band = page.evaluate("(() => { const t = document.getElementById('curves-chart').data[1]; return [t.x, t.y]; })()")
+    assert band[0] == [2, 3, 3, 3, 3, 2], "steps, there and back"
+    assert band[1][0] == band[1][1], "and they are level"
+    assert page.locator("#summary tbody tr").nth(1).inner_text().split("\t")[3:5] == ["4.5", "6 (1 of 2)"]
+    assert page.evaluate("document.getElementById('curves-chart').layout.xaxis.type") == "linear"
+    assert page.locator("#summary").inner_text().count("not reached") == 0
+
+
+def test_lines_of_very_different_length_have_a_logarithmic_scale(show, tmp_path):
+    def make(path, point):
+        invent_run(path, [0.2, 0.5], mode="clock")
+        add_to_rounds(path, on_the_clock(1.0, updates=1 if point["policy"] == "fedbuff" else 100))
+
+    page = show(write_points(tmp_path / "grid", {"policy": ["fedbuff", "asgd"]}, make))
+    kind = "document.getElementById('curves-chart').layout.xaxis.type"
+    for across, expected in {"virtual seconds": "linear", "updates": "log"}.items():
+        page.get_by_label("Against").select_option(label=across)
+        assert page.evaluate(kind) == expected

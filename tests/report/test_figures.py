@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from fedsim.report.figures import byzantine_weight, partition_picture, run_curves, weights_picture
+from fedsim.errors import RecordError
+from fedsim.report.figures import byzantine_weight, partition_picture, run_curves, scales_of, weights_picture
 from fedsim.report.grid_page import grid_context
 from fedsim.report.reading import Partition, read_records
 from fedsim.report.run_page import rounds_table, run_context
-from tests.report.folders import invent_run, write_points
+from tests.report.folders import add_to_rounds, invent_run, on_the_clock, write_points
 
 
 def run_with(folder, weights, byzantine=(), rounds=1):
@@ -122,3 +123,70 @@ def test_of_a_sample_of_a_population_the_picture_says_which_workers_it_shows():
         "workers": [70, 9000],
         "population": 10**6,
     }
+
+
+def test_a_run_on_the_clock_has_its_scales_metrics_tiles_and_columns(tmp_path):
+    folder = invent_run(tmp_path / "run", [0.5, 0.7, 0.6], mode="clock", policy="asgd", aggregate="mean")
+    add_to_rounds(folder, on_the_clock(2.5))
+    context, data = run_context(read_records(folder))
+    assert data["curves"]["scales"] == [
+        {"label": "virtual seconds", "values": [2.5, 5.0, 7.5]},
+        {"label": "updates", "values": [2, 4, 6]},
+        {"label": "trips", "values": [4, 8, 12]},
+    ]
+    metrics = {choice["label"]: choice["series"][0]["values"] for choice in data["curves"]["metrics"]}
+    assert metrics["Mean staleness"] == [1.5] * 3
+    assert (metrics["Virtual seconds"], metrics["Updates"]) == ([2.5, 5.0, 7.5], [2, 4, 6])
+    assert ("virtual time", "7.5 s", "2.5 s a round") in context["tiles"]
+    assert ("updates", "6", "mean staleness 1.5") in context["tiles"]
+    assert {("mode", "clock"), ("policy", "asgd")} <= set(context["facts"])
+    assert "rule" not in dict(context["facts"]), "it has no part in that"
+    assert {"virtual s", "updates", "staleness"} <= set(context["table"]["head"])
+
+
+def test_old_and_synchronous_folders_have_rounds_alone(fresh_run, run_folder):
+    for folder in (fresh_run, run_folder):
+        run = read_records(folder)
+        assert scales_of([run]) == []
+        context, data = run_context(run)
+        assert data["curves"]["scales"] == []
+        assert not context["scales"]
+        assert not {"virtual time", "updates"} & {word for word, *_ in context["tiles"]}
+        assert not {"mode", "policy"} & {word for word, _ in context["facts"]}
+        assert not {"Virtual seconds", "Updates", "Mean staleness"} & {m["label"] for m in data["curves"]["metrics"]}
+
+
+def timed_grid(folder):
+    """Two variants and two seeds: "sync" tests at 10, 20, 30 s, "asgd" at 1, 2, 3 s (seed 0) or 2, 4, 6 s (seed 1)."""
+
+    def make(path, point):
+        if point["variant"]["label"] == "sync":
+            invent_run(path, [0.2, 0.9, 0.95], mode="clock")
+            add_to_rounds(path, lambda record: {"virtual_seconds": 10.0 * record["round"], "samples": [4, 4]})
+        else:
+            invent_run(path, [0.3, 0.5, 0.9 if point["seed"] else 0.6], mode="clock", policy="asgd")
+            add_to_rounds(path, on_the_clock(1.0 + point["seed"]))
+
+    variants = [{"label": "sync"}, {"label": "asgd", "policy": "asgd"}]
+    write_points(folder, {"variant": variants, "seed": [0, 1]}, make)
+    held = json.loads((folder / "grid.json").read_text())
+    (folder / "grid.json").write_text(json.dumps({**held, "target": 0.9}))
+    return folder
+
+
+def test_a_grid_on_the_clock_says_what_the_target_took(tmp_path):
+    context, data = grid_context(read_records(timed_grid(tmp_path / "grid")))
+    assert [scale["label"] for scale in data["scales"]] == ["virtual seconds", "updates", "trips"]
+    assert data["curves"][0]["scales"] == [[10.0, 20.0, 30.0], [1, 2, 3], [2, 4, 6]]
+    assert data["axes"] == [{"name": "variant", "values": ["sync", "asgd"]}]
+    sync, asgd = (row["line"] for row in context["table"]["rows"])
+    assert (sync.to_target.reached, sync.to_target.virtual_seconds.mean, sync.to_target.trips.mean) == (2, 20.0, 4)
+    assert (asgd.to_target.reached, asgd.to_target.virtual_seconds.mean, asgd.to_target.updates.mean) == (1, 6.0, 6)
+    assert (sync.virtual_seconds.mean, asgd.virtual_seconds.mean) == (30.0, 4.5)
+    assert context["target"] == "90 %"
+
+
+def test_staleness_that_is_none_is_one_clear_line(fresh_run):
+    add_to_rounds(fresh_run, on_the_clock(1.0, staleness={"-1": 2}))
+    with pytest.raises(RecordError, match=r"metrics.jsonl line 1: asynchronous.staleness.-1"):
+        read_records(fresh_run)

@@ -25,19 +25,19 @@ class Fastest(Policy):
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
 
     def may_start(self, server: Server, slot: int) -> bool:
-        return not server.remembered["arrived"][slot]
+        return not server.remembered["arrived"].numpy()[slot]
 
     def take(self, server: Server, arrival: Arrival) -> None:
-        arrived = server.remembered["arrived"]
+        arrived = server.remembered["arrived"].numpy()
         arrived[arrival.slot] = 1
-        slots = arrived.nonzero().flatten().tolist()
-        if len(slots) == self.needed(server.n):
+        if self.held(server) == self.needed(server.n):
+            slots = arrived.nonzero()[0].tolist()
             server.step(server.mean(slots))
             server.mix_buffers(slots, share=1.0)
-            arrived.zero_()
+            arrived[:] = 0
 
     def held(self, server: Server) -> int:
-        return int(server.remembered["arrived"].sum())
+        return int(server.remembered["arrived"].numpy().sum())
 
 
 class FastestK(Fastest):

@@ -174,29 +174,41 @@ class StaleSynchronous(Policy):
     s: NonNegativeInt | Literal["inf"] = 3
 
     def start(self, server: Server) -> State:
-        return {name: torch.zeros(server.n, dtype=torch.int64) for name in ("clocks", "waiting")}
+        counts = {name: torch.zeros(server.n, dtype=torch.int64) for name in ("clocks", "waiting")}
+        return {**counts, "slowest": torch.zeros(1, dtype=torch.int64)}  # the least clock of the living
 
     def may_start(self, server: Server, slot: int) -> bool:
-        clocks = server.remembered["clocks"].numpy()
-        return self.s == "inf" or clocks[slot] - clocks[server.alive].min(initial=clocks[slot]) <= self.s
+        if self.s == "inf":
+            return True
+        return bool(server.remembered["clocks"].numpy()[slot] - server.remembered["slowest"].numpy()[0] <= self.s)
 
     def pull(self, server: Server, slot: int) -> None:
         self._apply(server)
         server.pull(slot)
 
     def take(self, server: Server, arrival: Arrival) -> None:
-        server.remembered["clocks"][arrival.slot] = arrival.unit + 1
-        server.remembered["waiting"][arrival.slot] = 1
-        if self.may_start(server, arrival.slot):
+        slot, clocks = arrival.slot, server.remembered["clocks"].numpy()
+        clocks[slot] = arrival.unit + 1
+        server.remembered["waiting"].numpy()[slot] = 1
+        if arrival.unit == server.remembered["slowest"].numpy()[0]:
+            self._find_slowest(server)
+        if self.may_start(server, slot):
             self._apply(server)
 
-    def publish(self, server: Server) -> None:
-        self._apply(server)
+    def left(self, server: Server) -> None:
+        self._find_slowest(server)
+
+    def _find_slowest(self, server: Server) -> None:
+        if len(alive := server.alive):
+            server.remembered["slowest"][0] = int(server.remembered["clocks"].numpy()[alive].min())
+
+    def held(self, server: Server) -> int:
+        return int(server.remembered["waiting"].sum())
 
     def _apply(self, server: Server) -> None:
-        waiting = server.remembered["waiting"]
-        slots = waiting.numpy().nonzero()[0].tolist()
+        waiting = server.remembered["waiting"].numpy()
+        slots = waiting.nonzero()[0].tolist()
         if slots:
             server.step(server.mean(slots))
             server.mix_buffers(slots)
-            waiting.zero_()
+            waiting[:] = 0

@@ -95,7 +95,7 @@ class AsyncLocalSGD(Policy):
     W -= lr (g / n + c beta m), and at every n-th arrival m = beta m + (sum of the last n) / n first, and then
     W -= lr (g / n + (1 - c n + c) beta m): so momentum, too, acts once for n pseudo-gradients.
 
-    n: 0 stands for the number of workers at work.
+    n: None: as many as are at work.
     c: from 0 to 1/n, how much of the momentum acts in between.
     dylu: dynamic local updates: a worker that takes r times as long for a step as the fastest takes 1/r of the
         schedule's steps, at least one.
@@ -105,7 +105,7 @@ class AsyncLocalSGD(Policy):
 
     lr: NonNegative = 0.7
     beta: Decay = 0.9
-    n: NonNegativeInt = 0
+    n: PositiveInt | None = None
     c: NonNegative = 0.0
     dylu: bool = False
 
@@ -123,7 +123,7 @@ class AsyncLocalSGD(Policy):
         if not self.dylu:
             return None
         taken = server.step_seconds.numpy()
-        return max(1, int(scheduled * taken[server.alive].min() / taken[slot]))
+        return max(1, int(scheduled * taken[server.alive].min() / taken[slot] + 1e-9))
 
     def take(self, server: Server, arrival: Arrival) -> None:
         total, momentum, held = (server.remembered[name] for name in ("sum", "momentum", "held"))

@@ -32,7 +32,9 @@ class OwnModels(Policy):
 @policy("easgd")
 @dataclass(frozen=True)
 class ElasticAveraging(OwnModels):
-    """Every `period` steps of worker i: e = alpha (x_i - W), x_i -= e, W += e. Zhang et al. 2015.
+    """After every `period` steps of worker i: e = alpha (x_i - W), x_i -= e, W += e. Zhang et al. 2015.
+
+    One difference: the next gradient is of the x_i after that, where the paper takes it at the x_i before.
 
     alpha: from 0 to 1; None stands for the paper's 0.9 / workers.
     synchronous: all workers do so at once, from the same old W, and wait for each other; else each when it comes to it.
@@ -46,7 +48,7 @@ class ElasticAveraging(OwnModels):
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
 
     def may_start(self, server: Server, slot: int) -> bool:
-        return not server.remembered["arrived"][slot]
+        return not (self.synchronous and server.remembered["arrived"].numpy()[slot])
 
     def pull(self, server: Server, slot: int) -> None:
         server.stay(slot)
@@ -120,8 +122,14 @@ class Pairwise(OwnModels):
     locking = "pair"
     graph: str
 
+    def start(self, server: Server) -> State:
+        # those in the memory may be ahead, of work that has been computed and has not arrived
+        return {"buffers": server.memory.buffers.clone()}
+
     def pull(self, server: Server, slot: int) -> None:
         server.read[slot] = server.version
+        if server.has_buffers:
+            server.memory.buffers[slot] = server.remembered["buffers"][slot]
 
     def partner(self, server: Server, slot: int, unit: int) -> int | None:
         """The neighbour, drawn by (seed, slot, unit), with whom a worker averages; None where it has no living one."""
@@ -131,12 +139,15 @@ class Pairwise(OwnModels):
         return neighbours[int(numpy_generator(server.seed, "neighbour", slot, unit).integers(len(neighbours)))]
 
     def average(self, server: Server, arrival: Arrival) -> None:
-        other = self.partner(server, arrival.slot, arrival.unit)
+        slot, other = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
+        buffers = server.remembered["buffers"]
+        if server.has_buffers:
+            buffers[slot] = server.memory.buffers[slot]
         if other is not None:
-            mine, theirs = server.replicas[arrival.slot], server.replicas[other]
+            mine, theirs = server.models[slot], server.models[other]
             theirs.copy_(mine.add_(theirs).mul_(0.5))
-            pair = server.memory.buffers[[arrival.slot, other]]
-            server.memory.buffers[[arrival.slot, other]] = pair.mean(0, keepdim=True).expand_as(pair)
+            if server.has_buffers and server.buffers == "average":
+                buffers[[slot, other]] = buffers[[slot, other]].mean(0)
         server.moved()
 
     def publish(self, server: Server) -> None:
@@ -144,7 +155,8 @@ class Pairwise(OwnModels):
         if not slots:
             raise ExperimentError("policy: all workers have left (clock.departures), and with them their models")
         server.global_row.copy_(server.replicas[slots].mean(0))
-        server.mix_buffers(slots, share=1.0)
+        if server.has_buffers and server.buffers != "server":
+            server.memory.global_buffers.copy_(server.remembered["buffers"][slots].mean(0))
 
 
 @policy("ad_psgd")

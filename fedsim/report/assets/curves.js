@@ -1,5 +1,7 @@
 "use strict";
-/* Curves over rounds: of one run, or of a grid's combinations with bands over the seeds. */
+/* Curves over rounds, or other scales: of one run, or of a grid's combinations with bands over the seeds. */
+
+const LOG_FROM = 20; // times as far as the shortest line the longest goes, where the scale below is logarithmic
 
 /**
  * Exponential moving average: with weight w, the mean of what has come, the latest value counting 1 and one that is
@@ -39,14 +41,36 @@ function average(curves, studentT) {
   return { x, intervals: x.map((round) => meanInterval(byRound.get(round), studentT)) };
 }
 
-/** The series of one run: {key, name, colour, dash, x, y, raw}. */
-function runSeries(curves, metric, weight) {
+/**
+ * The same for curves that have their points at different x: as steps that hold their last value, at all x that any of
+ * them has, from the latest first one to the earliest last one.
+ */
+function averageHeld(curves, studentT) {
+  const known = curves
+    .map(({ x, y }) => x.map((at, index) => [at, y[index]]).filter(([at, value]) => at !== null && value !== null))
+    .filter((points) => points.length > 0);
+  const first = Math.max(...known.map((points) => points[0][0]));
+  const last = Math.min(...known.map((points) => points.at(-1)[0]));
+  const x = [...new Set(known.flat().map(([at]) => at))].filter((at) => at >= first && at <= last).sort((a, b) => a - b);
+  const places = known.map(() => 0);
+  const intervals = x.map((at) => {
+    known.forEach((points, index) => {
+      while (places[index] + 1 < points.length && points[places[index] + 1][0] <= at) places[index] += 1;
+    });
+    return meanInterval(known.map((points, index) => points[places[index]][1]), studentT);
+  });
+  return { x, intervals };
+}
+
+/** The series of one run: {key, name, colour, dash, x, y, raw}; `across` 0 are rounds, then come further scales. */
+function runSeries(curves, metric, weight, across) {
   return curves.metrics[metric].series.map(({ name, values }, index) => ({
     key: name,
     name,
     colour: seriesColour(index),
     dash: "solid",
-    x: roundNumbers(curves.rounds, values.length),
+    held: across > 0,
+    x: across > 0 ? curves.scales[across - 1].values : roundNumbers(curves.rounds, values.length),
     y: smooth(values, weight),
     raw: weight > 0 ? values : null,
   }));
@@ -57,7 +81,7 @@ function runSeries(curves, metric, weight) {
  * `filters` has, for each axis, the number of the value to show, or null for all; values of the axis `colourBy` differ
  * in colour, the combinations of all others in the dash of the line.
  */
-function gridSeries(data, metric, weight, colourBy, filters) {
+function gridSeries(data, metric, weight, across, colourBy, filters) {
   const dashes = new Map();
   const shown = data.combinations
     .map((place, index) => ({ place, index }))
@@ -67,18 +91,19 @@ function gridSeries(data, metric, weight, colourBy, filters) {
     const beside = [round, ...place.filter((_, at) => at !== colourBy)].join();
     if (!dashes.has(beside)) dashes.set(beside, DASHES[dashes.size % DASHES.length]);
     const curves = data.curves
-      .filter((curve) => curve.combination === index)
-      .map(({ rounds, values }) => ({
-        x: roundNumbers(rounds, values[metric].length),
+      .filter((curve) => curve.combination === index && (across === 0 || curve.scales[across - 1]))
+      .map(({ rounds, scales, values }) => ({
+        x: across > 0 ? scales[across - 1] : roundNumbers(rounds, values[metric].length),
         y: smooth(values[metric], weight),
       }));
-    const { x, intervals } = average(curves, data.student_t);
+    const { x, intervals } = (across > 0 ? averageHeld : average)(curves, data.student_t);
     const named = place.map((value, at) => data.axes[at].values[value]).filter((_, at) => filters[at] === null);
     return {
       key: index,
       name: named.join(" · ") || "all runs",
       colour: seriesColour(place[colourBy] ?? 0),
       dash: dashes.get(beside),
+      held: across > 0,
       x,
       y: intervals.map(({ mean }) => mean),
       low: intervals.map(({ mean, half }) => mean - (half ?? 0)),
@@ -92,16 +117,24 @@ function gridSeries(data, metric, weight, colourBy, filters) {
 function bandTrace(series, log, opacity) {
   const least = Math.min(...series.y.filter((value) => value > 0));
   const low = series.low.map((value) => (log && value <= 0 ? least / 10 : value));
+  const [x, above, below] = series.held ? [corners(series.x, 1), corners(series.high, 0), corners(low, 0)]
+    : [series.x, series.high, low];
   return {
     type: "scatter",
     mode: "lines",
-    x: [...series.x, ...series.x.toReversed()],
-    y: [...series.high, ...low.toReversed()],
+    x: [...x, ...x.toReversed()],
+    y: [...above, ...below.toReversed()],
     fill: "toself",
     fillcolor: faded(series.colour, opacity),
     line: { width: 0 },
     hoverinfo: "skip",
   };
+}
+
+/** The x (first 1), or the y (first 0), of all corners of a line of steps. */
+function corners(values, first) {
+  const doubled = values.flatMap((value) => [value, value]);
+  return first ? doubled.slice(1) : doubled.slice(0, -1);
 }
 
 function rawTrace(series) {
@@ -110,7 +143,7 @@ function rawTrace(series) {
     mode: "lines",
     x: series.x,
     y: series.raw,
-    line: { color: faded(series.colour, 0.3), width: 1 },
+    line: { color: faded(series.colour, 0.3), width: 1, shape: series.held ? "hv" : "linear" },
     hoverinfo: "skip",
   };
 }
@@ -123,7 +156,7 @@ function lineTrace(series) {
     name: plain(series.name),
     x: series.x,
     y: series.y,
-    line: { color: series.colour, width: 2, dash: series.dash },
+    line: { color: series.colour, width: 2, dash: series.dash, shape: series.held ? "hv" : "linear" },
     marker: { size: 5 },
     text: several ? series.seeds.map((n, i) => spread(series, i, n)) : undefined,
     hovertemplate: `%{y}${several ? "%{text}" : ""}`,
@@ -165,21 +198,31 @@ function legendEntry({ key, name, colour: stroke, dash }, hidden, changed) {
   return label;
 }
 
+/** The axis of a scale that is not rounds; logarithmic where lines are of very different length. */
+function scaleAxis(title, series) {
+  const ends = series.map(({ x }) => x.at(-1)).filter((end) => end > 0);
+  const log = ends.length > 0 && Math.max(...ends) >= LOG_FROM * Math.min(...ends);
+  return axis(title, { type: log ? "log" : "linear", unifiedhovertitle: { text: `${plain(title)} %{x:.4~g}` } });
+}
+
 /**
- * The section of curves. `metrics` are [{label, unit}, ...]; `seriesOf(metric, weight)` gives what there is to draw.
- * Returns a function that draws anew.
+ * The section of curves. `metrics` are [{label, unit}, ...] and `scales` [{label}, ...], against which curves can be drawn
+ * beside rounds; `seriesOf(metric, weight, across)` gives what there is to draw. Returns a function that draws anew.
  */
-function curvesSection(metrics, seriesOf) {
+function curvesSection(metrics, scales, seriesOf) {
   const metric = element("curves-metric");
+  const against = element("curves-across"); // not there where there is only one scale
   const smoothing = element("curves-smoothing");
   const log = element("curves-log");
   const bands = element("curves-bands"); // not there for a single run
   const hidden = new Set();
   metric.replaceChildren(...metrics.map(({ label }, index) => new Option(label, index)));
+  against?.replaceChildren(...["rounds", ...scales.map(({ label }) => label)].map((name, index) => new Option(name, index)));
 
   function redraw() {
     const { label, unit } = metrics[metric.value];
-    const series = seriesOf(Number(metric.value), Number(smoothing.value));
+    const across = Number(against?.value ?? 0);
+    const series = seriesOf(Number(metric.value), Number(smoothing.value), across);
     const visible = series.filter(({ key }) => !hidden.has(key));
     const banded = bands?.checked ? visible.filter(({ seeds }) => seeds.some((n) => n > 1)) : [];
     const opacity = banded.length > 5 ? 0.1 : 0.18; // where many lie over each other, each shows less
@@ -193,19 +236,19 @@ function curvesSection(metrics, seriesOf) {
     draw(element("curves-chart"), traces, {
       height: 420,
       hovermode: visible.length > 12 ? "closest" : "x unified",
-      uirevision: `${metric.value} ${log.checked}`, // what was zoomed into stays while the metric does
-      xaxis: roundAxis(series[0]?.x ?? []),
+      uirevision: `${metric.value} ${across} ${log.checked}`, // what was zoomed into stays while the metric does
+      xaxis: across > 0 ? scaleAxis(scales[across - 1].label, visible) : roundAxis(series[0]?.x ?? []),
       yaxis: valueAxis(label, unit, { type: log.checked ? "log" : "linear" }),
     });
   }
 
-  for (const control of [metric, smoothing, log, bands]) control?.addEventListener("input", redraw);
+  for (const control of [metric, against, smoothing, log, bands]) control?.addEventListener("input", redraw);
   element("curves-all").addEventListener("click", () => {
     hidden.clear();
     redraw();
   });
   element("curves-none").addEventListener("click", () => {
-    seriesOf(Number(metric.value), 0).forEach(({ key }) => hidden.add(key));
+    seriesOf(Number(metric.value), 0, 0).forEach(({ key }) => hidden.add(key));
     redraw();
   });
   keepDrawn(redraw);
@@ -213,7 +256,7 @@ function curvesSection(metrics, seriesOf) {
 }
 
 function runCurvesSection(curves) {
-  curvesSection(curves.metrics, (metric, weight) => runSeries(curves, metric, weight));
+  curvesSection(curves.metrics, curves.scales, (metric, weight, across) => runSeries(curves, metric, weight, across));
 }
 
 function gridCurvesSection(data) {
@@ -233,8 +276,8 @@ function gridCurvesSection(data) {
     });
   }
 
-  const redraw = curvesSection(data.metrics, (metric, weight) =>
-    gridSeries(data, metric, weight, Number(colourBy?.value ?? 0), chosen()),
+  const redraw = curvesSection(data.metrics, data.scales, (metric, weight, across) =>
+    gridSeries(data, metric, weight, across, Number(colourBy?.value ?? 0), chosen()),
   );
   for (const control of filters) control.addEventListener("input", redraw);
   if (!colourBy) return;

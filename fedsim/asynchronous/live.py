@@ -1,0 +1,109 @@
+"""Lock-free racing: all modules' parameters are the shared row itself, which is read and written as it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import torch
+
+from fedsim.asynchronous.policy import Arrival
+from fedsim.asynchronous.racer import Leg, Racer
+from fedsim.asynchronous.server import Server
+from fedsim.asynchronous.track import BEGUN, Track
+from fedsim.devices import synchronize, wide_dtype
+from fedsim.engines.barrier import HOLDING, NOTHING, PEN
+from fedsim.engines.crew import Seat
+from fedsim.engines.module import RowModule
+from fedsim.engines.station import Station
+from fedsim.randomness import global_states, seed_everything
+from fedsim.training import Objective
+
+
+class LiveRacer(Racer):
+    """Workers who compute gradients of the global row as it is, and let the policy step it, without any lock.
+
+    Each has a module whose parameters are views of the global row, and gradients views of its own row. It goes through
+    its round as it would alone; the policy's `pull` and `may_start` are not asked.
+    """
+
+    def __init__(self, seat: Seat, station: Station, server: Server, track: Track, slots: Sequence[int]) -> None:
+        super().__init__(seat, station, server, track, slots)
+        self._begun = track.column(BEGUN)
+        self._modules = {slot: RowModule(station.task.new_module) for slot in slots}
+        self._objective = Objective(station.task.precision)
+        self._pulls_buffers = server.has_buffers and server.buffers != "local"
+
+    def _go(self, run: int, round: int, leg: Leg) -> None:
+        with self._station.in_precision():
+            active = [self._steps(slot, round, leg) for slot in self._slots]
+            while active:
+                active = [steps for steps in active if next(steps, None) is not None]
+            synchronize(self._station.task.device)
+
+    def _steps(self, slot: int, round: int, leg: Leg) -> Iterator[int]:
+        """A worker's round, step by step; gives the number of each."""
+        server, memory, feed, worker = self._server, self._station.memory, self._station.feed, slot
+        server.begin(slot, worker)
+        if self._pulls_buffers:
+            memory.buffers[slot] = memory.global_buffers
+        module = self._modules[slot]
+        module.take(memory.global_row, server.rows[slot], memory.buffers[slot])
+        module.module.train()
+        step_of = self._stepper(slot, round, module, leg)
+        device = self._station.task.device
+        loss_sum, samples = torch.zeros((), dtype=wide_dtype(device), device=device), 0
+        for step, (inputs, targets) in enumerate(islice(feed.batches(worker, round), feed.steps(worker, round))):
+            with self._seat.working_on(worker, round):
+                loss_sum.add_(step_of(step, inputs, targets), alpha=len(targets))
+            samples += len(targets)
+            yield step
+        module.give(memory.buffers[slot])
+        server.end(slot, worker)
+        leg.journal.samples[worker] += samples
+        leg.journal.loss_sum += loss_sum.item()
+
+    def _stepper(self, slot: int, round: int, module: RowModule, leg: Leg) -> Callable[..., torch.Tensor]:
+        """What takes one step of a worker; gives its loss."""
+        server, policy, track, seat, task = self._server, self._policy, self._track, self._seat, self._station.task
+        ended, begun, memory, journal, measures = self._ended, self._begun, server.memory, leg.journal, leg.measures
+        gradient, objective, model, device = server.rows[slot], self._objective, module.module, task.device
+        pulls_buffers = self._pulls_buffers
+        gives_buffers = server.has_buffers and server.buffers != "server"
+        draws = True
+
+        def step_of(step: int, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            nonlocal draws
+            seat.beat()
+            unit = int(server.units[slot])
+            server.units[slot] += 1
+            if pulls_buffers:
+                memory.buffers[slot] = memory.global_buffers
+                module.layout.write_buffers(memory.buffers[slot], model)
+            if draws:  # which the first step of a round finds out
+                seed_everything(device, task.seed, "layers", round, slot, step)
+                before = global_states(device) if step == 0 else None
+            gradient.zero_()
+            written = ended.tolist()
+            loss = objective(model, inputs, targets)
+            loss.backward()
+            measures.overlapped += any(map(int.__gt__, begun.tolist(), written))
+            if step == 0:
+                draws = global_states(device) != before
+            if gives_buffers:
+                module.layout.read_buffers(model, out=memory.buffers[slot])
+            staleness = sum(ended.tolist()) - sum(written)
+            up, down = policy.traffic(unit)
+            journal.up += up
+            journal.down += down
+            journal.staleness[staleness] += 1
+            begun[slot] += 1
+            seat.board.write(seat.index, HOLDING, PEN)
+            policy.take(server, Arrival(slot, slot, unit, staleness))
+            track.add(slot)
+            seat.board.write(seat.index, HOLDING, NOTHING)
+            ended[slot] += 1
+            measures.updates += 1
+            return loss.detach()
+
+        return step_of

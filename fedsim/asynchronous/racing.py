@@ -1,0 +1,228 @@
+"""A race: processes that train on shared tensors at the same time, told in rounds, and run several times.
+
+A race is never the same twice. So there are several runs of it, which take turns: each round is raced by all of them,
+one after another, each from where it stood itself, and its record tells of all.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch import Tensor
+
+from fedsim.asynchronous.desk import Journal
+from fedsim.asynchronous.live import LiveRacer
+from fedsim.asynchronous.policy import Policy
+from fedsim.asynchronous.racelog import to_csv
+from fedsim.asynchronous.racer import Leg, LockedRacer, Racer
+from fedsim.asynchronous.server import Server
+from fedsim.asynchronous.sparse import tables_of
+from fedsim.asynchronous.track import Measures, Track
+from fedsim.devices import synchronize
+from fedsim.engines.crew import Seat
+from fedsim.engines.job import Memory
+from fedsim.engines.spawn import SpawnEngine
+from fedsim.engines.station import Station, deal
+from fedsim.errors import ExperimentError
+from fedsim.intervals import estimate
+from fedsim.preparation import Setting
+from fedsim.records import AsyncRecord, RaceRecord, RoundRecord
+from fedsim.stopwatch import Stopwatch
+
+KeepLog = Callable[[bytes], object]
+
+
+@dataclass
+class Heat:
+    """What a round of one run came to.
+
+    Attributes:
+        journal, measures: of all its processes.
+        entries: of the log.
+        lost: how many updates have been overwritten, as far as the canary tells.
+        updates, trips: of the global row, and pieces of work taken, since the start.
+        held: pieces of work that wait for an update.
+        test: loss, accuracy, and the attacker's success.
+    """
+
+    journal: Journal = field(default_factory=Journal)
+    measures: Measures = field(default_factory=Measures)
+    entries: list[np.ndarray] = field(default_factory=list)
+    lost: float = 0.0
+    updates: int = 0
+    trips: int = 0
+    held: int = 0
+    test: tuple[float, float, float | None] = (0.0, 0.0, None)
+
+    def add(self, leg: Leg) -> None:
+        """Add what one process has done."""
+        self.journal.add(leg.journal)
+        self.measures.add(leg.measures)
+        self.entries.append(leg.entries)
+
+    @property
+    def train_loss(self) -> float:
+        return self.journal.loss_sum / max(1, self.samples)
+
+    @property
+    def samples(self) -> int:
+        return sum(self.journal.samples.values())
+
+
+class Course:
+    """Several runs of one race on one set of shared tensors, which hold the state of one of them at a time."""
+
+    def __init__(self, setting: Setting, engine: SpawnEngine) -> None:
+        experiment = setting.experiment
+        self._engine, self._memory, self._policy = engine, engine.memory, experiment.policy.bind()
+        solver = experiment.local.bind()
+        self._server = Server.of(self._policy, solver, setting.task, engine.memory)
+        if self._policy.locking == "nothing":
+            self._server = replace(self._server, tables=tables_of(setting.task.new_module(), solver))
+        self._server.share()
+        self._track = Track.of(self._server.n)
+        engine.call(_come_to_start, self._server, self._track)
+        self._runs = experiment.race.runs
+        several = self._runs > 1
+        self._states = [[tensor.clone() for tensor in self._tensors()] for _ in range(self._runs)] if several else []
+        self._present = 0  # the run whose state the tensors hold
+        self._taken = [0] * self._runs
+
+    def heat(self, run: int, round: int, stopwatch: Stopwatch) -> Heat:
+        """Race one round of one run."""
+        self.turn_to(run)
+        server, heat = self._server, Heat()
+        self._track.clear()
+        with stopwatch("train"):
+            for leg in self._engine.call(_race, run, round):
+                heat.add(leg)
+        if not heat.measures.updates:
+            raise ExperimentError(f"policy: in round {round} of the race nobody is at work and nobody may begin")
+        server.come_back()
+        self._taken[run] += heat.measures.updates
+        if self._policy.locking != "server":  # who counts without a lock miscounts
+            server.version = self._taken[run]
+        with stopwatch("aggregate"):
+            self._policy.publish(server)
+            synchronize(self._memory.global_row.device)
+        if not bool(self._memory.global_row.isfinite().all()):
+            raise ExperimentError(f"round {round}: the global row is no longer finite; a smaller local.lr may help")
+        with stopwatch("test"):
+            heat.test = self._engine.test()
+        heat.lost, heat.held = self._track.lost(), self._policy.held(server)
+        heat.updates, heat.trips = server.version, self._taken[run]
+        return heat
+
+    def turn_to(self, run: int) -> None:
+        """Put the state of another run into the shared tensors, where that of the present one is kept."""
+        if run == self._present:
+            return
+        for kept, other, tensor in zip(self._states[self._present], self._states[run], self._tensors(), strict=True):
+            kept.copy_(tensor)
+            tensor.copy_(other)
+        synchronize(self._memory.global_row.device)
+        self._present = run
+
+    def _tensors(self) -> Iterator[Tensor]:
+        memory: Memory = self._memory
+        yield from (memory.global_row, memory.rows, memory.global_buffers, memory.buffers, memory.own_buffers)
+        yield from (tensor for state in memory.states.values() for tensor in state.values())
+        yield from self._server.tensors
+
+
+def simulate_race(setting: Setting, engine: SpawnEngine, keep_log: KeepLog | None = None) -> Iterator[RoundRecord]:
+    """The history of a race, on an engine that has begun; at its end the engine's memory is that of the first run.
+
+    keep_log: is given the log as a file, at the end, where the policy locks the server.
+    """
+    experiment, stopwatch = setting.experiment, Stopwatch()
+    course, log = Course(setting, engine), list[tuple[int, int, np.ndarray]]()
+    logs = keep_log is not None and experiment.policy.bind().locking == "server"
+    for round in range(1, experiment.rounds + 1):
+        stopwatch.seconds = dict.fromkeys(stopwatch.seconds, 0.0)
+        heats = [course.heat(run, round, stopwatch) for run in range(experiment.race.runs)]
+        if logs:
+            log.extend((run, round, np.concatenate(heat.entries)) for run, heat in enumerate(heats, 1))
+        yield record_of(round, heats, dict(stopwatch.seconds), setting.row_bytes + setting.buffer_bytes)
+    course.turn_to(0)
+    if logs:
+        assert keep_log is not None
+        keep_log(to_csv(experiment.resolved(), log))
+
+
+def caveat(runs: int) -> str:
+    """What has to be said before any number of a race."""
+    if runs == 1:
+        return "a race is not repeatable, and one run of it (race.runs) tells no spread"
+    return f"a race is not repeatable: it is run {runs} times, numbers are means, and the model kept is the first run's"
+
+
+def record_of(round: int, heats: Sequence[Heat], seconds: dict[str, float], model_bytes: int) -> RoundRecord:
+    """The record of a round: means over the runs, and of what is no mean, such as who did how much, the first run's."""
+    first, journal = heats[0], heats[0].journal
+    losses, accuracies, successes = zip(*(heat.test for heat in heats), strict=True)
+    cohort = sorted(journal.samples)
+    return RoundRecord(
+        round=round,
+        test_loss=statistics.fmean(losses),
+        test_accuracy=statistics.fmean(accuracies),
+        train_loss=statistics.fmean(heat.train_loss for heat in heats),
+        seconds=seconds,
+        cohort=cohort,
+        coefficients=None,
+        excluded=[],
+        attack_success=None if None in successes else statistics.fmean(successes),
+        bytes_up=journal.up * model_bytes,
+        bytes_down=journal.down * model_bytes,
+        samples=[journal.samples[worker] for worker in cohort],
+        virtual_seconds=None,
+        asynchronous=AsyncRecord(
+            updates=first.updates,
+            trips=first.trips,
+            staleness={str(tau): count for tau, count in sorted(journal.staleness.items())},
+            held=first.held,
+            wasted=journal.wasted,
+        ),
+        race=_measured(heats),
+    )
+
+
+def _measured(heats: Sequence[Heat]) -> RaceRecord:
+    measures, total = [heat.measures for heat in heats], Measures()
+    for each in measures:
+        total.add(each)
+    accuracies, lost = [heat.test[1] for heat in heats], sum(heat.lost for heat in heats)
+    spread = estimate(accuracies)
+    return RaceRecord(
+        runs=len(heats),
+        test_accuracies=accuracies,
+        test_accuracy_half_width=spread.half_width if spread and len(heats) > 1 else None,
+        test_losses=[heat.test[0] for heat in heats],
+        train_losses=[heat.train_loss for heat in heats],
+        samples_per_second=[heat.samples / each.seconds for heat, each in zip(heats, measures, strict=True)],
+        updates=total.updates,
+        updates_lost=lost,
+        lost_fraction=lost / total.updates,
+        torn_reads=total.overlapped / total.updates,
+        locks_taken=total.locks_taken,
+        lock_contention=total.locks_waited / total.locks_taken if total.locks_taken else 0.0,
+        lock_seconds=total.lock_seconds,
+        held_back=total.held_back,
+    )
+
+
+def _come_to_start(seat: Seat, station: Station, server: Server, track: Track) -> None:
+    """In each process: get ready to race."""
+    server.settle(station.memory)
+    policy: Policy = server.policy
+    kind: type[Racer] = LiveRacer if policy.locking == "nothing" else LockedRacer
+    steps = [station.feed.steps(worker, 1) for worker in range(server.n)]
+    seat.belongings["racer"] = kind(seat, station, server, track, deal(steps, seat.count)[seat.index])
+
+
+def _race(seat: Seat, station: Station, run: int, round: int) -> Leg:
+    racer: Racer = seat.belongings["racer"]
+    return racer.race(run, round)

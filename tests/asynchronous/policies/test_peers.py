@@ -1,0 +1,227 @@
+"""Policies whose workers have models of their own, held to loops written here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedsim.asynchronous.policies.peers import GRAPHS, complete, exponential, ring
+from fedsim.engines.feed import Member
+from fedsim.errors import ExperimentError
+from fedsim.local import SGD
+from fedsim.randomness import numpy_generator
+from tests.asynchronous.driving import delays_of, driven, made_up, nothing, policy_of
+
+LR = 0.1
+START = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+
+def same(found, expected):
+    return torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def nth(worker, step):
+    return Member(worker, worker, step // 3 + 1, None, step % 3)
+
+
+def scattered(run):
+    """Workers' models that differ, from which to begin."""
+    models = torch.arange(run.server.n * 3, dtype=torch.float64).reshape(-1, 3).sin()
+    run.server.replicas.copy_(models)
+    return models.clone()
+
+
+# Elastic averaging
+
+
+@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("alpha", [None, 0.3])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_synchronous_elastic_averaging_is_a_loop(period, alpha, momentum):
+    """Elastic differences are of old values: all of them from one centre, which moves by their sum."""
+    n, solver = 3, SGD(lr=LR, momentum=momentum, nesterov=momentum > 0)
+    chosen = policy_of("easgd", alpha=alpha, period=period, synchronous=True)
+    run = driven(chosen, delays_of([1.0, 2.0, 2.0], "lognormal"), solver=solver).go(12 * n)
+    models, centre, velocity = [START] * n, START, [torch.zeros(3).double()] * n
+    for step in range(12):
+        for worker in range(n):
+            gradient = made_up(models[worker], nth(worker, step))
+            velocity[worker] = momentum * velocity[worker] + gradient
+            direction = gradient + momentum * velocity[worker] if momentum else gradient
+            models[worker] = models[worker] - LR * direction
+        if (step + 1) % period == 0:
+            elastic = [(0.9 / n if alpha is None else alpha) * (model - centre) for model in models]
+            models = [model - e for model, e in zip(models, elastic, strict=True)]
+            centre = centre + sum(elastic)
+    assert run.server.version == 12 // period
+    assert same(run.row, centre)
+    assert same(run.server.replicas, torch.stack(models))
+
+
+def test_asynchronous_elastic_averaging_is_a_loop():
+    speeds = [1.0, 1.618, 2.718]
+    run = driven(policy_of("easgd", alpha=0.4, period=2), delays_of(speeds)).go(40)
+    models, centre, steps, at = [START] * 3, START, [0] * 3, list(speeds)
+    for _ in range(40):
+        worker = at.index(min(at))
+        models[worker] = models[worker] - LR * made_up(models[worker], nth(worker, steps[worker]))
+        steps[worker] += 1
+        if steps[worker] % 2 == 0:
+            elastic = 0.4 * (models[worker] - centre)
+            models[worker], centre = models[worker] - elastic, centre + elastic
+        at[worker] += speeds[worker]
+    assert same(run.row, centre)
+    assert same(run.server.replicas, torch.stack(models))
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("name", ["easgd", "eamsgd"])
+def test_without_gradients_the_sum_of_workers_and_centre_stays(name, synchronous):
+    chosen = policy_of(name, alpha=0.2, period=1, synchronous=synchronous)
+    solver = SGD(lr=LR, momentum=0.9, nesterov=True)
+    run = driven(chosen, delays_of([1.0, 1.3, 2.7, 3.0], "lognormal"), train=nothing, solver=solver)
+    total = scattered(run).sum(0) + run.row
+    spread = run.server.replicas.std(0).sum()
+    for _ in range(60):
+        run.clock.advance()
+        assert same(run.server.replicas.sum(0) + run.row, total)
+    assert run.server.replicas.std(0).sum() < 0.2 * spread
+
+
+def test_only_exchanges_are_versions_and_cost_traffic():
+    run = driven(policy_of("easgd", period=4), delays_of([1.0, 1.1])).go(17)
+    assert run.server.version == run.clock.journal.up == sum((arrival.unit + 1) % 4 == 0 for arrival in run.arrivals)
+    # worker 0 exchanges at 4 and 8, worker 1 at 4.4 and 8.8: but for the first, each one after one of the other's
+    assert run.clock.journal.staleness == {0: 1, 1: 3}
+
+
+def test_the_synchronous_form_waits_for_nobody_who_has_left():
+    """It leaves at 7 while both others wait, who meet without it then."""
+    run = driven(
+        policy_of("easgd", period=1, synchronous=True, alpha=0.5),
+        delays_of([1.0, 2.0, 100.0]),
+        departures={2: 7.0},
+        train=nothing,
+    )
+    run.server.replicas[:] = torch.tensor([1.0, 3.0, 9.0]).view(3, 1)
+    run.server.global_row.zero_()
+    run.go(2)
+    assert run.server.version == 0
+    run.go(1)
+    assert run.clock.now == 8
+    assert run.server.version == 1
+    assert run.row.tolist() == [2.0] * 3  # half of 1 and half of 3
+    assert run.server.replicas[:, 0].tolist() == [0.5, 1.5, 9.0]
+    run.go(20)
+    assert run.server.version > 9
+
+
+# Pairs
+
+
+def test_graphs_by_hand():
+    assert ring(0, 5) == [1, 4]
+    assert ring(0, 2) == [1]
+    assert ring(0, 1) == complete(0, 1) == exponential(0, 1) == []
+    assert complete(1, 4) == [0, 2, 3]
+    assert exponential(0, 8) == [1, 2, 4, 6, 7]
+    assert exponential(3, 6) == [1, 2, 4, 5]  # 3 +- 1, 2 and 4
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 16])
+def test_neighbours_are_neighbours_of_each_other(graph, n):
+    for slot in range(n):
+        neighbours = GRAPHS[graph](slot, n)
+        assert slot not in neighbours
+        assert len(set(neighbours)) == len(neighbours)
+        assert all(slot in GRAPHS[graph](other, n) for other in neighbours)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("name", ["gossip", "ad_psgd"])
+def test_pairs_are_a_loop(name, graph):
+    """The gradient is of the model at the start, and steps what the model has become meanwhile."""
+    speeds = [1.0, 1.618, 2.718, 3.1416]
+    run = driven(policy_of(name, graph=graph), delays_of(speeds), seed=4).go(50)
+    models, began, steps, at = [START] * 4, [START] * 4, [0] * 4, list(speeds)
+    for _ in range(50):
+        mine = at.index(min(at))
+        gradient = made_up(began[mine], nth(mine, steps[mine]))
+        neighbours = GRAPHS[graph](mine, 4)
+        theirs = neighbours[int(numpy_generator(4, "neighbour", mine, steps[mine]).integers(len(neighbours)))]
+        if name == "gossip":
+            models[mine] = models[mine] - LR * gradient
+        models[mine] = models[theirs] = (models[mine] + models[theirs]) / 2
+        if name == "ad_psgd":
+            models[mine] = models[mine] - LR * gradient
+        steps[mine] += 1
+        began[mine] = models[mine]
+        at[mine] += speeds[mine]
+    assert same(run.server.replicas, torch.stack(models))
+    run.server.policy.publish(run.server)
+    assert same(run.row, torch.stack(models).mean(0))
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("name", ["gossip", "ad_psgd"])
+def test_without_gradients_pairs_keep_the_mean_and_come_to_agree(name, graph):
+    run = driven(policy_of(name, graph=graph), delays_of([1.0] * 6, "lognormal"), train=nothing)
+    mean = scattered(run).mean(0)
+    for _ in range(300):
+        run.clock.advance()
+        assert same(run.server.replicas.mean(0), mean)
+    assert run.server.replicas.std(0).max() < 1e-3
+    run.server.policy.publish(run.server)
+    assert same(run.row, mean)
+
+
+def test_nobody_averages_with_who_has_left():
+    """On a ring of 3 of whom one leaves at once, the others are a pair; the mean that is tested is theirs."""
+    run = driven(policy_of("gossip"), delays_of([1.0, 1.3, 5.0]), departures={2: 0.0}, train=nothing)
+    run.server.replicas[:] = torch.tensor([1.0, 3.0, 100.0]).view(3, 1)
+    run.go(10)
+    assert run.server.replicas[:, 0].tolist() == [2.0, 2.0, 100.0]
+    run.server.policy.publish(run.server)
+    assert run.row.tolist() == [2.0] * 3
+
+
+def test_who_is_alone_steps_alone_and_nobody_is_an_error():
+    run = driven(policy_of("gossip"), delays_of([1.0]), departures={0: 2.5}).go(2)
+    model = START
+    for step in range(2):
+        model = model - LR * made_up(model, nth(0, step))
+    assert same(run.server.replicas[0], model)
+    with pytest.raises(ExperimentError, match="nobody is at work"):
+        run.go(1)
+    with pytest.raises(ExperimentError, match="all workers have left .clock.departures., and with them their models"):
+        run.server.policy.publish(run.server)
+
+
+@pytest.mark.parametrize("buffers", ["average", "local", "server"])
+def test_buffers_of_pairs(buffers):
+    """Training adds the worker's number, plus 1, to its buffer; two workers of 2 and 3 s that are each other's."""
+    run = driven(policy_of("gossip", graph="complete"), delays_of([2.0, 3.0]), buffers=buffers, global_buffers=[10.0])
+    run.go(3)  # at 2, 3 and 4: by worker 0, 1 and 0
+    run.server.policy.publish(run.server)
+    expected = {
+        # 11 and 10 make 10.5; 12, which began at 10, and 10.5 make 11.25; 11.5, which began at 10.5, and 11.25 this:
+        "average": 11.375,
+        "local": (12 + 12) / 2,
+        "server": 10.0,
+    }
+    assert run.server.memory.global_buffers.tolist() == [expected[buffers]]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("easgd", {"alpha": 1.5}, "alpha = 1.5: must be less than or equal to 1"),
+        ("easgd", {"period": 0}, "period = 0: must be greater than 0"),
+        ("gossip", {"graph": "star"}, 'graph = "star": must be "ring", "complete" or "exponential"'),
+        ("ad_psgd", {"graph": "star"}, 'graph = "star": must be "ring", "complete" or "exponential"'),
+    ],
+)
+def test_impossible_settings_are_refused(name, params, message):
+    with pytest.raises(ExperimentError, match=message):
+        policy_of(name, **params)

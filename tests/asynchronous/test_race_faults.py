@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+import fedsim
+
+PLUGS = "tests.asynchronous.racing_plugs"
+KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \(exit code -9\)"
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (
+            {"policy": f"{PLUGS}:FailingLocked"},
+            KILLED + " while it held a lock: what that protects may be half written",
+        ),
+        (
+            {"policy": f"{PLUGS}:FailingHogwild"},
+            KILLED + " in the middle of a write to the shared model, which may be half written",
+        ),
+        (
+            {"policy": "hogwild", "model": {"name": "tests.plugs:Fails", "how": "kill"}},
+            r"process [01], working on worker [01] in round 1, was killed by SIGKILL \(exit code -9\)",
+        ),
+        (
+            {"policy": {"name": f"{PLUGS}:FailingLocked", "how": "stop"}, "timeout": 1.0},
+            r"process [01] has given no sign of life for 1 s \(worker 1 in round 1\); a step that takes .*",
+        ),
+    ],
+    ids=["with the lock", "in a write", "in a step", "stopped with the lock"],
+)
+def test_a_worker_that_fails_ends_the_run_with_a_line_and_never_hangs(tables, message):
+    changes = {"mode": "race", "workers": 2, "rounds": 3, "model": "logistic", "data": "tests.plugs:tiny"}
+    started: list[float] = []
+    with pytest.raises(fedsim.WorkerError) as caught:
+        fedsim.run({**changes, **tables}, on_start=lambda setting: started.append(time.monotonic()))
+    assert time.monotonic() - started[0] < 10
+    assert re.fullmatch(message, str(caught.value)), str(caught.value)

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.asynchronous.racelog import FILE
+
+POLICIES = {
+    "locked": {},
+    "asgd": {},
+    "dc_asgd": {},
+    "fedasync": {},
+    "asgd that fetches and pushes now and then": {"name": "asgd", "n_fetch": 2, "n_push": 3},
+    "ssp": {"s": 1},
+    "k_sync": {"k": 2},
+    "easgd": {"synchronous": True, "period": 2},
+    "async_local_sgd": {"dylu": True},
+}
+TABLES = {
+    "workers": 3,
+    "rounds": 2,
+    "model": "tests.plugs:Normalised",
+    "data": "tests.plugs:tiny",
+    "partition": "tests.plugs:uneven",
+    "local": {"batch_size": 6, "lr": 0.05, "momentum": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def workshop():
+    """Three processes, kept from test to test."""
+    with fedsim.Workshop() as workshop:
+        yield workshop
+
+
+def race(workshop, out, policy):
+    return fedsim.run({**TABLES, "mode": "race", "policy": policy, "race": {"runs": 2}}, out, workshop=workshop)
+
+
+def again(log, **changes):
+    """The race on the clock, in one process."""
+    tables = {**TABLES, "mode": "clock", "policy": "asgd", "engine": "serial", "clock": {"log": str(log)}}
+    return fedsim.run({**tables, **changes})
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_clock_does_a_race_again_bit_for_bit(workshop, tmp_path, name):
+    policy = {"name": name, **POLICIES[name]}
+    raced = race(workshop, tmp_path / "run", policy)
+    replayed = again(tmp_path / "run", policy=policy)
+    assert torch.equal(raced.global_row, replayed.global_row)
+    for there, here in zip(raced.history, replayed.history, strict=True):
+        assert here["asynchronous"] == there["asynchronous"]
+        assert here["test_accuracy"] == there["race"]["test_accuracies"][0]
+        assert (here["samples"], here["bytes_up"]) == (there["samples"], there["bytes_up"])
+        assert here["virtual_seconds"] is None
+
+
+@pytest.fixture(scope="module")
+def logged(workshop, tmp_path_factory):
+    """The run folder of a race of asgd."""
+    folder = tmp_path_factory.mktemp("races") / "run"
+    race(workshop, folder, "asgd")
+    return folder
+
+
+def test_a_part_of_a_race_can_be_done_again_too_from_the_file_alone(workshop, logged):
+    assert len(again(logged / FILE, rounds=1).history) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"rounds": 3}, "has 2 rounds, not 3"),
+        ({"policy": "dc_asgd"}, "is of a race with policy.adaptive = left out, and here it is false"),
+        ({"local": {**TABLES["local"], "lr": 0.1}}, "is of a race with local.lr = 0.05, and here it is 0.1"),
+        ({"workers": 2}, "is of a race with workers = 3, and here it is 2"),
+    ],
+)
+def test_a_log_of_another_race_is_refused_in_a_line(workshop, logged, changes, line):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        again(logged, **changes)
+    assert caught.value.lines == (f'clock.log = "{logged}": {line}',)
+
+
+def altered(logged, tmp_path, change):
+    path = tmp_path / "altered.csv"
+    path.write_text(change((logged / FILE).read_text()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda text: text[2:], "must be the race.csv of a race whose policy locks the server"),
+        (lambda text: text + "1,2,3\n", "must be the race.csv of a race whose policy locks the server"),
+        (lambda text: text + "1,2,0,7,0,9999,10000,0,0\n", "does not fit: at event 9999 there is no worker 7"),
+        (
+            lambda text: re.sub(r"(\n1,1,0,\d,0,\d+,\d+),(\d+),", r"\1,33,", text, count=1),
+            r"does not fit: at event \d+ worker \d reads version 33, and here it is \d+",
+        ),
+        (
+            lambda text: re.sub(r"(\n1,1,0,\d,0,\d+,\d+,\d+),(\d+)", r"\1,33", text, count=1),
+            r"does not fit: at event \d+ the work of worker \d finds version 33, and here it is \d+",
+        ),
+    ],
+)
+def test_a_log_that_does_not_fit_is_refused_in_a_line(workshop, logged, tmp_path, change, line):
+    path = altered(logged, tmp_path, change)
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        again(path)
+    (found,) = caught.value.lines
+    assert re.fullmatch(f'clock.log = "{path}": {line}', found), found
+
+
+def test_a_log_that_is_not_there_is_told_in_a_line(tmp_path):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        again(tmp_path / "nothing.csv")
+    assert caught.value.lines == (
+        f'clock.log = "{tmp_path / "nothing.csv"}": cannot be read: No such file or directory',
+    )
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        *(
+            (
+                {"policy": name},
+                f'clock.log = "x": policy.name = "{name}" leaves no log, which takes a lock of the server',
+            )
+            for name in ("hogwild", "gossip", "sync")
+        ),
+        ({"clock": {"log": "x", "base": 2.0}}, "clock.base: with clock.log nothing takes any time; leave it out"),
+    ],
+)
+def test_what_does_not_go_with_a_log_is_told_in_a_line(tables, line):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.Experiment(**{"mode": "clock", "policy": "asgd", "clock": {"log": "x"}, **tables})
+    assert caught.value.lines == (line,)
