@@ -237,11 +237,9 @@ class Ranks:
         """Call a collective, and wait for it as long as the others give signs of life."""
         with self._translated():
             work = collective(wire, *arguments, group=self._group, async_op=True, **options)
-            if wire.device.type != "cpu":  # the device waits, not this process
-                work.wait()
-                return
+            done = self._done if wire.device.type == "cpu" else self._done_on_device
             with self._vigil.waiting() as silences:
-                while not self._done(work):
+                while not done(work):
                     silent = silences.look()
                     if silent:
                         raise WorkerError(silent)
@@ -254,6 +252,16 @@ class Ranks:
             if not work.is_completed():
                 return False
             work.wait()  # which raises what it has failed of, if it has
+        return True
+
+    def _done_on_device(self, work: Any) -> bool:
+        """The same for work that a device does; to wait for that by itself would be without end."""
+        deadline = time.monotonic() + self._vigil.interval
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0)
+        work.wait()
         return True
 
     @contextlib.contextmanager

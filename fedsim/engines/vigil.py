@@ -20,7 +20,7 @@ PATIENCE = 3.0  # seconds to find out who is gone, when somebody is
 AT_ONCE = 0.5  # seconds within which that shows of processes of this host
 GRACE = 5.0  # seconds for a rank to end by itself, once another one has ended
 LOOK = 0.02  # seconds between two looks for somebody who has still to come
-TERMINATED = "terminated"
+TERMINATED = "a rank was terminated"
 END = "end"  # key: why the first rank ended that did
 
 
