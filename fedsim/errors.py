@@ -75,7 +75,7 @@ def warnings_as_lines() -> Iterator[None]:
 def show(value: Any) -> str:
     """A value as an error line shows it: short, and as an experiment file would say it."""
     text = _as_in_toml(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= 80 else f"{text[:47]}...{text[-30:]}"  # of a path, the end says most
 
 
 def _as_in_toml(value: Any) -> str:

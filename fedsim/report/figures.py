@@ -46,6 +46,9 @@ METRICS = (
     Metric("Updates", lambda record: record.asynchronous and record.asynchronous.updates),
     Metric("Mean staleness", lambda record: record.staleness),
     Metric("Wasted pieces of work", lambda record: record.asynchronous and record.asynchronous.wasted),
+    Metric("Updates lost (fraction)", lambda record: record.race and record.race.lost_fraction),
+    Metric("Torn reads (fraction)", lambda record: record.race and record.race.torn_reads),
+    Metric("Locks that had to be waited for (fraction)", lambda record: record.race and record.race.lock_contention),
 )
 
 

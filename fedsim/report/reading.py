@@ -33,6 +33,17 @@ class Lenient(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+class Race(Lenient):
+    """What a round of a race has measured, of all its runs."""
+
+    runs: Count | None = None
+    test_accuracies: list[Number] = []
+    samples_per_second: list[Number] = []
+    lost_fraction: Number = None
+    torn_reads: Number = None
+    lock_contention: Number = None
+
+
 class Asynchronous(Lenient):
     """What a round says of asynchronous work; `staleness` is how often each was applied."""
 
@@ -60,6 +71,7 @@ class Round(Lenient):
     samples: list[Count] = []
     virtual_seconds: Number = None
     asynchronous: Asynchronous | None = None
+    race: Race | None = None
 
     @property
     def staleness(self) -> float | None:

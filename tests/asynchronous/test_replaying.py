@@ -7,6 +7,7 @@ import torch
 
 import fedsim
 from fedsim.asynchronous.racelog import FILE
+from fedsim.errors import show
 
 POLICIES = {
     "locked": {},
@@ -83,7 +84,7 @@ def test_a_part_of_a_race_can_be_done_again_too_from_the_file_alone(workshop, lo
 def test_a_log_of_another_race_is_refused_in_a_line(workshop, logged, changes, line):
     with pytest.raises(fedsim.ExperimentError) as caught:
         again(logged, **changes)
-    assert caught.value.lines == (f'clock.log = "{logged}": {line}',)
+    assert caught.value.lines == (f"clock.log = {show(str(logged))}: {line}",)
 
 
 def altered(logged, tmp_path, change):
@@ -113,14 +114,14 @@ def test_a_log_that_does_not_fit_is_refused_in_a_line(workshop, logged, tmp_path
     with pytest.raises(fedsim.ExperimentError) as caught:
         again(path)
     (found,) = caught.value.lines
-    assert re.fullmatch(f'clock.log = "{path}": {line}', found), found
+    assert re.fullmatch(f"clock.log = {re.escape(show(str(path)))}: {line}", found), found
 
 
 def test_a_log_that_is_not_there_is_told_in_a_line(tmp_path):
     with pytest.raises(fedsim.ExperimentError) as caught:
         again(tmp_path / "nothing.csv")
     assert caught.value.lines == (
-        f'clock.log = "{tmp_path / "nothing.csv"}": cannot be read: No such file or directory',
+        f"clock.log = {show(str(tmp_path / 'nothing.csv'))}: cannot be read: No such file or directory",
     )
 
 
