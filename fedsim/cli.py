@@ -21,6 +21,9 @@ from fedsim.asynchronous.racing import caveat
 from fedsim.comparison import load_grid, run_grid
 from fedsim.comparison.axes import describe_point, split_at_commas
 from fedsim.comparison.display import GridDisplay
+from fedsim.comparison.gathering import Shard, gather
+from fedsim.engines import engine as engines
+from fedsim.engines.ranks import Ranks
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, plural, show, warnings_as_lines
 from fedsim.experiment import keys_called
 from fedsim.listing import PLUGS, list_plugs
@@ -86,16 +89,18 @@ def run(
             print(to_toml(experiment), end="")
             return
         folder = out or new_folder_name(experiment.name)
-        if experiment.mode == "race" and not quiet:
+        leads = engines.get(experiment.engine).target.leads()
+        if experiment.mode == "race" and not quiet and leads:
             print(caveat(experiment.race.runs), flush=True)
-        with Display(experiment.rounds, quiet=quiet) as display:
+        with Display(experiment.rounds, quiet=quiet or not leads) as display:
             try:
                 result = fedsim.run(experiment, folder, on_start=display.start, on_round=display.round)
             except BaseException:
                 display.leave(folder)
                 raise
             display.finish(result.test_accuracy)
-        print(folder)
+        if leads:
+            print(folder)
 
 
 @app.command(context_settings=WORDS_LIKE_OPTIONS)
@@ -106,7 +111,8 @@ def compare(
         typer.Argument(
             metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
             help="An experiment, with a table [grid] or without, and what to vary in it: aggregate.rule=mean,median "
-            "seed=0,1,2. KEY=VALUE sets one value in all runs.",
+            "seed=0,1,2. KEY=VALUE sets one value in all runs. Or the folders of comparisons, or of one that was cut "
+            "by --shard: they are put together.",
             show_default=False,
         ),
     ] = None,
@@ -120,6 +126,12 @@ def compare(
     jobs: Annotated[
         int | None, typer.Option(help="Runs at a time.", show_default="by cores and memory; 1 on a card")
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Do part I of N (from 0) alone, in shards/I-of-N of the folder.", show_default="all"
+        ),
+    ] = None,
     target: Annotated[
         float | None,
         typer.Option(help="A test accuracy, such as 0.97: say how long it takes to reach it.", show_default="none"),
@@ -129,20 +141,34 @@ def compare(
 ) -> None:
     """Run an experiment for every combination of some values, and compare: table, CSV and pictures."""
     with _errors_as_lines():
-        source, changes = _source_and_overrides(words or [], context)
-        grid = load_grid(source, words=changes, target=target)
-        if dry_run:
-            print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in grid.runs))
-            return
-        folder = out or new_folder_name(f"{grid.name}-grid")
-        with GridDisplay(quiet=quiet) as display:
-            try:
-                comparison = run_grid(grid, folder, jobs, display)
-            except BaseException:
-                display.leave(folder)
-                raise
-            display.finish()
-        if not quiet:
+        folders = [Path(word) for word in words or [] if Path(word).is_dir()]
+        if folders:
+            if len(folders) < len(words or []) or shard or dry_run:
+                raise ExperimentError(
+                    "folders of comparisons are put together as they are; leave all but --out and --target out"
+                )
+            folder = out or (folders[0] if len(folders) == 1 else new_folder_name(f"{folders[0].name}-grid"))
+            comparison = gather(folders, folder, target)
+        else:
+            source, changes = _source_and_overrides(words or [], context)
+            grid = load_grid(source, words=changes, target=target)
+            part = Shard.parse(shard) if shard else None
+            if part and out is None:
+                raise ExperimentError("--shard: goes with --out FOLDER, which all parts have in common")
+            if dry_run:
+                planned = part.of(grid) if part else grid.runs
+                print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
+                return
+            folder = out or new_folder_name(f"{grid.name}-grid")
+            folder = part.folder(folder) if part else folder
+            with GridDisplay(quiet=quiet) as display:
+                try:
+                    comparison = run_grid(grid, folder, jobs, display, part=part.of(grid) if part else None)
+                except BaseException:
+                    display.leave(folder)
+                    raise
+                display.finish()
+        if not quiet and not shard:
             print(comparison.table, end="\n\n")
         print(folder)
         for failed in comparison.failed:
@@ -274,8 +300,8 @@ def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
 @contextlib.contextmanager
 def _errors_as_lines() -> Iterator[None]:
     """Errors as lines on stderr and an exit code, without a traceback of fedsim's own."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminate) if main else None
     try:
         with warnings_as_lines():
             yield
@@ -292,6 +318,9 @@ def _errors_as_lines() -> Iterator[None]:
     except Terminated:
         print("terminated", file=sys.stderr)
         raise typer.Exit(TERMINATED) from None
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, before)  # what is left to do is to end
 
 
 class Terminated(BaseException):
@@ -317,7 +346,7 @@ def run_main() -> None:
 def _start(program: typer.Typer) -> None:
     """Run a program to its exit; where stdout takes no more, with a line on stderr, unless its reader has just gone."""
     if sys.stdout is None:  # closed, as by `>&-`
-        return program()
+        return _run_to_exit(program)
     out = sys.stdout = Output(
         sys.stdout.buffer,
         sys.stdout.encoding,
@@ -326,7 +355,7 @@ def _start(program: typer.Typer) -> None:
         write_through=sys.stdout.write_through,
     )
     try:
-        program()
+        _run_to_exit(program)
     finally:
         with contextlib.suppress(OSError):
             out.flush()
@@ -335,6 +364,17 @@ def _start(program: typer.Typer) -> None:
             if not isinstance(out.failure, BrokenPipeError):
                 print(f"error: standard output cannot be written: {out.failure.strerror}", file=sys.stderr)
             sys.exit(FAILED)
+
+
+def _run_to_exit(program: typer.Typer) -> None:
+    """Run a program; one rank of several, where it has failed, ends there."""
+    try:
+        program()
+    except SystemExit as leaving:
+        if Ranks.joined is not None and leaving.code:
+            sys.stdout.flush()
+            Ranks.joined.end_program(leaving.code if isinstance(leaving.code, int) else FAILED)
+        raise
 
 
 class Output(io.TextIOWrapper):

@@ -117,3 +117,28 @@ def describe_device(device: torch.device) -> str:
         return "cpu"
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     return f"{device} ({name_of(device)})" if name_of else str(device)
+
+
+def device_of_rank(name: str, local_rank: int) -> torch.device:
+    """The device called `name` for one of several processes on a host: each its own card, as far as there are any.
+
+    A card that is named with its number is meant for all.
+    """
+    device = resolve_device(name)
+    if device.type == "cpu" or ":" in name:
+        return device
+    return torch.device(device.type, local_rank % torch.accelerator.device_count())
+
+
+def card_of(device: torch.device) -> str | None:
+    """What tells a card from the others of its host; None of a CPU."""
+    if device.type == "cpu":
+        return None
+    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = getattr(properties_of(device), "uuid", None) if properties_of else None
+    return str(device) if uuid is None else f"{device.type} {uuid}"
+
+
+def default_backend(device: torch.device) -> str:
+    """The backend of torch.distributed that PyTorch has for a device."""
+    return str(torch.distributed.get_default_backend_for_device(device))

@@ -45,6 +45,12 @@ def _name_of_a_folder(name: str) -> str:
     return name
 
 
+def _meeting_place(init: str) -> str:
+    if not re.fullmatch(r"env://|tcp://.+:\d+|file:///.+", init):
+        raise ValueError("env://, tcp://HOST:PORT or file:///PATH")
+    return init
+
+
 class Model(PlugTable):
     place, named_by, registry = "model", "name", model
 
@@ -211,6 +217,15 @@ class Batched(Table):
     width: PositiveInt | None = None  # how many at most; None: what fits into memory
 
 
+class Distributed(Table):
+    """How the ranks of the engine `distributed` find each other, and what each of them does."""
+
+    backend: str | None = None  # of torch.distributed; None: the device's own, or gloo where ranks share a card
+    timeout: PositiveFloat = 60.0  # seconds without a sign of life after which another rank counts as lost
+    init: Annotated[str, AfterValidator(_meeting_place)] = "env://"
+    inner: Literal["serial", "batched"] = "serial"  # how a rank trains its rows: one by one, or stacked
+
+
 class Records(Table):
     """What a run folder holds besides the experiment, the environment, the partition and the metrics."""
 
@@ -249,6 +264,7 @@ class Experiment(Table):
     partition: Partition = Partition()
     local: Local = Local(epochs=1)
     batched: Batched = Batched()
+    distributed: Distributed = Distributed()
     attack: Attack = Attack()
     aggregate: Aggregate = Aggregate()
     server: Server = Server()
@@ -283,6 +299,7 @@ class Experiment(Table):
             )
         if engine_class.one_process and self.timeout != type(self).model_fields["timeout"].default:
             lines.append(f'timeout = {self.timeout}: the engine "{self.engine}" waits for nobody; leave it out')
+        lines.extend(self._problems_with_ranks(engine_class))
         if self.batched.width is not None and not engine_class.stacks:
             lines.append(
                 f'batched.width = {self.batched.width}: the engine "{self.engine}" stacks no rows; leave it out, '
@@ -303,6 +320,25 @@ class Experiment(Table):
             raise ExperimentError(*lines)
         self.pipeline.rehearse(self.cohort_size)
         return self
+
+    def _problems_with_ranks(self, engine_class: type[Engine]) -> list[str]:
+        """With the programs that a launcher has started, or with what is said of them where there are none."""
+        if not engine_class.ranks:
+            if self.distributed == Distributed():
+                return []
+            return [f'distributed: goes with engine=distributed, not with "{self.engine}"; leave [distributed] out']
+        where, lines = f'engine = "{self.engine}"', []
+        if self.processes not in (None, 1):
+            lines.append(f"processes = {self.processes}: {where} has as many as the launcher starts; leave it out")
+        if self.timeout != type(self).model_fields["timeout"].default:
+            lines.append(f"timeout = {self.timeout}: {where} has distributed.timeout instead")
+        if not self.policy.bind().in_rounds:
+            lines.append(f"policy.name = {show(self.policy.name)}: {where} works in rounds; use another engine")
+        if self.batched.width is not None and self.distributed.inner != "batched":
+            lines.append(
+                f"batched.width = {self.batched.width}: {where} stacks no rows without distributed.inner=batched"
+            )
+        return lines
 
     def _problems_with_rounds(self) -> list[str]:
         """With which rounds aggregate what."""

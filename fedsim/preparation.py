@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fedsim.asynchronous.server import AsGradient
 from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
-from fedsim.devices import describe_device, resolve_device, shares_memory
-from fedsim.engines import Engine, Memory, Schedule, SpawnEngine, Task
+from fedsim.devices import describe_device, shares_memory
+from fedsim.engines import Engine, Schedule, SpawnEngine, Task
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
@@ -76,7 +76,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
 
     Raises ExperimentError or DataError where the experiment cannot be run here.
     """
-    device = resolve_device(experiment.device)
+    device = engines.get(experiment.engine).target.device_for(experiment.device)
     PRECISIONS[experiment.precision].require(device)
     processes = _processes(experiment, device)
     with (
@@ -90,7 +90,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
         _check_fit(experiment, task, train, test)
         shards = _shards(experiment, train)
         root = _root(experiment, train) if task.rule.takes("root") else None
-        memory = Memory.allocate(task, experiment.cohort_size, train, test, shards, root)
+        memory = engine.allocate(task, experiment.cohort_size, train, test, shards, root)
         engine.begin(task, memory)
         looked_at = _workers_to_look_at(shards, experiment.seed)
         known = range(len(shards)) if looked_at is None else looked_at
@@ -148,6 +148,7 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         compile=experiment.compile,
         cuda_graphs=experiment.cuda_graphs,
         width=experiment.batched.width,
+        inner=experiment.distributed.inner,
     )
     _check_model(experiment, task)
     return task

@@ -240,18 +240,22 @@ def _described(result: Replayed) -> str:
 def kept_updates(setting: Setting, engine: Engine, record: RoundRecord) -> dict[str, Tensor]:
     """What the rule was given in the round that has just ended, on the CPU; see `RunFolder.updates`.
 
-    Where gradients are aggregated that is the last step's gradients of the whole cohort.
+    Where gradients are aggregated that is the last step's gradients of the whole cohort. Nothing in a process that
+    writes nothing.
     """
     memory, cohort, rule = engine.memory, record["cohort"], setting.task.rule
-    n = len(cohort)
+    gathered = engine.round_rows(cohort, record["round"])
+    if gathered is None:
+        return {}
+    (rows, losses), n = gathered, len(cohort)
     kept = {
-        "updates": memory.rows[:n],
+        "updates": rows[:n],
         "workers": torch.tensor(cohort),
         "samples": torch.tensor([memory.shards.size(worker) for worker in cohort]),
         "byzantine": torch.tensor([worker in setting.task.byzantine for worker in cohort]),
     }
     if rule.takes("root"):
-        kept["root"] = memory.rows[n]
+        kept["root"] = rows[n]
     if rule.takes("losses"):
-        kept["losses"] = memory.losses[:n]
+        kept["losses"] = losses[:n]
     return {name: tensor.cpu().clone() for name, tensor in kept.items()}

@@ -14,6 +14,7 @@ from fedsim.asynchronous.pace import RoundClock
 from fedsim.asynchronous.racing import simulate_race
 from fedsim.asynchronous.simulation import simulate_on_clock
 from fedsim.engines import Engine
+from fedsim.engines import engine as engines
 from fedsim.engines.spawn import SpawnEngine
 from fedsim.experiment import Experiment
 from fedsim.loading import load_experiment
@@ -127,8 +128,10 @@ def run(
     """
     experiment = load_experiment(experiment)
     history: list[RoundRecord] = []
+    host = engines.get(experiment.engine).target
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(Path(out))) if out is not None else None
+        stack.enter_context(host.among_peers(experiment.resolved()))
+        folder = stack.enter_context(RunFolder(Path(out))) if out is not None and host.leads() else None
         board = stack.enter_context(ScalarBoard(folder.path)) if folder and experiment.records.tensorboard else None
         workshop = workshop or stack.enter_context(Workshop())
         setting, engine = stack.enter_context(prepare(experiment, workshop))
@@ -139,9 +142,12 @@ def run(
             on_start(setting)
         for record in history_of(setting, engine, folder):
             history.append(record)
+            kept = None
+            if out is not None and record["round"] in experiment.records.updates:
+                kept = kept_updates(setting, engine, record)  # which all ranks have a part in, if there are several
             if folder:
-                if record["round"] in experiment.records.updates:
-                    folder.updates(record["round"], kept_updates(setting, engine, record))
+                if kept:
+                    folder.updates(record["round"], kept)
                 folder.round(record)
             if board:
                 board.round(record)

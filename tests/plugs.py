@@ -335,3 +335,50 @@ class Fails(nn.Module):
 def clipping(updates: Tensor, *, c: float = 1.0) -> Tensor:
     """Another rule with the parameter of `clipped_mean`."""
     return updates.clamp(-c, c).mean(0)
+
+
+class FailsInRank(Fails):
+    """Does it in one rank alone, of those that a launcher has started, after so many steps of all its workers."""
+
+    steps = 0
+
+    def __init__(self, *, how: str = "raise", after: int = 3, rank: int = 1) -> None:
+        super().__init__(how=how, after=0)
+        self.late, self.rank = after, rank
+
+    def fail(self) -> None:
+        FailsInRank.steps += 1
+        if FailsInRank.steps > self.late and os.environ.get("RANK") == str(self.rank):
+            super().fail()
+
+
+class Few(nn.Module):
+    """So few parameters that, of four ranks, one has none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs)
+
+
+def few(root):
+    """As few inputs."""
+    inputs = torch.arange(240.0).reshape(60, 4).sin()
+    return TensorData(inputs, torch.arange(60) % 3), TensorData(inputs, torch.arange(60) % 3)
+
+
+def tiny_on_rank(root):
+    """Other images on the second of several ranks."""
+    train, test = tiny(root)
+    if os.environ.get("RANK") == "1":
+        train.inputs[0] += 1
+    return train, test
+
+
+def absent_on_rank(root):
+    """No images on the second of several ranks."""
+    if os.environ.get("RANK") == "1":
+        raise fedsim.errors.DataError("there is nothing here")
+    return tiny(root)

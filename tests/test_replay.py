@@ -75,7 +75,7 @@ def test_distance_angle_and_shares_by_hand(run):
 
 def test_rules_that_go_by_distances_share_one_product(run, monkeypatch):
     stored, made, whole = load_round(run.folder), [], gram._products
-    monkeypatch.setattr(gram, "_products", lambda updates, unit: made.append(len(updates)) or whole(updates, unit))
+    monkeypatch.setattr(gram, "_products", lambda rows, *more: made.append(len(rows)) or whole(rows, *more))
     monkeypatch.setattr(Pipeline, "rehearse", lambda self, n: None)
     replay(stored, ["krum", "multi_krum", "medoid", "geometric_median", ["nnm", "krum"]])
     assert made == [9]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from fedsim.aggregation.columns import bad_rows
+from fedsim.aggregation.columns import Reduce, bad_rows, own_columns
 from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.rows import Rows
 from fedsim.aggregation.rule import BoundRule
@@ -34,6 +34,7 @@ class Cohort:
     last: Tensor | None = None
     excluded: int = 0  # rows that were screened out, which count among the f
     gram: Gram | None = None  # of the updates, if it has been computed already
+    reduce: Reduce = own_columns  # where the updates are some columns only; see Gram
 
     def __post_init__(self) -> None:
         if self.workers is None:
@@ -41,7 +42,7 @@ class Cohort:
 
     def rows(self) -> Rows:
         """The updates, before anything has been mixed of them."""
-        return Rows(self.updates, gram=None if self.gram is None else lambda: self.gram)
+        return Rows(self.updates, gram=None if self.gram is None else lambda: self.gram, reduce=self.reduce)
 
     def f_for(self, stage: BoundRule) -> int | None:
         return None if stage.f is None else max(0, stage.f - self.excluded)
@@ -65,12 +66,15 @@ class Cohort:
         return value
 
 
-def screened(cohort: Cohort, nonfinite: Nonfinite) -> tuple[Cohort, list[int]]:
+def screened(cohort: Cohort, nonfinite: Nonfinite, bad: list[int] | None = None) -> tuple[Cohort, list[int]]:
     """The cohort without rows that hold a NaN or an infinity, and which rows those were; it may be the same cohort.
 
+    Where the updates are some columns only, `bad` says which rows those are.
     Raises ExperimentError where there are any and the policy is "error", or where no row is left.
     """
-    bad = [] if nonfinite == "keep" else bad_rows(cohort.updates)
+    if nonfinite == "keep":
+        return cohort, []
+    bad = bad_rows(cohort.updates) if bad is None else bad
     if not bad:
         return cohort, []
     assert cohort.workers is not None
@@ -95,5 +99,6 @@ def screened(cohort: Cohort, nonfinite: Nonfinite) -> tuple[Cohort, list[int]]:
         state=cohort.state,
         last=cohort.last,
         excluded=cohort.excluded + len(bad),
+        reduce=cohort.reduce,
     )
     return kept, bad

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from fedsim.aggregation.magnitude import in_range
 from fedsim.devices import wide_dtype
+
+Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]  # over processes of which each has other columns
 
 BLOCK = 16_384  # columns at least that a process takes: in smaller blocks the calls cost more than the arithmetic
 BLOCKS = 64  # at most, so that the number of calls stays small however long a row is
@@ -116,6 +119,11 @@ def mean_nearest(ascending: Tensor, block: Tensor, centre: Tensor, keep: int) ->
     return result
 
 
+def own_columns(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
+    """The `Reduce` of a process that has all columns: nothing to be done."""
+    return values
+
+
 def squared_norms(updates: Tensor) -> Tensor:
     """[n], in double precision where the device has it."""
     return squared_distances_to(updates, None)
@@ -154,6 +162,17 @@ def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
     for row in (~in_range(squares)).nonzero().flatten().tolist():  # zero, as a rule, and then soon done
         distances[row] = _scaled_distance(updates[row], point, squares.dtype)
     return distances
+
+
+def joined_lengths(lengths: Tensor, reduce: Reduce) -> Tensor:
+    """The lengths [n] of rows of which this process has some columns, given their lengths there.
+
+    Right also where squares leave the range of float64.
+    """
+    longest = reduce(lengths.clone(), "max")
+    ordinary = (longest > 0) & longest.isfinite()
+    parts = torch.where(ordinary, lengths / longest, 0.0)
+    return torch.where(ordinary, longest * reduce(parts.square(), "sum").sqrt(), longest)
 
 
 def _scaled_distance(row: Tensor, point: Tensor | None, wide: torch.dtype) -> float:

@@ -8,7 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.columns import distances_to, norms, small_blocks, wide_blocks
+from fedsim.aggregation.columns import (
+    Reduce,
+    distances_to,
+    joined_lengths,
+    norms,
+    own_columns,
+    small_blocks,
+    wide_blocks,
+)
 from fedsim.aggregation.magnitude import in_range, unit_for
 from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
@@ -29,6 +37,8 @@ class Gram:
     Args:
         updates: [n, d].
         mixing: M [m, n], or None for the updates themselves.
+        reduce: where several processes have some columns each: sums (or maxima) over them all, which every one of them
+            gets, so that all come to the same results. They have to ask for the same things in the same order.
 
     Attributes:
         unit: what lengths are counted in here, and products in its square: 1, but where squares would leave the range
@@ -37,15 +47,21 @@ class Gram:
     Raises ExperimentError where rows differ so much in size that no unit will do.
     """
 
-    def __init__(self, updates: Tensor, mixing: Tensor | None = None, basis: Basis | None = None) -> None:
-        self._updates, self._mixing = updates, mixing
-        self._whole = _basis(updates) if basis is None else basis
+    def __init__(
+        self,
+        updates: Tensor,
+        mixing: Tensor | None = None,
+        basis: Basis | None = None,
+        reduce: Reduce = own_columns,
+    ) -> None:
+        self._updates, self._mixing, self._reduce = updates, mixing, reduce
+        self._whole = _basis(updates, reduce) if basis is None else basis
         self._basis, self.unit = self._whole
 
     def mixed(self, matrix: Tensor) -> Gram:
         """Of the rows matrix [m', m] @ rows; costs no further pass over the updates."""
         mixing = matrix if self._mixing is None else matrix @ self._mixing
-        return Gram(self._updates, mixing, self._whole)
+        return Gram(self._updates, mixing, self._whole, self._reduce)
 
     def __len__(self) -> int:
         return len(self._updates) if self._mixing is None else len(self._mixing)
@@ -162,30 +178,33 @@ class Gram:
             if factor != 1:
                 away = away * factor
             total += float(away @ away)
-        return total
+        return float(self._reduce(torch.tensor([total], dtype=torch.double), "sum"))
 
 
 Basis = tuple[Tensor, float]  # products, and the unit of length that they are counted in
 
 
-def _basis(updates: Tensor) -> Basis:
+def _basis(updates: Tensor, reduce: Reduce) -> Basis:
     """The products of the centred updates, in such a unit that they are in range."""
     wide = wide_dtype(updates.device)
-    products = _products(updates, 1.0)
+    products = _products(updates, 1.0, reduce)
     if bool(in_range(products.diagonal().max().to(wide))):
         return products, 1.0
     peak = float(torch.linalg.vector_norm(updates, torch.inf)) if updates.numel() else 0.0
-    unit = unit_for(peak, updates.numel(), wide)
+    peak = float(reduce(torch.tensor([peak], dtype=torch.double), "max"))
+    values = int(reduce(torch.tensor([updates.numel()], dtype=torch.double), "sum"))
+    unit = unit_for(peak, values, wide)
     if unit == 1.0:  # all rows are zero, or one of them is not finite
         return products, unit
-    products = _products(updates, unit)
-    _require_digits(updates, unit, peak)
+    products = _products(updates, unit, reduce)
+    _require_digits(updates, unit, peak, reduce)
     return products, unit
 
 
-def _require_digits(updates: Tensor, unit: float, peak: float) -> None:
+def _require_digits(updates: Tensor, unit: float, peak: float, reduce: Reduce) -> None:
     """Raise ExperimentError where what rows differ by is lost in a unit that their largest values ask for."""
-    away = distances_to(updates, updates[int(norms(updates).argmin())])
+    shortest = int(joined_lengths(norms(updates), reduce).argmin())
+    away = joined_lengths(distances_to(updates, updates[shortest]), reduce)
     least = float(away[away > 0].min()) if bool(away.any()) else peak
     if not bool(in_range(torch.tensor((least / unit) ** 2, dtype=wide_dtype(updates.device)))):
         raise ExperimentError(
@@ -193,12 +212,12 @@ def _require_digits(updates: Tensor, unit: float, peak: float) -> None:
         )
 
 
-def _products(updates: Tensor, unit: float) -> Tensor:
+def _products(updates: Tensor, unit: float, reduce: Reduce) -> Tensor:
     """Inner products of the centred updates and, in the last place, the centre itself: float64 [n + 1, n + 1]."""
     n, d = updates.shape
     wide = wide_dtype(updates.device)
     sample = updates[:, :: max(1, d // SAMPLED)].to(wide) / unit
-    centre = int(torch.linalg.vecdot(sample, sample).argmin())
+    centre = int(reduce(torch.linalg.vecdot(sample, sample), "sum").argmin())
     total = torch.zeros(n, n, dtype=wide, device=updates.device)
     for _, rows in wide_blocks(updates):
         if unit != 1:
@@ -207,7 +226,7 @@ def _products(updates: Tensor, unit: float) -> Tensor:
         rows[:centre].sub_(middle)
         rows[centre + 1 :].sub_(middle)
         _add_products(total, rows)
-    lower = total.double().cpu().numpy()
+    lower = reduce(total.double().cpu(), "sum").numpy()
     products = np.tril(lower) + np.tril(lower, -1).T
     basis = np.zeros((n + 1, n + 1))
     basis[:n, :n] = products

@@ -15,6 +15,8 @@ from fedsim.aggregation.threads import alone_if_small
 from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
 
+WHOLE = {"updates", "root", "last"}  # what is [d], or has rows [d]
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -40,6 +42,15 @@ class Pipeline:
     @property
     def needs_weights(self) -> bool:
         return self.takes_weights and self.rule.takes["weights"]
+
+    @property
+    def by_parts(self) -> bool:
+        """Whether it can be applied to columns by several processes that share nothing but products of pairs.
+
+        Not so where a stage looks at whole rows.
+        """
+        ends = self.rule.takes.keys() - ({"updates"} if self.rule.columnwise else set())
+        return not any(WHOLE & takes for takes in (*(stage.takes.keys() for stage in self.pre), ends))
 
     def takes(self, name: str) -> bool:
         """Whether any stage takes what is called so."""

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from fedsim.aggregation.columns import combine, small_blocks, working_dtype
+from fedsim.aggregation.columns import Reduce, combine, own_columns, small_blocks, working_dtype
 from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.rule import Mix
 
@@ -15,9 +15,15 @@ from fedsim.aggregation.rule import Mix
 class Rows:
     """The updates, or rows that pre-aggregators mix of them; these are made block by block, as they are needed."""
 
-    def __init__(self, updates: Tensor, mixing: Tensor | None = None, gram: Callable[[], Gram] | None = None) -> None:
+    def __init__(
+        self,
+        updates: Tensor,
+        mixing: Tensor | None = None,
+        gram: Callable[[], Gram] | None = None,
+        reduce: Reduce = own_columns,
+    ) -> None:
         self._updates, self._mixing = updates, mixing
-        self._make_gram = gram or (lambda: Gram(updates))
+        self._make_gram = gram or (lambda: Gram(updates, reduce=reduce))
 
     def __len__(self) -> int:
         return len(self._updates) if self._mixing is None else len(self._mixing)

@@ -20,7 +20,8 @@ from fedsim.comparison.results import RunResult, results_csv
 from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
 from fedsim.data import load_dataset
 from fedsim.devices import free_memory, resolve_device, usable_cores
-from fedsim.errors import ExperimentError
+from fedsim.engines import engine as engines
+from fedsim.errors import ExperimentError, show
 from fedsim.experiment import Experiment
 from fedsim.precision import PRECISIONS
 from fedsim.preparation import task_of
@@ -108,25 +109,51 @@ def compare(
 
 
 def run_grid(
-    grid: Grid, path: Path, jobs: int | None = None, watcher: Watcher | None = None, *, kept: bool = True
+    grid: Grid,
+    path: Path,
+    jobs: int | None = None,
+    watcher: Watcher | None = None,
+    *,
+    kept: bool = True,
+    part: Sequence[PlannedRun] | None = None,
 ) -> Comparison:
-    """Do what is still to be done of a grid in the folder `path`, and write what it comes to; see `compare`."""
+    """Do what is still to be done of a grid in the folder `path`, and write what it comes to; see `compare`.
+
+    Of a grid that is cut into parts do these runs of it, and compare nothing.
+    """
     watcher = watcher or Watcher()
     if jobs is not None and jobs < 1:
         raise ExperimentError(f"jobs = {jobs}: must be at least 1")
+    _require_no_ranks(grid)
     if jobs != 1:
         leave_if_being_started()  # else it would find the folder taken, by its own parent
     with GridFolder(path, grid) as folder:
-        todo = [run for run in grid.runs if not folder.is_finished(run)]
+        todo = [run for run in (grid.runs if part is None else part) if not folder.is_finished(run)]
         _require_data(todo)
         jobs = min(jobs or default_jobs(grid, todo), max(1, len(todo)))
         watcher.start(grid, todo, jobs)
         _run(grid, todo, jobs, folder, watcher)
-        runs = [RunResult.read(run, folder, kept) for run in grid.runs]
-        comparison = Comparison(grid, runs, summarise(grid, runs), path if kept else None)
-        if kept:
-            _write(comparison, folder)
+        if part is not None:
+            return Comparison(grid, [RunResult.read(run, folder) for run in part], [], path)
+        return compared(grid, folder, kept=kept)
+
+
+def compared(grid: Grid, folder: GridFolder, *, kept: bool = True) -> Comparison:
+    """What the runs in a folder come to, which is written there too if the folder is to be kept."""
+    runs = [RunResult.read(run, folder, kept) for run in grid.runs]
+    comparison = Comparison(grid, runs, summarise(grid, runs), folder.path if kept else None)
+    if kept:
+        _write(comparison, folder)
     return comparison
+
+
+def _require_no_ranks(grid: Grid) -> None:
+    for run in grid.runs:
+        if engines.get(run.experiment.engine).target.ranks:
+            raise ExperimentError(
+                f"engine = {show(run.experiment.engine)}: a comparison does whole runs, and its parts go to several "
+                "machines by --shard i/n; use another engine"
+            )
 
 
 def _require_data(runs: Sequence[PlannedRun]) -> None:

@@ -1,5 +1,6 @@
 """The folder of a comparison: which grid it holds, which of its runs are finished, and what came of them.
 
+shards/I-of-N/  folders like this one, each with a part of the runs, where the comparison was cut
 grid.json       the axes, what all runs have in common, and the runs
 runs/ID/        a run folder each; `error.txt` in it says why a run failed
 results.csv, summary.csv, summary.txt, *.png
@@ -28,6 +29,7 @@ else:
     fcntl = None
 
 GRID_FILE, RUNS, ERROR = "grid.json", "runs", "error.txt"
+PARTS = "shards"  # of a comparison that is cut into parts
 
 
 class GridFolder:
@@ -49,13 +51,13 @@ class GridFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             held = path / GRID_FILE
-            if not held.is_file() and any(path.iterdir()):
+            if not held.is_file() and any(each.name != PARTS for each in path.iterdir()):
                 raise RecordError(f"{path}: holds something already, and it is no comparison; name a new folder")
             self._lock(stack)
             if made:
                 stack.callback(self._remove_if_empty)
             if held.is_file():
-                self._go_on_with(_read_grid(held))
+                self._go_on_with(read_grid(held))
             self.write(GRID_FILE, to_json(self._described(), indent=2).encode())
         except OSError as error:
             raise RecordError(f"{path}: cannot be the folder of a comparison: {error.strerror}") from error
@@ -66,11 +68,16 @@ class GridFolder:
 
     def is_finished(self, run: PlannedRun) -> bool:
         """Whether all records of a run are there."""
-        folder, experiment = self.run_folder(run), run.experiment
+        return self.is_complete(self.run_folder(run), run)
+
+    @staticmethod
+    def is_complete(folder: Path, run: PlannedRun) -> bool:
+        """Whether all records of a run are in this folder."""
+        experiment = run.experiment
         wanted = [
             name for name, asked in ((MODEL, experiment.records.model), (CURVE, experiment.records.curve)) if asked
         ]
-        complete = len(self.history(run)) == experiment.rounds and all((folder / name).is_file() for name in wanted)
+        complete = len(read_history(folder)) == experiment.rounds and all((folder / name).is_file() for name in wanted)
         return complete and not (folder / ERROR).exists()
 
     def history(self, run: PlannedRun) -> list[RoundRecord]:
@@ -166,7 +173,8 @@ def read_history(folder: Path) -> list[RoundRecord]:
     return records
 
 
-def _read_grid(path: Path) -> dict[str, Any]:
+def read_grid(path: Path) -> dict[str, Any]:
+    """The grid that a folder's file describes. Raises RecordError where it cannot be read."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
         if {"axes", "base", "runs"} <= held.keys() and all(IS_ID.match(run["id"]) for run in held["runs"]):
@@ -174,6 +182,12 @@ def _read_grid(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         pass
     raise RecordError(f"{path}: cannot be read as the grid of a comparison; name a new folder")
+
+
+def differences_of_grids(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """In what two grids, as their files have them, are not one and the same; [] where they are."""
+    axes = [*_differences_of_axes(there["axes"], here["axes"]), *_differences_of_axes(here["axes"], there["axes"])]
+    return axes or _differences(there["base"], here["base"])
 
 
 def _differences_of_axes(there: dict[str, list[Any]], here: dict[str, list[Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from fedsim.engines.auto import AutoEngine
 from fedsim.engines.batched import BatchedEngine
+from fedsim.engines.distributed import DistributedEngine
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Schedule, Task
 from fedsim.engines.serial import SerialEngine
@@ -13,10 +14,12 @@ engine("serial")(SerialEngine)
 engine("spawn")(SpawnEngine)
 engine("batched")(BatchedEngine)
 engine("auto")(AutoEngine)
+engine("distributed")(DistributedEngine)
 
 __all__ = [
     "AutoEngine",
     "BatchedEngine",
+    "DistributedEngine",
     "Engine",
     "Memory",
     "Schedule",

@@ -74,6 +74,10 @@ class Averaging:
             values = [1.0 if task.weights == "uniform" else task.weights[worker] for worker in workers]
         return torch.tensor(values, dtype=wide_dtype(task.device), device=task.device)
 
+    def sent_row(self) -> Tensor:
+        """What the workers are sent, [d], in a round in which parameters are aggregated; only to be read."""
+        return self._task.server.broadcast(self._memory.global_row, self._memory.states["parameters"])
+
     def move_global_row(self, meeting: Meeting) -> Account:
         """Aggregate rows that are ready in all processes, and move the global row; all processes call it.
 
@@ -149,9 +153,8 @@ class Averaging:
     def _cohort(self, meeting: Meeting) -> Cohort:
         task, memory = self._task, self._memory
         slots = list(meeting.slots)
-        everyone = slots == list(range(len(memory.rows)))
         return Cohort(
-            updates=memory.rows if everyone else _rows_at(memory.rows, slots),
+            updates=self._updates(slots),
             weights=meeting.weights,
             root=None if self._root_slot is None else memory.rows[self._root_slot],
             losses=memory.losses[slots] if task.rule.takes("losses") else None,
@@ -160,6 +163,11 @@ class Averaging:
             state=self._state,
             last=memory.last if self._has_last else None,
         )
+
+    def _updates(self, slots: list[int]) -> Tensor:
+        """The rows at these slots."""
+        rows = self._memory.rows
+        return rows if slots == list(range(len(rows))) else _rows_at(rows, slots)
 
     def _move_by_rows(self, meeting: Meeting) -> Account:
         """A rule that looks at whole rows: the first process applies it and moves the whole global row."""

@@ -21,6 +21,7 @@ import torch
 
 from fedsim.engines.barrier import (
     ARRIVALS,
+    BEATS,
     HOLDING,
     LOCK,
     NOBODY,
@@ -77,6 +78,11 @@ class Seat:
     def beat(self) -> None:
         """Say that work goes on."""
         self.board.beat(self.index)
+
+    @property
+    def beats(self) -> int:
+        """How often it has said so."""
+        return self.board.read(self.index, BEATS)
 
     @contextlib.contextmanager
     def working_on(self, worker: int, round: int) -> Iterator[None]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from fedsim.devices import default_processes
+from fedsim.devices import default_processes, resolve_device
 from fedsim.engines.averaging import Account
 from fedsim.engines.feed import Member
 from fedsim.engines.job import Memory, Task
@@ -26,7 +28,26 @@ class Engine(ABC):
     one_process: ClassVar[bool] = False  # whether it is always one
     racing: ClassVar[str | None] = None  # the engine whose processes race, where this one is named; None: it cannot
     stacks: ClassVar[bool] = False  # whether it may stack rows, and so asks for the width of stacks
+    ranks: ClassVar[bool] = False  # whether it is one of several programs that a launcher has started
     memory: Memory
+
+    @classmethod
+    def leads(cls) -> bool:
+        """Whether this process is the one of a run that prints and writes."""
+        return True
+
+    @classmethod
+    def among_peers(cls, description: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """While a run is prepared and done: what has to be settled with other programs, if it is one of several.
+
+        `description` is the resolved experiment.
+        """
+        return nullcontext()
+
+    @classmethod
+    def device_for(cls, name: str) -> torch.device:
+        """The device that this process computes on, where the experiment names this one."""
+        return resolve_device(name)
 
     @classmethod
     def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:
@@ -35,6 +56,10 @@ class Engine(ABC):
 
     @abstractmethod
     def __init__(self, processes: int, threads: int, timeout: float) -> None: ...
+
+    def allocate(self, task: Task, cohort: int, *data: Any) -> Memory:
+        """The memory of a task; `data` as in `Memory.allocate`."""
+        return Memory.allocate(task, cohort, *data)
 
     @abstractmethod
     def begin(self, task: Task, memory: Memory) -> None:
@@ -102,6 +127,10 @@ class Engine(ABC):
         """Mean training loss per sample of the last round; `samples` are what each member of the cohort saw."""
         weights = torch.tensor(samples, dtype=torch.double)
         return float(weights @ self.memory.train_loss[: len(weights)] / weights.sum())
+
+    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+        """The rows by slot as the last aggregation left them, and the losses; None in a process that writes nothing."""
+        return self.memory.rows, self.memory.losses
 
     def __enter__(self) -> Engine:
         return self

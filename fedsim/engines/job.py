@@ -84,6 +84,7 @@ class Task:
     compile: bool  # forward pass and loss of training
     cuda_graphs: bool | None  # whether steps of stacks are captured and replayed; None: where that is safe
     width: int | None  # how many rows are stacked at most, where rows are stacked
+    inner: Literal["serial", "batched"] = "serial"  # how a rank of several trains its rows: one by one, or stacked
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,8 +166,13 @@ class Memory:
         test: TensorData,
         shards: Shards,
         root: np.ndarray | None = None,
+        *,
+        ranks: int = 1,
     ) -> Memory:
-        """Room for a cohort, with the global row at the model's start; `root` are the server's own samples."""
+        """Room for a cohort, with the global row at the model's start; `root` are the server's own samples.
+
+        Of several ranks, each has room for its part of the rows; states are left to those who know its columns.
+        """
         module = task.new_module()
         layout = Layout.of(module)
         train, test = (replace(data, ids=None).to(task.device, task.dtype) for data in (train, test))
@@ -176,7 +182,7 @@ class Memory:
         global_buffers = torch.zeros(layout.n_buffer_values, dtype=wide, device=task.device)
         layout.read_buffers(module, out=global_buffers)
         own = len(shards) if task.buffers == "local" else 0
-        seats = cohort if root is None else cohort + 1
+        seats = -(-(cohort if root is None else cohort + 1) // ranks)
         return cls(
             train=train,
             test=test,
@@ -188,7 +194,7 @@ class Memory:
             global_buffers=global_buffers,
             buffers=new_rows(seats, layout.n_buffer_values, wide, task.device),
             own_buffers=global_buffers.repeat(own + (own > 0 and root is not None), 1),
-            states={sync: task.stepper(sync).start(global_row) for sync in task.syncs},
+            states={sync: task.stepper(sync).start(global_row) for sync in task.syncs if ranks == 1},
             last=torch.zeros_like(global_row) if task.keeps_last else global_row.new_zeros(0),
             unfit=torch.zeros(seats, dtype=torch.int64),
             train_loss=torch.zeros(seats, dtype=torch.double),

@@ -59,10 +59,13 @@ class Station:
         self.module = RowModule(task.new_module)
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
         self.feed = Feed(task, memory)
+        self.averaging = self._new_averaging()
         with self.in_precision():  # since what is captured or compiled keeps the precision in which that was done
             self.trainer = make_trainer(seat, task, memory, self.feed)
-        root_row = None if self.feed.root is None else len(memory.rows) - 1
-        self.averaging = Averaging(seat, task, memory, root_row)
+
+    def _new_averaging(self) -> Averaging:
+        root_row = None if self.feed.root is None else len(self.memory.rows) - 1
+        return Averaging(self.seat, self.task, self.memory, root_row)
 
     def do(self, method: str, *arguments: object) -> Any:
         """Call one of the methods below, in which nothing but training has a lower precision than the rows."""
@@ -71,10 +74,11 @@ class Station:
 
     def pull_down(self, cohort: Sequence[int], round: int) -> None:
         """Give this process's members of the cohort the global model."""
-        task, memory, sync = self.task, self.memory, self.task.sync_in(round)
+        task, memory = self.task, self.memory
+        sent = self.averaging.sent_row() if task.sync_in(round) == "parameters" else None
         for slot, worker, *_ in self._mine(cohort):
-            if sync == "parameters":
-                pull_down(task.server.broadcast(memory.global_row, memory.states[sync]), memory.rows[slot])
+            if sent is not None:
+                pull_down(sent, memory.rows[slot])
             own = task.buffers == "local"
             memory.buffers[slot] = memory.own_buffers[worker] if own else memory.global_buffers
         synchronize(task.device)
@@ -162,7 +166,7 @@ class Station:
         task, memory = self.task, self.memory
         self.module.take(memory.global_row, self.gradient, memory.global_buffers)
         size = test_batch_size(task.device)
-        batches = range(self.seat.index, len(memory.test_sums), self.seat.count)
+        batches = self._test_batches()
         sums = []
         for batch in batches:
             self.seat.beat()
@@ -172,6 +176,9 @@ class Station:
             sums.append(torch.stack([tally.loss_sum, tally.correct, *self._towards_goal(inputs, targets)]))
         if sums:
             memory.test_sums[list(batches)] = torch.stack(sums).cpu()
+
+    def _test_batches(self) -> range:
+        return range(self.seat.index, len(self.memory.test_sums), self.seat.count)
 
     def _towards_goal(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Of a test batch: how many answers are as the attacker wants them, and how many he wants."""
@@ -199,9 +206,13 @@ class Station:
 
     def _mine(self, cohort: Sequence[int], round: int = 0) -> list[Member]:
         """The members that this process trains: of the cohort, and the server where the rule compares with that."""
-        everyone = [*cohort] if self.feed.root is None else [*cohort, self.feed.root]
-        steps = [self.task.schedule.steps_for(n) for n in self._shard_sizes(everyone)]
+        everyone, steps = self._everyone(cohort)
         return [Member(slot, everyone[slot], round) for slot in deal(steps, self.seat.count)[self.seat.index]]
+
+    def _everyone(self, cohort: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Whoever trains in a round, by slot, and how many steps each of them takes."""
+        everyone = [*cohort] if self.feed.root is None else [*cohort, self.feed.root]
+        return everyone, [self.task.schedule.steps_for(n) for n in self._shard_sizes(everyone)]
 
     def _share_of(self, members: Sequence[Member]) -> list[Member]:
         """Whoever goes step by step stays with one process, whose feed is where the last step ended."""
@@ -246,15 +257,15 @@ class Station:
         self.seat.barrier.wait()
 
 
-def deal(costs: Sequence[int], count: int) -> list[list[int]]:
+def deal(costs: Sequence[int], count: int, most: int | None = None) -> list[list[int]]:
     """Deal things to `count` hands, the costliest first and always to the least burdened; each hand ascending.
 
-    The same for every caller with the same costs.
+    No hand gets more than `most` things, if that is given. The same for every caller with the same costs.
     """
     hands: list[list[int]] = [[] for _ in range(count)]
     burden = [0] * count
     for thing in sorted(range(len(costs)), key=lambda thing: -costs[thing]):
-        hand = burden.index(min(burden))
+        hand = min((hand for hand in range(count) if len(hands[hand]) != most), key=burden.__getitem__)
         hands[hand].append(thing)
         burden[hand] += costs[thing]
     return [sorted(hand) for hand in hands]

@@ -69,6 +69,20 @@ def test_a_schedule_counts_the_batches_that_are_really_drawn(n, measure):
     assert schedule.samples_for(n) == sum(drawn)
 
 
+@pytest.mark.parametrize(("costs", "count", "most"), [([9, 1, 1, 1, 1, 1], 3, 2), ([5] * 7, 3, 3), ([1], 4, 1)])
+def test_no_hand_gets_more_than_the_most(costs, count, most):
+    hands = deal(costs, count, most)
+    assert sorted(thing for hand in hands for thing in hand) == list(range(len(costs)))
+    assert max(map(len, hands)) <= most
+    assert all(hand == sorted(hand) for hand in hands)
+    assert hands == deal(costs, count, most)
+
+
+def test_within_the_most_the_least_burdened_hand_is_next():
+    assert deal([9, 1, 1, 1, 1, 1], 2, 3) == [[0, 4, 5], [1, 2, 3]]
+    assert deal([9, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+
+
 @pytest.fixture
 def stations(prepared):
     """Two processes' stations, and what each of them has been given to train."""

@@ -1,0 +1,175 @@
+"""Ranks of the engine `distributed` on one host: scaling, time against spawn on the same cores, and bytes sent.
+
+Workers train `2nn` on random images of MNIST's size, in batches of 10, one thread to a process; a round's time is that
+of its phases without the test, the median of all rounds but the first. Strong scaling: 8 workers on 1, 2 and 4 ranks.
+Weak: 4 workers for each rank. Against: the engine `spawn` with as many processes. Before anything is timed, rows that
+the ranks give are compared with those of `serial`.
+
+Bytes are what the kernel counts at the loopback interface of a network namespace of the benchmark's own, where nobody
+else is (Linux, as root), of a run of six rounds less those of one of two: so without start and end. They are compared
+with the formulas of docs/scaling.md; where there can be no such namespace they are left out.
+
+    python benchmarks/distributed.py [--rounds 6] [--most-ranks 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import ROOT, median, report
+from safetensors.torch import load_file
+
+import fedsim
+from fedsim.data import TensorData
+from fedsim.records import METRICS, MODEL
+
+ALLOWED = 1.3  # times spawn's round
+EXACT = 0.05  # share by which bytes may differ from the formula
+TOLERANCE = 1e-9  # between rows of engines, in float64
+WORKERS, A_RANK = 8, 4  # in strong and in weak scaling
+SAMPLES = 100  # of each worker
+NAMESPACE = "fedsim-benchmark"
+RULES = {"mean": {}, "median": {"aggregate": "median"}, "krum": {"aggregate": {"rule": "krum", "f": 1}}}
+
+
+def images(root: str | None, *, n: int = 800) -> tuple[TensorData, TensorData]:
+    """As many random images of MNIST's size."""
+    rng = np.random.default_rng(0)
+
+    def some(count: int) -> TensorData:
+        inputs = torch.from_numpy(rng.integers(0, 256, (count, 1, 28, 28), dtype=np.uint8))
+        return TensorData(inputs, torch.from_numpy(rng.integers(0, 10, count)), scale=1 / 255)
+
+    return some(n), some(250)
+
+
+def experiment(workers: int, rounds: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "workers": workers,
+        "rounds": rounds,
+        "model": "2nn",
+        "data": {"dataset": "distributed:images", "n": workers * SAMPLES},
+        "local": {"batch_size": 10, "lr": 0.05},
+        "records": {"curve": False},
+        **changes,
+    }
+
+
+def run(tables: dict[str, Any], ranks: int = 0, inside: list[str] | None = None) -> tuple[list[Any], Any, int]:
+    """The history and final model of a run, by so many ranks (0: in this program's own), and bytes at loopback."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = Path(folder) / "experiment.toml", Path(folder) / "run"
+        path.write_text(fedsim.loading.to_toml(fedsim.Experiment(**tables)))
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+        command = [sys.executable, *launcher, "run_experiment.py", str(path), "--quiet", "--out", str(out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # or torchrun tells of hosts without a name
+        before = loopback_bytes(inside)
+        subprocess.run([*(inside or []), *command], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment)
+        sent = loopback_bytes(inside) - before
+        history = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
+        return history, load_file(out / MODEL), sent
+
+
+def loopback_bytes(inside: list[str] | None) -> int:
+    """What has been sent through the loopback interface, by the kernel's count."""
+    if inside is None:
+        return 0
+    counts = subprocess.run([*inside, "cat", "/proc/net/dev"], capture_output=True, text=True, check=True).stdout
+    line = next(line for line in counts.splitlines() if line.strip().startswith("lo:"))
+    return int(line.split()[9])
+
+
+@contextlib.contextmanager
+def own_network() -> Iterator[list[str] | None]:
+    """What to put before a command so that it runs in a network of its own; None where there can be none."""
+    if shutil.which("ip") is None or subprocess.run(["ip", "netns", "add", NAMESPACE], capture_output=True).returncode:
+        yield None
+        return
+    try:
+        subprocess.run(["ip", "-n", NAMESPACE, "link", "set", "lo", "up"], check=True)
+        yield ["ip", "netns", "exec", NAMESPACE]
+    finally:
+        subprocess.run(["ip", "netns", "delete", NAMESPACE], check=True)
+
+
+def round_seconds(history: list[Any]) -> float:
+    """Median seconds of a round without its test; the first does not count."""
+    return median([sum(record["seconds"].values()) - record["seconds"]["test"] for record in history[1:]])
+
+
+def check_work(ranks: int) -> float:
+    """The greatest difference between the rows of the ranks and of `serial`; asserts that it is rounding."""
+    tables = experiment(WORKERS, 2, precision="float64")
+    models = [run({**tables, "engine": "distributed"}, ranks)[1], run({**tables, "engine": "serial"})[1]]
+    difference = max(float((models[0][name] - models[1][name]).abs().max()) for name in models[0])
+    assert difference <= TOLERANCE, f"{ranks} ranks: rows differ by {difference}"
+    return difference
+
+
+def formula(rule: str, n: int, d: int, ranks: int) -> float:
+    """Bytes that all ranks together send in a round, of float32 rows; docs/scaling.md."""
+    if rule == "mean":
+        return 2 * (ranks - 1) * d * 4
+    pairs = 2 * (ranks - 1) * n * n * 8 if rule == "krum" else 0
+    return (n * d * (ranks - 1) / ranks + (ranks - 1) * d) * 4 + pairs
+
+
+def measured_bytes(rule: str, ranks: int, inside: list[str]) -> tuple[float, float]:
+    """Bytes of a round as the kernel has counted them, and their share of the formula."""
+    rounds = {}
+    for count in (2, 6):
+        tables = experiment(WORKERS, count, engine="distributed", **RULES[rule])
+        _, model, rounds[count] = run(tables, ranks, inside)
+    d = sum(tensor.numel() for tensor in model.values())
+    sent = (rounds[6] - rounds[2]) / 4
+    return sent, sent / formula(rule, WORKERS, d, ranks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--most-ranks", type=int, default=4)
+    options = parser.parse_args()
+    counts = [count for count in (1, 2, 4) if count <= options.most_ranks]
+    figures: dict[str, Any] = {"ranks": counts, "rows_differ_by": check_work(counts[-1])}
+    for name, workers_of in (("strong", lambda _: WORKERS), ("weak", lambda count: A_RANK * count)):
+        for count in counts:
+            tables = experiment(workers_of(count), options.rounds + 1)
+            ranked = round_seconds(run({**tables, "engine": "distributed"}, count)[0])
+            spawned = round_seconds(run({**tables, "engine": "spawn", "processes": count})[0])
+            figures.setdefault(f"{name}_seconds", []).append(ranked)
+            figures.setdefault(f"{name}_spawn_seconds", []).append(spawned)
+            figures.setdefault(f"{name}_ratio", []).append(round(ranked / spawned, 3))
+    cores = fedsim.devices.usable_cores()
+    worst = max(
+        ratio
+        for name in ("strong", "weak")
+        for count, ratio in zip(counts, figures[f"{name}_ratio"], strict=True)
+        if count <= cores
+    )
+    figures["allowed_ratio"], figures["holds"] = ALLOWED, worst <= ALLOWED
+    with own_network() as inside:
+        if inside is not None:
+            for rule in RULES:
+                found = {str(count): measured_bytes(rule, count, inside) for count in counts if count > 1}
+                figures[f"{rule}_bytes"] = {count: round(sent) for count, (sent, _) in found.items()}
+                figures[f"{rule}_of_formula"] = {count: round(share, 3) for count, (_, share) in found.items()}
+                figures["holds"] &= all(abs(share - 1) <= EXACT for _, share in found.values())
+    report("distributed", **figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+"""An aggregation over ranks, each of which holds its own members' rows, and moves its own columns of the global row.
+
+What travels, of n rows of d numbers on P ranks, goes by the rule (docs/scaling.md has the formulas):
+
+    linear in all columns       each rank's weighted sum of its rows is summed over the ranks
+    by columns, or by products  every rank gets its columns of all rows [n, d / P]; products of pairs are summed
+    by whole rows, and attacks  the first rank gets the rows, and does what the first process of other engines does
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedsim.aggregation import Cohort, screened
+from fedsim.aggregation.averaging import mean
+from fedsim.aggregation.columns import bad_rows, combine
+from fedsim.devices import synchronize
+from fedsim.engines.averaging import Account, Averaging, Meeting
+from fedsim.engines.crew import Seat
+from fedsim.engines.job import Memory, Task
+from fedsim.engines.ranks import Ranks
+from fedsim.errors import ExperimentError
+from fedsim.rows import ALIGNMENT, new_rows
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Who has which columns of the global row: parts of one width, of which the last may lack some, or all.
+
+    Attributes:
+        d: how many there are.
+        width: of a part, a multiple of a cache line.
+    """
+
+    d: int
+    width: int
+    count: int
+
+    @classmethod
+    def of(cls, d: int, count: int, dtype: torch.dtype) -> Columns:
+        line = ALIGNMENT // dtype.itemsize
+        return cls(d, line * math.ceil(d / count / line), count)
+
+    def part(self, rank: int) -> slice:
+        """The columns of a rank."""
+        return slice(min(self.d, rank * self.width), min(self.d, (rank + 1) * self.width))
+
+    def parts(self, rows: Tensor) -> list[Tensor]:
+        """The columns [..., d] of each rank."""
+        return [rows[..., self.part(rank)] for rank in range(self.count)]
+
+    def size(self, rank: int) -> int:
+        return self.part(rank).stop - self.part(rank).start
+
+    def room(self, row: Tensor) -> Tensor:
+        """A copy of a row [d] at the beginning of a tensor of as many parts as there are ranks."""
+        room = row.new_zeros(self.width * self.count)
+        room[: self.d] = row
+        return room
+
+
+@dataclass(frozen=True)
+class Seating:
+    """Which rank has which slots of a cohort: `hands[rank]`, ascending, in the order of the rank's own rows."""
+
+    hands: list[list[int]]
+
+    @cached_property
+    def rows(self) -> dict[int, tuple[int, int]]:
+        """By slot: the rank that has it, and which of that rank's rows it is."""
+        return {slot: (rank, row) for rank, hand in enumerate(self.hands) for row, slot in enumerate(hand)}
+
+    def places(self, slots: Sequence[int]) -> list[list[int]]:
+        """For each rank the places, among these slots, of those that it has."""
+        found: list[list[int]] = [[] for _ in self.hands]
+        for place, slot in enumerate(slots):
+            found[self.rows[slot][0]].append(place)
+        return found
+
+
+class Collector(Averaging):
+    """The first rank's work with whole rows, all of which it has been given: as in other engines' first process.
+
+    The update is put aside instead of moving the global row.
+    """
+
+    update: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """All rows, by slot, for those who bring them."""
+        return self._memory.rows
+
+    @property
+    def losses(self) -> Tensor:
+        """The same for losses."""
+        return self._memory.losses
+
+    def attack(self, meeting: Meeting, *, has_last: bool) -> None:
+        """Put the Byzantine rows in place of what those workers computed."""
+        self._has_last = has_last
+        self._attack(meeting)
+
+    def collect(self, meeting: Meeting, bad: list[int], *, has_last: bool) -> Account:
+        """Apply the rule to the rows, without those at the places `bad`; see `update`."""
+        self._number += 1
+        self._has_last = has_last
+        self._memory.unfit[[meeting.slots[place] for place in bad]] = self._number
+        return self._move_by_rows(meeting)
+
+    def _step(self, block: slice, update: Tensor) -> None:
+        self.update = update
+
+    def forget(self) -> None:
+        """Begin anew, as before the first aggregation."""
+        self._state = {}
+
+
+class RankAveraging(Averaging):
+    """One rank's share of an aggregation over ranks: an `Averaging` of its own columns, with what it takes to get them.
+
+    Args:
+        memory: the rank's; rows and buffers are its own members', global rows are whole, states become of its columns.
+        seats: how many rows there are in all ranks.
+        root_slot: which of them is the server's own, if it has one.
+    """
+
+    def __init__(self, ranks: Ranks, task: Task, memory: Memory, seats: int, root_slot: int | None) -> None:
+        self.columns = Columns.of(len(memory.global_row), ranks.count, task.dtype)
+        self._ranks, self._rank_memory, self._seats = ranks, memory, seats
+        own = self.columns.part(ranks.index)
+        self._room = self.columns.room(memory.global_row)
+        memory.global_row = self._room[: self.columns.d]
+        self._last_room = self.columns.room(memory.last) if task.keeps_last else None
+        if self._last_room is not None:
+            memory.last = self._last_room[: self.columns.d]
+        memory.states = {sync: task.stepper(sync).start(memory.global_row[own]) for sync in task.syncs}
+        self._linear = task.rule.columnwise and task.rule.rule.linear and task.rule.by_parts
+        exchanges = not self._linear and task.rule.by_parts
+        part = replace(
+            memory,
+            global_row=memory.global_row[own],
+            rows=new_rows(seats if exchanges else 0, self.columns.size(ranks.index), task.dtype, task.device),
+            last=memory.last[own] if task.keeps_last else memory.last,
+            unfit=torch.zeros(seats, dtype=torch.int64),
+            losses=torch.zeros(seats, dtype=torch.double),
+        )
+        super().__init__(Seat.alone(), task, part, root_slot)
+        self.seating = Seating([[]])
+        self.losses = torch.zeros(seats, dtype=torch.double)  # of all, where the rule takes them
+        self._bad: list[int] = []
+        self._collected = 0  # the aggregation for which the first rank has been given all rows
+        self._sent = memory.global_row
+        self._sent_room: Tensor | None = None
+        self._collector: Collector | None = None
+
+    def sent_row(self) -> Tensor:
+        """What the workers are sent, [d], in a round in which parameters are aggregated."""
+        part, task = self._memory, self._task
+        start = task.server.broadcast(part.global_row, part.states["parameters"])
+        if start is part.global_row:
+            self._sent = self._rank_memory.global_row
+        else:
+            self._sent_room = self._room.clone() if self._sent_room is None else self._sent_room
+            self._sent_room[self.columns.part(self._ranks.index)] = start
+            self._ranks.all_gather(self._sent_room, "pull_down")
+            self._sent = self._sent_room[: self.columns.d]
+        return self._sent
+
+    def move_global_row(self, meeting: Meeting) -> Account:
+        task, memory = self._task, self._rank_memory
+        self._number += 1
+        self._sync = task.sync_in(meeting.moment[0])
+        if self._sync == "parameters":
+            memory.rows -= self._sent
+        places = self.seating.places(meeting.slots)
+        if any(worker in task.byzantine for worker in meeting.workers):
+            self._attack_at_first(meeting, places)
+        account = self._move(meeting, places)
+        self._has_last = task.keeps_last
+        synchronize(task.device)
+        return account
+
+    def _move(self, meeting: Meeting, places: list[list[int]]) -> Account:
+        """Aggregate rows that are ready, in the way that asks for the least."""
+        rule = self._task.rule
+        if self._linear and not self._memory.states[self._sync] and not rule.takes("losses"):
+            return self._move_by_one_sum(meeting, places)
+        self._bad = self._agree_on_facts(meeting, places)
+        if self._linear:
+            return self._move_by_sums(meeting, places)
+        return self._move_by_parts(meeting, places) if rule.by_parts else self._move_at_first(meeting, places)
+
+    def begin_with_parameters(self) -> None:
+        super().begin_with_parameters()
+        if self._collector is not None:
+            self._collector.forget()
+
+    def combine_buffers(self, meeting: Meeting) -> None:
+        """What becomes of the cohort's buffers, by policy, in every rank alike; called by all of them."""
+        memory, policy = self._rank_memory, self._task.buffers
+        if not memory.global_buffers.numel() or policy == "server":
+            return
+        places = self.seating.places(meeting.slots)
+        own = places[self._ranks.index]
+        buffers = memory.buffers.new_zeros(len(meeting.slots), memory.buffers.shape[1])
+        buffers[own] = memory.buffers[self._rows_of([meeting.slots[place] for place in own])]
+        self._ranks.all_reduce(buffers, "buffers")
+        if policy == "local":
+            memory.own_buffers[meeting.workers] = buffers
+        memory.global_buffers.copy_(mean(buffers, meeting.weights))
+
+    def _rows_of(self, slots: Sequence[int]) -> list[int]:
+        """Where this rank has its rows of these slots."""
+        return [self.seating.rows[slot][1] for slot in slots]
+
+    def _own_rows(self, meeting: Meeting, places: list[list[int]]) -> Tensor:
+        """This rank's rows of a meeting, in its order."""
+        own = self._rows_of([meeting.slots[place] for place in places[self._ranks.index]])
+        rows = self._rank_memory.rows
+        return rows[: len(own)] if own == list(range(len(own))) else rows[own]
+
+    def _agree_on_facts(self, meeting: Meeting, places: list[list[int]]) -> list[int]:
+        """The places of rows that are not finite, for all ranks to know; and the losses, where the rule takes them."""
+        task, mine = self._task, places[self._ranks.index]
+        if task.nonfinite == "keep" and not task.rule.takes("losses"):
+            return []
+        facts = torch.zeros(2 if task.rule.takes("losses") else 1, len(meeting.slots), dtype=torch.double)
+        if task.nonfinite != "keep":
+            facts[0, [mine[row] for row in bad_rows(self._own_rows(meeting, places))]] = 1
+        if task.rule.takes("losses"):
+            own = self._rows_of([meeting.slots[place] for place in mine])
+            facts[1, mine] = self._rank_memory.losses[own]
+        self._ranks.all_reduce(facts, "facts")
+        if task.rule.takes("losses"):
+            self.losses[list(meeting.slots)] = facts[1]
+        return facts[0].nonzero().flatten().tolist()
+
+    def _move_by_one_sum(self, meeting: Meeting, places: list[list[int]]) -> Account:
+        """A linear rule, and a step that keeps nothing: one sum over the ranks, and every rank moves the whole row.
+
+        A rank that has a row which is not finite makes the sum so, and only then the ranks find out which those are.
+        """
+        task, ranks = self._task, self._ranks
+        self._bad = []
+        total, account = self._weighted_sum(meeting, places)
+        if task.nonfinite != "keep" and bad_rows(self._own_rows(meeting, places)):
+            total.fill_(math.nan)
+        ranks.all_reduce(total, "aggregate")
+        if task.nonfinite != "keep" and not math.isfinite(total.sum()):
+            self._bad = self._agree_on_facts(meeting, places)
+            if self._bad:
+                total, account = self._weighted_sum(meeting, places)
+                ranks.all_reduce(total, "aggregate")
+        if task.keeps_last:
+            self._rank_memory.last.copy_(total)
+        task.stepper(self._sync).step(self._rank_memory.global_row, total, {})
+        return account
+
+    def _move_by_sums(self, meeting: Meeting, places: list[list[int]]) -> Account:
+        """A linear rule, and a step whose state each rank has of its own columns: they are summed and moved there."""
+        ranks, columns = self._ranks, self.columns
+        total, account = self._weighted_sum(meeting, places)
+        parts = ranks.exchange(columns.parts(total), [columns.size(ranks.index)] * ranks.count, "aggregate")
+        self._step(slice(None), torch.stack(parts).sum(0))
+        self._gather()
+        return account
+
+    def _weighted_sum(self, meeting: Meeting, places: list[list[int]]) -> tuple[Tensor, Account]:
+        """This rank's part of a linear rule's result, [d], and the account of the whole."""
+        cohort, bad = self._screened(meeting)
+        shares = self._shares(meeting, cohort, bad)
+        account = self._account(meeting, bad, shares)
+        assert account.shares is not None
+        own = torch.tensor([account.shares[place] for place in places[self._ranks.index]], dtype=torch.double)
+        return combine(own, self._own_rows(meeting, places)), account
+
+    def _move_by_parts(self, meeting: Meeting, places: list[list[int]]) -> Account:
+        """A rule that goes by columns, or by products of pairs: each rank applies it to its columns of all rows."""
+        ranks, columns = self._ranks, self.columns
+        width = columns.size(ranks.index)
+        given = ranks.exchange(
+            columns.parts(self._own_rows(meeting, places)), [len(theirs) * width for theirs in places], "aggregate"
+        )
+        room = self._memory.rows
+        for theirs, rows in zip(places, given, strict=True):
+            room[theirs] = rows.view(len(theirs), width)
+        self._memory.losses[: len(meeting.slots)] = self.losses[list(meeting.slots)]
+        meeting = replace(meeting, slots=range(len(meeting.slots)))
+        move = super()._move_by_columns if self._task.rule.columnwise else super()._move_by_rows
+        account = move(meeting)
+        self._gather()
+        return account
+
+    def _move_at_first(self, meeting: Meeting, places: list[list[int]]) -> Account:
+        """A rule that looks at whole rows: the first rank applies it to them all."""
+        ranks, columns = self._ranks, self.columns
+        collector = self.gather_rows(meeting)
+        parts = [self._room[:0]] * ranks.count
+        if collector is not None:
+            collector.losses.copy_(self.losses)
+            account = self._at_first(collector.collect, meeting, self._bad, has_last=self._has_last)
+            parts = columns.parts(collector.update)
+        else:
+            account = self._hear()
+        sizes = [columns.size(ranks.index)] + [0] * (ranks.count - 1)
+        self._step(slice(None), ranks.exchange(parts, sizes, "aggregate")[0])
+        self._gather()
+        return account
+
+    def _attack_at_first(self, meeting: Meeting, places: list[list[int]]) -> None:
+        """The first rank makes the Byzantine rows of all rows, and gives them to those who hold them."""
+        ranks, byzantine = self._ranks, self._task.byzantine
+        collector = self.gather_rows(meeting)
+        theirs = [[place for place in of_one if meeting.workers[place] in byzantine] for of_one in places]
+        parts = [self._room[:0]] * ranks.count
+        if collector is not None:
+            self._at_first(collector.attack, meeting, has_last=self._has_last)
+            parts = [collector.rows[[meeting.slots[place] for place in of_one]] for of_one in theirs]
+        else:
+            self._hear()
+        mine, d = theirs[ranks.index], self.columns.d
+        got = ranks.exchange(parts, [len(mine) * d] + [0] * (ranks.count - 1), "attack")[0]
+        self._rank_memory.rows[self._rows_of([meeting.slots[place] for place in mine])] = got.view(len(mine), d)
+
+    def gather_rows(self, meeting: Meeting) -> Collector | None:
+        """In the first rank, one who has all rows of a meeting, and the server's own; it is given them once."""
+        ranks, d = self._ranks, self.columns.d
+        if self._collected == self._number:
+            return self._collector
+        self._collected = self._number
+        wanted = {*meeting.slots, self._root_slot}
+        slots = [[slot for slot in hand if slot in wanted] for hand in self.seating.hands]
+        rows = self._rank_memory.rows[self._rows_of(slots[ranks.index])]
+        sizes = [len(theirs) * d if ranks.first else 0 for theirs in slots]
+        given = ranks.exchange([rows] + [rows[:0]] * (ranks.count - 1), sizes, "gather")
+        if not ranks.first:
+            return None
+        if self._collector is None:
+            whole = replace(
+                self._rank_memory,
+                rows=new_rows(self._seats, d, self._task.dtype, self._task.device),
+                unfit=torch.zeros(self._seats, dtype=torch.int64),
+                losses=torch.zeros(self._seats, dtype=torch.double),
+            )
+            self._collector = Collector(Seat.alone(), self._task, whole, self._root_slot)
+        for theirs, part in zip(slots, given, strict=True):
+            self._collector.rows[theirs] = part.view(len(theirs), d)
+        return self._collector
+
+    def _at_first(self, work: Any, *arguments: Any, **options: Any) -> Any:
+        """Do what the first rank alone does; the others hear of it where it refuses to."""
+        try:
+            result = work(*arguments, **options)
+        except ExperimentError as error:
+            self._ranks.hear_first((error.lines, None))
+            raise
+        self._ranks.hear_first((None, result))
+        return result
+
+    def _hear(self) -> Any:
+        lines, result = self._ranks.hear_first(None)
+        if lines is not None:
+            raise ExperimentError(*lines)
+        return result
+
+    def _gather(self) -> None:
+        """Give everybody the columns that each rank has moved."""
+        self._ranks.all_gather(self._room, "aggregate")
+        if self._last_room is not None:
+            self._ranks.all_gather(self._last_room, "aggregate")
+
+    def _cohort(self, meeting: Meeting) -> Cohort:
+        return replace(super()._cohort(meeting), reduce=self._reduce)
+
+    def _updates(self, slots: Sequence[int]) -> Tensor:
+        if self._linear:  # nobody looks at the rows
+            return self._memory.global_row.new_empty(len(slots), 0)
+        return super()._updates(slots)
+
+    def _screened(self, meeting: Meeting) -> tuple[Cohort, list[int]]:
+        cohort = self._cohort(meeting)
+        if not self._bad:
+            return cohort, []
+        try:
+            return screened(cohort, self._task.nonfinite, self._bad)
+        except ExperimentError as error:
+            raise ExperimentError(f"round {meeting.moment[0]}: {error}") from None
+
+    def _reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
+        return self._ranks.all_reduce(values, "products", {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])

@@ -1,0 +1,306 @@
+"""The group of ranks that this process belongs to, and what they send each other, by `torch.distributed`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedsim.devices import card_of, default_backend, device_of_rank
+from fedsim.engines.launch import Place, interface_towards, meeting_address, open_store
+from fedsim.engines.vigil import Vigil, ranks, wait_for_all
+from fedsim.errors import ExperimentError, WorkerError, one_line, show
+
+HOST_BACKEND = "gloo"  # what the ranks exchange of numbers that lie on the host
+LINGER = 1.0  # seconds for the others to hear why
+FOREVER = timedelta(days=30)  # the group's own timeout: whoever waits looks after the others' signs of life instead
+
+
+class Ranks:
+    """The ranks of a run: PyTorch's process group, with the bytes it is given counted and its errors told in a line.
+
+    Made once in a process, by `join`. Every method that communicates has to be called by all ranks.
+
+    Attributes:
+        index, count: which rank this is, of how many.
+        device: what this rank computes on.
+        backend: by which rows travel.
+        reason: why it is not the device's own, where it is not.
+        sent: bytes that this rank has had to send, by what they were.
+    """
+
+    joined: ClassVar[Ranks | None] = None
+
+    def __init__(self, place: Place, init: str, backend: str | None, timeout: float, device: str) -> None:
+        self.index, self.count, self.timeout = place.rank, place.count, timeout
+        self.device = device_of_rank(device, place.local_rank)
+        self.beats: Callable[[], int] = lambda: 0
+        self.sent: dict[str, int] = {}
+        self._spoilt: str | None = None
+        self._settings: tuple[Any, ...] = ()
+        self._store = dist.PrefixStore("fedsim", open_store(init, place, timeout))
+        self._vigil = Vigil(self._store, self.index, self.count, lambda: self.beats(), timeout)
+        missing = wait_for_all(self._store, self.count, timeout)
+        if missing:
+            raise WorkerError(f"{ranks(missing)} of {self.count} did not come within {timeout:g} s")
+        self._people = self._introduce()
+        self.backend, self.reason = _backend_for(backend, self.device, [card for *_, card in self._people])
+        self._group = self._start(place, init)
+        atexit.register(self.leave)
+
+    @classmethod
+    def join(cls, *, init: str, backend: str | None, timeout: float, device: str) -> Ranks:
+        """The group of this process, which it joins the first time.
+
+        Raises ExperimentError where it belongs to none, WorkerError where the others do not come.
+        """
+        settings = init, backend, timeout, device
+        if cls.joined is None:
+            ranks = cls(Place.here(), init, backend, timeout, device)
+            ranks._settings = settings
+            cls.joined = ranks
+        elif cls.joined._settings != settings:
+            raise ExperimentError(
+                "the ranks have met already, with init, backend, timeout and device "
+                f"{show(list(cls.joined._settings))}; these are others: {show(list(settings))}"
+            )
+        return cls.joined
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def neighbours(self) -> int:
+        """How many ranks share this one's host, itself included."""
+        return sum(host == self._people[self.index][0] for host, *_ in self._people)
+
+    def facts(self) -> dict[str, Any]:
+        """For the run record."""
+        hosts = list(dict.fromkeys(host for host, *_ in self._people))
+        reason = {"backend_reason": self.reason} if self.reason else {}
+        return {"ranks": self.count, "hosts": hosts, "backend": self.backend, **reason}
+
+    def all_reduce(self, values: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """The sum (or `op`) of every rank's values, in place."""
+        self._count(what, 2 * (self.count - 1) * values.nbytes / self.count)
+        with self._on_the_wire(values) as wire:
+            self._do(dist.all_reduce, wire, op=op)
+        return values
+
+    def broadcast(self, values: Tensor, what: str) -> Tensor:
+        """The first rank's values, in place."""
+        self._count(what, values.nbytes * (self.count - 1) / self.count)
+        with self._on_the_wire(values) as wire:
+            self._do(dist.broadcast, wire, 0)
+        return values
+
+    def all_gather(self, room: Tensor, what: str) -> None:
+        """Every rank's part of `room`, which is as many equal parts as there are ranks, to every rank."""
+        part = len(room) // self.count
+        own = room[self.index * part : (self.index + 1) * part].clone()
+        self._count(what, (self.count - 1) * own.nbytes)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+        with self._on_the_wire(room) as wire:
+            self._do(gather, wire, own.to(wire.device))
+
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
+        """Give each rank one of `parts`, flat; what each of them gave to this one, of these sizes."""
+        self._count(what, sum(part.nbytes for rank, part in enumerate(parts) if rank != self.index))
+        given = torch.cat([part.reshape(-1) for part in parts])
+        wire = given if self._carries(given) else given.cpu()
+        got = wire.new_empty(sum(sizes))
+        self._do(dist.all_to_all_single, got, wire, list(sizes), [part.numel() for part in parts])
+        return list(got.to(given.device).split(list(sizes)))
+
+    def tell_all(self, thing: Any) -> list[Any]:
+        """What every rank has to say, in their order; small things that pickle."""
+        self._meet()
+        things: list[Any] = [None] * self.count
+        with self._translated():
+            dist.all_gather_object(things, thing, group=self._group)
+        return things
+
+    def hear_first(self, thing: Any) -> Any:
+        """What the first rank has to say."""
+        self._meet()
+        things = [thing]
+        with self._translated():
+            dist.broadcast_object_list(things, 0, group=self._group)
+        return things[0]
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While a run is under way: a rank without the others ends then."""
+        self.require_usable()
+        self._vigil.on_duty = True
+        try:
+            yield
+        finally:
+            self._vigil.on_duty = False
+
+    def require_usable(self) -> None:
+        """Raise WorkerError where an earlier failure has brought the ranks out of step."""
+        if self._spoilt:
+            raise WorkerError(f"the ranks have come out of step ({self._spoilt}); start the program again")
+
+    def give_up(self, why: str) -> str:
+        """This rank cannot go on: tell the others. What the first rank to end has said."""
+        self._spoilt = self._spoilt or why
+        return self._vigil.note(why)
+
+    def cause(self) -> str | None:
+        """Why another rank has ended, as far as that is known."""
+        return self._vigil.said() or self._gone()  # by which time it may have been said
+
+    def end_program(self, code: int) -> None:
+        """At the end of a program that has failed: end it at once.
+
+        What this rank still waits for would keep it from ending, until the rank that it waits for has ended too.
+        """
+        if self._spoilt:
+            sys.stderr.flush()
+            if self.first:  # who may keep the store
+                time.sleep(LINGER)
+            os._exit(code)
+
+    def leave(self) -> None:
+        """Leave the group, at the end of the program."""
+        atexit.unregister(self.leave)
+        self._vigil.stop()
+        if self._spoilt is None and dist.is_initialized():
+            dist.destroy_process_group()
+        type(self).joined = None
+
+    def _meet(self) -> None:
+        """Wait, and watch, until every rank has come here: objects travel by calls that nobody watches over."""
+        self._do(dist.all_reduce, torch.zeros(1))
+
+    def _introduce(self) -> list[tuple[str, int, str | None]]:
+        """Host, process and card of every rank, by way of the store."""
+        card = card_of(self.device)
+        self._store.set(f"who/{self.index}", "\n".join([socket.gethostname(), str(os.getpid()), card or ""]))
+        people = []
+        for rank in range(self.count):
+            host, pid, card = self._store.get(f"who/{rank}").decode().split("\n")
+            people.append((host, int(pid), f"{host} {card}" if card else None))
+        return people
+
+    def _start(self, place: Place, init: str) -> dist.ProcessGroup:
+        """The process group. Two, in fact: the first finds out within the timeout whether they reach each other."""
+        host = meeting_address(init, place)[0]
+        if name := interface_towards(host):  # or gloo listens wherever this host's own name leads to
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        own = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
+        backend = HOST_BACKEND if self.backend == HOST_BACKEND else own
+        try:
+            if self.device.type != "cpu":
+                torch.accelerator.set_device_index(self.device.index)
+            dist.init_process_group(
+                HOST_BACKEND,
+                store=dist.PrefixStore("group", self._store),
+                rank=self.index,
+                world_size=self.count,
+                timeout=timedelta(seconds=self.timeout),
+            )
+            return dist.new_group(backend=backend, timeout=FOREVER)
+        except (RuntimeError, ValueError) as error:
+            raise WorkerError(
+                f"rank {place.rank} of {place.count}: backend {self.backend}: the ranks do not reach each other: "
+                f"{one_line(error)[:300]}"
+            ) from error
+
+    def _carries(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" or self.backend != HOST_BACKEND
+
+    @contextlib.contextmanager
+    def _on_the_wire(self, tensor: Tensor) -> Iterator[Tensor]:
+        """The tensor itself, or a copy on the host that is put back, where the backend carries no others."""
+        if self._carries(tensor):
+            yield tensor
+            return
+        copy = tensor.cpu()
+        yield copy
+        tensor.copy_(copy)
+
+    def _do(self, collective: Callable[..., Any], wire: Tensor, *arguments: Any, **options: Any) -> None:
+        """Call a collective, and wait for it as long as the others give signs of life."""
+        with self._translated():
+            work = collective(wire, *arguments, group=self._group, async_op=True, **options)
+            done = self._done if wire.device.type == "cpu" else self._done_on_device
+            with self._vigil.waiting() as silences:
+                while not done(work):
+                    silent = silences.look()
+                    if silent:
+                        raise WorkerError(silent)
+
+    def _done(self, work: Any) -> bool:
+        """Wait for an interval; whether it has come to its end."""
+        try:
+            work.wait(timedelta(seconds=self._vigil.interval))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # which raises what it has failed of, if it has
+        return True
+
+    def _done_on_device(self, work: Any) -> bool:
+        """The same for work that a device does; to wait for that by itself would be without end."""
+        deadline = time.monotonic() + self._vigil.interval
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0)
+        work.wait()
+        return True
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        self.require_usable()
+        try:
+            yield
+        except WorkerError as error:
+            raise WorkerError(self.give_up(str(error))) from None
+        except RuntimeError as error:
+            cause = self.cause() or f"the connection to another rank was lost: {one_line(error)[:200]}"
+            raise WorkerError(self.give_up(cause)) from error
+
+    def _gone(self) -> str | None:
+        missing = self._vigil.missing({rank: (host, pid) for rank, (host, pid, _) in enumerate(self._people)})
+        return f"{ranks(missing)} of {self.count} ended without a word" if missing else None
+
+    def _count(self, what: str, nbytes: float) -> None:
+        self.sent[what] = self.sent.get(what, 0) + int(nbytes)
+
+
+def _backend_for(name: str | None, device: torch.device, cards: list[str | None]) -> tuple[str, str | None]:
+    """The backend by which rows travel, and why, where it is not the device's own."""
+    own = default_backend(device)
+    shared = next((card for card in cards if card is not None and cards.count(card) > 1), None)
+    sharing = [rank for rank, card in enumerate(cards) if card == shared] if shared else []
+    if name is None:
+        if own == "nccl" and shared:
+            return HOST_BACKEND, f"{ranks(sharing)} share a card ({shared}), which NCCL refuses"
+        return own, None
+    if name == "nccl" and shared:
+        raise ExperimentError(
+            f'distributed.backend = "nccl": {ranks(sharing)} share a card ({shared}), which NCCL refuses; use '
+            f'"{HOST_BACKEND}", or as many ranks as cards'
+        )
+    known = dist.Backend.backend_list
+    if name.lower() not in known:
+        raise ExperimentError(
+            f"distributed.backend = {show(name)}: this PyTorch has no such backend; allowed: "
+            f"{', '.join(each for each in known if each not in ('undefined', 'mpi'))}"
+        )
+    return name.lower(), None

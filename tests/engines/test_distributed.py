@@ -1,0 +1,375 @@
+"""Ranks that a launcher has started give what `serial` gives, up to rounding, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.records import METRICS, MODEL
+from tests.commands import ROOT, assert_none_left, start
+from tests.engines.test_contract import CASES, ROUNDING, assert_close, without_times
+
+PROGRAM = ROOT / "tests" / "engines" / "rank_program.py"
+TORCHRUN = ("-m", "torch.distributed.run")
+TINY = {
+    "rounds": 2,
+    "workers": 3,
+    "model": "2nn",
+    "data": "tests.plugs:tiny",
+    "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
+}
+
+FURTHER = {
+    "a cohort smaller than the ranks": {"workers": 5, "cohort": 1, "rounds": 3},
+    "trimmed mean": {"workers": 5, "aggregate": {"rule": "trimmed_mean", "f": 1}},
+    "multi_krum of mixed rows": {
+        **{"workers": 7, "attack": {"name": "sign_flipping", "fraction": 0.3}},
+        "aggregate": {"rule": ["nnm", "multi_krum"]},
+    },
+    "geometric median, weighted": {"workers": 5, "aggregate": {"rule": "geometric_median", "weights": "samples"}},
+    "rows of equal workers": {"workers": 6, "attack": {"name": "mimic", "fraction": 0.4}, "aggregate": "medoid"},
+    "stacked in each rank": {"workers": 5, "distributed": {"inner": "batched"}, "partition": "tests.plugs:uneven"},
+    "an empty part of the columns": {"model": "tests.plugs:Few", "data": "tests.plugs:few", "aggregate": "median"},
+    "updates kept": {"workers": 5, "records": {"updates": [2]}},
+}
+OF_TWO = (
+    *("plain averaging", "uneven shards", "partial cohorts of uneven shards", "adam", "dropout", "given weights"),
+    *("a rule on whole rows", "gradients first, then parameters", "buffers averaged", "buffers kept by workers"),
+    *("a rule on columns", "a rule by distances, under attack", "pre-aggregators", "a rule with a state"),
+    *("a rule that starts where it ended", "a rule that draws", "a rule with data of the server's own"),
+    *("a rule that asks for losses", "an attack tuned to the rule", "an attack that remembers", "an attack on data"),
+    *("rows left out", "rows left out of a rule by distances", "a server that broadcasts something else"),
+    *("an adaptive server", "virtual shards of uneven sizes, under attack"),
+)
+OF_FOUR = (
+    *("one worker", "uneven shards", "partial cohorts of uneven shards", "a rule by distances, under attack"),
+    *("a rule with data of the server's own", "an adaptive server"),
+)
+GRADIENTS = ("uneven shards", "buffers averaged", "a rule by distances, under attack", "momentum, weight decay")
+
+
+def cases_of(count):
+    """The experiments of a group of so many ranks, by name."""
+    names = {1: OF_FOUR[:2], 2: OF_TWO, 4: OF_FOUR}[count]
+    cases = {name: {**TINY, **CASES[name]} for name in names}
+    if count > 1:
+        cases |= {name: {**TINY, **case} for name, case in FURTHER.items()}
+        cases |= {f"{name}, by gradients": {**TINY, **CASES[name], "sync": "gradients"} for name in GRADIENTS}
+    return {name: {**tables, "precision": "float64"} for name, tables in cases.items()}
+
+
+def all_cases():
+    return [(count, name) for count in (1, 2, 4) for name in cases_of(count)]
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    """What the ranks of a group have made of its cases: by number of ranks, a dict for each of them."""
+    found = {}
+
+    def run(count):
+        if count not in found:
+            folder = tmp_path_factory.mktemp(f"ranks{count}")
+            (folder / "cases.json").write_text(json.dumps(cases_of(count)))
+            process = torchrun(count, str(PROGRAM), str(folder / "cases.json"), str(folder), cwd=ROOT)
+            out, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, out + errors
+            found[count] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)], folder
+        return found[count]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def serial():
+    """What `serial` makes of a case, once."""
+    found = {}
+
+    def run(tables):
+        key = json.dumps(tables, sort_keys=True)
+        if key not in found:
+            found[key] = fedsim.run({**{k: v for k, v in tables.items() if k != "distributed"}, "engine": "serial"})
+        return found[key]
+
+    return run
+
+
+def torchrun(count, *words, cwd):
+    return start(*TORCHRUN, "--standalone", "--nproc-per-node", str(count), *words, cwd=cwd, OMP_NUM_THREADS="1")
+
+
+def ranks_of(count, *words, cwd, own=None, port):
+    """The ranks of a group, started with plain environment variables; `own` are further words of some."""
+    shared = {"WORLD_SIZE": str(count), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    script = str(ROOT / "run_experiment.py")
+    return [
+        start(script, *words, *(own or {}).get(rank, ()), cwd=cwd, RANK=str(rank), **shared) for rank in range(count)
+    ]
+
+
+def ends(processes, timeout=60):
+    """How the processes ended: exit codes, and what they wrote."""
+    told = [process.communicate(timeout=timeout) for process in processes]
+    for process in processes:
+        assert_none_left(process.pid)
+    return [process.returncode for process in processes], [out for out, _ in told], [errors for _, errors in told]
+
+
+def error_lines(text):
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+@pytest.fixture
+def port():
+    """One that hardly anybody else has."""
+    return 20_000 + uuid.uuid4().int % 10_000
+
+
+class Row:
+    """A result as the ranks have left it, for comparisons."""
+
+    def __init__(self, left):
+        self.history, self.global_row = left["history"], left["row"]
+        self.model = self
+        self.state_dict = lambda: left["state"]
+
+
+@pytest.mark.parametrize(("count", "name"), all_cases())
+def test_ranks_agree_with_serial_up_to_rounding(count, name, groups, serial):
+    reference = serial(cases_of(count)[name])
+    ranks, _ = groups(count)
+    assert not torch.equal(reference.global_row, torch.zeros_like(reference.global_row))
+    for left in ranks:
+        assert_close(reference, Row(left[name]), ROUNDING)
+        assert torch.equal(left[name]["row"], ranks[0][name]["row"])
+        assert without_times(left[name]["history"]) == without_times(ranks[0][name]["history"])
+
+
+def test_a_rank_keeps_its_own_rows_and_its_part_of_the_optimizers_state(groups):
+    ranks, _ = groups(4)
+    d = len(ranks[0]["an adaptive server"]["row"])
+    shapes = [left["an adaptive server"]["shapes"] for left in ranks]
+    assert [shape["rows"] for shape in shapes] == [[1, d]] * 4
+    assert {len(shape["states"]) for shape in shapes} == {4}  # m, v, and the weights of both
+    assert all(length <= d / 4 + 8 for shape in shapes for length in shape["states"])
+    assert sum(shape["states"][0] for shape in shapes) == d
+    assert groups(2)[0][0]["a rule on columns"]["shapes"]["rows"] == [2, d]  # of 3, the larger half
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_the_ranks_send_is_what_the_formulas_say(count, groups):
+    """Of float64 rows, in bytes, all ranks together; docs/scaling.md has these."""
+    ranks, _ = groups(count)
+    d, rounds = len(ranks[0]["uneven shards"]["row"]), 2
+
+    def sent(name, what="aggregate"):
+        return sum(left[name]["sent"].get(what, 0) for left in ranks)
+
+    assert sent("uneven shards") == pytest.approx(rounds * 2 * (count - 1) * d * 8, rel=0.05)
+    assert sent("an adaptive server") == pytest.approx(3 * 2 * (count - 1) * d * 8, rel=0.05)
+    moved = 5 * d * (count - 1) / count + (count - 1) * d
+    assert sent("trimmed mean") == pytest.approx(rounds * moved * 8, rel=0.05)
+    assert sent("geometric median, weighted") == pytest.approx(rounds * moved * 8, rel=0.05)
+    products = sent("geometric median, weighted", "products")
+    assert 0 < products <= rounds * 2 * (count - 1) * (5 * 5 + 5 + 2 * 25) * 8
+
+
+def test_the_first_rank_keeps_the_updates_of_all(groups):
+    _, folder = groups(2)
+    stored = fedsim.replay.load_round(folder / "updates-kept")
+    assert stored.tensors["updates"].shape[0] == 5
+    assert bool(stored.tensors["updates"].any(1).all())
+
+
+def test_the_command_runs_on_two_ranks_and_prints_once(tmp_path):
+    experiment = ROOT / "experiments" / "mnist_sync_sgd.toml"
+    changes = ["data.dataset=tests.plugs:tiny", "rounds=2", "local.batch_size=16", "name=ranked"]
+    words = [str(ROOT / "run_experiment.py"), str(experiment), *changes]
+    process = torchrun(2, *words, "engine=distributed", "--out", "ranked", cwd=tmp_path)
+    [code], [out], [errors] = ends([process], 120)
+    assert code == 0, errors
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines] == ["ranked:", lines[1].split()[0], "round", "1", "2", "final", "ranked"]
+    assert "distributed, 2 processes on cpu" in lines[1]
+    facts = json.loads((tmp_path / "ranked" / "environment.json").read_text())
+    assert (facts["ranks"], facts["backend"], len(facts["hosts"])) == (2, "gloo", 1)
+    alone = fedsim.run(fedsim.load_experiment(experiment, [*changes, "engine=serial"]), out=tmp_path / "alone")
+    history = [json.loads(line) for line in (tmp_path / "ranked" / METRICS).read_text().splitlines()]
+    assert [record["test_accuracy"] for record in history] == [r["test_accuracy"] for r in alone.history]
+    assert (tmp_path / "ranked" / MODEL).stat().st_size == (tmp_path / "alone" / MODEL).stat().st_size
+
+
+FAILING = (
+    *("engine=distributed", "data=tests.plugs:tiny", "rounds=4", "workers=4", "local.batch_size=16"),
+    *("model=tests.plugs:FailsInRank", "model.after=7", "distributed.timeout=5"),  # after 2 workers' 4 steps: round 2
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("kill", "error: rank 1 of 3 ended without a word"),
+        ("raise", "error: worker 1 in round 2 failed (rank 1): ZeroDivisionError: this model divides by zero"),
+        ("hang", "error: rank 1 made no step for 5 s; a step that takes longer needs a larger distributed.timeout"),
+    ],
+)
+def test_a_rank_that_fails_in_round_2_ends_the_others_with_one_line_each(how, line, tmp_path, port):
+    processes = ranks_of(3, *FAILING, f"model.how={how}", "--out", "run", cwd=tmp_path, port=port)
+    codes, _, errors = ends(processes)
+    assert codes[::2] == [1, 1]
+    assert codes[1] == (-signal.SIGKILL if how == "kill" else 1)
+    assert [error_lines(text) for text in errors[::2]] == [[line], [line]]
+    assert len(error_lines(errors[1])) == (how != "kill")
+    assert len((tmp_path / "run" / METRICS).read_text().splitlines()) == 1
+
+
+def test_torchrun_ends_when_a_rank_is_killed(tmp_path):
+    begun = time.monotonic()
+    words = [str(ROOT / "run_experiment.py"), *FAILING, "model.how=kill"]
+    [code], _, [errors] = ends([torchrun(2, *words, cwd=tmp_path)], 100)
+    assert code != 0
+    assert "error: rank 1 of 2 ended without a word" in errors
+    assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "lines"),
+    [
+        (["rounds=4"], {1: ["rounds=5"]}, ["the ranks differ in the experiment: rounds = 4 on rank 0 and 5 on rank 1"]),
+        (
+            ["data=tests.plugs:tiny_on_rank"],
+            {},
+            ["the ranks differ in the data: training inputs = "],
+        ),
+        (["data=tests.plugs:absent_on_rank"], {}, ["rank 1: ", ""]),
+    ],
+)
+def test_ranks_that_differ_say_so_and_stop(words, own, lines, tmp_path, port):
+    words = ["engine=distributed", "data=tests.plugs:tiny", "model=logistic", "rounds=1", *words]
+    codes, outs, errors = ends(ranks_of(2, *words, cwd=tmp_path, own=own, port=port))
+    assert codes == [2, 2]
+    assert outs == ["", ""]
+    for text, expected in zip(errors, lines * (2 // len(lines)), strict=True):
+        [line] = error_lines(text)
+        assert line.startswith(f"error: {expected}")
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
+
+
+def test_a_folder_that_is_taken_stops_all_ranks(tmp_path, port):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    words = ["engine=distributed", "data=tests.plugs:tiny", "--out", "taken"]
+    codes, _, errors = ends(ranks_of(2, *words, cwd=tmp_path, port=port))
+    assert codes == [2, 2]
+    assert "error: taken: holds something already" in errors[0]
+    assert "error: rank 0: taken: holds something already" in errors[1]
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path, port):
+    words = ["engine=distributed", "data=tests.plugs:tiny", "distributed.timeout=1"]
+    [process, *_] = [
+        start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, RANK="0", WORLD_SIZE="3", MASTER_PORT=str(port))
+    ]
+    codes, _, errors = ends([process])
+    assert codes == [1]
+    assert error_lines(errors[0]) == ["error: ranks 1, 2 of 3 did not come within 1 s"]
+
+
+def test_without_a_launcher_the_error_shows_the_command(cli, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    result = cli("run", "engine=distributed")
+    assert result.exit_code == 2
+    assert "start it by a launcher: torchrun --standalone --nproc-per-node 2" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        ({"processes": 2}, "has as many as the launcher starts"),
+        ({"timeout": 5.0}, "has distributed.timeout instead"),
+        ({"mode": "clock", "policy": "asgd"}, "works in rounds"),
+        ({"batched": {"width": 2}}, "stacks no rows without distributed.inner=batched"),
+        ({"distributed": {"init": "here"}}, "must be env://, tcp://HOST:PORT or file:///PATH"),
+        ({"engine": "serial", "distributed": {"timeout": 5.0}}, "goes with engine=distributed"),
+    ],
+)
+def test_settings_that_do_not_go_with_ranks_are_refused(tables, line):
+    with pytest.raises(fedsim.ExperimentError, match=line):
+        fedsim.Experiment(**{"engine": "distributed", **tables})
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], capture_output=True, text=True)
+
+
+@pytest.fixture
+def two_machines():
+    """Two network namespaces that a virtual link joins: the names, the link's ends, the first one's address."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and the program `ip`")
+    mark = uuid.uuid4().hex[:6]
+    names, link = [f"fedsim-{mark}-{side}" for side in "ab"], [f"fs{mark}{side}" for side in "ab"]
+    try:
+        for name in names:
+            made = ip("netns", "add", name)
+            if made.returncode:
+                pytest.skip(f"this system makes no network namespaces: {made.stderr.strip()}")
+        made = ip("link", "add", link[0], "netns", names[0], "type", "veth", "peer", "name", link[1], "netns", names[1])
+        if made.returncode:
+            pytest.skip(f"this system makes no virtual links: {made.stderr.strip()}")
+        for side, (name, end) in enumerate(zip(names, link, strict=True)):
+            assert ip("-n", name, "address", "add", f"10.213.77.{side + 1}/24", "dev", end).returncode == 0
+            for each in ("lo", end):
+                assert ip("-n", name, "link", "set", each, "up").returncode == 0
+        yield names, "10.213.77.1"
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
+def test_two_machines_run_the_two_machine_form_of_torchrun(two_machines, tmp_path):
+    names, address = two_machines
+    words = ["engine=distributed", "data=tests.plugs:tiny", "rounds=2", "local.batch_size=16", "aggregate.rule=median"]
+    processes = []
+    for rank, name in enumerate(names):
+        launcher = [*TORCHRUN, "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
+        launcher += ["--rdzv-endpoint", f"{address}:29511"]
+        program = [str(ROOT / "run_experiment.py"), *words, "--out", f"run{rank}"]
+        processes.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, *launcher, *program],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    codes, outs, errors = ends(processes, 120)
+    assert codes == [0, 0], errors
+    assert sorted(map(bool, outs)) == [False, True]  # one of them has rank 0, and speaks
+    [folder] = [Path(tmp_path / f"run{rank}") for rank in (0, 1) if (tmp_path / f"run{rank}").exists()]
+    alone = fedsim.run(
+        {
+            "engine": "serial",
+            "data": "tests.plugs:tiny",
+            "rounds": 2,
+            "local": {"batch_size": 16},
+            "aggregate": "median",
+        }
+    )
+    history = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    assert [record["test_accuracy"] for record in history] == [r["test_accuracy"] for r in alone.history]

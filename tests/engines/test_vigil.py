@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from fedsim.engines.vigil import Silences, ranks, wait_for_all
+
+
+class Peers:
+    """What a look at the pulses of two other ranks gives: ticks, beats, and whether they wait."""
+
+    interval = 0.5
+
+    def __init__(self):
+        self.now = {1: (0, 0, False), 2: (0, 0, False)}
+
+    def pulses(self):
+        return dict(self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets."""
+    now = [0.0]
+    monkeypatch.setattr("fedsim.engines.vigil.time.monotonic", lambda: now[0])
+    return now
+
+
+def looks(peers, clock, seconds, change=lambda peers, look: None):
+    """What is said first in so many seconds of looking."""
+    silences = Silences(peers, [1, 2], timeout=3.0)
+    for look in range(int(seconds / peers.interval)):
+        clock[0] += peers.interval
+        change(peers, look)
+        if said := silences.look():
+            return said, clock[0]
+    return None
+
+
+def test_whoever_works_is_waited_for_without_end(clock):
+    def one_works(peers, look):
+        peers.now = {1: (look, look, False), 2: (look, 0, True)}
+
+    assert looks(Peers(), clock, 100, one_works) is None
+
+
+def test_where_nobody_makes_a_step_the_one_that_does_not_wait_is_named(clock):
+    def none_works(peers, look):
+        peers.now = {1: (look, 7, False), 2: (look, 7, True)}
+
+    said, when = looks(Peers(), clock, 100, none_works)
+    assert said == "rank 1 made no step for 3 s; a step that takes longer needs a larger distributed.timeout"
+    assert 3 < when < 5
+
+
+def test_a_rank_whose_process_is_silent_is_lost_even_if_others_work(clock):
+    def one_is_gone(peers, look):
+        peers.now = {1: (look, look, False), 2: (1, 1, False)}
+
+    said, _ = looks(Peers(), clock, 100, one_is_gone)
+    assert said == "rank 2 gave no sign of life for 3 s (distributed.timeout)"
+
+
+def test_time_in_which_nobody_was_there_to_look_does_not_count(clock):
+    def suspended(peers, look):
+        clock[0] += 1000
+        peers.now = dict.fromkeys((1, 2), (look // 2, look // 2, False))
+
+    assert looks(Peers(), clock, 50, suspended) is None
+
+
+def test_ranks_that_have_not_come_are_named():
+    store = dist.HashStore()
+    store.set("pulse/1", "1 0 0")
+    begun = time.monotonic()
+    assert wait_for_all(store, 3, 0.1) == [0, 2]
+    assert time.monotonic() - begun < 5
+    assert (ranks([1]), ranks([0, 2])) == ("rank 1", "ranks 0, 2")
