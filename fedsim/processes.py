@@ -7,15 +7,17 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import current_process, get_context, parent_process, resource_tracker
 from typing import Any
 
-from fedsim.errors import WorkerError, show_warnings_as_lines
+from fedsim.errors import WorkerError, show, show_warnings_as_lines
 
 GRACE = 2.0  # seconds for a process to go by itself before it is killed
+LONGEST_TEMPORARY_FOLDER = 75  # bytes; a socket's path has 107 at most, 32 of which multiprocessing adds
 DISMISSED = b""  # in place of a pickled message
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 
@@ -110,6 +112,19 @@ def require_importable_main(instead: str) -> None:
         raise WorkerError(
             f"processes cannot import a program that comes from {path}: it needs to be a file, with "
             f'`if __name__ == "__main__":` around what it does, or else {instead}'
+        )
+
+
+def require_short_temporary_folder(instead: str) -> None:
+    """Before processes are started, which hand tensors to each other through sockets in the temporary folder.
+
+    Raises WorkerError, with what to do `instead`, where its path is too long for the name of a socket.
+    """
+    folder = tempfile.gettempdir()
+    if os.name == "posix" and len(os.fsencode(folder)) > LONGEST_TEMPORARY_FOLDER:
+        raise WorkerError(
+            f"TMPDIR = {show(folder)}: processes meet at sockets in it, for which its path must have at most "
+            f"{LONGEST_TEMPORARY_FOLDER} bytes, not {len(os.fsencode(folder))}; name a shorter one, or {instead}"
         )
 
 

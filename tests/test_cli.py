@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -223,8 +224,13 @@ def test_ctrl_c_ends_all_processes_at_once_and_says_what_there_is(tmp_path, mome
 
 
 def test_sigterm_ends_all_processes_and_leaves_no_temporary_folder(tmp_path):
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
+    with tempfile.TemporaryDirectory() as folder:  # whose path is short enough for sockets
+        temporary = Path(folder)
+        _run_and_terminate(tmp_path, temporary)
+        assert list(temporary.iterdir()) == []
+
+
+def _run_and_terminate(tmp_path, temporary):
     words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
     process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
     read_until(process, "    3")
@@ -234,7 +240,6 @@ def test_sigterm_ends_all_processes_and_leaves_no_temporary_folder(tmp_path):
     assert error.strip() == "terminated"
     assert re.search(r"\d+ of 100000 rounds are in x\n$", out)
     assert_none_left(process.pid)
-    assert list(temporary.iterdir()) == []
 
 
 def test_the_front_door_runs_the_engine_spawn_to_its_end_even_if_it_was_suspended(tmp_path):

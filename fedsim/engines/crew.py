@@ -46,6 +46,7 @@ from fedsim.processes import (
     how_its_start_ended,
     interrupts_held,
     require_importable_main,
+    require_short_temporary_folder,
 )
 
 START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and report for work
@@ -145,6 +146,7 @@ class Crew:
 
     def __init__(self, count: int, threads: int = 1, timeout: float = 300.0) -> None:
         require_importable_main(INSTEAD)
+        require_short_temporary_folder(INSTEAD)
         self.count, self._timeout = count, timeout
         self._board = Board(count)
         self._children: list[Child] = []

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -253,6 +254,15 @@ def test_neither_descriptors_nor_shared_memory_are_kept():
         del tensor
         counts.append(open_things())
     assert counts[0] == counts[1] == counts[2]
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_told_before_anything_starts(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 80)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(
+        WorkerError, match=r'^TMPDIR = ".*": processes meet at sockets in it, for which its path must .* 75'
+    ):
+        Crew(1)
 
 
 def test_a_crew_that_was_never_asked_goes_too():

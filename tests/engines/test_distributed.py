@@ -70,7 +70,8 @@ def cases_of(count):
 
 
 def all_cases():
-    return [(count, name) for count in (1, 2, 4) for name in cases_of(count)]
+    slow = {4: pytest.mark.slow}
+    return [pytest.param(count, name, marks=slow.get(count, ())) for count in (1, 2, 4) for name in cases_of(count)]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,7 @@ def test_a_rank_keeps_its_own_rows_and_its_part_of_the_optimizers_state(groups):
     assert groups(2)[0][0]["a rule on columns"]["shapes"]["rows"] == [2, d]  # of 3, the larger half
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_the_ranks_send_is_what_the_formulas_say(count, groups):
     """Of float64 rows, in bytes, all ranks together; docs/scaling.md has these."""
     ranks, _ = groups(count)
