@@ -1,0 +1,207 @@
+"""What in an experiment does not go together, each as the line that a user sees."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from fedsim.asynchronous.policies import Policy
+from fedsim.engines import Engine, engine
+from fedsim.errors import ExperimentError, show
+from fedsim.precision import PRECISIONS
+from fedsim.sections import Distributed, Server
+
+if TYPE_CHECKING:
+    from fedsim.experiment import Experiment
+
+
+def problems_with(experiment: Experiment) -> list[str]:
+    """What does not go together in an experiment whose tables are right each by itself: a line for each."""
+    lines = []
+    if experiment.cohort is not None and experiment.cohort > experiment.workers:
+        lines.append(f"cohort = {experiment.cohort}: must be at most workers, {experiment.workers}")
+    engine_class = engine.get(experiment.engine).target
+    if engine_class.one_process and experiment.processes not in (None, 1):
+        lines.append(
+            f'processes = {experiment.processes}: the engine "{experiment.engine}" works in one; engine=spawn has more'
+        )
+    if engine_class.one_process and experiment.timeout != type(experiment).model_fields["timeout"].default:
+        lines.append(f'timeout = {experiment.timeout}: the engine "{experiment.engine}" waits for nobody; leave it out')
+    lines.extend(_problems_with_ranks(experiment, engine_class))
+    if experiment.batched.width is not None and not engine_class.stacks:
+        lines.append(
+            f'batched.width = {experiment.batched.width}: the engine "{experiment.engine}" stacks no rows; leave it '
+            "out, or use engine=batched"
+        )
+    if experiment.cuda_graphs and experiment.engine != "batched":
+        lines.append(f'cuda_graphs = true: goes with engine=batched, not with "{experiment.engine}"; leave it out')
+    if experiment.sync == "gradients" and experiment.server != Server():
+        lines.append(
+            f'server.optimizer = "{experiment.server.optimizer}": with sync = "gradients" the local solver takes the '
+            "step (local.*), so leave [server] out"
+        )
+    lines.extend(_problems_with_rounds(experiment))
+    lines.extend(_problems_with_time(experiment))
+    lines.extend(_problems_with_weights(experiment))
+    lines.extend(_problems_with_attackers(experiment))
+    return lines
+
+
+def _problems_with_ranks(experiment: Experiment, engine_class: type[Engine]) -> list[str]:
+    """With the programs that a launcher has started, or with what is said of them where there are none."""
+    if not engine_class.ranks:
+        if experiment.distributed == Distributed():
+            return []
+        return [f'distributed: goes with engine=distributed, not with "{experiment.engine}"; leave [distributed] out']
+    where, lines = f'engine = "{experiment.engine}"', []
+    if experiment.processes not in (None, 1):
+        lines.append(f"processes = {experiment.processes}: {where} has as many as the launcher starts; leave it out")
+    if experiment.timeout != type(experiment).model_fields["timeout"].default:
+        lines.append(f"timeout = {experiment.timeout}: {where} has distributed.timeout instead")
+    if not experiment.policy.bind().in_rounds:
+        lines.append(f"policy.name = {show(experiment.policy.name)}: {where} works in rounds; use another engine")
+    if experiment.batched.width is not None and experiment.distributed.inner != "batched":
+        lines.append(
+            f"batched.width = {experiment.batched.width}: {where} stacks no rows without distributed.inner=batched"
+        )
+    return lines
+
+
+def _problems_with_rounds(experiment: Experiment) -> list[str]:
+    """With which rounds aggregate what."""
+    lines, count = [], experiment.gradient_rounds
+    if experiment.sync == "post_local" and count is None:
+        lines.append('sync = "post_local": needs gradient_rounds, after how many rounds parameters are averaged')
+    if experiment.sync != "post_local" and count is not None:
+        lines.append(
+            f'gradient_rounds = {count}: goes with sync = "post_local", not with "{experiment.sync}"; leave it out'
+        )
+    elif count is not None and count > experiment.rounds:
+        lines.append(f"gradient_rounds = {count}: must be at most rounds, {experiment.rounds}")
+    if experiment.rounds_of_gradients and experiment.anchored:
+        lines.append(
+            f'local.solver = "{experiment.local.solver}": goes by the row that a worker was sent, which nobody leaves '
+            f'where gradients are averaged (sync = "{experiment.sync}"); use another'
+        )
+    return lines
+
+
+def _problems_with_weights(experiment: Experiment) -> list[str]:
+    weights = experiment.aggregate.weights
+    if weights is None:
+        return []
+    pipeline = experiment.pipeline
+    where = f"aggregate.weights = {show(weights)}"
+    if not pipeline.takes_weights:
+        return [f"{where}: the rule {pipeline.name} has no weighted form; leave them out"]
+    if isinstance(weights, list) and len(weights) != experiment.workers:
+        return [f"{where}: must be {experiment.workers} numbers, one per worker, not {len(weights)}"]
+    if isinstance(weights, list) and weights.count(0) >= experiment.cohort_size:
+        return [f"{where}: so many are zero that a whole cohort of {experiment.cohort_size} can be"]
+    return []
+
+
+def _problems_with_time(experiment: Experiment) -> list[str]:
+    """What does not go with the mode."""
+    lines, policy = [], experiment.policy.bind()
+    named = f"policy.name = {show(experiment.policy.name)}"
+    if experiment.mode == "rounds" and not policy.in_rounds:
+        lines.append(f"{named}: goes with mode=clock or mode=race")
+    if experiment.mode == "race" and policy.in_rounds:
+        lines.append(f'{named}: nobody races in rounds; give a policy, as policy=hogwild, with mode="race"')
+    for table, mode in (("clock", "clock"), ("race", "race")):
+        if experiment.mode != mode and getattr(experiment, table) != type(experiment).model_fields[table].default:
+            lines.append(f"{table}: goes with mode={mode}; leave [{table}] out")
+    if experiment.mode != "rounds" and not policy.in_rounds:
+        lines.extend(_problems_with_policy(experiment, policy, named))
+    if experiment.mode == "race" and not policy.in_rounds:
+        lines.extend(_problems_with_race(experiment, policy, named))
+    lines.extend(_problems_with_departures(experiment, policy))
+    lines.extend(_problems_with_log(experiment, policy, named))
+    return lines
+
+
+def _problems_with_race(experiment: Experiment, policy: Policy, named: str) -> list[str]:
+    """What processes that race leave no room for."""
+    lines = []
+    if engine.get(experiment.engine).target.racing is None:
+        lines.append(f'engine = {show(experiment.engine)}: with mode="race" processes race; use engine=spawn or auto')
+    if experiment.compile and policy.locking == "nothing":
+        lines.append(f"compile = true: {named} trains without, on a row that moves under it; leave it out")
+    return lines
+
+
+def _problems_with_log(experiment: Experiment, policy: Policy, named: str) -> list[str]:
+    """What a log of a race leaves no room for on the clock."""
+    if experiment.clock.log is None:
+        return []
+    lines, fields = [], type(experiment.clock).model_fields
+    if policy.in_rounds or policy.locking != "server":
+        lines.append(
+            f"clock.log = {show(experiment.clock.log)}: {named} leaves no log, which takes a lock of the server"
+        )
+    timed = [key for key in fields if key != "log" and getattr(experiment.clock, key) != fields[key].default]
+    lines.extend(f"clock.{key}: with clock.log nothing takes any time; leave it out" for key in timed)
+    return lines
+
+
+def _problems_with_policy(experiment: Experiment, policy: Policy, named: str) -> list[str]:
+    """What an asynchronous policy leaves no room for."""
+    defaults, lines = type(experiment).model_fields, []
+    out = {"sync": "workers are never in step", "aggregate": "it says itself what becomes of work that arrives"}
+    if not policy.steps_server:
+        out["server"] = "it moves the global row itself"
+    for key, reason in out.items():
+        if getattr(experiment, key) != defaults[key].default:
+            lines.append(f"{named}: {reason}; leave {key} out")
+    if experiment.records.updates:
+        lines.append(f"{named}: has no rounds whose updates could be kept; leave records.updates out")
+    if experiment.attack.name != "none" and experiment.attack.bind().poison is None:
+        lines.append(
+            f"attack.name = {show(experiment.attack.name)}: needs to see the rows of a cohort, which {named} has not; "
+            "attacks on data work"
+        )
+    if experiment.cohort_size < experiment.workers and not (policy.samples and experiment.mode == "clock"):
+        lines.append(
+            f"cohort = {experiment.cohort}: with mode={experiment.mode} and {named} all workers are at work; "
+            "leave it out"
+        )
+    if policy.work == "gradient" and PRECISIONS[experiment.precision].scales_losses:
+        lines.append(
+            f"precision = {show(experiment.precision)}: {named} steps along gradients, which have no scale there"
+        )
+    if policy.work == "gradient" and experiment.anchored:
+        lines.append(
+            f"local.solver = {show(experiment.local.solver)}: goes by the row that a worker was sent, which nobody "
+            f"leaves with {named}; use another"
+        )
+    if policy.needs_momentum and not experiment.local.bind().start(torch.zeros(1)):
+        lines.append(f"{named}: is about momentum; give local.momentum")
+    try:
+        policy.check(experiment.cohort_size)
+    except ExperimentError as error:
+        lines.extend(error.lines)
+    return lines
+
+
+def _problems_with_departures(experiment: Experiment, policy: Policy) -> list[str]:
+    departures = experiment.clock.departures
+    if not departures:
+        return []
+    if policy.in_rounds or experiment.cohort_size < experiment.workers:
+        return ["clock.departures: go with an asynchronous policy in which all workers are at work"]
+    wrong = [name for name in departures if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= experiment.workers]
+    return [f"clock.departures.{name}: must be a worker, from 0 to {experiment.workers - 1}" for name in wrong]
+
+
+def _problems_with_attackers(experiment: Experiment) -> list[str]:
+    listed, count = experiment.attack.workers or [], experiment.attack.count(experiment.workers)
+    if len(set(listed)) < len(listed) or any(worker >= experiment.workers for worker in listed):
+        return [f"attack.workers = {listed}: must be different workers, from 0 to {experiment.workers - 1}"]
+    if count >= experiment.workers:
+        return [f"attack.workers: {count} of {experiment.workers} workers are Byzantine; at least one must be honest"]
+    if experiment.attack.name != "none" and not count:
+        return [f"attack.name = {show(experiment.attack.name)}: nobody attacks; give attack.fraction or attack.workers"]
+    return []

@@ -1,0 +1,216 @@
+"""The tables of an experiment, one after another: their keys, types, bounds and defaults, each by itself.
+
+What they may be together stands in `consistency.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule, server_optimizer
+from fedsim.asynchronous.delays import noise, speed
+from fedsim.asynchronous.policies import policy
+from fedsim.augmentation import augmentation
+from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
+from fedsim.data import dataset, partition_strategy
+from fedsim.errors import ExperimentError, show
+from fedsim.local import solver
+from fedsim.models import model
+from fedsim.registry import Plug
+from fedsim.tables import PlugTable, Table
+
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+def _meeting_place(init: str) -> str:
+    if not re.fullmatch(r"env://|tcp://.+:\d+|file:///.+", init):
+        raise ValueError("env://, tcp://HOST:PORT or file:///PATH")
+    return init
+
+
+class Model(PlugTable):
+    place, named_by, registry = "model", "name", model
+
+    name: str = "net"
+
+
+class Augment(PlugTable):
+    place, named_by, registry = "data.augment", "name", augmentation
+
+    name: str
+
+
+class Data(PlugTable):
+    place, named_by, registry = "data", "dataset", dataset
+
+    dataset: str = "mnist5k"
+    root: str | None = None  # folder of downloaded data sets; None: $FEDSIM_DATA, else the user's cache folder
+    augment: list[Augment] = Field(default=[])  # of training batches, in this order
+
+
+class Partition(PlugTable):
+    place, named_by, registry = "partition", "strategy", partition_strategy
+
+    strategy: str = "iid"
+
+
+class Local(PlugTable):
+    """What a worker does between two synchronisations: `epochs` or `steps`, not both."""
+
+    place, named_by, registry = "local", "solver", solver
+    alternatives = ("epochs", "steps")
+
+    solver: str = "sgd"
+    epochs: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    batch_size: PositiveInt = 10
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        given = [key for key in cls.alternatives if table.get(key) is not None]
+        if len(given) > 1:
+            raise cls.not_both()
+        return table if given else {**table, "epochs": 1}
+
+
+class Attack(PlugTable):
+    """Who is Byzantine (a `fraction` of the workers, drawn by the seed, or the `workers` listed) and what they do."""
+
+    place, named_by, registry = "attack", "name", attack_strategy
+    alternatives = ("fraction", "workers")
+
+    name: str = "none"
+    fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    workers: list[NonNegativeInt] | None = None
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        if table.get("fraction") and table.get("workers") is not None:
+            raise cls.not_both()
+        return table
+
+    def bind(self) -> BoundAttack:
+        return bind_attack(self.plug, self.params)
+
+    def count(self, n_workers: int) -> int:
+        """How many of so many workers are Byzantine."""
+        return int(self.fraction * n_workers + 1e-9) if self.workers is None else len(self.workers)
+
+
+class Aggregate(PlugTable):
+    """`rule`: a name, or a list of pre-aggregators that ends in a rule, each a name or a table {rule, parameters}.
+
+    `f`: how many Byzantine rows the rule is to withstand, where it has such a notion; None means as many as there are.
+    `weights`: None means sample counts for a rule that needs weights, and equal ones for any other.
+    """
+
+    place, named_by, registry = "aggregate", "rule", rule
+
+    rule: str | list[str | dict[str, Any]] = "weighted_mean"
+    f: NonNegativeInt | None = None
+    weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
+    nonfinite: Literal["error", "exclude", "keep"] = "error"  # what becomes of rows that hold NaN or infinity
+    root_samples: PositiveInt = 100  # the server's own, drawn from the training samples, for rules that compare with it
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        rule = table.get("rule", cls.model_fields["rule"].default)
+        own = {key: table[key] for key in cls.model_fields if key in table}
+        resolved = cls._resolve(rule, {key: value for key, value in table.items() if key not in own}, table.get("f"))
+        stages = [{"rule": plug.name, **_without_f(params)} for plug, params in resolved]
+        if isinstance(rule, str):
+            return {**stages[0], **own}
+        given = [stage if isinstance(stage, dict) else {} for stage in rule]
+        return {**own, "rule": [{**stage, **table} for stage, table in zip(stages, given, strict=True)]}
+
+    def _check_parameters(self) -> Aggregate:
+        return self  # that was done to complete them
+
+    @classmethod
+    def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Plug, dict[str, Any]]]:
+        if not isinstance(rule, (str, list)):
+            raise ExperimentError(f"aggregate.rule = {show(rule)}: must be a name, or a list of names and tables")
+        return resolve(rule, params, cls.place, list(cls.model_fields), {"f": f or 0})
+
+    def pipeline(self, f: int) -> Pipeline:
+        """The rule with its parameters, where `f` rows are Byzantine."""
+        return make_pipeline(self._resolve(self.rule, self.params, f))
+
+    @property
+    def label(self) -> str:
+        """`nnm + trimmed_mean`."""
+        return self.pipeline(0).name
+
+
+def _without_f(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if name != "f"}
+
+
+class Server(PlugTable):
+    place, named_by, registry = "server", "optimizer", server_optimizer
+
+    optimizer: str = "sgd"
+
+
+class AsyncPolicy(PlugTable):
+    place, named_by, registry = "policy", "name", policy
+
+    name: str = "sync"
+
+
+class Speed(PlugTable):
+    place, named_by, registry = "clock.speed", "name", speed
+
+    name: str = "equal"
+
+
+class Noise(PlugTable):
+    place, named_by, registry = "clock.noise", "name", noise
+
+    name: str = "constant"
+
+
+class Clock(Table):
+    """Virtual time: steps x base x speed x noise, and where models are sent latency + bytes / bandwidth."""
+
+    base: PositiveFloat = 1.0  # seconds of a step
+    speed: Speed = Speed()
+    noise: Noise = Noise()
+    latency: NonNegativeFloat = 0.0  # seconds
+    bandwidth: PositiveFloat | None = None  # bytes per second; None: infinite
+    departures: dict[str, NonNegativeFloat] = Field(default={})  # worker = seconds after which it is gone
+    log: str | None = None  # of a race, which is done again in its order: a run folder, or the race.csv in it
+
+
+class Race(Table):
+    """A race is never the same twice, so it is run several times, round by round, and records tell of all."""
+
+    runs: PositiveInt = 5
+
+
+class Batched(Table):
+    """How the engine `batched` stacks rows."""
+
+    width: PositiveInt | None = None  # how many at most; None: what fits into memory
+
+
+class Distributed(Table):
+    """How the ranks of the engine `distributed` find each other, and what each of them does."""
+
+    backend: str | None = None  # of torch.distributed; None: the device's own, or gloo where ranks share a card
+    timeout: PositiveFloat = 60.0  # seconds without a sign of life after which another rank counts as lost
+    init: Annotated[str, AfterValidator(_meeting_place)] = "env://"
+    inner: Literal["serial", "batched"] = "serial"  # how a rank trains its rows: one by one, or stacked
+
+
+class Records(Table):
+    """What a run folder holds besides the experiment, the environment, the partition and the metrics."""
+
+    updates: list[PositiveInt] = Field(default=[])  # rounds whose updates are kept, for `fedsim replay`
+
+    model: bool = True  # model.safetensors
+    curve: bool = True  # curve.png
+    tensorboard: bool = False  # scalars of every round as a TensorBoard event file
