@@ -6,12 +6,22 @@ checked against its signature.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from fedsim.errors import ExperimentError
 from fedsim.registry import Plug, Registry
+
+
+def leaves_of(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What nested tables hold, by dotted keys: ("local.lr", 0.1), ..."""
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from leaves_of(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 class Table(BaseModel):

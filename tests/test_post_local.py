@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fedsim
 from fedsim.aggregation import ServerStep
 from fedsim.models import two_nn
 from fedsim.preparation import prepare
-from fedsim.randomness import numpy_generator, sample_cohort
+from fedsim.randomness import sample_cohort
 from fedsim.replay import load_round
 from fedsim.report.text import headline
 from fedsim.rows import Layout
@@ -22,6 +20,7 @@ from fedsim.simulation import simulate
 from tests import plugs
 from tests.engines.test_contract import without_times
 from tests.test_simulation import local_epoch, start_of
+from tests.textbook import train_on_joint_batches
 
 SWITCH, ROUNDS = 2, 4
 ENGINES = {
@@ -125,14 +124,7 @@ def test_it_is_the_textbook_loop(tiny_experiment):
     model = start_of(two_nn)
     layout = Layout.of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    for round in range(1, SWITCH + 1):
-        orders = [numpy_generator(0, "batches", round, w).permutation(len(shards[w])) for w in range(3)]
-        for start in range(0, max(map(len, shards)), 16):
-            joint = np.concatenate([shards[w].indices[orders[w][start : start + 16]] for w in range(3)])
-            x, y = train.gather(torch.from_numpy(joint))
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+    train_on_joint_batches(model, optimizer, train, shards, range(1, SWITCH + 1))
     row = layout.read(model)
     velocity = torch.zeros_like(row)
     for round in range(SWITCH + 1, ROUNDS + 1):

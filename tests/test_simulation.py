@@ -12,6 +12,7 @@ from fedsim.models import Net, two_nn
 from fedsim.randomness import draw_key, numpy_generator
 from fedsim.rows import Layout
 from tests import plugs
+from tests.textbook import train_on_joint_batches
 
 
 def start_of(factory, seed=0, dtype=torch.float64):
@@ -65,14 +66,7 @@ def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experi
     assert len({len(shard) for shard in shards}) == 3
     model = start_of(two_nn)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-    for round in (1, 2):
-        orders = [numpy_generator(0, "batches", round, w).permutation(len(shards[w])) for w in range(3)]
-        for start in range(0, max(map(len, shards)), 16):
-            joint = np.concatenate([shards[w].indices[orders[w][start : start + 16]] for w in range(3)])
-            x, y = train.gather(torch.from_numpy(joint))
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+    train_on_joint_batches(model, optimizer, train, shards, (1, 2))
     assert torch.allclose(result.global_row, Layout.of(model).read(model), rtol=0, atol=1e-12)
 
 

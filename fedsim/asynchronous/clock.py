@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fedsim.asynchronous.calendar import Calendar
-from fedsim.asynchronous.desk import Desk, Journal
+from fedsim.asynchronous.desk import Desk
 from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
 from fedsim.engines.feed import Member
@@ -32,6 +32,9 @@ class VirtualClock:
         train: computes pieces of work, each from what its row holds.
         departures: when workers leave, by slot: what has not arrived by then never does.
         pieces: how many pieces of work the run ends after, if that is known: of the others nothing is computed.
+
+    Attributes:
+        desk: where work begins and comes in; its journal is begun anew by whoever reads it.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class VirtualClock:
         departures: Mapping[int, float] | None = None,
         pieces: float = math.inf,
     ) -> None:
-        self._server, self._policy, self._desk = server, server.policy, Desk(server, roster)
+        self._server, self._policy, self.desk = server, server.policy, Desk(server, roster)
         self._pace, self._train, self._departures = pace, train, departures or {}
         self._calendar = Calendar()
         self._idle = list(range(server.n))  # slots where nobody is at work, and that have not been asked
@@ -58,15 +61,6 @@ class VirtualClock:
         self.taken = 0  # pieces of work, since the start
 
     @property
-    def journal(self) -> Journal:
-        """What has happened since it was begun, which is whenever it is set to a new one."""
-        return self._desk.journal
-
-    @journal.setter
-    def journal(self, journal: Journal) -> None:
-        self._desk.journal = journal
-
-    @property
     def now(self) -> float:
         """Virtual seconds since the start."""
         return self._calendar.now
@@ -78,7 +72,7 @@ class VirtualClock:
 
     def play(self, round: int) -> None:
         """Go on until as many pieces of work have been taken as so many synchronous rounds have."""
-        enough = round * self._desk.roster.pieces_of_a_round()
+        enough = round * self.desk.roster.pieces_of_a_round()
         while self.taken < enough:
             self.advance()
 
@@ -110,7 +104,7 @@ class VirtualClock:
         self._idle = []
 
     def _begin(self, slot: int) -> None:
-        member = self._desk.begin(slot)
+        member = self.desk.begin(slot)
         models = sum(self._policy.traffic(int(self._server.units[slot]) - 1))
         seconds = self._pace(member, self._begun[member.worker], models)
         self._begun[member.worker] += 1
@@ -133,12 +127,12 @@ class VirtualClock:
             self._leave(slot)
             return False
         self._idle.append(slot)
-        if self._desk.is_void(slot):  # it came at the same time as what made it void
+        if self.desk.is_void(slot):  # it came at the same time as what made it void
             self._give_up(slot)
             return False
         if slot in self._untrained:
             self._compute(arriving)
-        self._desk.take(self._under_way.pop(slot))
+        self.desk.take(self._under_way.pop(slot))
         return True
 
     def _compute(self, arriving: Sequence[int]) -> None:
@@ -165,7 +159,7 @@ class VirtualClock:
             self._give_up(slot)
 
     def _give_up(self, slot: int) -> None:
-        self._desk.give_up(self._under_way.pop(slot))
+        self.desk.give_up(self._under_way.pop(slot))
         self._untrained.pop(slot, None)
 
     def _leave(self, slot: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedsim.errors import ExperimentError, show
+from fedsim.tables import leaves_of
 
 FILE = "race.csv"
 MARK = "# fedsim race "
@@ -92,16 +93,8 @@ def read_log(path: str, described: Mapping[str, Any], run: int = 1) -> dict[int,
 
 
 def _check_fit(where: str, raced: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    there, here = (dict(_flat(tables)) for tables in (raced, described))
+    there, here = (dict(leaves_of(tables)) for tables in (raced, described))
     for key in sorted(there.keys() | here.keys()):
         if key.partition(".")[0] not in FREE and there.get(key) != here.get(key):
             was, now = (show(each[key]) if key in each else "left out" for each in (there, here))
             raise ExperimentError(f"{where}: is of a race with {key} = {was}, and here it is {now}")
-
-
-def _flat(table: Mapping[str, Any], place: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{place}{key}.")
-        else:
-            yield f"{place}{key}", value

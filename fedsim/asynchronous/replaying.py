@@ -7,7 +7,7 @@ from heapq import merge
 from typing import NamedTuple
 
 from fedsim.asynchronous.clock import Train
-from fedsim.asynchronous.desk import Desk, Journal
+from fedsim.asynchronous.desk import Desk
 from fedsim.asynchronous.racelog import GIVEN_UP, LEFT, Entry
 from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
@@ -40,19 +40,10 @@ class LoggedOrder:
         self, log: Mapping[int, Sequence[Entry]], path: str, server: Server, roster: Roster, train: Train
     ) -> None:
         self._log, self._path, self._train = log, path, train
-        self._server, self._desk = server, Desk(server, roster)
+        self._server, self.desk = server, Desk(server, roster)
         self.taken = 0  # pieces of work, since the start
         self._under_way: dict[int, Member] = {}
         self._untrained: dict[int, Member] = {}
-
-    @property
-    def journal(self) -> Journal:
-        """What has happened since it was begun, which is whenever it is set to a new one."""
-        return self._desk.journal
-
-    @journal.setter
-    def journal(self, journal: Journal) -> None:
-        self._desk.journal = journal
 
     def play(self, round: int) -> None:
         """A round of it."""
@@ -75,7 +66,7 @@ class LoggedOrder:
         slot = entry.worker
         if slot in self._under_way:
             raise self._misfit(number, f"worker {slot} begins while it is at work")
-        self._under_way[slot] = self._untrained[slot] = self._desk.begin(slot, entry.steps or None)
+        self._under_way[slot] = self._untrained[slot] = self.desk.begin(slot, entry.steps or None)
         self._compare(number, f"worker {slot} reads", entry.read, int(self._server.read[slot]))
 
     def _come_in(self, number: int, entry: Entry) -> None:
@@ -87,12 +78,12 @@ class LoggedOrder:
             self._train(list(self._untrained.values()))  # all of them can be, so they may as well be together
             self._untrained.clear()
         self._compare(number, f"the work of worker {slot} finds", entry.applied, self._server.version)
-        if self._desk.is_void(member.slot) != (entry.kind == GIVEN_UP):
+        if self.desk.is_void(member.slot) != (entry.kind == GIVEN_UP):
             raise self._misfit(number, f"whether the work of worker {slot} is void is not as it was")
         if entry.kind == GIVEN_UP:
-            self._desk.give_up(member)
+            self.desk.give_up(member)
         else:
-            self._desk.take(member)
+            self.desk.take(member)
             self.taken += 1
 
     def _compare(self, number: int, what: str, version: int, here: int) -> None:

@@ -43,7 +43,7 @@ def simulate_on_clock(setting: Setting, engine: Engine) -> Iterator[RoundRecord]
     source = _order_of(setting, server, roster, train, model_bytes)
     for round in range(1, experiment.rounds + 1):
         stopwatch.seconds = dict.fromkeys(stopwatch.seconds, 0.0)
-        source.journal = journal = Journal()
+        source.desk.journal = journal = Journal()
         with stopwatch("aggregate"):
             source.play(round)
             policy.publish(server)

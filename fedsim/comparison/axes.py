@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fedsim.errors import ExperimentError, show
 from fedsim.loading import PLUG_TABLES, Change, parse_value, plug_table, split_word
+from fedsim.tables import leaves_of
 
 SEED = "seed"  # the axis over whose values results are averaged
 VARIANT = "variant"  # the axis whose values are tables of the whole experiment
@@ -25,7 +26,7 @@ def axes_of_tables(tables: Any, place: str = "grid") -> Axes:
     if not isinstance(tables, Mapping):
         raise ExperimentError(f"{place} = {show(tables)}: must be a table of lists, such as seed = [0, 1, 2]")
     axes: Axes = {}
-    for key, values in _leaves(tables):
+    for key, values in leaves_of(tables):
         if key in axes:
             raise ExperimentError(f"{place}.{key}: is there twice")
         axes[key] = _checked(key, values, f"{place}.{key}")
@@ -81,7 +82,7 @@ def changes_of(key: str, value: Any) -> list[Change]:
         return [(keys, value)]
     changes = {name: each for name, each in value.items() if name != LABEL}
     if key == VARIANT:
-        return [(name.split("."), each) for name, each in _leaves(changes)]
+        return [(name.split("."), each) for name, each in leaves_of(changes)]
     return [([*keys, name], each) for name, each in changes.items()]
 
 
@@ -128,14 +129,6 @@ def readable_id(point: Mapping[str, Any]) -> str:
         else:
             parts.append(f"{name}{label(value)}" if isinstance(value, (int, float)) else label(value))
     return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts)).lstrip("._+=,-") or "run"  # as IS_ID wants it
-
-
-def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tables.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _checked(key: str, values: Any, place: str) -> list[Any]:

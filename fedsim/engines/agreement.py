@@ -14,6 +14,7 @@ from torch import Tensor
 from fedsim.data import TensorData
 from fedsim.engines.ranks import Ranks
 from fedsim.errors import ExperimentError, FedsimError, show
+from fedsim.tables import leaves_of
 from fedsim.version import __version__
 
 OWN = ("device", "data.root")  # keys that may differ from host to host
@@ -27,7 +28,8 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, description: Mapping[str, Any]) -> None:
         self._ranks = ranks
-        self._claims: Claims = {"versions": _versions(), "the experiment": _flat(description)}
+        shared = {key: value for key, value in leaves_of(description) if key not in OWN}
+        self._claims: Claims = {"versions": _versions(), "the experiment": shared}
         self.settled = self.reached = False
 
     def settle(self, train: TensorData, test: TensorData) -> None:
@@ -79,14 +81,6 @@ def digest(tensor: Tensor) -> str:
 def _versions() -> dict[str, str]:
     versions = {"fedsim": __version__, "torch": str(torch.__version__), "numpy": np.__version__}
     return {**versions, "python": ".".join(platform.python_version_tuple()[:2])}
-
-
-def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tables.items():
-        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-        leaves.update({name: each for name, each in inner.items() if name not in OWN})
-    return leaves
 
 
 def _said(claims: Mapping[str, Any], key: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fedsim.asynchronous.clock import Journal
+from fedsim.asynchronous.desk import Journal
 from fedsim.asynchronous.policies import Policy
 from fedsim.errors import ExperimentError
 from tests.asynchronous.driving import delays_of, driven, policy_of
@@ -221,16 +221,16 @@ def test_the_journal_by_hand():
     for _ in range(4):
         run.clock.advance()
     assert run.clock.now == 3
-    journal = run.clock.journal
+    journal = run.clock.desk.journal
     assert journal.samples == Counter({0: 10, 1: 4})
     assert journal.loss_sum == 4
     assert journal.up == 1
     assert journal.down == 5  # those that arrived, and worker 1's second
     assert journal.staleness == Counter({0: 1})
     assert journal.wasted == 0
-    run.clock.journal = Journal()
+    run.clock.desk.journal = Journal()
     run.clock.advance()
-    assert run.clock.journal.samples == Counter({0: 4})
+    assert run.clock.desk.journal.samples == Counter({0: 4})
 
 
 # Work that is given up
@@ -241,10 +241,10 @@ def test_what_is_given_up_is_not_computed_where_that_is_certain():
     for update in range(1, 6):
         run.go(2)
         assert run.server.version == update
-        assert run.clock.journal.wasted == 2 * update
+        assert run.clock.desk.journal.wasted == 2 * update
         assert run.clock.now == 1.5 * update
     assert [[member.worker for member in members] for members in run.trained] == [[0, 1]] * 5
-    assert run.clock.journal.samples == Counter({0: 18, 1: 18})
+    assert run.clock.desk.journal.samples == Counter({0: 18, 1: 18})
 
 
 def test_of_work_that_arrives_together_no_more_than_is_needed_is_taken_or_computed():
@@ -253,9 +253,9 @@ def test_of_work_that_arrives_together_no_more_than_is_needed_is_taken_or_comput
     assert run.server.version == 4
     assert [arrival.slot for arrival in run.arrivals] == [0, 1] * 4
     assert [[member.slot for member in members] for members in run.trained] == [[0, 1]] * 4
-    assert run.clock.journal.wasted == 12
-    assert run.clock.journal.down == 20
-    assert run.clock.journal.up == 8
+    assert run.clock.desk.journal.wasted == 12
+    assert run.clock.desk.journal.down == 20
+    assert run.clock.desk.journal.up == 8
 
 
 @pytest.mark.parametrize("name", ["asgd", "fedasync"])
@@ -293,8 +293,8 @@ def test_what_has_not_arrived_when_its_worker_leaves_never_does():
     assert [(arrival.slot, when) for arrival, when in zip(run.arrivals, run.times, strict=True)] == [
         *[(0, 1.0), (0, 2.0), (1, 2.0), (0, 3.0), (1, 4.0)]
     ]
-    assert run.clock.journal.wasted == 3
-    assert run.clock.journal.samples == Counter({0: 10, 1: 8})
+    assert run.clock.desk.journal.wasted == 3
+    assert run.clock.desk.journal.samples == Counter({0: 10, 1: 8})
     assert caught.value.lines == (
         "policy: at 4 virtual seconds nobody is at work and nobody may begin; 3 of 3 workers have left "
         "(clock.departures)",

@@ -116,11 +116,13 @@ def exponential(slot: int, n: int) -> list[int]:
 GRAPHS = {"ring": ring, "complete": complete, "exponential": exponential}
 
 
+@dataclass(frozen=True)
 class Pairwise(OwnModels):
     """Workers average their models in pairs of neighbours on a graph; what is tested is the mean of all."""
 
     locking = "pair"
-    graph: str
+
+    graph: Literal["ring", "complete", "exponential"] = "ring"
 
     def start(self, server: Server) -> State:
         # those in the memory may be ahead, of work that has been computed and has not arrived
@@ -167,8 +169,6 @@ class ADPSGD(Pairwise):
     graph: who are neighbours: a "ring", "complete", or "exponential" (at distances 1, 2, 4, ...).
     """
 
-    graph: Literal["ring", "complete", "exponential"] = "ring"
-
     def take(self, server: Server, arrival: Arrival) -> None:
         self.average(server, arrival)
         server.step_replica(arrival.slot, server.rows[arrival.slot])
@@ -181,8 +181,6 @@ class Gossip(Pairwise):
 
     graph: who are neighbours: a "ring", "complete", or "exponential" (at distances 1, 2, 4, ...).
     """
-
-    graph: Literal["ring", "complete", "exponential"] = "ring"
 
     def take(self, server: Server, arrival: Arrival) -> None:
         server.step_replica(arrival.slot, server.rows[arrival.slot])

@@ -47,7 +47,7 @@ def test_k_sync_and_backup_workers_are_the_loop_of_the_paper(k, speeds, kind):
         assert run.server.version == 12
         assert run.times[k - 1 :: k] == pytest.approx(times, rel=1e-12)
         assert torch.allclose(run.row, row, rtol=0, atol=1e-12)
-        assert run.clock.journal.wasted == 12 * (5 - k)
+        assert run.clock.desk.journal.wasted == 12 * (5 - k)
         assert {arrival.staleness for arrival in run.arrivals} == {0}
         assert sum(map(len, run.trained)) == 12 * k, "nothing is computed that comes to nothing"
 
@@ -61,7 +61,7 @@ def test_k_sync_of_all_is_ssp_of_0_to_the_bit(dtype):
     ]
     assert all(torch.equal(run.row, runs[2].row) for run in runs)
     assert all(run.times == runs[2].times for run in runs)
-    assert runs[0].clock.journal.wasted == 0
+    assert runs[0].clock.desk.journal.wasted == 0
 
 
 @pytest.mark.parametrize(("n", "k", "rate"), [(8, 1, 1.0), (8, 5, 2.0), (8, 8, 0.5)])
@@ -91,7 +91,7 @@ def test_k_async_by_hand():
     run.go(1)
     assert run.times[-1] == 4.0, "worker 1 goes on all the while"
     assert run.server.policy.held(run.server) == 1
-    assert run.clock.journal.wasted == 0
+    assert run.clock.desk.journal.wasted == 0
 
 
 @pytest.mark.parametrize(

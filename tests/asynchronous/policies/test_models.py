@@ -150,7 +150,7 @@ def test_slow_workers_take_steps_in_proportion_to_their_speed():
     run.go(3)
     assert {member.worker: member.steps for member in run.trained[0]} == {0: 12, 1: 6, 2: 4, 3: 1}
     assert run.times == pytest.approx([8.4] * 3, abs=1e-9)
-    assert run.clock.journal.samples == {0: 48, 1: 24, 2: 16}
+    assert run.clock.desk.journal.samples == {0: 48, 1: 24, 2: 16}
     run = driven(policy_of("async_local_sgd", dylu=True), delays_of([0.7, 2.1, 1.4]), size=10)
     run.server.step_seconds.copy_(torch.tensor([0.7, 2.1, 1.4]))
     run.go(1)

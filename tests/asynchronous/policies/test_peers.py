@@ -90,9 +90,10 @@ def test_without_gradients_the_sum_of_workers_and_centre_stays(name, synchronous
 
 def test_only_exchanges_are_versions_and_cost_traffic():
     run = driven(policy_of("easgd", period=4), delays_of([1.0, 1.1])).go(17)
-    assert run.server.version == run.clock.journal.up == sum((arrival.unit + 1) % 4 == 0 for arrival in run.arrivals)
+    exchanges = sum((arrival.unit + 1) % 4 == 0 for arrival in run.arrivals)
+    assert run.server.version == run.clock.desk.journal.up == exchanges
     # worker 0 exchanges at 4 and 8, worker 1 at 4.4 and 8.8: but for the first, each one after one of the other's
-    assert run.clock.journal.staleness == {0: 1, 1: 3}
+    assert run.clock.desk.journal.staleness == {0: 1, 1: 3}
 
 
 def test_the_synchronous_form_waits_for_nobody_who_has_left():
