@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from torch import Tensor, nn
+from collections.abc import Callable
+from typing import Protocol
 
 from fedsim.asynchronous.pace import RoundClock
-from fedsim.asynchronous.racing import simulate_race
-from fedsim.asynchronous.simulation import simulate_on_clock
+from fedsim.asynchronous.racing import RaceLoop
+from fedsim.asynchronous.simulation import ClockLoop
 from fedsim.engines import Engine
-from fedsim.engines import engine as engines
 from fedsim.engines.spawn import SpawnEngine
-from fedsim.experiment import Experiment
-from fedsim.loading import load_experiment
-from fedsim.preparation import Setting, finished_model, prepare
+from fedsim.preparation import Setting
 from fedsim.randomness import sample_cohort
-from fedsim.records import RoundRecord, RunFolder
-from fedsim.replay import kept_updates
-from fedsim.report import draw_curve
-from fedsim.scalarboard import ScalarBoard
+from fedsim.records import RoundRecord
+from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
-from fedsim.workshop import Workshop
 
 
-def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
-    """The rounds, one after another, on an engine that has begun."""
-    experiment, schedule = setting.experiment, setting.schedule
-    virtual = RoundClock.of(setting) if experiment.mode == "clock" else None
-    for round in range(1, experiment.rounds + 1):
+class Loop(Protocol):
+    """The rounds of a run on an engine that has begun, in whatever mode.
+
+    What a round comes to depends on what the rounds before have left, and on nothing else: `state` is that, and a loop
+    that resumes from it goes on as the first would have, to the bit.
+    """
+
+    def play(self, round: int) -> RoundRecord:
+        """One round, counted from 1; they are played in order."""
+
+    def state(self) -> Snapshot:
+        """What the next round depends on."""
+
+    def resume(self, state: Snapshot) -> None:
+        """Go back, or on, to where a loop of the same experiment was."""
+
+    def finish(self) -> None:
+        """What is to be done after the last round."""
+
+
+class SynchronousLoop:
+    """Rounds in which a cohort trains, and its rows are averaged."""
+
+    def __init__(self, setting: Setting, engine: Engine) -> None:
+        self._setting, self._engine = setting, engine
+        self._virtual = RoundClock.of(setting) if setting.experiment.mode == "clock" else None
+
+    def play(self, round: int) -> RoundRecord:
+        setting, engine, virtual = self._setting, self._engine, self._virtual
+        experiment, schedule = setting.experiment, setting.schedule
         cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
         sync, clock = setting.task.sync_in(round), Stopwatch()
         with clock("pull_down"):
@@ -53,7 +67,7 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
         samples = [schedule.samples_for(size) for size in sizes]
         if virtual:
             virtual.pass_round(cohort, sizes, in_step=sync == "gradients")
-        yield RoundRecord(
+        return RoundRecord(
             round=round,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
@@ -71,92 +85,24 @@ def simulate(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
             race=None,
         )
 
+    def state(self) -> Snapshot:
+        state = self._engine.state()
+        if self._virtual:
+            state.facts["clock"] = self._virtual.state()
+        return state
 
-def history_of(setting: Setting, engine: Engine, folder: RunFolder | None = None) -> Iterator[RoundRecord]:
-    """The records of a run, in whatever mode it is; the log of a race goes to the folder, if there is one."""
+    def resume(self, state: Snapshot) -> None:
+        self._engine.resume(state)
+        if self._virtual:
+            self._virtual.resume(state.facts["clock"])
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+def loop_of(setting: Setting, engine: Engine, keep_log: Callable[[bytes], object] | None = None) -> Loop:
+    """The loop of a run, in whatever mode it is; the log of a race is given to `keep_log`."""
     if isinstance(engine, SpawnEngine) and setting.experiment.mode == "race":
-        return simulate_race(setting, engine, folder.race_log if folder else None)
+        return RaceLoop(setting, engine, keep_log)
     in_rounds = setting.experiment.policy.bind().in_rounds
-    return simulate(setting, engine) if in_rounds else simulate_on_clock(setting, engine)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run came to.
-
-    Attributes:
-        experiment: as resolved.
-        history: one record per round.
-        model: the global model, on the CPU, in evaluation mode.
-        global_row: its parameters as one row [d], on the CPU.
-        folder: the run folder, if one was asked for.
-    """
-
-    experiment: Experiment
-    history: list[RoundRecord]
-    model: nn.Module
-    global_row: Tensor
-    folder: Path | None
-
-    @property
-    def test_accuracy(self) -> float:
-        """Accuracy after the last round."""
-        return self.history[-1]["test_accuracy"]
-
-
-def run(
-    experiment: Experiment | Mapping[str, Any] | str | Path | None = None,
-    out: str | Path | None = None,
-    *,
-    on_start: Callable[[Setting], object] | None = None,
-    on_round: Callable[[RoundRecord], object] | None = None,
-    workshop: Workshop | None = None,
-) -> Result:
-    """Run an experiment.
-
-    Args:
-        experiment: an Experiment, nested tables, the path of a TOML file, or None for the default experiment.
-        out: a new or empty folder for the records; none are kept where it is left out.
-        on_start, on_round: called with the Setting before the first round, and with each round's record after it.
-        workshop: what this run shares with those before and after it; one of its own where it is left out.
-
-    Raises:
-        ExperimentError: the experiment cannot be run as described.
-        DataError: its data is missing.
-        RecordError: the folder holds something already, or cannot be written.
-        WorkerError: a worker failed, or the process that ran it.
-    """
-    experiment = load_experiment(experiment)
-    history: list[RoundRecord] = []
-    host = engines.get(experiment.engine).target
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(host.among_peers(experiment.resolved()))
-        folder = stack.enter_context(RunFolder(Path(out))) if out is not None and host.leads() else None
-        board = stack.enter_context(ScalarBoard(folder.path)) if folder and experiment.records.tensorboard else None
-        workshop = workshop or stack.enter_context(Workshop())
-        setting, engine = stack.enter_context(prepare(experiment, workshop))
-        if folder:
-            folder.begin(experiment, **setting.facts())
-            folder.partition(setting.label_counts, setting.byzantine, setting.looked_at, experiment.workers)
-        if on_start:
-            on_start(setting)
-        for record in history_of(setting, engine, folder):
-            history.append(record)
-            kept = None
-            if out is not None and record["round"] in experiment.records.updates:
-                kept = kept_updates(setting, engine, record)  # which all ranks have a part in, if there are several
-            if folder:
-                if kept:
-                    folder.updates(record["round"], kept)
-                folder.round(record)
-            if board:
-                board.round(record)
-            if on_round:
-                on_round(record)
-        model = finished_model(setting, engine)
-        global_row = engine.memory.global_row.cpu().clone()
-        if folder and experiment.records.curve:
-            folder.curve(draw_curve(history, experiment.name))
-        if folder and experiment.records.model:
-            folder.model(model)
-    return Result(experiment, history, model, global_row, folder.path if folder else None)
+    return SynchronousLoop(setting, engine) if in_rounds else ClockLoop(setting, engine)

@@ -11,6 +11,10 @@ class Stopwatch:
     """Adds up seconds by phase: `with clock("train"): ...`."""
 
     def __init__(self) -> None:
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Forget what was measured; whoever was given the seconds keeps them."""
         self.seconds = {"pull_down": 0.0, "train": 0.0, "aggregate": 0.0, "test": 0.0}
 
     @contextlib.contextmanager

@@ -16,7 +16,7 @@ from fedsim.randomness import sample_cohort
 from fedsim.replay import load_round
 from fedsim.report.text import headline
 from fedsim.rows import Layout
-from fedsim.simulation import simulate
+from fedsim.simulation import SynchronousLoop
 from tests import plugs
 from tests.engines.test_contract import without_times
 from tests.test_simulation import local_epoch, start_of
@@ -74,7 +74,11 @@ def world(memory):
 def worlds(tables, workshop):
     """After each round of a run."""
     with prepare(fedsim.Experiment(**tables), workshop) as (setting, engine):
-        return [world(engine.memory) for _ in simulate(setting, engine)]
+        loop, after = SynchronousLoop(setting, engine), []
+        for round in range(1, setting.experiment.rounds + 1):
+            loop.play(round)
+            after.append(world(engine.memory))
+        return after
 
 
 def continued(tables, start, workshop):

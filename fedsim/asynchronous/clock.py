@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from fedsim.asynchronous.calendar import Calendar
 from fedsim.asynchronous.desk import Desk
@@ -75,6 +76,37 @@ class VirtualClock:
         enough = round * self.desk.roster.pieces_of_a_round()
         while self.taken < enough:
             self.advance()
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands between two rounds, in the types that JSON has; the tensors are the server's and engine's."""
+        now, pending = self._calendar.state()
+        return {
+            "now": now,
+            "pending": pending,
+            "roster": self.desk.roster.state(),
+            "under_way": list(self._under_way.values()),  # in the order in which they began
+            "untrained": list(self._untrained),
+            "idle": list(self._idle),
+            "waiting": list(self._waiting),
+            "asked_at": self._asked_at,
+            "leaving": sorted(self._leaving),
+            "left": self._left,
+            "begun": list(self._begun.items()),
+            "taken": self.taken,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state, with the server's tensors as they were then."""
+        self._to_come += self.taken - state["taken"]
+        self._calendar = Calendar.restored(state["now"], map(tuple, state["pending"]))
+        self.desk.roster.resume(state["roster"])
+        members = [Member(*member) for member in state["under_way"]]
+        self._under_way = {member.slot: member for member in members}
+        self._untrained = {slot: self._under_way[slot] for slot in state["untrained"]}
+        self._idle, self._waiting = list(state["idle"]), list(state["waiting"])
+        self._asked_at = None if state["asked_at"] is None else tuple(state["asked_at"])
+        self._leaving, self._left = set(state["leaving"]), state["left"]
+        self._begun, self.taken = Counter(dict(state["begun"])), state["taken"]
 
     def advance(self) -> int:
         """Go on to the next time at which something arrives; how many pieces of work were taken then."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fedsim.asynchronous.delays import Delays, bind_noise, draw_speeds
 from fedsim.engines.job import Schedule
@@ -45,6 +46,14 @@ class RoundClock:
             return
         for step in range(max(steps)):
             self._pass_together([(worker, 1) for worker, count in zip(cohort, steps, strict=True) if step < count])
+
+    def state(self) -> dict[str, Any]:
+        """What the rounds to come depend on, in the types that JSON has."""
+        return {"now": self.now, "begun": list(self._begun.items())}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state."""
+        self.now, self._begun = state["now"], Counter(dict(state["begun"]))
 
     def _pass_together(self, work: Sequence[tuple[int, int]]) -> None:
         longest = 0.0

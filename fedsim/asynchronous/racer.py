@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,7 @@ class Racer(ABC):
         self._seat, self._station, self._slots = seat, station, slots
         self._server, self._policy, self._track = server, server.policy, track
         self._ended = track.column(ENDED)
+        self._rosters: dict[int, Roster] = {}  # by run, where workers begin one piece of work after another
 
     def race(self, run: int, round: int) -> Leg:
         """This process's part of a round of one of the runs, from a common start."""
@@ -65,6 +67,25 @@ class Racer(ABC):
         measures.began, measures.ended = began, time.perf_counter()
         measures.locks_taken, measures.locks_waited, measures.lock_seconds = locks.taken, locks.waited, locks.seconds
         return leg
+
+    def progress(self) -> list[tuple[int, dict[str, Any]]]:
+        """How far its workers have come, by run, beyond what the server's tensors tell; see `Roster.state`."""
+        return [(run, roster.state()) for run, roster in self._rosters.items()]
+
+    def resume(self, progress: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        """Go on from there; what is said of workers of other processes is for those."""
+        self._rosters.clear()
+        for run, state in progress:
+            done = [(worker, count) for worker, count in state["done"] if worker in self._slots]
+            if done:
+                self._roster(run).resume({**state, "done": done, "busy": []})
+
+    def _roster(self, run: int) -> Roster:
+        if run not in self._rosters:
+            task, n = self._station.task, self._server.n
+            sizes = self._station.memory.shards.size
+            self._rosters[run] = Roster(task.seed, n, n, self._policy.work, task.schedule, sizes)
+        return self._rosters[run]
 
     @abstractmethod
     def _go(self, run: int, round: int, leg: Leg) -> None:
@@ -83,7 +104,6 @@ class LockedRacer(Racer):
         super().__init__(seat, station, server, track, slots)
         self._status, self._events = track.column(STATUS), track.events.numpy()
         self._pair = self._policy.locking == "pair"
-        self._rosters: dict[int, Roster] = {}  # by run
         self._begun: dict[int, int] = {}  # by slot: the event with which its work under way began
 
     def _go(self, run: int, round: int, leg: Leg) -> None:
@@ -92,13 +112,6 @@ class LockedRacer(Racer):
         self._take_turns()
         leg.journal = self._desk.journal
         leg.entries = np.array(self._entries, dtype=np.int64).reshape(-1, len(Entry._fields))
-
-    def _roster(self, run: int) -> Roster:
-        if run not in self._rosters:
-            task, n = self._station.task, self._server.n
-            sizes = self._station.memory.shards.size
-            self._rosters[run] = Roster(task.seed, n, n, self._policy.work, task.schedule, sizes)
-        return self._rosters[run]
 
     def _take_turns(self) -> None:
         active, nap = list(self._slots), NAPS[0]

@@ -7,10 +7,12 @@ one after another, each from where it stood itself, and its record tells of all.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedsim.asynchronous.desk import Journal
@@ -23,13 +25,13 @@ from fedsim.asynchronous.sparse import tables_of
 from fedsim.asynchronous.track import Measures, Track
 from fedsim.devices import synchronize
 from fedsim.engines.crew import Seat
-from fedsim.engines.job import Memory
 from fedsim.engines.spawn import SpawnEngine
 from fedsim.engines.station import Station, deal
 from fedsim.errors import ExperimentError
 from fedsim.intervals import estimate
 from fedsim.preparation import Setting
 from fedsim.records import AsyncRecord, RaceRecord, RoundRecord
+from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
 
 KeepLog = Callable[[bytes], object]
@@ -87,7 +89,8 @@ class Course:
         engine.call(_come_to_start, self._server, self._track)
         self._runs = experiment.race.runs
         several = self._runs > 1
-        self._states = [[tensor.clone() for tensor in self._tensors()] for _ in range(self._runs)] if several else []
+        states = [[tensor.clone() for tensor in self._tensors().values()] for _ in range(self._runs if several else 0)]
+        self._states = states
         self._present = 0  # the run whose state the tensors hold
         self._taken = [0] * self._runs
 
@@ -120,37 +123,77 @@ class Course:
         """Put the state of another run into the shared tensors, where that of the present one is kept."""
         if run == self._present:
             return
-        for kept, other, tensor in zip(self._states[self._present], self._states[run], self._tensors(), strict=True):
+        present = self._tensors().values()
+        for kept, other, tensor in zip(self._states[self._present], self._states[run], present, strict=True):
             kept.copy_(tensor)
             tensor.copy_(other)
         synchronize(self._memory.global_row.device)
         self._present = run
 
-    def _tensors(self) -> Iterator[Tensor]:
-        memory: Memory = self._memory
-        yield from (memory.global_row, memory.rows, memory.global_buffers, memory.buffers, memory.own_buffers)
-        yield from (tensor for state in memory.states.values() for tensor in state.values())
-        yield from self._server.tensors
+    def state(self) -> Snapshot:
+        """Where all runs stand, between two rounds."""
+        state = Snapshot(facts={"taken": list(self._taken), "rosters": self._engine.call(_rosters)})
+        for run in range(self._runs):
+            self.turn_to(run)
+            state.keep(self._tensors(), f"{run}.")
+        return state
+
+    def resume(self, state: Snapshot) -> None:
+        """Go back, or on, to such a state."""
+        for run in range(self._runs):
+            self.turn_to(run)
+            state.put_back(self._tensors(), f"{run}.")
+        synchronize(self._memory.global_row.device)
+        self._taken = list(state.facts["taken"])
+        done = [item for of_one in state.facts["rosters"] for item in of_one]
+        self._engine.call(_resume_rosters, done)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What a run goes by, and leaves to its next round."""
+        return {**self._memory.lasting, **self._server.tensors}
 
 
-def simulate_race(setting: Setting, engine: SpawnEngine, keep_log: KeepLog | None = None) -> Iterator[RoundRecord]:
-    """The history of a race, on an engine that has begun; at its end the engine's memory is that of the first run.
+class RaceLoop:
+    """The rounds of a race, on an engine that has begun; after the last the engine's memory is that of the first run.
 
     keep_log: is given the log as a file, at the end, where the policy locks the server.
+
+    A state of it is no less exact than others; but what a race comes to from there is never the same twice.
     """
-    experiment, stopwatch = setting.experiment, Stopwatch()
-    course, log = Course(setting, engine), list[tuple[int, int, np.ndarray]]()
-    logs = keep_log is not None and experiment.policy.bind().locking == "server"
-    for round in range(1, experiment.rounds + 1):
-        stopwatch.seconds = dict.fromkeys(stopwatch.seconds, 0.0)
-        heats = [course.heat(run, round, stopwatch) for run in range(experiment.race.runs)]
-        if logs:
-            log.extend((run, round, np.concatenate(heat.entries)) for run, heat in enumerate(heats, 1))
-        yield record_of(round, heats, dict(stopwatch.seconds), setting.row_bytes + setting.buffer_bytes)
-    course.turn_to(0)
-    if logs:
-        assert keep_log is not None
-        keep_log(to_csv(experiment.resolved(), log))
+
+    def __init__(self, setting: Setting, engine: SpawnEngine, keep_log: KeepLog | None = None) -> None:
+        self._setting, self._keep_log, self._stopwatch = setting, keep_log, Stopwatch()
+        self._course = Course(setting, engine)
+        self._logs = keep_log is not None and setting.experiment.policy.bind().locking == "server"
+        self._log: list[tuple[int, int, np.ndarray]] = []  # run, round, entries
+
+    def play(self, round: int) -> RoundRecord:
+        setting, stopwatch = self._setting, self._stopwatch
+        stopwatch.start_again()
+        heats = [self._course.heat(run, round, stopwatch) for run in range(setting.experiment.race.runs)]
+        if self._logs:
+            self._log.extend((run, round, np.concatenate(heat.entries)) for run, heat in enumerate(heats, 1))
+        return record_of(round, heats, stopwatch.seconds, setting.row_bytes + setting.buffer_bytes)
+
+    def state(self) -> Snapshot:
+        state = self._course.state()
+        state.facts["log"] = [(run, round) for run, round, _ in self._log]
+        state.keep({f"log.{number}": torch.from_numpy(entries) for number, (*_, entries) in enumerate(self._log)})
+        return state
+
+    def resume(self, state: Snapshot) -> None:
+        self._course.resume(state)
+        entries = state.under("log.")
+        self._log = [
+            (run, round, entries[str(number)].numpy()) for number, (run, round) in enumerate(state.facts["log"])
+        ]
+
+    def finish(self) -> None:
+        """Put the first run's state into the engine's memory, and give the log away."""
+        self._course.turn_to(0)
+        if self._logs:
+            assert self._keep_log is not None
+            self._keep_log(to_csv(self._setting.experiment.resolved(), self._log))
 
 
 def caveat(runs: int) -> str:
@@ -226,3 +269,17 @@ def _come_to_start(seat: Seat, station: Station, server: Server, track: Track) -
 def _race(seat: Seat, station: Station, run: int, round: int) -> Leg:
     racer: Racer = seat.belongings["racer"]
     return racer.race(run, round)
+
+
+Progress = list[tuple[int, dict[str, Any]]]  # of the workers of a process: a run, and how far its roster has come
+
+
+def _rosters(seat: Seat, station: Station) -> Progress:
+    racer: Racer = seat.belongings["racer"]
+    return racer.progress()
+
+
+def _resume_rosters(seat: Seat, station: Station, progress: Progress) -> None:
+    """All that any process's workers had done, of which each takes what is its own workers'."""
+    racer: Racer = seat.belongings["racer"]
+    racer.resume(progress)

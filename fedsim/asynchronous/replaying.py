@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import merge
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedsim.asynchronous.clock import Train
 from fedsim.asynchronous.desk import Desk
@@ -61,6 +61,23 @@ class LoggedOrder:
             else:
                 self._come_in(number, entry)
         self._server.come_back()
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands between two rounds, in the types that JSON has."""
+        return {
+            "roster": self.desk.roster.state(),
+            "under_way": list(self._under_way.values()),
+            "untrained": list(self._untrained),
+            "taken": self.taken,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state, with the server's tensors as they were then."""
+        self.desk.roster.resume(state["roster"])
+        members = [Member(*member) for member in state["under_way"]]
+        self._under_way = {member.slot: member for member in members}
+        self._untrained = {slot: self._under_way[slot] for slot in state["untrained"]}
+        self.taken = state["taken"]
 
     def _begin(self, number: int, entry: Entry) -> None:
         slot = entry.worker

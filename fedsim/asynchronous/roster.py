@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fedsim.asynchronous.policy import Work
 from fedsim.engines.feed import Member
@@ -77,6 +78,15 @@ class Roster:
     def pieces_done(self, worker: int) -> int:
         """How many pieces of a worker's work have come in."""
         return self._done[worker]
+
+    def state(self) -> dict[str, Any]:
+        """How far it has come, in the types that JSON has."""
+        return {"done": list(self._done.items()), "busy": sorted(self._busy), "drawn": self._drawn}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state."""
+        self._done = defaultdict(int, dict(state["done"]))
+        self._busy, self._drawn = set(state["busy"]), state["drawn"]
 
     def _draw(self) -> int:
         rng = numpy_generator(self._seed, "dispatch", self._drawn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -102,7 +102,7 @@ class Server:
 
         Raises ExperimentError where there is not enough of it.
         """
-        share(self.tensors)
+        share(self.own_tensors.values())
         self.__post_init__()  # what looks at the counts has to look at them where they are now
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,8 +211,18 @@ class Server:
         self.memory.global_buffers.lerp_(self.memory.buffers[list(slots)].mean(0), share)
 
     @property
-    def tensors(self) -> Iterator[Tensor]:
-        """What has to lie in shared memory, beside the engine's Memory, where processes race."""
-        yield from (self.replicas, self.counts, self.step_seconds)
-        for state in (self.shared, self.private, self.remembered):
-            yield from state.values()
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What lies beside the engine's Memory, and in shared memory where processes race; by name."""
+        own = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
+        states = {"shared": self.shared, "private": self.private, "remembered": self.remembered}
+        return own | {f"{of}.{name}": tensor for of, state in states.items() for name, tensor in state.items()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a server goes by between two pieces of work, beyond what engines keep from round to round anyway.
+
+        The rows of work that is under way, and what it came to where that has been computed, among it.
+        """
+        memory = self.memory
+        under_way = {"rows": memory.rows, "buffers": memory.buffers, "train_loss": memory.train_loss}
+        return {**under_way, **{f"server.{name}": tensor for name, tensor in self.own_tensors.items()}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,65 +18,85 @@ from fedsim.engines.feed import Member
 from fedsim.errors import ExperimentError
 from fedsim.preparation import Setting
 from fedsim.records import AsyncRecord, RoundRecord
+from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
 
 
-def simulate_on_clock(setting: Setting, engine: Engine) -> Iterator[RoundRecord]:
-    """The history of a policy on the virtual clock, on an engine that has begun."""
-    experiment, policy = setting.experiment, setting.experiment.policy.bind()
-    memory = engine.memory
-    server = Server.of(policy, experiment.local.bind(), setting.task, memory)
-    roster = Roster(
-        experiment.seed,
-        experiment.workers,
-        experiment.cohort_size,
-        policy.work,
-        setting.schedule,
-        memory.shards.size,
-    )
-    stopwatch, model_bytes = Stopwatch(), setting.row_bytes + setting.buffer_bytes
+class ClockLoop:
+    """The rounds of a policy on the virtual clock, on an engine that has begun."""
 
-    def train(members: Sequence[Member]) -> None:
-        with stopwatch("train"):
-            engine.train_apart(members)
+    def __init__(self, setting: Setting, engine: Engine) -> None:
+        experiment, memory = setting.experiment, engine.memory
+        self._setting, self._engine = setting, engine
+        self._policy = experiment.policy.bind()
+        self._server = Server.of(self._policy, experiment.local.bind(), setting.task, memory)
+        self._stopwatch = Stopwatch()
+        roster = Roster(
+            experiment.seed,
+            experiment.workers,
+            experiment.cohort_size,
+            self._policy.work,
+            setting.schedule,
+            memory.shards.size,
+        )
+        self._model_bytes = setting.row_bytes + setting.buffer_bytes
+        self._source = _order_of(setting, self._server, roster, self._train, self._model_bytes)
 
-    source = _order_of(setting, server, roster, train, model_bytes)
-    for round in range(1, experiment.rounds + 1):
-        stopwatch.seconds = dict.fromkeys(stopwatch.seconds, 0.0)
+    def play(self, round: int) -> RoundRecord:
+        stopwatch, source, policy = self._stopwatch, self._source, self._policy
+        stopwatch.start_again()
         source.desk.journal = journal = Journal()
         with stopwatch("aggregate"):
             source.play(round)
-            policy.publish(server)
+            policy.publish(self._server)
         stopwatch.seconds["aggregate"] -= stopwatch.seconds["train"]
-        if not bool(memory.global_row.isfinite().all()):
+        if not bool(self._engine.memory.global_row.isfinite().all()):
             raise ExperimentError(f"round {round}: the global row is no longer finite; a smaller local.lr may help")
         with stopwatch("test"):
-            test_loss, test_accuracy, attack_success = engine.test()
+            test_loss, test_accuracy, attack_success = self._engine.test()
         cohort = sorted(journal.samples)
         samples = [journal.samples[worker] for worker in cohort]
-        yield RoundRecord(
+        return RoundRecord(
             round=round,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
             train_loss=journal.loss_sum / sum(samples),
-            seconds=dict(stopwatch.seconds),
+            seconds=stopwatch.seconds,
             cohort=cohort,
             coefficients=None,
             excluded=[],
             attack_success=attack_success,
-            bytes_up=journal.up * model_bytes,
-            bytes_down=journal.down * model_bytes,
+            bytes_up=journal.up * self._model_bytes,
+            bytes_down=journal.down * self._model_bytes,
             samples=samples,
             virtual_seconds=source.now,
             asynchronous=AsyncRecord(
-                updates=server.version,
+                updates=self._server.version,
                 trips=source.taken,
                 staleness={str(tau): count for tau, count in sorted(journal.staleness.items())},
-                held=policy.held(server),
+                held=policy.held(self._server),
                 wasted=journal.wasted,
             ),
             race=None,
         )
+
+    def state(self) -> Snapshot:
+        state = self._engine.state()
+        state.keep(self._server.tensors)
+        state.facts["clock"] = self._source.state()
+        return state
+
+    def resume(self, state: Snapshot) -> None:
+        self._engine.resume(state)
+        state.put_back(self._server.tensors)
+        self._source.resume(state.facts["clock"])
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def _train(self, members: Sequence[Member]) -> None:
+        with self._stopwatch("train"):
+            self._engine.train_apart(members)
 
 
 def _order_of(

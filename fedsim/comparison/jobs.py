@@ -36,7 +36,7 @@ from fedsim.processes import (
     require_importable_main,
 )
 from fedsim.records import RoundRecord
-from fedsim.simulation import run
+from fedsim.running import run
 from fedsim.workshop import Workshop
 
 INSTEAD = "jobs=1 with engine=serial, which start none"

@@ -96,6 +96,16 @@ class Averaging:
         self._has_last = self._task.keeps_last
         return account
 
+    def remembered(self) -> tuple[dict[str, Tensor], bool]:
+        """The state of the rule, where it was applied to rows here; and whether there is a last update."""
+        return {name: tensor.clone() for name, tensor in self._state.items()}, self._has_last
+
+    def remember(self, state: dict[str, Tensor], has_last: bool) -> None:
+        """Go on from there."""
+        here = self._task.device
+        self._state = {name: tensor.to(here, copy=True) for name, tensor in state.items()} if self._first else {}
+        self._has_last = has_last
+
     def begin_with_parameters(self) -> None:
         """Forget the gradients, after the last round of them: what rule, attack and server keep belongs to updates.
 

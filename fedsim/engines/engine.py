@@ -14,6 +14,7 @@ from fedsim.devices import default_processes, resolve_device
 from fedsim.engines.averaging import Account
 from fedsim.engines.feed import Member
 from fedsim.engines.job import Memory, Task
+from fedsim.snapshot import Snapshot
 
 
 class Engine(ABC):
@@ -127,6 +128,19 @@ class Engine(ABC):
         """Mean training loss per sample of the last round; `samples` are what each member of the cohort saw."""
         weights = torch.tensor(samples, dtype=torch.double)
         return float(weights @ self.memory.train_loss[: len(weights)] / weights.sum())
+
+    def state(self) -> Snapshot:
+        """What the next round depends on; nothing of that is in the rows, which it begins by pulling down."""
+        rule, has_last = self._each("remembered")[0]
+        state = Snapshot(facts={"has_last": has_last})
+        state.keep(self.memory.lasting)
+        state.keep(rule, "rule.")
+        return state
+
+    def resume(self, state: Snapshot) -> None:
+        """Go back, or on, to where an engine was with the same task. Raises RecordError where it was another."""
+        state.put_back(self.memory.lasting)
+        self._each("remember", state.under("rule."), state.facts["has_last"])
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
         """The rows by slot as the last aggregation left them, and the losses; None in a process that writes nothing."""

@@ -202,6 +202,14 @@ class Memory:
             test_sums=torch.zeros(-(-len(test) // test_batch_size(task.device)), 4, dtype=torch.double),
         )
 
+    @property
+    def lasting(self) -> dict[str, Tensor]:
+        """What one round leaves to the next, by name."""
+        named = {"global_row": self.global_row, "last": self.last}
+        named |= {"global_buffers": self.global_buffers, "own_buffers": self.own_buffers}
+        states = {f"{sync}.{name}": tensor for sync, state in self.states.items() for name, tensor in state.items()}
+        return named | states
+
     def share(self) -> Memory:
         """Move what lies on the host to memory that other processes can map, in place.
 

@@ -104,6 +104,14 @@ class Station:
             self.trainer.train(members)
         synchronize(self.task.device)
 
+    def remembered(self) -> tuple[dict[str, Tensor], bool]:
+        """What rules keep from one aggregation to the next, beside the Memory: see `Averaging`."""
+        return self.averaging.remembered()
+
+    def remember(self, state: dict[str, Tensor], has_last: bool) -> None:
+        """Go on from there."""
+        self.averaging.remember(state, has_last)
+
     def compilation(self) -> str | None:
         """Why this process does not train by compiled code, where it should."""
         compiled = self.trainer.compiled

@@ -128,7 +128,7 @@ def test_whose_buffers_work_begins_with(policy, began_with, globally):
 def test_all_that_lasts_are_tensors():
     """So that processes can share them."""
     server = server_of("dc_asgd", params={"adaptive": True}, solver=SGD(momentum=0.5))
-    tensors = list(server.tensors)
+    tensors = list(server.own_tensors.values())
     kept = [server.replicas, server.counts, server.step_seconds, server.shared["momentum"]]
     assert all(any(tensor is other for other in tensors) for tensor in [*kept, server.remembered["mean_square"]])
     server.pull(1)
