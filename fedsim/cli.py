@@ -29,7 +29,7 @@ from fedsim.experiment import keys_called
 from fedsim.listing import PLUGS, list_plugs
 from fedsim.loading import load_experiment, parse_value, to_toml
 from fedsim.preparation import Setting
-from fedsim.records import RoundRecord, new_folder_name
+from fedsim.records import RoundRecord, experiment_of_run, new_folder_name
 from fedsim.replay import applicable_rules, load_round, replay_json, replay_table
 from fedsim.replay import replay as replay_rules
 from fedsim.report import columns_of, headline, table_header, table_line, write_report
@@ -78,23 +78,36 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the records, new or empty.", show_default="runs/NAME-DATE-TIME")
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Go on with the run in this folder, from its newest checkpoint; rounds=N makes it longer. With a "
+            "CONFIG.toml the run begins there if there is none yet.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved experiment and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
 ) -> None:
     """Run an experiment and keep its records in a folder."""
     with _errors_as_lines():
         source, overrides = _source_and_overrides(words or [], context)
-        experiment = load_experiment(source, overrides)
+        if resume and out:
+            raise ExperimentError("--resume and --out: the records go where they are; leave --out out")
+        experiment = load_experiment(source or (resume and experiment_of_run(resume)), overrides)
         if dry_run:
             print(to_toml(experiment), end="")
             return
-        folder = out or new_folder_name(experiment.name)
+        folder = resume or out or new_folder_name(experiment.name)
         leads = engines.get(experiment.engine).target.leads()
         if experiment.mode == "race" and not quiet and leads:
             print(caveat(experiment.race.runs), flush=True)
         with Display(experiment.rounds, quiet=quiet or not leads) as display:
             try:
-                result = fedsim.run(experiment, folder, on_start=display.start, on_round=display.round)
+                result = fedsim.run(
+                    experiment, folder, resume=bool(resume), on_start=display.start, on_round=display.round
+                )
             except BaseException:
                 display.leave(folder)
                 raise
@@ -231,15 +244,20 @@ class Display:
     def __init__(self, rounds: int, *, quiet: bool) -> None:
         self._quiet = quiet
         self._done = 0
+        self._virtual_seconds: float | None = None
         self._begun = time.perf_counter()
         self._bar = tqdm(total=rounds, unit="round", leave=False, disable=quiet or not sys.stderr.isatty())
 
     def start(self, setting: Setting) -> None:
         self._print(headline(setting))
+        if setting.done:
+            self._done = setting.done
+            self._print(f"going on after round {setting.done} of {self._bar.total}")
         self._columns = columns_of(setting.experiment)
         self._print(table_header(self._columns))
         self._started = time.perf_counter()
         self._bar.reset()
+        self._bar.update(setting.done)
 
     def round(self, record: RoundRecord) -> None:
         self._done, self._virtual_seconds = record["round"], record["virtual_seconds"]
@@ -260,7 +278,8 @@ class Display:
         self._bar.close()
         if self._done:
             with contextlib.suppress(OSError):  # that stdout is closed may be what ended it
-                self._print(f"{self._done} of {plural(self._bar.total, 'round')} are in {folder}")
+                rounds = f"{self._done} of {plural(self._bar.total, 'round')}"
+                self._print(f"{rounds} are in {folder}; --resume {folder} goes on with it")
 
     def _print(self, line: str) -> None:
         if not self._quiet:

@@ -31,6 +31,7 @@ from fedsim.sections import (
     AsyncPolicy,
     Attack,
     Batched,
+    Checkpoint,
     Clock,
     Data,
     Distributed,
@@ -86,6 +87,7 @@ class Experiment(Table):
     clock: Clock = Clock()
     race: Race = Race()
     records: Records = Records()
+    checkpoint: Checkpoint = Checkpoint()
 
     def __init__(self, **tables: Any) -> None:
         try:

@@ -45,6 +45,7 @@ class Setting:
     byzantine: list[int]
     row_bytes: int  # of one model, or one gradient
     buffer_bytes: int  # that go with a model, which they do where they are averaged
+    done: int = 0  # rounds that are on record already, of a run that is gone on with
 
     @property
     def schedule(self) -> Schedule:

@@ -6,9 +6,13 @@ import contextlib
 import datetime
 import functools
 import itertools
+import json
+import math
+import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO, TypedDict
@@ -21,7 +25,7 @@ from torch import Tensor, nn
 from fedsim.asynchronous.racelog import FILE as RACE_LOG
 from fedsim.errors import RecordError
 from fedsim.experiment import Experiment
-from fedsim.files import to_json, write_whole
+from fedsim.files import PART, locked, to_json, write_whole
 from fedsim.loading import to_toml
 from fedsim.version import __version__
 
@@ -92,44 +96,77 @@ def new_folder_name(name: str) -> Path:
 
 
 class RunFolder:
-    """The records of one run, in a folder that is new or empty.
+    """The records of one run, in a folder that is new or empty or, where it `resumes`, holds what there is of the run.
 
     Made early, so that a run with nowhere to write stops at once; filled from `begin` on; and taken away again, with
-    what it has written there, if the run ends before a round is on record.
-    Raises RecordError where the folder holds something already, or cannot be written.
+    what it has written there, if the run ends before a round is on record. Nobody else can write there meanwhile.
+    Raises RecordError where the folder holds something else, or cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, resume: bool = False) -> None:
         self.path = folder
         self._metrics: TextIO | None = None
         self._written: list[Path] = []
-        self._worth_keeping = False
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+        self._lock = contextlib.ExitStack()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._lock.enter_context(locked(folder, "another run"))
+            for half in folder.glob(PART.format("*")):  # of one that was killed as it wrote
+                half.unlink()
             occupied = any(folder.iterdir())
         except OSError as error:
             raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}") from error
-        if occupied:
-            raise RecordError(f"{folder}: holds something already, and a run never overwrites; name a new folder")
+        self.resumes = self._worth_keeping = resume and (folder / EXPERIMENT).is_file()
+        if occupied and not self.resumes:
+            self._lock.close()
+            wanted = f"it is no run (it has no {EXPERIMENT})" if resume else "a run never overwrites"
+            raise RecordError(f"{folder}: holds something already, and {wanted}; name a new folder")
 
-    def begin(self, experiment: Experiment, **facts: Any) -> None:
-        """Write down the experiment and the environment, with further `facts` of this run."""
+    def begin(self, experiment: Experiment, history: Sequence[RoundRecord] = (), **facts: Any) -> None:
+        """Write down the experiment and the environment, with further `facts` of this run.
+
+        Of one that is gone on with, `history` is what stays on record.
+        """
+        environment = {**describe_environment(), **facts}
+        if self.resumes:
+            environment = self._resumed_environment(environment, len(history))
+        self._write(EXPERIMENT, to_toml(experiment).encode())
+        self._write(ENVIRONMENT, to_json(environment, indent=2).encode())
+        self._write(METRICS, "".join(map(_line, history)).encode())
         try:
-            self._metrics = (self.path / METRICS).open("x", encoding="utf-8")  # "x": of two runs, one gets it
+            self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
         except OSError as error:
             raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
-        self._written.append(self.path / METRICS)
-        self._write(EXPERIMENT, to_toml(experiment).encode())
-        self._write(ENVIRONMENT, to_json({**describe_environment(), **facts}, indent=2).encode())
+
+    def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
+        """That in which the run began; and of each time that it was gone on with, when, where and after which round."""
+        first = _read_json_object(self.path / ENVIRONMENT)
+        if not first:
+            return environment
+        again = {key: value for key, value in environment.items() if first.get(key) != value}
+        times = first.get("resumed", [])
+        return {**first, "resumed": [*(times if isinstance(times, list) else []), {"after_round": rounds, **again}]}
+
+    def environment(self) -> dict[str, Any]:
+        """What there is to be read of it; {} where it cannot be."""
+        return _read_json_object(self.path / ENVIRONMENT)
 
     def round(self, record: RoundRecord) -> None:
         """Append one round, and flush it."""
         assert self._metrics is not None
         try:
-            self._metrics.write(to_json(record) + "\n")
+            self._metrics.write(_line(record))
             self._metrics.flush()
             self._worth_keeping = True
+        except OSError as error:
+            raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
+
+    def settle(self) -> None:
+        """See to it that the rounds on record are there even if the machine goes down now."""
+        assert self._metrics is not None
+        try:
+            os.fsync(self._metrics.fileno())
         except OSError as error:
             raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
 
@@ -172,6 +209,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._lock.close()
         if self._metrics is not None:
             self._metrics.close()
         if not self._worth_keeping:
@@ -180,6 +218,39 @@ class RunFolder:
                     path.unlink()
                 for path in self._made:
                     path.rmdir()
+
+
+def experiment_of_run(folder: Path) -> Path:
+    """The file that describes the experiment of a run folder. Raises RecordError where there is none."""
+    if not (folder / EXPERIMENT).is_file():
+        raise RecordError(f"{folder}: is no run (it has no {EXPERIMENT}); give the experiment that is to begin there")
+    return folder / EXPERIMENT
+
+
+def read_history(folder: Path) -> list[RoundRecord]:
+    """The rounds that a run folder has on record, from the first; a line that was cut off does not count."""
+    records: list[RoundRecord] = []
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        for line in (folder / METRICS).read_text(encoding="utf-8").split("\n")[:-1]:
+            record = json.loads(line)
+            if not isinstance(record, dict) or record.get("round") != len(records) + 1:
+                break
+            for loss in ("test_loss", "train_loss"):
+                if record.get(loss, 0.0) is None:  # JSON has no word for it
+                    record[loss] = math.nan
+            records.append(record)  # type: ignore[arg-type]
+    return records
+
+
+def _line(record: RoundRecord) -> str:
+    return to_json(record) + "\n"
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def describe_environment() -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fedsim.preparation import Setting, finished_model, prepare
 from fedsim.records import RoundRecord, RunFolder
 from fedsim.replay import kept_updates
 from fedsim.report import draw_curve
+from fedsim.resuming import Past, way_of
 from fedsim.scalarboard import ScalarBoard
 from fedsim.simulation import loop_of
 from fedsim.workshop import Workshop
@@ -50,6 +51,7 @@ def run(
     experiment: Experiment | Mapping[str, Any] | str | Path | None = None,
     out: str | Path | None = None,
     *,
+    resume: bool = False,
     on_start: Callable[[Setting], object] | None = None,
     on_round: Callable[[RoundRecord], object] | None = None,
     workshop: Workshop | None = None,
@@ -59,49 +61,89 @@ def run(
     Args:
         experiment: an Experiment, nested tables, the path of a TOML file, or None for the default experiment.
         out: a new or empty folder for the records; none are kept where it is left out.
+        resume: where `out` holds a run of this experiment that was broken off, go on with it, to the bits that it would
+            have come to; or with one that has ended, where `rounds` are more now.
         on_start, on_round: called with the Setting before the first round, and with each round's record after it.
         workshop: what this run shares with those before and after it; one of its own where it is left out.
 
     Raises:
         ExperimentError: the experiment cannot be run as described.
         DataError: its data is missing.
-        RecordError: the folder holds something already, or cannot be written.
+        RecordError: the folder holds something else, or cannot be written.
         WorkerError: a worker failed, or the process that ran it.
     """
     experiment = load_experiment(experiment)
-    history: list[RoundRecord] = []
     host = engines.get(experiment.engine).target
     with contextlib.ExitStack() as stack:
         stack.enter_context(host.among_peers(experiment.resolved()))
-        folder = stack.enter_context(RunFolder(Path(out))) if out is not None and host.leads() else None
-        board = stack.enter_context(ScalarBoard(folder.path)) if folder and experiment.records.tensorboard else None
-        workshop = workshop or stack.enter_context(Workshop())
-        setting, engine = stack.enter_context(prepare(experiment, workshop))
+        folder = RunFolder(Path(out), resume=resume) if out is not None and host.leads() else None
         if folder:
-            folder.begin(experiment, **setting.facts())
-            folder.partition(setting.label_counts, setting.byzantine, setting.looked_at, experiment.workers)
+            stack.enter_context(folder)
+        past = Past(folder, experiment)
+        workshop = workshop or stack.enter_context(Workshop())
+        setting, engine = stack.enter_context(prepare(past.as_before(experiment), workshop))
+        loop = loop_of(setting, engine, folder.race_log if folder else None)
+        setting = replace(setting, done=past.restore(loop, engine) if resume else 0)
+        books = stack.enter_context(Books(experiment, setting, folder))
+        history = past.records
+        books.begin(history)
         if on_start:
             on_start(setting)
-        loop = loop_of(setting, engine, folder.race_log if folder else None)
-        for round in range(1, experiment.rounds + 1):
+        for round in range(setting.done + 1, experiment.rounds + 1):
             record = loop.play(round)
             history.append(record)
-            kept = None
-            if out is not None and record["round"] in experiment.records.updates:
-                kept = kept_updates(setting, engine, record)  # which all ranks have a part in, if there are several
-            if folder:
-                if kept:
-                    folder.updates(record["round"], kept)
-                folder.round(record)
-            if board:
-                board.round(record)
+            if out is not None and round in experiment.records.updates:  # which all ranks have a part in
+                books.updates(round, kept_updates(setting, engine, record))
+            books.round(record)
             if on_round:
                 on_round(record)
+            if out is not None and engine.agree(past.checkpoints.due(round, experiment.rounds)):
+                books.settle()
+                past.checkpoints.write(round, loop.state, way=way_of(setting))
         loop.finish()
         model = finished_model(setting, engine)
+        books.end(history, model)
         global_row = engine.memory.global_row.cpu().clone()
-        if folder and experiment.records.curve:
-            folder.curve(draw_curve(history, experiment.name))
-        if folder and experiment.records.model:
-            folder.model(model)
     return Result(experiment, history, model, global_row, folder.path if folder else None)
+
+
+class Books(contextlib.ExitStack):
+    """Where the records of a run go: its folder, and TensorBoard; or nowhere, where there is no folder."""
+
+    def __init__(self, experiment: Experiment, setting: Setting, folder: RunFolder | None) -> None:
+        super().__init__()
+        self._experiment, self._setting, self._folder = experiment, setting, folder
+        wanted = folder is not None and experiment.records.tensorboard
+        self._board = self.enter_context(ScalarBoard(folder.path, after=setting.done)) if folder and wanted else None
+
+    def begin(self, history: Sequence[RoundRecord]) -> None:
+        """Before the first round, or where the records go on that there are."""
+        setting = self._setting
+        if self._folder:
+            self._folder.begin(self._experiment, history, **setting.facts())
+            of_some = setting.looked_at, self._experiment.workers
+            self._folder.partition(setting.label_counts, setting.byzantine, *of_some)
+
+    def updates(self, round: int, kept: dict[str, Tensor]) -> None:
+        """What the rule was given in a round."""
+        if self._folder:
+            self._folder.updates(round, kept)
+
+    def round(self, record: RoundRecord) -> None:
+        """After every round."""
+        if self._folder:
+            self._folder.round(record)
+        if self._board:
+            self._board.round(record)
+
+    def settle(self) -> None:
+        """Before a checkpoint, which is nothing worth without the rounds that led there."""
+        if self._folder:
+            self._folder.settle()
+
+    def end(self, history: Sequence[RoundRecord], model: nn.Module) -> None:
+        """After the last round."""
+        if self._folder and self._experiment.records.curve:
+            self._folder.curve(draw_curve(history, self._experiment.name))
+        if self._folder and self._experiment.records.model:
+            self._folder.model(model)

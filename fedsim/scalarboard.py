@@ -26,12 +26,13 @@ ASYNCHRONOUS = ("updates", "trips", "held", "wasted")
 class ScalarBoard:
     """Writes a TensorBoard event file into a folder: `tensorboard --logdir runs` shows it beside those of other runs.
 
-    The file is made with the first round. Raises MissingPackageError at once where tensorboard is not installed.
+    The file is made with the first round. Of a run that is gone on with `after` a round, what an earlier file has of
+    later ones is not shown. Raises MissingPackageError at once where tensorboard is not installed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, after: int = 0) -> None:
         import_extra("tensorboard", extra="tensorboard", purpose="records.tensorboard = true")
-        self._folder = folder
+        self._folder, self._after = folder, after
         self._writer: Any = None
 
     def round(self, record: RoundRecord) -> None:
@@ -39,7 +40,7 @@ class ScalarBoard:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder))
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._after + 1 if self._after else None)
         for tag, value in scalars(record):
             self._writer.add_scalar(tag, value, record["round"])
         self._writer.flush()

@@ -206,6 +206,13 @@ class Distributed(Table):
     inner: Literal["serial", "batched"] = "serial"  # how a rank trains its rows: one by one, or stacked
 
 
+class Checkpoint(Table):
+    """What is kept so that a run can be gone on with that was broken off: `fedsim run --resume RUN`."""
+
+    every: NonNegativeInt | None = None  # rounds; 0: never; None: as often as takes at most 1 percent of the time
+    keep: PositiveInt = 2  # the newest so many
+
+
 class Records(Table):
     """What a run folder holds besides the experiment, the environment, the partition and the metrics."""
 

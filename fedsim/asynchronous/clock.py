@@ -97,16 +97,31 @@ class VirtualClock:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state, with the server's tensors as they were then."""
-        self._to_come += self.taken - state["taken"]
-        self._calendar = Calendar.restored(state["now"], map(tuple, state["pending"]))
-        self.desk.roster.resume(state["roster"])
         members = [Member(*member) for member in state["under_way"]]
+        calendar = Calendar.restored(state["now"], map(tuple, state["pending"]))
+        self._check(members, calendar, state)
+        self._to_come += self.taken - state["taken"]
+        self._calendar = calendar
+        self.desk.roster.resume(state["roster"])
         self._under_way = {member.slot: member for member in members}
         self._untrained = {slot: self._under_way[slot] for slot in state["untrained"]}
         self._idle, self._waiting = list(state["idle"]), list(state["waiting"])
         self._asked_at = None if state["asked_at"] is None else tuple(state["asked_at"])
         self._leaving, self._left = set(state["leaving"]), state["left"]
         self._begun, self.taken = Counter(dict(state["begun"])), state["taken"]
+
+    def _check(self, members: Sequence[Member], calendar: Calendar, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where a state, which may come from a file, is none that a clock like this can have."""
+        slots = [member.slot for member in members]
+        at_rest = [*state["idle"], *state["waiting"]]
+        if not set(slots + at_rest) <= set(range(self._server.n)) or len(set(slots + at_rest)) < len(slots + at_rest):
+            raise ValueError("its slots are not those of this run, each once")
+        if sorted(calendar.soonest(len(calendar))) != sorted(slots):
+            raise ValueError("those who are to arrive are not those who are at work")
+        if sorted(state["roster"]["busy"]) != sorted(member.worker for member in members):
+            raise ValueError("those who are busy are not those who are at work")
+        if not 0 <= state["taken"] <= self.taken + self._to_come:
+            raise ValueError("it has taken more work than there is in this run")
 
     def advance(self) -> int:
         """Go on to the next time at which something arrives; how many pieces of work were taken then."""

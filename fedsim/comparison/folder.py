@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from fedsim.comparison.axes import IS_ID, canonical
-from fedsim.comparison.grid import HOW, Grid, PlannedRun, common_tables, flat
+from fedsim.comparison.grid import Grid, PlannedRun, common_tables
+from fedsim.differences import differences_of
 from fedsim.errors import RecordError, show
-from fedsim.files import to_json, write_whole
+from fedsim.files import locked, to_json, write_whole
 from fedsim.loading import read_toml
-from fedsim.records import CURVE, EXPERIMENT, METRICS, MODEL, RoundRecord
-
-if os.name == "posix":
-    import fcntl
-else:
-    fcntl = None
+from fedsim.records import CURVE, EXPERIMENT, MODEL, RoundRecord, read_history
 
 GRID_FILE, RUNS, ERROR = "grid.json", "runs", "error.txt"
 PARTS = "shards"  # of a comparison that is cut into parts
@@ -53,7 +47,7 @@ class GridFolder:
             held = path / GRID_FILE
             if not held.is_file() and any(each.name != PARTS for each in path.iterdir()):
                 raise RecordError(f"{path}: holds something already, and it is no comparison; name a new folder")
-            self._lock(stack)
+            stack.enter_context(locked(path, "another comparison"))
             if made:
                 stack.callback(self._remove_if_empty)
             if held.is_file():
@@ -135,42 +129,17 @@ class GridFolder:
         self._ids = {canonical(run["point"]): run["id"] for run in held["runs"]}
         if not lines:
             both = [run for run in self._grid.runs if canonical(run.point) in self._ids]
-            lines = _differences(held["base"], common_tables(both, self._grid.axes))
+            lines = differences_of(held["base"], common_tables(both, self._grid.axes))
             for run in both:
                 if not lines and self.is_finished(run):
                     there = read_toml(self.run_folder(run) / EXPERIMENT)
-                    lines = [f"{self._id(run)}: {line}" for line in _differences(there, run.experiment.resolved())]
+                    lines = [f"{self._id(run)}: {line}" for line in differences_of(there, run.experiment.resolved())]
         if lines:
             raise RecordError(f"{self.path}: holds another grid; name a new folder\n" + "\n".join(lines))
-
-    def _lock(self, stack: contextlib.ExitStack) -> None:
-        """Keep others out; the system lets go of the lock when this process ends, however it does."""
-        if fcntl is None:
-            return
-        folder = os.open(self.path, os.O_RDONLY)
-        stack.callback(os.close, folder)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RecordError(f"{self.path}: another comparison is at work there") from None
 
     def _remove_if_empty(self) -> None:
         with contextlib.suppress(OSError):
             self.path.rmdir()
-
-
-def read_history(folder: Path) -> list[RoundRecord]:
-    """The rounds that a run folder has on record; a line that was cut off does not count."""
-    try:
-        lines = (folder / METRICS).read_text(encoding="utf-8").split("\n")[:-1]
-        records = [json.loads(line) for line in lines]
-    except (OSError, ValueError):
-        return []
-    for record in records:
-        for loss in ("test_loss", "train_loss"):
-            if record.get(loss, 0.0) is None:  # JSON has no word for it
-                record[loss] = math.nan
-    return records
 
 
 def read_grid(path: Path) -> dict[str, Any]:
@@ -187,7 +156,7 @@ def read_grid(path: Path) -> dict[str, Any]:
 def differences_of_grids(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """In what two grids, as their files have them, are not one and the same; [] where they are."""
     axes = [*_differences_of_axes(there["axes"], here["axes"]), *_differences_of_axes(here["axes"], there["axes"])]
-    return axes or _differences(there["base"], here["base"])
+    return axes or differences_of(there["base"], here["base"])
 
 
 def _differences_of_axes(there: dict[str, list[Any]], here: dict[str, list[Any]]) -> list[str]:
@@ -199,14 +168,3 @@ def _differences_of_axes(there: dict[str, list[Any]], here: dict[str, list[Any]]
             f"{key} = {show(value)}: is there, and not here" for value in there[key] if canonical(value) not in values
         ]
     return lines
-
-
-def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """The keys of two experiments that differ, except those that results do not depend on."""
-    there, here = flat(there), flat(here)
-    keys = [key for key in {**there, **here} if there.get(key) != here.get(key) and key not in HOW]
-    return [f"{key}: {_said(there, key)} there, {_said(here, key)} here" for key in keys]
-
-
-def _said(tables: dict[str, Any], key: str) -> str:
-    return show(tables[key]) if key in tables else "not set"

@@ -32,7 +32,6 @@ from fedsim.preparation import task_of
 
 GRID, TARGET = "grid", "target"
 LONGEST_ID = 100  # characters; file systems allow 255 bytes
-HOW = ("engine", "processes", "timeout", "batched.width")  # keys that say how a run is done, not what comes of it
 
 
 @dataclass(frozen=True)
@@ -131,14 +130,6 @@ def common_tables(runs: Iterable[PlannedRun], axes: Iterable[str]) -> dict[str, 
     for key in axes:
         _remove(common, key.split("."))
     return common
-
-
-def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, with dotted keys."""
-    leaves: dict[str, Any] = {}
-    for key, value in tables.items():
-        leaves.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
-    return leaves
 
 
 def points_of(axes: Axes) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ class AutoEngine(Engine):
     earlier one in nothing that its speed depends on is done in the same way.
     """
 
-    racing, stacks = SpawnEngine.racing, True
+    racing, stacks, chooses = SpawnEngine.racing, True, True
 
     @classmethod
     def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:

@@ -199,6 +199,39 @@ class RankAveraging(Averaging):
             return self._move_by_sums(meeting, places)
         return self._move_by_parts(meeting, places) if rule.by_parts else self._move_at_first(meeting, places)
 
+    def lasting(self) -> dict[str, Tensor]:
+        """What one round leaves to the next, in whole rows; copies of the states, whose columns ranks share."""
+        memory = self._rank_memory
+        whole = {name: kept for name, kept in memory.lasting.items() if name not in memory.state_names}
+        for sync, state in memory.states.items():
+            for name, part in state.items():
+                room = self.columns.room(memory.global_row)
+                room[self.columns.part(self._ranks.index)] = part
+                self._ranks.all_gather(room, "checkpoint")
+                whole[f"{sync}.{name}"] = room[: self.columns.d]
+        return whole
+
+    def take_back(self, lasting: dict[str, Tensor]) -> None:
+        """Give the states, of this rank's columns, the values that they have there; the rest is in place already."""
+        own = self.columns.part(self._ranks.index)
+        for sync, state in self._rank_memory.states.items():
+            for name, part in state.items():
+                part.copy_(lasting[f"{sync}.{name}"][own])
+
+    def remembered(self) -> tuple[dict[str, Tensor], bool]:
+        """The state of the rule: of rows that one rank sees whole, that rank's; else all have the same."""
+        state = super().remembered()[0]
+        if self._collector is not None:
+            state = self._collector.remembered()[0]
+        return state, self._has_last
+
+    def remember(self, state: dict[str, Tensor], has_last: bool) -> None:
+        super().remember(state, has_last)
+        if self._collector is None and not self._task.rule.by_parts and self._ranks.first:
+            self._collector = self._new_collector()
+        if self._collector is not None:
+            self._collector.remember(state, has_last)
+
     def begin_with_parameters(self) -> None:
         super().begin_with_parameters()
         if self._collector is not None:
@@ -344,17 +377,19 @@ class RankAveraging(Averaging):
         given = ranks.exchange([rows] + [rows[:0]] * (ranks.count - 1), sizes, "gather")
         if not ranks.first:
             return None
-        if self._collector is None:
-            whole = replace(
-                self._rank_memory,
-                rows=new_rows(self._seats, d, self._task.dtype, self._task.device),
-                unfit=torch.zeros(self._seats, dtype=torch.int64),
-                losses=torch.zeros(self._seats, dtype=torch.double),
-            )
-            self._collector = Collector(Seat.alone(), self._task, whole, self._root_slot)
+        self._collector = self._collector or self._new_collector()
         for theirs, part in zip(slots, given, strict=True):
             self._collector.rows[theirs] = part.view(len(theirs), d)
         return self._collector
+
+    def _new_collector(self) -> Collector:
+        whole = replace(
+            self._rank_memory,
+            rows=new_rows(self._seats, self.columns.d, self._task.dtype, self._task.device),
+            unfit=torch.zeros(self._seats, dtype=torch.int64),
+            losses=torch.zeros(self._seats, dtype=torch.double),
+        )
+        return Collector(Seat.alone(), self._task, whole, self._root_slot)
 
     def _at_first(self, work: Any, *arguments: Any, **options: Any) -> Any:
         """Do what the first rank alone does; the others hear of it where it refuses to."""

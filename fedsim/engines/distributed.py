@@ -28,6 +28,7 @@ from fedsim.engines.station import MakeTrainer, Station, deal
 from fedsim.engines.trainer import RowTrainer
 from fedsim.engines.vigil import TERMINATED
 from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
+from fedsim.snapshot import Snapshot
 
 
 class DistributedEngine(Engine):
@@ -113,6 +114,32 @@ class DistributedEngine(Engine):
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
         return self._each("round_rows", cohort, round)[0]
 
+    def _lasting(self) -> dict[str, Tensor]:
+        return self._each("lasting")[0]
+
+    def _remember(self, lasting: dict[str, Tensor], rule: dict[str, Tensor], has_last: bool) -> None:
+        self._each("take_back", lasting)
+        super()._remember(lasting, rule, has_last)
+
+    def spread(self, found: tuple[int, Snapshot] | None) -> tuple[int, Snapshot] | None:
+        ranks = self._ranks
+        said = found and (found[0], found[1].facts, {name: (t.shape, t.dtype) for name, t in found[1].tensors.items()})
+        said = ranks.hear_first(said)
+        if said is None:
+            return None
+        round, facts, forms = said
+        tensors = {
+            name: found[1].tensors[name] if found and ranks.first else torch.empty(shape, dtype=dtype)
+            for name, (shape, dtype) in forms.items()
+        }
+        for tensor in tensors.values():
+            if tensor.numel():
+                ranks.broadcast(tensor, "checkpoint")
+        return round, Snapshot(tensors, facts)
+
+    def agree(self, due: bool) -> bool:
+        return bool(self._ranks.broadcast(torch.tensor([float(due)]), "checkpoint")[0])
+
     def leave(self) -> None:
         if self._station is not None:
             self._station = None
@@ -165,6 +192,14 @@ class RankStation(Station):
         """See `Engine`."""
         collector = self.averaging.gather_rows(self._whole_cohort(cohort, round))
         return None if collector is None else (collector.rows, self.averaging.losses)
+
+    def lasting(self) -> dict[str, Tensor]:
+        """What one round leaves to the next, whole: the states of all columns, put together."""
+        return self.averaging.lasting()
+
+    def take_back(self, lasting: dict[str, Tensor]) -> None:
+        """Take this rank's columns of the states; the rest is in place."""
+        self.averaging.take_back(lasting)
 
     def test(self) -> None:
         """Test the global model on this rank's share of the test batches; all ranks get the sums of all."""

@@ -30,6 +30,7 @@ class Engine(ABC):
     racing: ClassVar[str | None] = None  # the engine whose processes race, where this one is named; None: it cannot
     stacks: ClassVar[bool] = False  # whether it may stack rows, and so asks for the width of stacks
     ranks: ClassVar[bool] = False  # whether it is one of several programs that a launcher has started
+    chooses: ClassVar[bool] = False  # whether it does a task in the way of another, which it picks
     memory: Memory
 
     @classmethod
@@ -132,15 +133,34 @@ class Engine(ABC):
     def state(self) -> Snapshot:
         """What the next round depends on; nothing of that is in the rows, which it begins by pulling down."""
         rule, has_last = self._each("remembered")[0]
-        state = Snapshot(facts={"has_last": has_last})
-        state.keep(self.memory.lasting)
+        state = Snapshot(facts={"has_last": has_last, "syncs": list(self.memory.states)})
+        state.keep(self._lasting())
         state.keep(rule, "rule.")
         return state
 
     def resume(self, state: Snapshot) -> None:
         """Go back, or on, to where an engine was with the same task. Raises RecordError where it was another."""
-        state.put_back(self.memory.lasting)
-        self._each("remember", state.under("rule."), state.facts["has_last"])
+        lasting, begun = self._lasting(), state.facts["syncs"]
+        yet_to_come = tuple(f"{sync}." for sync in self.memory.states if sync not in begun)
+        state.put_back({name: tensor for name, tensor in lasting.items() if not name.startswith(yet_to_come)})
+        self._remember(lasting, state.under("rule."), state.facts["has_last"])
+        if yet_to_come:  # it ended with the last round of gradients, and now there are more rounds
+            self._each("begin_with_parameters")
+
+    def _remember(self, lasting: dict[str, Tensor], rule: dict[str, Tensor], has_last: bool) -> None:
+        self._each("remember", rule, has_last)
+
+    def _lasting(self) -> dict[str, Tensor]:
+        """What one round leaves to the next, by name and whole."""
+        return self.memory.lasting
+
+    def spread(self, found: tuple[int, Snapshot] | None) -> tuple[int, Snapshot] | None:
+        """What the process that keeps the records has found in them, in all processes of the run."""
+        return found
+
+    def agree(self, due: bool) -> bool:
+        """What the process that keeps the records has decided, in all processes of the run."""
+        return due
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
         """The rows by slot as the last aggregation left them, and the losses; None in a process that writes nothing."""

@@ -210,6 +210,11 @@ class Memory:
         states = {f"{sync}.{name}": tensor for sync, state in self.states.items() for name, tensor in state.items()}
         return named | states
 
+    @property
+    def state_names(self) -> set[str]:
+        """Which of these are states of optimizers and solvers."""
+        return {f"{sync}.{name}" for sync, state in self.states.items() for name in state}
+
     def share(self) -> Memory:
         """Move what lies on the host to memory that other processes can map, in place.
 

@@ -108,9 +108,13 @@ class Station:
         """What rules keep from one aggregation to the next, beside the Memory: see `Averaging`."""
         return self.averaging.remembered()
 
-    def remember(self, state: dict[str, Tensor], has_last: bool) -> None:
-        """Go on from there."""
-        self.averaging.remember(state, has_last)
+    def remember(self, rule: dict[str, Tensor], has_last: bool) -> None:
+        """Go on from there; what is in the Memory has been put back by then."""
+        self.averaging.remember(rule, has_last)
+
+    def begin_with_parameters(self) -> None:
+        """After the last round of gradients: what rule, attack and server keep begins here."""
+        self.averaging.begin_with_parameters()
 
     def compilation(self) -> str | None:
         """Why this process does not train by compiled code, where it should."""

@@ -1,0 +1,372 @@
+"""A run that was broken off and is gone on with comes to what it would have come to, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+import fedsim
+from fedsim import checkpoints
+from fedsim.asynchronous.policies import policy
+from fedsim.errors import FedsimWarning
+from tests.commands import run_python, start
+
+ROUNDS = 5
+EVERY = {"checkpoint": {"every": 1, "keep": 100}}
+SMALL = {"local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5, "steps": 3}, "model": "logistic"}
+TIMED = {"mode": "clock", "clock": {"speed": {"name": "lognormal"}, "noise": "shifted_exponential"}}
+
+CASES = {
+    "momentum": {},
+    "cohort": {"cohort": 2},
+    "server optimizer": {"server": "yogi"},
+    "slow momentum": {"server": {"optimizer": "momentum", "lr": 0.5, "beta": 0.9}},
+    "rule with a state": {"aggregate": {"rule": "foolsgold"}, "cohort": 2},
+    "rule that goes on from the last update": {"aggregate": {"rule": "centered_clipping"}},
+    "rule with the server's own samples": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
+    "rule that takes losses": {"aggregate": {"rule": "qfedavg"}},
+    "attack": {"workers": 5, "attack": {"name": "alie", "fraction": 0.2}, "aggregate": {"rule": "median"}},
+    "gradients": {"sync": "gradients"},
+    "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 2, "server": "adam"},
+    "own buffers": {"model": "tests.plugs:Normalised", "buffers": "local"},
+    "averaged buffers": {"model": "tests.plugs:Normalised", "cohort": 2},
+    "float64": {"precision": "float64"},
+    "virtual shards": {"partition": "tests.plugs:some", "workers": 50, "cohort": 3},
+    "rounds on the clock": TIMED,
+}
+
+OF_POLICIES = {
+    "k_sync": {"k": 2},
+    "k_async": {"k": 2},
+    "fedbuff": {"size": 2} if "size" in policy.get("fedbuff").parameters.model_fields else {},
+}
+ASYNCHRONOUS = {
+    **{name: {**TIMED, "policy": {"name": name, **OF_POLICIES.get(name, {})}} for name in policy.names()},
+    "fedbuff, sampled": {**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3},
+    "asgd, workers leave": {**TIMED, "policy": "asgd", "clock": {**TIMED["clock"], "departures": {"1": 8.0}}},
+    "fedbuff, buffers": {**TIMED, "policy": "fedbuff", "model": "tests.plugs:Normalised"},
+    "asgd, adam": {**TIMED, "policy": "asgd", "local": {"solver": "adam", "batch_size": 16, "steps": 3}},
+}
+del ASYNCHRONOUS["sync"]
+
+
+@pytest.fixture(scope="module")
+def workshop():
+    with fedsim.Workshop() as workshop:
+        yield workshop
+
+
+@pytest.fixture
+def tables(tiny_experiment):
+    return {**tiny_experiment, **SMALL, "rounds": ROUNDS, "workers": 4, **EVERY}
+
+
+def records(folder):
+    """What is on record, times aside."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
+
+
+def broken_off(whole, folder, round):
+    """A copy of a run's folder as a machine that went down in the middle of a later round would have left it."""
+    shutil.copytree(whole, folder)
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:round]) + "".join(lines[round : round + 1])[:40])
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.stem.removeprefix("round-")) > round:
+            path.unlink()
+    for name in ("model.safetensors", "curve.png"):
+        (folder / name).unlink(missing_ok=True)
+    (folder / ".environment.json.part").write_text("half")
+    return folder
+
+
+def assert_the_same(ours, theirs, result=None, whole=None):
+    assert records(ours) == records(theirs)
+    one, other = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not list(ours.glob(".*"))
+    if result is not None:
+        assert torch.equal(result.global_row, whole.global_row)
+        assert len(result.history) == len(whole.history)
+
+
+@pytest.mark.parametrize("case", CASES | ASYNCHRONOUS)
+def test_it_comes_to_the_same_bits(case, tables, tmp_path, workshop):
+    tables |= (CASES | ASYNCHRONOUS)[case]
+    if case == "eamsgd":
+        tables["local"] = {**tables["local"], "momentum": 0.5}
+    whole = fedsim.run(tables, tmp_path / "whole", workshop=workshop)
+    round = random.Random(case).randrange(1, ROUNDS)
+    folder = broken_off(tmp_path / "whole", tmp_path / "again", round)
+    result = fedsim.run(tables, folder, resume=True, workshop=workshop)
+    assert_the_same(folder, tmp_path / "whole", result, whole)
+    assert json.loads((folder / "environment.json").read_text())["resumed"][0]["after_round"] == round
+
+
+@pytest.mark.parametrize("engine", [{"engine": "spawn", "processes": 2}, {"engine": "batched", "processes": 1}])
+@pytest.mark.parametrize("case", ["rule with a state", "fedbuff, sampled"])
+def test_so_it_does_with_other_engines(case, engine, tables, tmp_path, workshop):
+    tables |= {**(CASES | ASYNCHRONOUS)[case], **engine}
+    whole = fedsim.run(tables, tmp_path / "whole", workshop=workshop)
+    folder = broken_off(tmp_path / "whole", tmp_path / "again", 2)
+    assert_the_same(folder, tmp_path / "whole", fedsim.run(tables, folder, resume=True, workshop=workshop), whole)
+
+
+def test_without_a_checkpoint_it_begins_anew(tables, tmp_path):
+    tables["checkpoint"] = {"every": 0}
+    whole = fedsim.run(tables, tmp_path / "whole")
+    assert not (tmp_path / "whole" / "checkpoints").exists()
+    (tmp_path / "whole" / "checkpoints").mkdir()
+    folder = broken_off(tmp_path / "whole", tmp_path / "again", 3)
+    assert_the_same(folder, tmp_path / "whole", fedsim.run(tables, folder, resume=True), whole)
+
+
+@pytest.mark.parametrize("experiment", ["momentum", "fedbuff"])
+def test_more_rounds_are_the_longer_run(experiment, tables, tmp_path):
+    tables |= (CASES | ASYNCHRONOUS)[experiment]
+    longer = fedsim.run({**tables, "rounds": 7}, tmp_path / "longer")
+    fedsim.run({**tables, "rounds": 4}, tmp_path / "shorter")
+    result = fedsim.run({**tables, "rounds": 7}, tmp_path / "shorter", resume=True)
+    assert_the_same(tmp_path / "shorter", tmp_path / "longer", result, longer)
+
+
+def test_more_rounds_behind_the_switch_to_parameters(tables, tmp_path):
+    tables |= {"sync": "post_local", "gradient_rounds": 3, "server": "adam"}
+    longer = fedsim.run(tables, tmp_path / "longer")
+    fedsim.run({**tables, "rounds": 3}, tmp_path / "shorter")
+    assert_the_same(
+        tmp_path / "shorter", tmp_path / "longer", fedsim.run(tables, tmp_path / "shorter", resume=True), longer
+    )
+
+
+def test_a_finished_run_is_only_read(tables, tmp_path):
+    whole = fedsim.run(tables, tmp_path / "run")
+    before = records(tmp_path / "run")
+    again = fedsim.run(tables, tmp_path / "run", resume=True, on_round=pytest.fail)
+    assert torch.equal(again.global_row, whole.global_row)
+    assert again.test_accuracy == whole.test_accuracy
+    assert records(tmp_path / "run") == before
+
+
+def test_what_the_run_leaves_open_stays_as_the_engine_has_chosen_it(tables, tmp_path):
+    """`auto` measures, and may find something else next time, which rounds otherwise."""
+    tables |= {"engine": "batched", "processes": 1, "batched": {"width": 3}}
+    whole = fedsim.run(tables, tmp_path / "whole")
+    tables |= {"engine": "auto", "processes": None, "batched": {}}
+    folder = broken_off(tmp_path / "whole", tmp_path / "again", 2)
+    described = folder / "experiment.toml"
+    described.write_text(described.read_text().replace('engine = "batched"', 'engine = "auto"'))
+    result = fedsim.run({key: value for key, value in tables.items() if value is not None}, folder, resume=True)
+    assert torch.equal(result.global_row, whole.global_row)
+    environment = json.loads((folder / "environment.json").read_text())
+    assert (environment["width"], environment["processes"]) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [
+        ({"seed": 3}, ["seed: 0 there, 3 here"]),
+        ({"server": "adam"}, ['server.optimizer: "sgd" there, "adam" here']),
+        ({"rounds": 2}, ["rounds: 5 there, 2 here; there can only be more"]),
+    ],
+)
+def test_another_experiment_is_refused_with_the_difference(change, lines, tables, tmp_path):
+    fedsim.run(tables, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.run({**tables, **change}, tmp_path / "run", resume=True)
+    for line in lines:
+        assert f"{tmp_path / 'run'}: holds another experiment: {line}" in str(caught.value)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_how_it_is_done_may_change(tables, tmp_path):
+    fedsim.run(tables, tmp_path / "run")
+    again = {**tables, "rounds": 6, "engine": "spawn", "processes": 2, "timeout": 100.0, "checkpoint": {"every": 3}}
+    assert len(fedsim.run(again, tmp_path / "run", resume=True).history) == 6
+
+
+def test_a_folder_that_is_no_run_is_refused(tables, tmp_path):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "to_grandma.txt").write_text("Dear")
+    with pytest.raises(fedsim.RecordError, match=r"holds something already, and it is no run \(it has no experiment"):
+        fedsim.run(tables, tmp_path / "letters", resume=True)
+    assert os.listdir(tmp_path / "letters") == ["to_grandma.txt"]
+
+
+def test_where_there_is_none_yet_the_run_begins(tables, tmp_path):
+    result = fedsim.run(tables, tmp_path / "new", resume=True)
+    assert len(result.history) == ROUNDS
+
+
+def test_two_at_once_are_one_too_many(tables, tmp_path):
+    fedsim.run(tables, tmp_path / "run")
+    longer = {**tables, "rounds": ROUNDS + 1}
+
+    def again(record):
+        with pytest.raises(fedsim.RecordError, match="another run is at work there"):
+            fedsim.run(longer, tmp_path / "run", resume=True)
+
+    fedsim.run(longer, tmp_path / "run", resume=True, on_round=again)
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def signed(path, change):
+    """The head of a checkpoint, changed by somebody who knows how to make it look right."""
+    said = json.loads(path.read_text())
+    del said["checksum"]
+    tensors = path.with_suffix(".safetensors")
+    state = load_file(tensors)
+    change(said, state)
+    tensors.write_bytes(save(state))
+    said["sha256"] = checkpoints._sha256(tensors.read_bytes())
+    path.write_text(json.dumps({**said, "checksum": checkpoints._checksum_of(said)}))
+
+
+DAMAGE = {
+    "a bit of the tensors": lambda head, tensors: flipped(tensors),
+    "a bit of the head": lambda head, tensors: flipped(head),
+    "half of the tensors": lambda head, tensors: tensors.write_bytes(tensors.read_bytes()[:100]),
+    "an empty head": lambda head, tensors: head.write_bytes(b""),
+    "no tensors": lambda head, tensors: tensors.unlink(),
+    "a list": lambda head, tensors: head.write_text("[]"),
+    "a format to come": lambda head, tensors: signed(head, lambda said, state: said.update(format=2)),
+    "another model": lambda head, tensors: signed(head, lambda said, state: state.update(global_row=torch.ones(3))),
+    "another dtype": lambda head, tensors: signed(
+        head, lambda said, state: state.update(global_row=state["global_row"].double())
+    ),
+    "no facts": lambda head, tensors: signed(head, lambda said, state: said.update(facts={})),
+    "facts of another kind": lambda head, tensors: signed(head, lambda said, state: said.update(facts=[1])),
+    "no clock": lambda head, tensors: signed(head, lambda said, state: said["facts"].update(clock=7)),
+    "a slot that is not": lambda head, tensors: signed(
+        head, lambda said, state: said["facts"]["clock"].update(under_way=[[99, 0, 1, None, None]])
+    ),
+    "everybody busy": lambda head, tensors: signed(
+        head, lambda said, state: said["facts"]["clock"]["roster"].update(busy=[0, 1, 2, 3])
+    ),
+    "time that runs back": lambda head, tensors: signed(
+        head, lambda said, state: said["facts"]["clock"].update(now=1e9)
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(damage, tables, tmp_path, workshop):
+    tables |= ASYNCHRONOUS["fedbuff"]
+    whole = fedsim.run(tables, tmp_path / "whole", workshop=workshop)
+    folder = broken_off(tmp_path / "whole", tmp_path / "again", 3)
+    DAMAGE[damage](folder / "checkpoints/round-00003.json", folder / "checkpoints/round-00003.safetensors")
+    with pytest.warns(FedsimWarning, match=r"checkpoint of round 3: .*; that of round 2 is tried instead"):
+        result = fedsim.run(tables, folder, resume=True, workshop=workshop)
+    assert_the_same(folder, tmp_path / "whole", result, whole)
+
+
+def test_where_all_are_damaged_the_run_begins_anew(tables, tmp_path):
+    whole = fedsim.run(tables, tmp_path / "whole")
+    folder = broken_off(tmp_path / "whole", tmp_path / "again", 2)
+    for head in (folder / "checkpoints").glob("*.json"):
+        signed(head, lambda said, state: state.update(global_row=torch.ones(3)))
+    with pytest.warns(FedsimWarning, match="instead"):
+        assert_the_same(folder, tmp_path / "whole", fedsim.run(tables, folder, resume=True), whole)
+
+
+def test_a_checkpoint_without_the_rounds_that_led_there_is_not_used(tables, tmp_path):
+    whole = fedsim.run(tables, tmp_path / "whole")
+    folder = broken_off(tmp_path / "whole", tmp_path / "again", 4)
+    (folder / "metrics.jsonl").write_text("".join((folder / "metrics.jsonl").read_text().splitlines(True)[:2]))
+    with pytest.warns(FedsimWarning, match="only 2 rounds are on record"):
+        assert_the_same(folder, tmp_path / "whole", fedsim.run(tables, folder, resume=True), whole)
+
+
+def dies_at(operation, tables, folder):
+    """Whether a process of its own that runs, or goes on with, an experiment died at its n-th operation on files."""
+    child = os.fork()
+    if child:
+        return os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 9
+    try:
+        left = [operation]
+
+        def counted(function):
+            def call(*arguments, **options):
+                left[0] -= str(folder) in str(arguments[0]) or not isinstance(arguments[0], (str, Path))
+                if left[0] == 0:
+                    os._exit(9)
+                return function(*arguments, **options)
+
+            return call
+
+        os.fsync, os.replace, os.mkdir, os.unlink = map(counted, (os.fsync, os.replace, os.mkdir, os.unlink))
+        fedsim.records._line = counted(fedsim.records._line)
+        fedsim.run(tables, folder, resume=True)
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+def test_wherever_it_dies_it_ends_the_same(tables, tmp_path):
+    """A process that dies before its first operation on files, the second, and so on, until one comes to the end."""
+    tables |= {"rounds": 3, "workers": 2, "records": {"curve": False}, "checkpoint": {"every": 1, "keep": 1}}
+    whole = fedsim.run(tables, tmp_path / "whole")
+    deaths = 0
+    while dies_at(deaths + 1, tables, folder := tmp_path / f"dies {deaths}"):
+        deaths += 1
+        assert_the_same(folder, tmp_path / "whole", fedsim.run(tables, folder, resume=True), whole)
+    assert deaths > 20
+
+
+def test_it_may_die_again_and_again(tables, tmp_path):
+    tables |= ASYNCHRONOUS["fedbuff"] | {"checkpoint": {"every": 1}}
+    whole = fedsim.run(tables, tmp_path / "whole")
+    draw, deaths = random.Random(0), 0
+    while deaths < 30 and dies_at(draw.randrange(3, 25), tables, tmp_path / "run"):
+        deaths += 1
+    assert deaths > 1
+    assert_the_same(tmp_path / "run", tmp_path / "whole", fedsim.run(tables, tmp_path / "run", resume=True), whole)
+
+
+def killed_at_random(words, folder, seconds):
+    """Run a command and kill it, with all that it has started, after so many seconds; whether it was in time."""
+    process = start(*words, cwd=folder)
+    try:
+        process.wait(timeout=seconds)
+        return False
+    except Exception:
+        return True
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+        process.communicate()
+
+
+@pytest.mark.parametrize("engine", [["engine=spawn", "processes=2"]])
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_killed_at_random_instants_it_ends_the_same(kills, engine, tmp_path):
+    (tmp_path / "long.toml").write_text("rounds = 20\n[local]\nsteps = 10\n[checkpoint]\nevery = 1\n")
+    words = ["-m", "fedsim", "run", "long.toml", "data=tests.plugs:tiny", "model=logistic", "workers=3", *engine]
+    run_python(*words, "--out", "whole", cwd=tmp_path, timeout=120)
+    draw, killed, begun = random.Random(1), 0, time.perf_counter()
+    run_python(*words, "rounds=2", "--out", "run", cwd=tmp_path)
+    usual = time.perf_counter() - begun
+    (tmp_path / "run" / "experiment.toml").unlink()
+    shutil.rmtree(tmp_path / "run")
+    while killed < kills and killed_at_random([*words, "--resume", "run"], tmp_path, draw.uniform(0.3, 1.3) * usual):
+        killed += 1
+    ended = run_python(*words, "--resume", "run", cwd=tmp_path, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert_the_same(tmp_path / "run", tmp_path / "whole")
