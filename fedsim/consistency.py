@@ -11,7 +11,7 @@ from fedsim.asynchronous.policies import Policy
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, show
 from fedsim.precision import PRECISIONS
-from fedsim.sections import Distributed, Server
+from fedsim.sections import Aggregate, Distributed, Server
 
 if TYPE_CHECKING:
     from fedsim.experiment import Experiment
@@ -154,7 +154,10 @@ def _problems_with_policy(experiment: Experiment, policy: Policy, named: str) ->
     if not policy.steps_server:
         out["server"] = "it moves the global row itself"
     for key, reason in out.items():
-        if getattr(experiment, key) != defaults[key].default:
+        allowed = defaults[key].default
+        if key == "aggregate":
+            allowed = Aggregate(nonfinite=experiment.aggregate.nonfinite)
+        if getattr(experiment, key) != allowed:
             lines.append(f"{named}: {reason}; leave {key} out")
     if experiment.records.updates:
         lines.append(f"{named}: has no rounds whose updates could be kept; leave records.updates out")

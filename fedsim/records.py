@@ -23,13 +23,14 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedsim.asynchronous.racelog import FILE as RACE_LOG
-from fedsim.errors import RecordError
+from fedsim.errors import FedsimError, RecordError
 from fedsim.experiment import Experiment
 from fedsim.files import PART, locked, to_json, write_whole
 from fedsim.loading import to_toml
 from fedsim.version import __version__
 
 EXPERIMENT, ENVIRONMENT, METRICS = "experiment.toml", "environment.json", "metrics.jsonl"
+ERROR = "error.txt"
 MODEL, CURVE, PARTITION = "model.safetensors", "curve.png", "partition.json"
 UPDATES = "updates-{round:05d}.safetensors"
 
@@ -134,6 +135,8 @@ class RunFolder:
         self._write(EXPERIMENT, to_toml(experiment).encode())
         self._write(ENVIRONMENT, to_json(environment, indent=2).encode())
         self._write(METRICS, "".join(map(_line, history)).encode())
+        with contextlib.suppress(OSError):
+            (self.path / ERROR).unlink(missing_ok=True)  # of an earlier time
         try:
             self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
         except OSError as error:
@@ -208,7 +211,10 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FedsimError) and self._worth_keeping and self._metrics is not None:
+            with contextlib.suppress(RecordError):
+                write_whole(self.path / ERROR, str(error).encode())
         self._lock.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedsim.errors import ExperimentError
+
 ALIGNMENT = 64  # bytes; every row starts on a cache line, so a row's results do not depend on its place in the matrix
 
 
@@ -130,6 +132,17 @@ def new_rows(n: int, d: int, dtype: torch.dtype, device: torch.device | str = "c
     per_line = ALIGNMENT // dtype.itemsize
     stride = max(1, math.ceil(d / per_line)) * per_line
     return torch.zeros(n, stride, dtype=dtype, device=device)[:, :d]
+
+
+def require_finite(global_row: Tensor, round: int) -> None:
+    """Raise ExperimentError, with the round, where the global row has come to hold NaN or infinity."""
+    finite = global_row.isfinite()
+    if not bool(finite.all()):
+        lost = f"{int((~finite).sum()):,} of its {len(finite):,} numbers are NaN or infinite"
+        raise ExperimentError(
+            f"round {round}: the global row has diverged ({lost}); a smaller learning rate may help, and "
+            "aggregate.nonfinite=keep goes on all the same"
+        )
 
 
 def pull_down(global_row: Tensor, rows: Tensor) -> None:

@@ -13,6 +13,7 @@ from fedsim.engines.spawn import SpawnEngine
 from fedsim.preparation import Setting
 from fedsim.randomness import sample_cohort
 from fedsim.records import RoundRecord
+from fedsim.rows import require_finite
 from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
 
@@ -59,6 +60,8 @@ class SynchronousLoop:
         else:  # every step is a synchronisation, so the two cannot be told apart
             with clock("train"):
                 account = engine.train_on_averaged_gradients(cohort, round)
+        if experiment.aggregate.nonfinite != "keep":
+            require_finite(engine.memory.global_row, round)
         with clock("test"):
             test_loss, test_accuracy, attack_success = engine.test()
         sizes = [engine.memory.shards.size(worker) for worker in cohort]

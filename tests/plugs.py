@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -382,3 +382,16 @@ def absent_on_rank(root):
     if os.environ.get("RANK") == "1":
         raise fedsim.errors.DataError("there is nothing here")
     return tiny(root)
+
+
+def with_a_hole(root):
+    """Images as numbers, of which the first 60 are NaN."""
+    train, test = tiny(root)
+    inputs = train.inputs.float()
+    inputs[:60] = torch.nan
+    return replace(train, inputs=inputs), replace(test, inputs=test.inputs.float())
+
+
+def in_blocks(labels, n_workers):
+    """The samples as they lie: the first to the first worker."""
+    return np.array_split(np.arange(len(labels)), n_workers)

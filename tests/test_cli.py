@@ -69,7 +69,10 @@ def test_a_dry_run_prints_the_resolved_experiment_and_leaves_nothing(cli, tmp_pa
         (["--rounds", "3"], "error: --rounds: no such option; did you mean rounds=3?\n"),
         (["--local.lr=0.1"], "error: --local.lr: no such option; did you mean local.lr=0.1?\n"),
         (["--batch-size", "3"], "error: --batch-size: no such option; did you mean local.batch_size=3?\n"),
-        (["--dryrun"], 'error: --dryrun: no such option; did you mean "--dry-run"? allowed: --out, --dry-run, --quiet'),
+        (
+            ["--dryrun"],
+            'error: --dryrun: no such option; did you mean "--dry-run"? allowed: --out, --resume',
+        ),
         (
             ["aggregate.rule=[nnm,median]"],
             "error: aggregate.rule = [nnm,median]: is neither a list nor a table of TOML; names in it need",
@@ -218,7 +221,7 @@ def test_ctrl_c_ends_all_processes_at_once_and_says_what_there_is(tmp_path, mome
     assert error.strip() == "interrupted"
     assert_none_left(process.pid)
     if moment == "training":
-        assert re.search(r"\d+ of 100000 rounds are in x\n$", out)
+        assert re.search(r"\d+ of 100000 rounds are in x; --resume x goes on with it\n$", out)
     else:
         assert not (tmp_path / "x").exists()
 
@@ -238,7 +241,7 @@ def _run_and_terminate(tmp_path, temporary):
     out, error = process.communicate(timeout=20)
     assert process.returncode == 143
     assert error.strip() == "terminated"
-    assert re.search(r"\d+ of 100000 rounds are in x\n$", out)
+    assert re.search(r"\d+ of 100000 rounds are in x; --resume x goes on with it\n$", out)
     assert_none_left(process.pid)
 
 

@@ -86,6 +86,7 @@ class VirtualClock:
             "roster": self.desk.roster.state(),
             "under_way": list(self._under_way.values()),  # in the order in which they began
             "untrained": list(self._untrained),
+            "unfit": sorted(self.desk.unfit),
             "idle": list(self._idle),
             "waiting": list(self._waiting),
             "asked_at": self._asked_at,
@@ -105,6 +106,7 @@ class VirtualClock:
         self.desk.roster.resume(state["roster"])
         self._under_way = {member.slot: member for member in members}
         self._untrained = {slot: self._under_way[slot] for slot in state["untrained"]}
+        self.desk.unfit = set(state["unfit"])
         self._idle, self._waiting = list(state["idle"]), list(state["waiting"])
         self._asked_at = None if state["asked_at"] is None else tuple(state["asked_at"])
         self._leaving, self._left = set(state["leaving"]), state["left"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fedsim.asynchronous.policy import Arrival
 from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
 from fedsim.engines.feed import Member
+from fedsim.errors import ExperimentError
 
 
 @dataclass
@@ -21,6 +24,7 @@ class Journal:
         loss_sum: of training, over those samples.
         up, down: models or gradients sent.
         wasted: pieces of work that came in after others had made them void, or were given up.
+        excluded: workers whose work was left out because it held NaN or infinity, once for each piece.
     """
 
     samples: Counter[int] = field(default_factory=Counter)
@@ -29,6 +33,7 @@ class Journal:
     up: int = 0
     down: int = 0
     wasted: int = 0
+    excluded: list[int] = field(default_factory=list)
 
     def add(self, other: Journal) -> None:
         """Add what has happened elsewhere in the same time."""
@@ -38,6 +43,7 @@ class Journal:
         self.up += other.up
         self.down += other.down
         self.wasted += other.wasted
+        self.excluded += other.excluded
 
 
 class Desk:
@@ -45,8 +51,22 @@ class Desk:
 
     def __init__(self, server: Server, roster: Roster) -> None:
         self.server, self.policy, self.roster = server, server.policy, roster
-        self.journal = Journal()
+        self.begin_round(1)
+        self.unfit: set[int] = set()  # slots whose work has been computed, and is not finite
         self._losses = server.memory.train_loss.numpy()  # gives its numbers faster than a tensor does
+
+    def begin_round(self, round: int) -> None:
+        """Begin a new journal."""
+        self.round, self.journal = round, Journal()
+
+    def look_at(self, members: Sequence[Member]) -> None:
+        """See which of these pieces of work, just computed, hold NaN or infinity, all at once."""
+        if self.server.nonfinite == "keep" or not members:
+            return
+        slots, rows = [member.slot for member in members], self.server.memory.rows
+        sums = (rows if slots == list(range(len(rows))) else rows[slots]).sum(1)
+        if not math.isfinite(sums.sum()):  # a sum may overflow, so this is a suspicion only
+            self.unfit.update(slot for slot in slots if not bool(rows[slot].isfinite().all()))
 
     def begin(self, slot: int, steps: int | None = None) -> Member:
         """The next piece of work of a slot, whose row holds by then what it begins with.
@@ -77,13 +97,27 @@ class Desk:
         journal.up += up
         samples = self.roster.samples(member)
         journal.samples[member.worker] += samples
+        if slot in self.unfit:
+            self._leave_out(member)
+            return
         journal.loss_sum += float(self._losses[slot]) * samples
         if up:
             journal.staleness[staleness] += 1
         server.end(slot, member.worker)
         policy.take(server, Arrival(slot, member.worker, unit, staleness))
 
+    def _leave_out(self, member: Member) -> None:
+        """Work that is not finite comes in: nobody gets to see it, and its worker goes on with its next."""
+        self.unfit.discard(member.slot)
+        if self.server.nonfinite == "error":
+            raise ExperimentError(
+                f"round {self.round}: what worker {member.worker} brings from its round {member.round} holds NaN or "
+                "infinity; aggregate.nonfinite=exclude leaves it out, and a smaller learning rate may help"
+            )
+        self.journal.excluded.append(member.worker)
+
     def give_up(self, member: Member) -> None:
         """A piece of work is for nothing; its worker begins it anew when its turn comes."""
+        self.unfit.discard(member.slot)
         self.roster.given_up(member)
         self.journal.wasted += 1

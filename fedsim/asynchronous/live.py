@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
@@ -16,6 +17,7 @@ from fedsim.engines.barrier import HOLDING, NOTHING, PEN
 from fedsim.engines.crew import Seat
 from fedsim.engines.module import RowModule
 from fedsim.engines.station import Station
+from fedsim.errors import ExperimentError
 from fedsim.randomness import global_states, seed_everything
 from fedsim.training import Objective
 
@@ -70,7 +72,7 @@ class LiveRacer(Racer):
         gradient, objective, model, device = server.rows[slot], self._objective, module.module, task.device
         pulls_buffers = self._pulls_buffers
         gives_buffers = server.has_buffers and server.buffers != "server"
-        draws = True
+        draws, may_not_be_finite = True, server.nonfinite != "keep"
 
         def step_of(step: int, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             nonlocal draws
@@ -97,6 +99,14 @@ class LiveRacer(Racer):
             journal.up += up
             journal.down += down
             journal.staleness[staleness] += 1
+            if may_not_be_finite and not math.isfinite(gradient.sum()) and not bool(gradient.isfinite().all()):
+                if server.nonfinite == "error":
+                    raise ExperimentError(
+                        f"round {round}: the gradient of worker {slot} holds NaN or infinity; "
+                        "aggregate.nonfinite=exclude leaves it out, and a smaller learning rate may help"
+                    )
+                journal.excluded.append(slot)
+                return loss.detach()
             begun[slot] += 1
             seat.board.write(seat.index, HOLDING, PEN)
             policy.take(server, Arrival(slot, slot, unit, staleness))

@@ -109,6 +109,7 @@ class LockedRacer(Racer):
     def _go(self, run: int, round: int, leg: Leg) -> None:
         self._round, self._measures, self._entries = round, leg.measures, list[Entry]()
         self._desk = Desk(self._server, self._roster(run))
+        self._desk.begin_round(round)
         self._take_turns()
         leg.journal = self._desk.journal
         leg.entries = np.array(self._entries, dtype=np.int64).reshape(-1, len(Entry._fields))
@@ -133,6 +134,7 @@ class LockedRacer(Racer):
             member = self._begin(slot)
         began = time.perf_counter()
         self._station.train_mine([member])
+        self._desk.look_at([member])
         self._server.step_seconds[slot] = (time.perf_counter() - began) / self._desk.roster.steps(member)
         with self._seat.working_on(slot, self._round):
             partner = self._partner(slot)

@@ -31,6 +31,7 @@ from fedsim.errors import ExperimentError
 from fedsim.intervals import estimate
 from fedsim.preparation import Setting
 from fedsim.records import AsyncRecord, RaceRecord, RoundRecord
+from fedsim.rows import require_finite
 from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
 
@@ -111,8 +112,8 @@ class Course:
         with stopwatch("aggregate"):
             self._policy.publish(server)
             synchronize(self._memory.global_row.device)
-        if not bool(self._memory.global_row.isfinite().all()):
-            raise ExperimentError(f"round {round}: the global row is no longer finite; a smaller local.lr may help")
+        if server.nonfinite != "keep":
+            require_finite(self._memory.global_row, round)
         with stopwatch("test"):
             heat.test = self._engine.test()
         heat.lost, heat.held = self._track.lost(), self._policy.held(server)
@@ -216,7 +217,7 @@ def record_of(round: int, heats: Sequence[Heat], seconds: dict[str, float], mode
         seconds=seconds,
         cohort=cohort,
         coefficients=None,
-        excluded=[],
+        excluded=sorted(journal.excluded),
         attack_success=None if None in successes else statistics.fmean(successes),
         bytes_up=journal.up * model_bytes,
         bytes_down=journal.down * model_bytes,

@@ -68,6 +68,7 @@ class LoggedOrder:
             "roster": self.desk.roster.state(),
             "under_way": list(self._under_way.values()),
             "untrained": list(self._untrained),
+            "unfit": sorted(self.desk.unfit),
             "taken": self.taken,
         }
 
@@ -77,6 +78,7 @@ class LoggedOrder:
         members = [Member(*member) for member in state["under_way"]]
         self._under_way = {member.slot: member for member in members}
         self._untrained = {slot: self._under_way[slot] for slot in state["untrained"]}
+        self.desk.unfit = set(state["unfit"])
         self.taken = state["taken"]
 
     def _begin(self, number: int, entry: Entry) -> None:

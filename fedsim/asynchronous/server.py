@@ -14,7 +14,7 @@ from fedsim.aggregation import ServerStep, column_blocks
 from fedsim.aggregation.averaging import mean
 from fedsim.asynchronous.policy import Policy
 from fedsim.asynchronous.sparse import Tables, step_where_touched
-from fedsim.engines.job import BufferPolicy, Memory, Task, share
+from fedsim.engines.job import BufferPolicy, Memory, NonFinite, Task, share
 from fedsim.local import Solver, State
 from fedsim.rows import new_rows
 
@@ -42,6 +42,7 @@ class Server:
         shared, private: the solver's state for the global row, [d], and for each worker, [n, d].
         remembered: what the policy keeps.
         seed: of the experiment, for what a policy draws.
+        buffers, nonfinite: what becomes of workers' buffers, and of work that holds NaN or infinity.
         step_seconds: float64 [n], on the host: how long each worker takes for a step, as far as that is known.
         counts: int64 [1 + 3 n], on the host: the version; and of each slot the version that its model is of, how many
             pieces of work it has begun, and whether it is alive.
@@ -54,6 +55,7 @@ class Server:
     memory: Memory
     seed: int
     buffers: BufferPolicy
+    nonfinite: NonFinite
     replicas: Tensor
     shared: State
     private: State
@@ -79,6 +81,7 @@ class Server:
             memory=memory,
             seed=task.seed,
             buffers=task.buffers,
+            nonfinite=task.nonfinite,
             replicas=replicas,
             shared=solver.start(memory.global_row) if "shared" in policy.moments else {},
             private=solver.start(memory.rows) if "private" in policy.moments else {},

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from fedsim.asynchronous.clock import Train, VirtualClock
-from fedsim.asynchronous.desk import Journal
 from fedsim.asynchronous.pace import delays_of
 from fedsim.asynchronous.racelog import read_log
 from fedsim.asynchronous.replaying import LoggedOrder
@@ -15,9 +14,9 @@ from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
 from fedsim.engines import Engine
 from fedsim.engines.feed import Member
-from fedsim.errors import ExperimentError
 from fedsim.preparation import Setting
 from fedsim.records import AsyncRecord, RoundRecord
+from fedsim.rows import require_finite
 from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
 
@@ -45,13 +44,14 @@ class ClockLoop:
     def play(self, round: int) -> RoundRecord:
         stopwatch, source, policy = self._stopwatch, self._source, self._policy
         stopwatch.start_again()
-        source.desk.journal = journal = Journal()
+        source.desk.begin_round(round)
+        journal = source.desk.journal
         with stopwatch("aggregate"):
             source.play(round)
             policy.publish(self._server)
         stopwatch.seconds["aggregate"] -= stopwatch.seconds["train"]
-        if not bool(self._engine.memory.global_row.isfinite().all()):
-            raise ExperimentError(f"round {round}: the global row is no longer finite; a smaller local.lr may help")
+        if self._setting.task.nonfinite != "keep":
+            require_finite(self._engine.memory.global_row, round)
         with stopwatch("test"):
             test_loss, test_accuracy, attack_success = self._engine.test()
         cohort = sorted(journal.samples)
@@ -64,7 +64,7 @@ class ClockLoop:
             seconds=stopwatch.seconds,
             cohort=cohort,
             coefficients=None,
-            excluded=[],
+            excluded=sorted(journal.excluded),
             attack_success=attack_success,
             bytes_up=journal.up * self._model_bytes,
             bytes_down=journal.down * self._model_bytes,
@@ -97,6 +97,7 @@ class ClockLoop:
     def _train(self, members: Sequence[Member]) -> None:
         with self._stopwatch("train"):
             self._engine.train_apart(members)
+            self._source.desk.look_at(members)
 
 
 def _order_of(

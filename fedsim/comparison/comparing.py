@@ -201,7 +201,7 @@ def _run(grid: Grid, todo: Sequence[PlannedRun], jobs: int, folder: GridFolder, 
         watcher.end(run, folder.history(run), error)
 
     for run in todo:
-        folder.clear(run)
+        folder.make_ready(run)
     if jobs == 1:
         run_here([(run, run.experiment, folder.run_folder(run)) for run in todo], watcher.round, end)
         return

@@ -14,15 +14,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from fedsim.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.comparison.axes import IS_ID, canonical
 from fedsim.comparison.grid import Grid, PlannedRun, common_tables
 from fedsim.differences import differences_of
-from fedsim.errors import RecordError, show
+from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.files import locked, to_json, write_whole
 from fedsim.loading import read_toml
-from fedsim.records import CURVE, EXPERIMENT, MODEL, RoundRecord, read_history
+from fedsim.records import CURVE, ERROR, EXPERIMENT, MODEL, RoundRecord, read_history
 
-GRID_FILE, RUNS, ERROR = "grid.json", "runs", "error.txt"
+GRID_FILE, RUNS = "grid.json", "runs"
 PARTS = "shards"  # of a comparison that is cut into parts
 
 
@@ -85,8 +86,17 @@ class GridFolder:
         except OSError:
             return None
 
+    def make_ready(self, run: PlannedRun) -> None:
+        """Leave what an interrupted run can be gone on with; remove what is of no use, or has failed."""
+        folder = self.run_folder(run)
+        if self.error(run) is None and (folder / CHECKPOINTS).is_dir():
+            with contextlib.suppress(ExperimentError):
+                if not differences_of(read_toml(folder / EXPERIMENT), run.experiment.resolved()):
+                    return
+        self.clear(run)
+
     def clear(self, run: PlannedRun) -> None:
-        """Remove what an unfinished run has left."""
+        """Remove what a run has left."""
         try:
             shutil.rmtree(self.run_folder(run))
         except FileNotFoundError:

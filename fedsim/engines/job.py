@@ -20,6 +20,7 @@ from fedsim.randomness import random_state_kept, seed_everything
 from fedsim.rows import Layout, new_rows
 
 BufferPolicy = Literal["average", "local", "server", "error"]
+NonFinite = Literal["error", "exclude", "keep"]
 Sync = Literal["parameters", "gradients"]
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
@@ -72,7 +73,7 @@ class Task:
     solver: Solver
     rule: Pipeline
     weights: Literal["uniform", "samples"] | tuple[float, ...]
-    nonfinite: Literal["error", "exclude", "keep"]
+    nonfinite: NonFinite
     attack: BoundAttack
     byzantine: frozenset[int]
     server: ServerStep

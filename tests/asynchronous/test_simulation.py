@@ -338,7 +338,7 @@ def test_all_who_leave_end_the_run_in_a_line():
 
 
 def test_a_row_that_overflows_ends_the_run_in_a_line():
-    with pytest.raises(fedsim.ExperimentError, match="round 1: the global row is no longer finite; a smaller local.lr"):
+    with pytest.raises(fedsim.ExperimentError, match="round 1: (the global row has diverged|what worker \\d brings)"):
         run("asgd", local={"lr": 1e38, "batch_size": 4})
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import re
+from typing import ClassVar
 
 import pytest
 
@@ -133,6 +134,28 @@ def test_an_interrupted_run_is_done_again_from_the_start(serial, tmp_path):
     assert [len(run.history) for run in comparison.runs] == [2, 2, 2]
     assert len((tmp_path / "x/runs/seed1/metrics.jsonl").read_text().splitlines()) == 2
     assert not (tmp_path / "x/runs/seed1/.curve.png.part").exists()
+
+
+def test_an_interrupted_run_with_a_checkpoint_is_gone_on_with(serial, tmp_path):
+    class Interrupt(Watcher):
+        def round(self, run, record):
+            if (run.id, record["round"]) == ("seed1", 3):
+                raise KeyboardInterrupt
+
+    class See(Watcher):
+        rounds: ClassVar[list[tuple[str, int]]] = []
+
+        def round(self, run, record):
+            self.rounds.append((run.id, record["round"]))
+
+    tables = {**serial, "rounds": 4, "checkpoint": {"every": 1}}
+    grid = load_grid(tables, {"seed": [0, 1]})
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(grid, tmp_path / "x", watcher=Interrupt())
+    again = run_grid(grid, tmp_path / "x", watcher=See())
+    assert See.rounds == [("seed1", 3), ("seed1", 4)]
+    whole = fedsim.run({**tables, "seed": 1})
+    assert [record["test_loss"] for record in again.runs[1].history] == [r["test_loss"] for r in whole.history]
 
 
 def test_processes_of_an_engine_are_kept_from_run_to_run(quick, tmp_path):

@@ -1,0 +1,134 @@
+"""Checkpoints as files: when they are written, that they are whole, and how many stay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fedsim import checkpoints
+from fedsim.checkpoints import FIRST_COST, SHARE, Checkpoints
+from fedsim.errors import RecordError
+from fedsim.snapshot import Snapshot
+
+
+def state(value=1.0):
+    snapshot = Snapshot(facts={"text": "naïve", "number": 0.1, "nested": [1, {"a": None}]})
+    snapshot.keep({"row": torch.full((5,), value), "none": torch.zeros(0), "half": torch.ones(4, 4)[:, ::2]})
+    return snapshot
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass where the test says so."""
+    now = [100.0]
+    monkeypatch.setattr(checkpoints.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    kept = Checkpoints(tmp_path, every=1, keep=2)
+    kept.write(7, state, way={"engine": "serial"})
+    read = kept.read(7)
+    assert read.facts == {**state().facts, "way": {"engine": "serial"}}
+    assert read.tensors.keys() == state().tensors.keys()
+    assert all(torch.equal(read.tensors[name], tensor) for name, tensor in state().tensors.items())
+
+
+def test_a_snapshot_is_a_copy():
+    row = torch.ones(3)
+    snapshot = Snapshot()
+    snapshot.keep({"row": row}, "my.")
+    row.zero_()
+    assert snapshot.under("my.")["row"].tolist() == [1.0, 1.0, 1.0]
+    snapshot.put_back({"row": row}, "my.")
+    assert row.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_newest_stay(tmp_path):
+    kept = Checkpoints(tmp_path, every=1, keep=3)
+    for round in range(1, 8):
+        kept.write(round, state)
+    assert kept.rounds() == [7, 6, 5]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 6
+    kept.forget_after(5)
+    assert kept.rounds() == [5]
+
+
+def test_every_so_many_rounds_and_after_the_last(tmp_path):
+    kept = Checkpoints(tmp_path, every=3, keep=1)
+    assert [round for round in range(1, 9) if kept.due(round, 8)] == [3, 6, 8]
+    assert not any(Checkpoints(tmp_path, every=0, keep=1).due(round, 8) for round in range(1, 9))
+    assert not any(Checkpoints(None, every=1, keep=1).due(round, 8) for round in range(1, 9))
+
+
+def test_unless_told_otherwise_they_take_at_most_one_percent_of_the_time(tmp_path, clock):
+    kept = Checkpoints(tmp_path, every=None, keep=1)
+
+    def slow():
+        clock[0] += 2.0  # seconds that it takes to write
+        return state()
+
+    spent, begun = 0.0, clock[0]
+    for round in range(1, 2_000):
+        clock[0] += 1.0
+        if kept.due(round, 2_000):
+            kept.write(round, slow)
+            spent += 2.0
+            if round > FIRST_COST / SHARE + 1:  # the first one's cost is not known before
+                assert spent - 2.0 <= SHARE * (clock[0] - begun)
+    assert spent == 2.0 * (1 + 1_994 // 200)
+
+
+def test_without_its_head_it_is_none(tmp_path, monkeypatch):
+    """The head is written last, so what a death has left half done is not taken for one."""
+    kept = Checkpoints(tmp_path, every=1, keep=2)
+    kept.write(1, state)
+    written = checkpoints.write_whole
+
+    def dies(path, content):
+        if path.suffix == ".json":
+            raise RecordError("dead")
+        written(path, content)
+
+    monkeypatch.setattr(checkpoints, "write_whole", dies)
+    with pytest.raises(RecordError, match="dead"):
+        kept.write(2, state)
+    assert kept.rounds() == [1]
+    assert (tmp_path / "checkpoints" / "round-00002.safetensors").exists()
+
+
+def test_one_of_later_rounds_is_found_by_its_number(tmp_path):
+    kept = Checkpoints(tmp_path, every=1, keep=9)
+    for round in (99_999, 100_000, 5):
+        kept.write(round, state)
+    assert kept.rounds() == [100_000, 99_999, 5]
+    for name in ("round-1.json", "round-000a1.json", "notes.txt"):
+        (tmp_path / "checkpoints" / name).write_text("{}")
+    assert kept.rounds() == [100_000, 99_999, 5]
+
+
+def test_what_there_is_no_memory_for_is_not_read(tmp_path, monkeypatch):
+    kept = Checkpoints(tmp_path, every=1, keep=1)
+    kept.write(1, state)
+    monkeypatch.setattr(checkpoints, "free_memory", lambda: 100)
+    with pytest.raises(RecordError, match=r"has [\d,]+ bytes, of which there is memory for 50"):
+        kept.read(1)
+
+
+def test_a_head_that_belongs_to_another_round_is_none(tmp_path):
+    kept = Checkpoints(tmp_path, every=1, keep=9)
+    kept.write(1, state)
+    folder = tmp_path / "checkpoints"
+    (folder / "round-00002.json").write_bytes((folder / "round-00001.json").read_bytes())
+    (folder / "round-00002.safetensors").write_bytes((folder / "round-00001.safetensors").read_bytes())
+    with pytest.raises(RecordError, match="is damaged"):
+        kept.read(2)
+    assert json.loads((folder / "round-00001.json").read_text())["format"] == checkpoints.FORMAT
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(RecordError, match="checkpoints: cannot be made"):
+        Checkpoints(tmp_path, every=1, keep=1).write(1, state)

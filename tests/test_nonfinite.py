@@ -1,0 +1,92 @@
+"""Numbers that go wrong: work that holds NaN or infinity, and a global row that does."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.rows import require_finite
+
+TIMED = {"mode": "clock", "clock": {"speed": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
+MODES = {
+    "rounds": {},
+    "gradients": {"sync": "gradients"},
+    "asgd": {**TIMED, "policy": "asgd"},
+    "fedbuff": {**TIMED, "policy": {"name": "fedbuff"}},
+    "fedasync": {**TIMED, "policy": "fedasync"},
+    "ssp": {**TIMED, "policy": "ssp"},
+    "locked race": {"mode": "race", "policy": "asgd", "race": {"runs": 1}, "processes": 2},
+    "free race": {"mode": "race", "policy": "hogwild", "race": {"runs": 1}, "processes": 2},
+}
+
+
+@pytest.fixture
+def tables(tiny_experiment):
+    """Worker 0 has samples that are NaN."""
+    changes = {"data": "tests.plugs:with_a_hole", "partition": "tests.plugs:in_blocks", "model": "logistic"}
+    return {**tiny_experiment, **changes, "rounds": 3, "local": {"batch_size": 16, "lr": 0.05}}
+
+
+def in_mode(tables, mode):
+    tables = {**tables, **MODES[mode]}
+    if "race" in mode:
+        tables["engine"] = "spawn"
+    return tables
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_worker_brings_stops_the_run_with_worker_and_round(mode, tables, tmp_path):
+    with pytest.raises(fedsim.ExperimentError, match=r"round 1: .*worker(s|) 0.* NaN|round 1: .* NaN .*workers? 0"):
+        fedsim.run(in_mode(tables, mode), tmp_path / "run")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_or_is_left_out_and_recorded(mode, tables):
+    result = fedsim.run({**in_mode(tables, mode), "aggregate": {"nonfinite": "exclude"}})
+    assert result.global_row.isfinite().all()
+    excluded = [worker for record in result.history for worker in record["excluded"]]
+    assert excluded
+    assert set(excluded) == {0}
+    assert result.test_accuracy > 0.2
+    assert all(math.isfinite(record["test_loss"]) for record in result.history)
+
+
+@pytest.mark.parametrize("mode", ["rounds", "asgd", "fedbuff"])
+def test_or_is_kept_as_the_user_has_it(mode, tables):
+    result = fedsim.run({**in_mode(tables, mode), "aggregate": {"nonfinite": "keep"}})
+    assert not result.global_row.isfinite().any()
+    assert [record["excluded"] for record in result.history] == [[]] * 3
+
+
+@pytest.mark.parametrize("mode", ["rounds", "gradients", "asgd"])
+def test_a_global_row_that_diverges_stops_the_run_and_the_last_checkpoint_stays(mode, tables, tmp_path):
+    """Each worker's update is finite; the server's step is what overflows."""
+    clean = {**tables, "data": "tests.plugs:tiny", "checkpoint": {"every": 1}}
+    good = fedsim.run({**in_mode(clean, mode), "rounds": 1}, tmp_path / "run")
+    loud = {**in_mode(clean, mode), "local": {"batch_size": 16, "lr": 1e38}}
+    described = (tmp_path / "run" / "experiment.toml").read_text()
+    (tmp_path / "run" / "experiment.toml").write_text(described.replace("lr = 0.05", "lr = 1e38"))
+    with pytest.raises(fedsim.ExperimentError, match=r"round \d: (the global row has diverged|.* NaN)"):
+        fedsim.run(loud, tmp_path / "run", resume=True)
+    told = (tmp_path / "run" / "error.txt").read_text()
+    assert told.startswith("round ")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert all(math.isfinite(json.loads(line)["test_loss"]) for line in lines)
+    (tmp_path / "run" / "experiment.toml").write_text(described)
+    again = fedsim.run({**in_mode(clean, mode), "rounds": len(lines)}, tmp_path / "run", resume=True)
+    assert again.global_row.isfinite().all()
+    assert not (tmp_path / "run" / "error.txt").exists()
+    if len(lines) == 1:
+        assert torch.equal(again.global_row, good.global_row)
+
+
+def test_the_line_says_how_much_has_diverged():
+    row = torch.ones(2000)
+    row[[3, 7]] = torch.tensor([math.inf, math.nan])
+    with pytest.raises(fedsim.ExperimentError, match=r"^round 7: the global row has diverged \(2 of its 2,000 numbers"):
+        require_finite(row, 7)
+    require_finite(torch.ones(3), 1)
