@@ -395,3 +395,11 @@ def with_a_hole(root):
 def in_blocks(labels, n_workers):
     """The samples as they lie: the first to the first worker."""
     return np.array_split(np.arange(len(labels)), n_workers)
+
+
+class FailsInRankOnce(FailsInRank):
+    """Does it before the launcher has started the ranks again, and not after."""
+
+    def fail(self) -> None:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            super().fail()

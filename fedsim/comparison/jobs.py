@@ -53,7 +53,7 @@ def attempt(
     on_round: Callable[[RoundRecord], object],
     on_start: Callable[[Setting], object] | None = None,
 ) -> str | None:
-    """Run an experiment, or go on with it; None if all went well, else why it failed: one line, and further ones with the details."""
+    """Run an experiment, or go on with it; None, or why it failed: one line, and further ones with the details."""
     try:
         run(experiment, folder, resume=True, on_start=on_start, on_round=on_round, workshop=workshop)
     except FedsimError as error:
