@@ -243,7 +243,7 @@ class Display:
 
     def __init__(self, rounds: int, *, quiet: bool) -> None:
         self._quiet = quiet
-        self._done = 0
+        self._done = self._before = 0  # rounds; and of those, before this time
         self._virtual_seconds: float | None = None
         self._begun = time.perf_counter()
         self._bar = tqdm(total=rounds, unit="round", leave=False, disable=quiet or not sys.stderr.isatty())
@@ -251,7 +251,7 @@ class Display:
     def start(self, setting: Setting) -> None:
         self._print(headline(setting))
         if setting.done:
-            self._done = setting.done
+            self._done = self._before = setting.done
             self._print(f"going on after round {setting.done} of {self._bar.total}")
         self._columns = columns_of(setting.experiment)
         self._print(table_header(self._columns))
@@ -268,8 +268,10 @@ class Display:
     def finish(self, accuracy: float) -> None:
         seconds = time.perf_counter() - self._started
         virtual = "" if self._virtual_seconds is None else f" and {self._virtual_seconds:.1f} virtual seconds"
+        now = f", {self._bar.total - self._before} of them now," if self._before else ""
+        rounds = plural(self._bar.total, "round")
         self._print(
-            f"final test accuracy {accuracy:.4f} after {plural(self._bar.total, 'round')}{virtual} in {seconds:.1f} s "
+            f"final test accuracy {accuracy:.4f} after {rounds}{virtual}{now} in {seconds:.1f} s "
             f"(and {self._started - self._begun:.1f} s to start)"
         )
 

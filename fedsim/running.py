@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedsim.engines import engine as engines
+from fedsim.errors import ExperimentError
 from fedsim.experiment import Experiment
 from fedsim.loading import load_experiment
 from fedsim.preparation import Setting, finished_model, prepare
@@ -73,6 +74,8 @@ def run(
         WorkerError: a worker failed, or the process that ran it.
     """
     experiment = load_experiment(experiment)
+    if resume and out is None:
+        raise ExperimentError("resume = True: needs `out`, the folder of the run that is to be gone on with")
     host = engines.get(experiment.engine).target
     with contextlib.ExitStack() as stack:
         stack.enter_context(host.among_peers(experiment.resolved()))

@@ -211,6 +211,25 @@ def test_where_there_is_none_yet_the_run_begins(tables, tmp_path):
     assert len(result.history) == ROUNDS
 
 
+def test_without_a_folder_there_is_nothing_to_go_on_with(tables):
+    with pytest.raises(fedsim.ExperimentError, match="resume = True: needs `out`"):
+        fedsim.run(tables, resume=True)
+
+
+def test_the_command_line_goes_on_too(tmp_path, cli):
+    words = "data=tests.plugs:tiny", "model=logistic", "workers=2", "engine=serial", "checkpoint.every=1"
+    assert cli("run", *words, "rounds=2", "--out", "run").exit_code == 0
+    result = cli("run", "--resume", "run", "rounds=5")
+    assert result.exit_code == 0
+    assert "going on after round 2 of 5\n" in result.stdout
+    assert "after 5 rounds, 3 of them now, in " in result.stdout
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
+    refused = cli("run", "--resume", "run", "seed=7")
+    assert refused.stderr == "error: run: holds another experiment: seed: 0 there, 7 here\n"
+    assert cli("run", "--resume", "nowhere").stderr.startswith("error: nowhere: is no run (it has no experiment.toml)")
+    assert cli("run", "--resume", "run", "--out", "x").stderr.startswith("error: --resume and --out: ")
+
+
 def test_two_at_once_are_one_too_many(tables, tmp_path):
     fedsim.run(tables, tmp_path / "run")
     longer = {**tables, "rounds": ROUNDS + 1}
