@@ -22,6 +22,8 @@ Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]  # over processes of 
 BLOCK = 16_384  # columns at least that a process takes: in smaller blocks the calls cost more than the arithmetic
 BLOCKS = 64  # at most, so that the number of calls stays small however long a row is
 FEWEST, MOST = 256, 4_096  # columns that are worked on at once within a process
+SAMPLED = 512  # columns that stand for all
+RUN = 16  # of them side by side: a line of the cache, in float32
 SORTED_BY_NUMPY = (torch.float32, torch.float64)  # its sort of short runs is vectorised, PyTorch's is not
 
 
@@ -66,6 +68,15 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
         else:
             target[:, :width].copy_(source[:, block])
         yield block, room if width == widest else room[:, :width]
+
+
+def sampled_columns(updates: Tensor) -> Tensor:
+    """Some of the columns, from everywhere: a few that lie side by side cost as much time as one of them."""
+    n, d = updates.shape
+    runs = SAMPLED // RUN
+    if d <= SAMPLED:
+        return updates
+    return updates[:, : d // runs * runs].unflatten(1, (runs, d // runs))[:, :, :RUN].reshape(n, SAMPLED)
 
 
 def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -141,7 +152,7 @@ def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
                 total += rows.square().sum(1)
             else:  # one dot product after another reads the rows only once, and is too short to be shared out
                 values = rows.numpy()
-                sums += np.matmul(values[:, None, :], values[:, :, None])[:, 0, 0]
+                sums += np.matmul(values[:, None], values[:, :, None])[:, 0, 0]
     return total
 
 
