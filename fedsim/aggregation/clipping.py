@@ -31,13 +31,16 @@ def clip_factors(lengths: Tensor, c: float) -> Tensor:
 
 @pre_aggregator("norm_clipping")
 def norm_clipping(updates: Tensor, *, c: Positive) -> Mix:
-    """Each row x becomes x min(1, c / |x|). Cost: one pass over the [n, d] updates."""
+    """Each row x becomes x min(1, c / |x|). Cost: one pass over the [n, d] updates, or two where rows are clipped."""
     return Mix(torch.diag(clip_factors(distances_beyond(updates, None, c), c)))
 
 
 @rule("norm_clipping")
 def mean_of_clipped(updates: Tensor, *, c: Positive) -> Mix:
-    """The mean of the rows x min(1, c / |x|) (Sun et al. 2019). Cost: two passes over the [n, d] updates."""
+    """The mean of the rows x min(1, c / |x|) (Sun et al. 2019).
+
+    Cost: two passes over the [n, d] updates, or three where rows are clipped.
+    """
     return Mix(clip_factors(distances_beyond(updates, None, c), c) / len(updates))
 
 
@@ -81,7 +84,7 @@ def centered_clipping(
     """v += mean of (x_k - v) min(1, tau / |x_k - v|), `iterations` times (Karimireddy et al. 2021).
 
     v starts at the last round's result; in the first round, and in stateless use without `last` [d], at `start`. Cost:
-    two passes over the [n, d] updates for each iteration.
+    two passes over the [n, d] updates for each iteration, or three where rows are clipped.
     """
     n, centre = len(updates), last  # None: zero
     if centre is None and start == "mean":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -81,8 +82,14 @@ class Pipeline:
     def _by_columns(self, rows: Rows, cohort: Cohort) -> Tensor:
         d = cohort.updates.shape[1]
         result = cohort.updates.new_empty(d)
-        whole = rows.are_updates and d < 2 * BLOCK  # there is nobody to share it with
-        for block in [slice(0, d)] if whole else column_blocks(d) if rows.are_updates else small_blocks(d):
+        blocks: Iterable[slice]
+        if not rows.are_updates:
+            blocks = small_blocks(d)
+        elif d < 2 * BLOCK:
+            blocks = [slice(0, d)]  # few columns, and nobody to share them with
+        else:
+            blocks = column_blocks(d)
+        for block in blocks:
             part = rows.block(block)
             result[block] = self.rule(
                 lambda name, part=part: part if name == "updates" else cohort.menu(name, rows), cohort.f_for(self.rule)
