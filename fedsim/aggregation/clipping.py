@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedsim.aggregation.columns import distances_to, norms
+from fedsim.aggregation.columns import distances_beyond, norms
 from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.rows import Rows
 from fedsim.aggregation.rule import Count, Mix, Positive, pre_aggregator, require, rule
@@ -20,26 +20,28 @@ from fedsim.errors import ExperimentError
 def clip_factors(lengths: Tensor, c: float) -> Tensor:
     """min(1, c / length) for each of the lengths; 1 for zero. Raises ExperimentError for one that is infinite."""
     values = lengths.numpy()
-    beyond = int(np.isinf(values).sum())
-    if beyond:
+    beyond = np.isinf(values)
+    if beyond.any():
         raise ExperimentError(
-            f"updates: {beyond} of {len(lengths)} rows are longer than float64 can say ({sys.float_info.max:.3g})"
+            f"updates: {beyond.sum()} of {len(values)} rows are longer than float64 can say ({sys.float_info.max:.3g})"
         )
-    factors, far = np.ones(len(values)), values > c
-    factors[far] = c / values[far]
-    return torch.from_numpy(factors)
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.fmin(c / values, 1.0))
 
 
 @pre_aggregator("norm_clipping")
 def norm_clipping(updates: Tensor, *, c: Positive) -> Mix:
-    """Each row x becomes x min(1, c / |x|). Cost: one pass over the [n, d] updates."""
-    return Mix(torch.diag(clip_factors(norms(updates), c)))
+    """Each row x becomes x min(1, c / |x|). Cost: one pass over the [n, d] updates, or two where rows are clipped."""
+    return Mix(torch.diag(clip_factors(distances_beyond(updates, None, c), c)))
 
 
 @rule("norm_clipping")
 def mean_of_clipped(updates: Tensor, *, c: Positive) -> Mix:
-    """The mean of the rows x min(1, c / |x|) (Sun et al. 2019). Cost: two passes over the [n, d] updates."""
-    return Mix(clip_factors(norms(updates), c) / len(updates))
+    """The mean of the rows x min(1, c / |x|) (Sun et al. 2019).
+
+    Cost: two passes over the [n, d] updates, or three where rows are clipped.
+    """
+    return Mix(clip_factors(distances_beyond(updates, None, c), c) / len(updates))
 
 
 @pre_aggregator("arc")
@@ -82,13 +84,13 @@ def centered_clipping(
     """v += mean of (x_k - v) min(1, tau / |x_k - v|), `iterations` times (Karimireddy et al. 2021).
 
     v starts at the last round's result; in the first round, and in stateless use without `last` [d], at `start`. Cost:
-    two passes over the [n, d] updates for each iteration.
+    two passes over the [n, d] updates for each iteration, or three where rows are clipped.
     """
     n, centre = len(updates), last  # None: zero
     if centre is None and start == "mean":
         centre = updates.mean(0)
     for iteration in range(iterations):
-        mix = Mix(clip_factors(distances_to(updates, centre), tau) / n)
+        mix = Mix(clip_factors(distances_beyond(updates, centre, tau), tau) / n)
         if centre is not None:
             mix = Mix(mix.coefficients, centre * float(1 - mix.coefficients.sum()))
         if iteration < iterations - 1:

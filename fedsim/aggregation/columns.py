@@ -22,6 +22,8 @@ Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]  # over processes of 
 BLOCK = 16_384  # columns at least that a process takes: in smaller blocks the calls cost more than the arithmetic
 BLOCKS = 64  # at most, so that the number of calls stays small however long a row is
 FEWEST, MOST = 256, 4_096  # columns that are worked on at once within a process
+SAMPLED = 512  # columns that stand for all
+RUN = 16  # of them side by side: a line of the cache, in float32
 SORTED_BY_NUMPY = (torch.float32, torch.float64)  # its sort of short runs is vectorised, PyTorch's is not
 
 
@@ -66,6 +68,15 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
         else:
             target[:, :width].copy_(source[:, block])
         yield block, room if width == widest else room[:, :width]
+
+
+def sampled_columns(updates: Tensor) -> Tensor:
+    """Some of the columns, from everywhere: a few that lie side by side cost as much time as one of them."""
+    n, d = updates.shape
+    runs = SAMPLED // RUN
+    if d <= SAMPLED:
+        return updates
+    return updates[:, : d // runs * runs].unflatten(1, (runs, d // runs))[:, :, :RUN].reshape(n, SAMPLED)
 
 
 def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -141,7 +152,7 @@ def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
                 total += rows.square().sum(1)
             else:  # one dot product after another reads the rows only once, and is too short to be shared out
                 values = rows.numpy()
-                sums += np.matmul(values[:, None, :], values[:, :, None])[:, 0, 0]
+                sums += np.matmul(values[:, None], values[:, :, None])[:, 0, 0]
     return total
 
 
@@ -162,6 +173,41 @@ def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
     for row in (~in_range(squares)).nonzero().flatten().tolist():  # zero, as a rule, and then soon done
         distances[row] = _scaled_distance(updates[row], point, squares.dtype)
     return distances
+
+
+def distances_beyond(updates: Tensor, point: Tensor | None, reach: float) -> Tensor:
+    """`distances_to`, but 0 for rows that are surely nearer than `reach`: faster where these are most of them.
+
+    A pass in the updates' own precision tells which those are, unless a few columns say that it is not worth while.
+    """
+    n, d = updates.shape
+    lost = math.sqrt(d * torch.finfo(updates.dtype).tiny)  # where squares are too small for that precision
+    others: list[int] = []
+    for rough in (_guessed_distances, _rough_distances):
+        others = [row for row, about in enumerate(rough(updates, point).tolist()) if not 2 * (about + lost) < reach]
+        if len(others) > n // 4:
+            return distances_to(updates, point)
+    distances = torch.zeros(n, dtype=torch.double)
+    for row in others:
+        distances[row] = distances_to(updates[row : row + 1], point)[0]
+    return distances
+
+
+def _guessed_distances(updates: Tensor, point: Tensor | None) -> Tensor:
+    """[n], as some of the columns let them be guessed."""
+    step = max(1, updates.shape[1] // 64)
+    some = updates[:, ::step]
+    return torch.linalg.vector_norm(some if point is None else some - point[::step], dim=1) * math.sqrt(step)
+
+
+def _rough_distances(updates: Tensor, point: Tensor | None) -> Tensor:
+    """[n], to a few digits; what overflows on the way is infinite or no number."""
+    if point is None:
+        return torch.linalg.vector_norm(updates, dim=1)
+    total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
+    for block in small_blocks(updates.shape[1]):
+        total += torch.linalg.vector_norm(updates[:, block] - point[block], dim=1).to(total.dtype).square()
+    return total.sqrt()
 
 
 def joined_lengths(lengths: Tensor, reduce: Reduce) -> Tensor:

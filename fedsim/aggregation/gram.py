@@ -14,16 +14,16 @@ from fedsim.aggregation.columns import (
     joined_lengths,
     norms,
     own_columns,
+    sampled_columns,
     small_blocks,
     wide_blocks,
 )
-from fedsim.aggregation.magnitude import in_range, unit_for
+from fedsim.aggregation.magnitude import limits, unit_for
 from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
 
 STRIP = 48  # columns of the product at once: with its symmetry, half of it need not be computed
 CANCELLED = 1e-7  # a squared distance this small beside what it is the difference of has lost half its digits
-SAMPLED = 512  # columns by which the row of least norm is found, more or less
 TIED = 1e-12  # relative: sums that differ by less were equal before rounding
 
 
@@ -76,6 +76,10 @@ class Gram:
     @cached_property
     def products(self) -> Tensor:
         """Inner products <z_i, z_j>, [m, m]."""
+        if self._mixing is None:
+            basis = self._basis.numpy()
+            to_centre = basis[-1, :-1]
+            return torch.from_numpy(basis[:-1, :-1] + (to_centre + to_centre[:, None]) + basis[-1, -1])
         return self._coordinates @ self._basis @ self._coordinates.t()
 
     @cached_property
@@ -107,7 +111,8 @@ class Gram:
             to_row = products[row]
             return products - to_row - to_row[:, None] + to_row[row]
         away = self._coordinates - self._coordinates[row]
-        return (away @ self._basis @ away.t()).numpy()
+        products = away @ self._basis @ away.t()
+        return ((products + products.t()) / 2).numpy()
 
     @cached_property
     def _reach(self) -> np.ndarray:
@@ -123,18 +128,17 @@ class Gram:
     @cached_property
     def squared_distances(self) -> Tensor:
         """|z_i - z_j|^2, [m, m], symmetric, 0 on the diagonal."""
-        offsets = self._basis[:-1, :-1].numpy() if self._mixing is None else self._products_from(0)
+        offsets = self._basis.numpy()[:-1, :-1] if self._mixing is None else self._products_from(0)
         own = offsets.diagonal()
         with np.errstate(all="ignore"):
             scale = own + own[:, None]
             result = np.maximum(scale - 2 * offsets, 0)
-            result = (result + result.T) / 2
             np.fill_diagonal(result, 0)
-            spoilt = (result <= CANCELLED * scale) & (scale > 0)
+            spoilt = result <= CANCELLED * scale
         np.fill_diagonal(spoilt, False)
         squares = torch.from_numpy(result)
         if spoilt.any():
-            self._recompute(squares, np.argwhere(np.triu(spoilt)).tolist())
+            self._recompute(squares, np.argwhere(np.triu(spoilt & (scale > 0))).tolist())
         return squares
 
     @cached_property
@@ -188,7 +192,8 @@ def _basis(updates: Tensor, reduce: Reduce) -> Basis:
     """The products of the centred updates, in such a unit that they are in range."""
     wide = wide_dtype(updates.device)
     products = _products(updates, 1.0, reduce)
-    if bool(in_range(products.diagonal().max().to(wide))):
+    low, high = limits(wide)
+    if low < products.numpy().diagonal().max() < high:
         return products, 1.0
     peak = float(torch.linalg.vector_norm(updates, torch.inf)) if updates.numel() else 0.0
     peak = float(reduce(torch.tensor([peak], dtype=torch.double), "max"))
@@ -206,7 +211,8 @@ def _require_digits(updates: Tensor, unit: float, peak: float, reduce: Reduce) -
     shortest = int(joined_lengths(norms(updates), reduce).argmin())
     away = joined_lengths(distances_to(updates, updates[shortest]), reduce)
     least = float(away[away > 0].min()) if bool(away.any()) else peak
-    if not bool(in_range(torch.tensor((least / unit) ** 2, dtype=wide_dtype(updates.device)))):
+    low, high = limits(wide_dtype(updates.device))
+    if not low < (least / unit) ** 2 < high:
         raise ExperimentError(
             f"updates: values up to {peak:.3g} beside rows that are {least:.3g} apart leave no digits for distances"
         )
@@ -214,9 +220,9 @@ def _require_digits(updates: Tensor, unit: float, peak: float, reduce: Reduce) -
 
 def _products(updates: Tensor, unit: float, reduce: Reduce) -> Tensor:
     """Inner products of the centred updates and, in the last place, the centre itself: float64 [n + 1, n + 1]."""
-    n, d = updates.shape
+    n = len(updates)
     wide = wide_dtype(updates.device)
-    sample = updates[:, :: max(1, d // SAMPLED)].to(wide) / unit
+    sample = sampled_columns(updates).to(wide) / unit
     centre = int(reduce(torch.linalg.vecdot(sample, sample), "sum").argmin())
     total = torch.zeros(n, n, dtype=wide, device=updates.device)
     for _, rows in wide_blocks(updates):
@@ -226,8 +232,8 @@ def _products(updates: Tensor, unit: float, reduce: Reduce) -> Tensor:
         rows[:centre].sub_(middle)
         rows[centre + 1 :].sub_(middle)
         _add_products(total, rows)
-    lower = reduce(total.double().cpu(), "sum").numpy()
-    products = np.tril(lower) + np.tril(lower, -1).T
+    lower = reduce(total.double().cpu(), "sum").tril()
+    products = lower + lower.tril(-1).t()
     basis = np.zeros((n + 1, n + 1))
     basis[:n, :n] = products
     basis[n, :n] = basis[:n, n] = products[centre]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -13,8 +14,15 @@ MOST = 1_000  # 2^MOST and 2^-MOST are ordinary numbers
 
 def in_range(squares: Tensor) -> Tensor:
     """Whether each of these sums of squares is neither near overflow nor so small that digits may have been lost."""
-    reach = _reach(squares.dtype)
-    return (squares > 2.0 ** (-reach * 15 // 16)) & (squares < 2.0 ** (reach - MARGIN))
+    low, high = limits(squares.dtype)
+    return (squares > low) & (squares < high)
+
+
+@functools.cache
+def limits(dtype: torch.dtype) -> tuple[float, float]:
+    """Between what sums of squares of this dtype are in range; see `in_range`."""
+    reach = _reach(dtype)
+    return 2.0 ** (-reach * 15 // 16), 2.0 ** (reach - MARGIN)
 
 
 def unit_for(peak: float, terms: int, dtype: torch.dtype) -> float:

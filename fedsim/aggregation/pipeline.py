@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fedsim.aggregation.cohort import Cohort
-from fedsim.aggregation.columns import column_blocks, small_blocks
+from fedsim.aggregation.columns import BLOCK, column_blocks, small_blocks
 from fedsim.aggregation.rows import Rows
 from fedsim.aggregation.rule import BoundRule, Mix
 from fedsim.aggregation.threads import alone_if_small
@@ -79,8 +80,16 @@ class Pipeline:
         return self._by_columns(cohort.rows(), cohort)
 
     def _by_columns(self, rows: Rows, cohort: Cohort) -> Tensor:
-        result = cohort.updates.new_empty(cohort.updates.shape[1])
-        for block in column_blocks(len(result)) if rows.are_updates else small_blocks(len(result)):
+        d = cohort.updates.shape[1]
+        result = cohort.updates.new_empty(d)
+        blocks: Iterable[slice]
+        if not rows.are_updates:
+            blocks = small_blocks(d)
+        elif d < 2 * BLOCK:
+            blocks = [slice(0, d)]  # few columns, and nobody to share them with
+        else:
+            blocks = column_blocks(d)
+        for block in blocks:
             part = rows.block(block)
             result[block] = self.rule(
                 lambda name, part=part: part if name == "updates" else cohort.menu(name, rows), cohort.f_for(self.rule)

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.aggregation.columns import bad_rows, products_with, sorted_columns, squared_distances_to, wide_blocks
+from fedsim.aggregation.columns import (
+    bad_rows,
+    distances_beyond,
+    distances_to,
+    products_with,
+    sampled_columns,
+    sorted_columns,
+    squared_distances_to,
+    wide_blocks,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -40,6 +49,41 @@ def test_distances_and_products_are_sums_in_double_precision(d, dtype):
         expected = torch.tensor(expected, dtype=torch.double)
         assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12 * d)
     assert torch.equal(updates, before)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("far", [0, 1, 8], ids=lambda far: f"{far} far")
+@pytest.mark.parametrize("d", [0, 1, 700])
+def test_distances_are_exact_from_the_reach_on(d, far, dtype, scale):
+    updates, point = normal(8, d, dtype), normal(1, d, dtype)[0]
+    updates[:far] *= 10
+    updates, point = updates * scale, point * scale
+    before = updates.clone()
+    for centre in (None, point):
+        exact = distances_to(updates, centre)
+        for reach in (1e-3 * scale, float(exact.median()) or scale, 3.0 * float(exact[-1]) or scale):
+            found = distances_beyond(updates, centre, reach)
+            assert torch.equal(found[exact >= reach], exact[exact >= reach])
+            assert bool((found[exact < reach] < reach).all())
+    assert torch.equal(updates, before)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_is_not_near(odd):
+    updates = torch.zeros(8, 700)
+    updates[2, 333] = odd
+    for point in (None, torch.zeros(700)):
+        found = distances_beyond(updates, point, 1.0)
+        assert torch.equal(found, distances_to(updates, point)) or found[2].isnan()
+
+
+def test_a_sample_has_columns_from_everywhere():
+    for d in (0, 1, 512, 513, 1_000, 50_000):
+        chosen = sampled_columns(torch.arange(d).expand(3, d))
+        assert torch.equal(chosen[0], chosen[2])
+        assert chosen.shape[1] == len(set(chosen[0].tolist())) == min(d, 512)
+        assert d <= 512 or int(chosen.max()) >= 0.9 * d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

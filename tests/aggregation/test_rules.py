@@ -203,6 +203,30 @@ def test_blocks_cover_every_column_once_and_do_not_depend_on_the_number_of_proce
     assert len(blocks) <= 64
 
 
+@pytest.mark.parametrize("name", [plug.name for plug in rule if getattr(plug.target, "columnwise", False)])
+def test_short_rows_give_the_same_in_one_piece_as_in_the_blocks_of_the_engines(name):
+    params = {"f": 2} if "f" in rule.get(name).parameters.model_fields else {}
+    for d in (BLOCK + 5, 2 * BLOCK - 1, 2 * BLOCK):
+        updates = torch.randn(9, d, dtype=torch.double, generator=torch.Generator().manual_seed(d))
+        by_blocks = [fedsim.aggregate(updates[:, block], rule=name, **params) for block in column_blocks(d)]
+        found = fedsim.aggregate(updates, rule=name, **params)
+        assert torch.allclose(found, torch.cat(by_blocks), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("far", [0, 1, 5, 20])
+def test_clipping_is_exact_however_many_rows_are_clipped(far):
+    updates = torch.randn(20, 700, dtype=torch.double, generator=torch.Generator().manual_seed(far))
+    updates[:far] *= 5
+    c = 60.0  # the others are about 26 long
+    clipped = sum(row * min(1.0, c / float(row.norm())) for row in updates) / 20
+    for result in (
+        fedsim.aggregate(updates, rule="norm_clipping", c=c),
+        fedsim.aggregate(updates, rule="centered_clipping", tau=c),
+        fedsim.pre_aggregate(updates, "norm_clipping", c=c).mean(0),
+    ):
+        assert torch.allclose(result, clipped, rtol=0, atol=1e-12)
+
+
 def test_a_rule_that_is_looked_up_again_is_checked_as_strictly():
     updates = torch.arange(20.0).reshape(10, 2)
     first = fedsim.aggregate(updates, rule="trimmed_mean", f=1)
