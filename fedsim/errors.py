@@ -14,6 +14,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 CLOSE = 0.65  # difflib's ratio from which on a name may be a slip of the other
+LONGEST_TEXT = 300  # characters of a path, or of somebody else's message, in an error line
+LONGEST_NAME = 100  # characters; nothing that has a name is called by more, and difflib would take long over them
 
 
 class FedsimError(Exception):
@@ -93,9 +95,19 @@ def plural(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
+def cut(text: str) -> str:
+    """A text that may be of any length, as an error line can hold it."""
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."
+
+
 def one_line(error: BaseException) -> str:
     """An exception of somebody else's as `Type: message`, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {cut(' '.join(str(error).split()))}"
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey, or what could break its line: each such character as a `?`."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def nearest(name: str, allowed: Iterable[str], elsewhere: Mapping[str, Sequence[str]] | None = None) -> str:
@@ -105,7 +117,7 @@ def nearest(name: str, allowed: Iterable[str], elsewhere: Mapping[str, Sequence[
     """
     allowed = list(allowed)
     meant = {**(elsewhere or {}), **{each: [each] for each in allowed}}
-    match = closest(name, meant)
+    match = closest(name, meant) if len(name) <= LONGEST_NAME else None
     guess = f"did you mean {' or '.join(map(show, meant[match]))}? " if match else ""
     return f"{guess}allowed: {', '.join(allowed) or 'none'}"
 
@@ -138,14 +150,18 @@ def explain(
     lines: list[str] = []
     wanted: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and what would do instead of it
     for problem in error.errors():
-        location = [part for part in problem["loc"] if not _is_choice(part)]
+        unknown = (
+            problem["type"] == "extra_forbidden"
+        )  # then the last part is a key of the user's, whatever it looks like
+        location = [part for part in problem["loc"][:-1] if not _is_choice(part)]
+        location += [part for part in problem["loc"][-1:] if unknown or not _is_choice(part)]
         where = _dotted([place, *location])
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, ExperimentError):  # raised by one of our own validators: complete but for places in lists
             unnumbered = _dotted([place, *(part for part in location if isinstance(part, str))])
             lines.extend(re.sub(rf"^{re.escape(unnumbered)}\b", where, line) for line in cause.lines)
             continue
-        if problem["type"] == "extra_forbidden":
+        if unknown:
             allowed = _keys_at(model, location[:-1])
             hint = nearest(str(location[-1]), allowed, elsewhere if len(location) == 1 else None)
             lines.append(f"{where} = {show(problem['input'])}: unknown key; {hint}")

@@ -111,6 +111,7 @@ def run(
     on_start: Callable[[Setting], object] | None = None,
     on_round: Callable[[RoundRecord], object] | None = None,
     workshop: Workshop | None = None,
+    allow_imports: bool = False,
 ) -> Result:
     """Run an experiment.
 
@@ -119,6 +120,7 @@ def run(
         out: a new or empty folder for the records; none are kept where it is left out.
         on_start, on_round: called with the Setting before the first round, and with each round's record after it.
         workshop: what this run shares with those before and after it; one of its own where it is left out.
+        allow_imports: whether a TOML file may name whatever can be imported; see `load_experiment`.
 
     Raises:
         ExperimentError: the experiment cannot be run as described.
@@ -126,7 +128,7 @@ def run(
         RecordError: the folder holds something already, or cannot be written.
         WorkerError: a worker failed, or the process that ran it.
     """
-    experiment = load_experiment(experiment)
+    experiment = load_experiment(experiment, allow_imports=allow_imports)
     history: list[RoundRecord] = []
     host = engines.get(experiment.engine).target
     with contextlib.ExitStack() as stack:

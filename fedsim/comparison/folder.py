@@ -16,12 +16,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from fedsim.bounds import problem_with_words
 from fedsim.comparison.axes import IS_ID, canonical
 from fedsim.comparison.grid import HOW, Grid, PlannedRun, common_tables, flat
 from fedsim.errors import RecordError, show
-from fedsim.files import to_json, write_whole
+from fedsim.files import is_file, read_bounded, require_inside, to_json, write_whole
 from fedsim.loading import read_toml
 from fedsim.records import CURVE, EXPERIMENT, METRICS, MODEL, RoundRecord
+from fedsim.report.reading import LARGEST, MOST_ERROR_BYTES, MOST_GRID_BYTES, MOST_METRICS_BYTES, Round
 
 if os.name == "posix":
     import fcntl
@@ -29,6 +33,8 @@ else:
     fcntl = None
 
 GRID_FILE, RUNS, ERROR = "grid.json", "runs", "error.txt"
+LOSSES = ("test_loss", "train_loss")
+NUMBERS = ("attack_success", "virtual_seconds")  # of a record, where they are not null
 PARTS = "shards"  # of a comparison that is cut into parts
 
 
@@ -57,14 +63,14 @@ class GridFolder:
             if made:
                 stack.callback(self._remove_if_empty)
             if held.is_file():
-                self._go_on_with(read_grid(held))
+                self._go_on_with(read_grid(held, path))
             self.write(GRID_FILE, to_json(self._described(), indent=2).encode())
         except OSError as error:
             raise RecordError(f"{path}: cannot be the folder of a comparison: {error.strerror}") from error
 
     def run_folder(self, run: PlannedRun) -> Path:
-        """Where a run keeps its records."""
-        return self.path / RUNS / self._id(run)
+        """Where a run keeps its records. Raises RecordError where a link leads out of the comparison's folder."""
+        return inner_folder(self.path, self._id(run))
 
     def is_finished(self, run: PlannedRun) -> bool:
         """Whether all records of a run are there."""
@@ -77,7 +83,7 @@ class GridFolder:
         wanted = [
             name for name, asked in ((MODEL, experiment.records.model), (CURVE, experiment.records.curve)) if asked
         ]
-        complete = len(read_history(folder)) == experiment.rounds and all((folder / name).is_file() for name in wanted)
+        complete = len(read_history(folder)) == experiment.rounds and all(is_file(folder / name) for name in wanted)
         return complete and not (folder / ERROR).exists()
 
     def history(self, run: PlannedRun) -> list[RoundRecord]:
@@ -86,10 +92,13 @@ class GridFolder:
 
     def error(self, run: PlannedRun) -> str | None:
         """Why a run failed, in full; None if it did not."""
+        folder = self.run_folder(run)
         try:
-            return (self.run_folder(run) / ERROR).read_text(encoding="utf-8")
-        except OSError:
+            return read_bounded(folder / ERROR, MOST_ERROR_BYTES, folder).decode(errors="replace")
+        except FileNotFoundError:
             return None
+        except OSError as error:
+            raise RecordError(f"{folder / ERROR}: cannot be read: {error.strerror}") from None
 
     def clear(self, run: PlannedRun) -> None:
         """Remove what an unfinished run has left."""
@@ -138,7 +147,7 @@ class GridFolder:
             lines = _differences(held["base"], common_tables(both, self._grid.axes))
             for run in both:
                 if not lines and self.is_finished(run):
-                    there = read_toml(self.run_folder(run) / EXPERIMENT)
+                    there = read_toml(self.run_folder(run) / EXPERIMENT, self.run_folder(run))
                     lines = [f"{self._id(run)}: {line}" for line in _differences(there, run.experiment.resolved())]
         if lines:
             raise RecordError(f"{self.path}: holds another grid; name a new folder\n" + "\n".join(lines))
@@ -159,29 +168,68 @@ class GridFolder:
             self.path.rmdir()
 
 
-def read_history(folder: Path) -> list[RoundRecord]:
-    """The rounds that a run folder has on record; a line that was cut off does not count."""
+def inner_folder(whole: Path, id: str) -> Path:
+    """The folder of one run of a comparison. Raises RecordError where a link leads out of the comparison's folder."""
+    folder = whole / RUNS / id
     try:
-        lines = (folder / METRICS).read_text(encoding="utf-8").split("\n")[:-1]
+        require_inside(folder, whole)
+    except OSError as error:
+        raise RecordError(f"{folder}: {error.strerror}") from None
+    return folder
+
+
+def read_history(folder: Path) -> list[RoundRecord]:
+    """The rounds that a run folder has on record; a line that was cut off does not count.
+
+    Of a file that is not as a run writes it there are none.
+    """
+    try:
+        lines = read_bounded(folder / METRICS, MOST_METRICS_BYTES, folder).decode("utf-8").split("\n")[:-1]
         records = [json.loads(line) for line in lines]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
+        return []
+    if not all(map(_is_record, records, lines)):
         return []
     for record in records:
-        for loss in ("test_loss", "train_loss"):
-            if record.get(loss, 0.0) is None:  # JSON has no word for it
+        for loss in LOSSES:
+            if record[loss] is None or not abs(record[loss]) <= LARGEST:  # JSON has no word for it
                 record[loss] = math.nan
     return records
 
 
-def read_grid(path: Path) -> dict[str, Any]:
+def _is_record(record: Any, line: str) -> bool:
+    """Whether it has what tables and pictures ask of a round."""
+    try:
+        read = Round.model_validate_json(line)
+    except ValidationError:
+        return False
+    complete = {*LOSSES, "seconds"} <= record.keys() and None not in read.seconds.values()
+    accuracy = read.test_accuracy is not None and 0 <= read.test_accuracy <= 1
+    lost = [key for key in NUMBERS if record.get(key) is not None and getattr(read, key) is None]
+    return complete and accuracy and not lost
+
+
+def read_grid(path: Path, inside: Path | None = None) -> dict[str, Any]:
     """The grid that a folder's file describes. Raises RecordError where it cannot be read."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        if {"axes", "base", "runs"} <= held.keys() and all(IS_ID.match(run["id"]) for run in held["runs"]):
+        held = json.loads(read_bounded(path, MOST_GRID_BYTES, inside))
+        if problem_with_words(held, any_text=True) is None and _is_grid(held):
             return held
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+    except (OSError, ValueError, RecursionError):
         pass
     raise RecordError(f"{path}: cannot be read as the grid of a comparison; name a new folder")
+
+
+def _is_grid(held: Any) -> bool:
+    """Whether it has the parts of a grid: axes with their values, a base, and runs whose names lead nowhere else."""
+    if not isinstance(held, dict) or not isinstance(held.get("base"), dict):
+        return False
+    axes, runs = held.get("axes"), held.get("runs")
+    if not isinstance(axes, dict) or not all(isinstance(values, list) for values in axes.values()):
+        return False
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+        return False
+    return all(isinstance(run.get("id"), str) and IS_ID.match(run["id"]) and "point" in run for run in runs)
 
 
 def differences_of_grids(there: dict[str, Any], here: dict[str, Any]) -> list[str]:

@@ -168,7 +168,7 @@ def test_ids_are_different_even_where_labels_are_not():
     axes = {"aggregate.rule": ["tests.plugs:clipped_mean"], "aggregate.c": [1.0, 2.0], "name": ["a_b", "A_b"]}
     ids = [run.id for run in load_grid(None, axes).runs]
     assert len({id.lower() for id in ids}) == 4
-    long = load_grid(None, {"name": ["x" * 300, "x" * 299 + "y"]}).runs
+    long = load_grid(None, {"data.root": ["x" * 300, "x" * 299 + "y"]}).runs
     assert len({run.id for run in long}) == 2
     assert all(len(run.id) < 120 for run in long)
 
