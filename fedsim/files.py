@@ -69,12 +69,16 @@ def require_regular(path: Path, most: int, inside: Path | None = None) -> None:
 
 def require_inside(path: Path, folder: Path) -> None:
     """Raise OSError where a path, which need not exist, leads out of a folder by links or `..`."""
-    try:
-        leads_out = not path.resolve().is_relative_to(folder.resolve())
-    except RuntimeError:  # a circle of links
-        leads_out = True
-    if leads_out:
+    if leads_out(path, folder):
         raise OSError(errno.EINVAL, f"it leads out of {folder}")
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether a path leads out of a folder."""
+    try:
+        return not path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # a circle of links, a name that cannot be one
+        return True
 
 
 def is_file(path: Path) -> bool:

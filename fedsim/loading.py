@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import tomli_w
 
 from fedsim.bounds import DEEPEST, MOST_BITS, is_harmless, problem_with_words, refuse_long_chains
+from fedsim.data.sources import lacks_files
 from fedsim.errors import LONGEST_TEXT, ExperimentError, cut, printable, show
 from fedsim.experiment import Experiment
-from fedsim.files import read_bounded
+from fedsim.files import leads_out, read_bounded
 from fedsim.permission import is_strangers, words_of
 from fedsim.sections import Distributed
 from fedsim.tables import PlugTable, Table
@@ -91,10 +93,24 @@ def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
 def experiment_of(description: Mapping[str, Any]) -> Experiment:
     """The experiment that nested tables describe. Raises ExperimentError, one line per problem."""
     experiment = Experiment(**{str(key): value for key, value in description.items()})
-    init = experiment.distributed.init
-    if init != Distributed().init and is_strangers(init):
-        raise ExperimentError(f"distributed.init = {show(init)}: a file cannot say with whom to meet; say it yourself")
+    _refuse_places(experiment)
     return experiment
+
+
+def _refuse_places(experiment: Experiment) -> None:
+    """Raise ExperimentError where a file says with whom to meet, or where to put downloads; see `permission`."""
+    init, data = experiment.distributed.init, experiment.data
+    if init != Distributed().init and is_strangers(init):
+        raise ExperimentError(
+            f"distributed.init = {show(init)}: a file cannot say with whom to meet; say it on the command line"
+        )
+    if data.root is None or not is_strangers(data.root):
+        return
+    if leads_out(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.dataset, data.root):
+        raise ExperimentError(
+            f"data.root = {show(data.root)}: has no {data.dataset}, and a file cannot have data put outside of the "
+            "working directory; say it on the command line"
+        )
 
 
 def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ MOST_BYTES = 2**30
 LARGEST = 2**63  # of what tensors hold
 MARK = "# fedsim race "
 
-TAKEN, GIVEN_UP, LEFT = range(3)  # what became of a piece of work, or that a worker counted as gone
+KINDS = TAKEN, GIVEN_UP, LEFT = range(3)  # what became of a piece of work, or that a worker counted as gone
 
 # What an experiment may differ in from the one that is replayed.
 FREE = {"name", "engine", "processes", "threads_per_process", "timeout", "device", "mode", "rounds", "batched"} | {
@@ -88,10 +88,12 @@ def read_log(path: str, described: Mapping[str, Any], run: int = 1) -> dict[int,
         rounds: dict[int, list[Entry]] = {}
         for line in lines:
             its_run, round, *entry = map(int, line.split(","))
-            if not all(0 <= number < LARGEST for number in entry):
+            if not all(0 <= number < LARGEST for number in entry) or entry[0] not in KINDS:
                 raise ValueError("not an entry")
             if its_run == run:
                 rounds.setdefault(round, []).append(Entry(*entry))
+        if any(all(entry.kind != TAKEN for entry in entries) for entries in rounds.values()):
+            raise ValueError("a round without work")
     except OSError as error:
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, RecursionError):

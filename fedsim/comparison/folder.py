@@ -33,6 +33,7 @@ else:
     fcntl = None
 
 GRID_FILE, RUNS, ERROR = "grid.json", "runs", "error.txt"
+LONGEST_NAME_OF_A_FOLDER = 255  # characters
 LOSSES = ("test_loss", "train_loss")
 NUMBERS = ("attack_success", "virtual_seconds")  # of a record, where they are not null
 PARTS = "shards"  # of a comparison that is cut into parts
@@ -229,7 +230,11 @@ def _is_grid(held: Any) -> bool:
         return False
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         return False
-    return all(isinstance(run.get("id"), str) and IS_ID.match(run["id"]) and "point" in run for run in runs)
+    return all(_is_id(run.get("id")) and "point" in run for run in runs)
+
+
+def _is_id(name: Any) -> bool:
+    return isinstance(name, str) and len(name) <= LONGEST_NAME_OF_A_FOLDER and bool(IS_ID.match(name))
 
 
 def differences_of_grids(there: dict[str, Any], here: dict[str, Any]) -> list[str]:

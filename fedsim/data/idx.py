@@ -21,6 +21,7 @@ from fedsim.errors import DataError
 from fedsim.files import is_file, read_bounded
 
 MOST_BYTES = 2**30  # of a file, packed or not; the images of MNIST have 47 million
+MOST_DIMENSIONS = 4
 PARTS = {
     True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -64,7 +65,7 @@ def _read(folder: Path, name: str) -> np.ndarray:
         content = np.frombuffer(bytearray(_unpacked(packed) if path.suffix == ".gz" else packed), np.uint8)  # writable
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    if len(content) < 4 or content[:3].tolist() != [0, 0, 8]:
+    if len(content) < 4 or content[:3].tolist() != [0, 0, 8] or content[3] > MOST_DIMENSIONS:
         raise DataError(f"{path}: is not an IDX file of unsigned bytes")
     start = 4 + 4 * int(content[3])
     shape = tuple(content[4:start].view(">u4").tolist()) if len(content) >= start else ()
