@@ -223,7 +223,7 @@ def _problems_with_departures(experiment: Experiment, policy: Policy) -> list[st
 def _problems_with_attackers(experiment: Experiment) -> list[str]:
     listed, count = experiment.attack.workers or [], experiment.attack.count(experiment.workers)
     if len(set(listed)) < len(listed) or any(worker >= experiment.workers for worker in listed):
-        return [f"attack.workers = {listed}: must be different workers, from 0 to {experiment.workers - 1}"]
+        return [f"attack.workers = {show(listed)}: must be different workers, from 0 to {experiment.workers - 1}"]
     if count >= experiment.workers:
         return [f"attack.workers: {count} of {experiment.workers} workers are Byzantine; at least one must be honest"]
     if experiment.attack.name != "none" and not count:

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 CLOSE = 0.65  # difflib's ratio from which on a name may be a slip of the other
+MOST_PROBLEMS = 100  # of an experiment that are told; nobody reads more
 LONGEST_TEXT = 300  # characters of a path, or of somebody else's message, in an error line
 LONGEST_NAME = 100  # characters; nothing that has a name is called by more, and difflib would take long over them
 
@@ -23,9 +24,14 @@ class FedsimError(Exception):
 
 
 class ExperimentError(FedsimError, ValueError):
-    """The experiment cannot be run as described: one line per problem, with place, value and what is allowed."""
+    """The experiment cannot be run as described: one line per problem, with place, value and what is allowed.
+
+    Of very many problems the first MOST_PROBLEMS are told.
+    """
 
     def __init__(self, *lines: str) -> None:
+        if len(lines) > MOST_PROBLEMS + 1:
+            lines = (*lines[:MOST_PROBLEMS], f"and {len(lines) - MOST_PROBLEMS} more problems")
         super().__init__("\n".join(lines))
         self.lines = lines
 
@@ -149,7 +155,7 @@ def explain(
     """
     lines: list[str] = []
     wanted: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and what would do instead of it
-    for problem in error.errors():
+    for problem in error.errors(include_url=False)[:MOST_PROBLEMS]:
         unknown = (
             problem["type"] == "extra_forbidden"
         )  # then the last part is a key of the user's, whatever it looks like
@@ -172,7 +178,9 @@ def explain(
     for where, (value, requirements) in wanted.items():
         if not any(other.startswith((f"{where}.", f"{where}[")) for other in wanted):  # what is wrong within says more
             lines.append(f"{where} = {show(value)}: must be {' or '.join(requirements)}")
-    return list(dict.fromkeys(lines))
+    lines = list(dict.fromkeys(lines))
+    more = error.error_count() - MOST_PROBLEMS
+    return lines if more <= 0 else [*lines, f"and {plural(more, 'more problem')}"]
 
 
 def _is_choice(part: int | str) -> bool:

@@ -27,7 +27,7 @@ else:
 
 Change = tuple[list[str], Any]  # the parts of a dotted key, and the value that it is to have
 
-MOST_BYTES = 16 * 2**20  # of an experiment file: a weight for each of a million workers has room
+MOST_BYTES = 8 * 2**20  # of an experiment file: a weight for each of a million workers has room
 
 
 def load_experiment(

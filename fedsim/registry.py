@@ -26,7 +26,7 @@ from typing import Any, get_type_hints
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from fedsim.errors import ExperimentError, explain, nearest, one_line, show
+from fedsim.errors import MOST_PROBLEMS, ExperimentError, explain, nearest, one_line, show
 from fedsim.permission import ImportRefusedError, require_importable, require_own
 from fedsim.vision import import_torchvision
 
@@ -61,7 +61,7 @@ class Plug:
             f"{where}{name} = {show(values[name])}: unknown key (the {self.kind} is {self.name}"
             f"{goes_with(name, self.siblings)}); "
             f"{nearest(name, dict.fromkeys([*beside, *self.parameters.model_fields]))}"
-            for name in unknown
+            for name in unknown[:MOST_PROBLEMS]
         ]
         try:
             checked = self._validated({name: value for name, value in values.items() if name not in unknown})

@@ -49,7 +49,7 @@ class Data(PlugTable):
 
     dataset: str = "mnist5k"
     root: str | None = None  # folder of downloaded data sets; None: $FEDSIM_DATA, else the user's cache folder
-    augment: list[Augment] = Field(default=[])  # of training batches, in this order
+    augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])  # of training batches, in this order
 
 
 class Partition(PlugTable):

@@ -88,7 +88,8 @@ def read_log(path: str, described: Mapping[str, Any], run: int = 1) -> dict[int,
         rounds: dict[int, list[Entry]] = {}
         for line in lines:
             its_run, round, *entry = map(int, line.split(","))
-            if not all(0 <= number < LARGEST for number in entry) or entry[0] not in KINDS:
+            whole = len(entry) == len(Entry._fields) and all(0 <= number < LARGEST for number in entry)
+            if not whole or entry[0] not in KINDS:
                 raise ValueError("not an entry")
             if its_run == run:
                 rounds.setdefault(round, []).append(Entry(*entry))

@@ -56,6 +56,28 @@ def test_what_no_experiment_holds_is_one_short_line(tmp_path, text, message):
     assert time.perf_counter() - started < 10
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"aggregate = {{weights = [{'-1,' * 20_000}]}}",
+        f"records = {{updates = [{'-1,' * 20_000}]}}",
+        f"attack = {{name = 'alie', workers = [{'7,' * 20_000}]}}",
+        "".join(f"k{number} = 1\n" for number in range(5_000)),
+        "[local]\n" + "".join(f"k{number} = 1\n" for number in range(5_000)),
+        "[aggregate]\n" + "".join(f"k{number} = 1\n" for number in range(5_000)),
+        "mode = 'clock'\npolicy = 'asgd'\n[clock.departures]\n" + "".join(f"k{n} = 1.0\n" for n in range(5_000)),
+    ],
+)
+def test_of_very_many_problems_some_are_told_and_soon(tmp_path, text):
+    (tmp_path / "x.toml").write_text(text)
+    started = time.perf_counter()
+    with pytest.raises(ExperimentError) as caught:
+        fedsim.load_experiment(tmp_path / "x.toml")
+    assert len(caught.value.lines) <= 101
+    assert len(str(caught.value)) < 50_000
+    assert time.perf_counter() - started < 20
+
+
 def test_so_it_is_with_words_of_the_command_line(cli):
     for word in ("seed=" + "9" * 5000, ".".join(["a"] * DEEP) + "=1", "a=" + "[" * DEEP, "x" * 10_000, "a\udcff=1"):
         done = cli("run", word, "--dry-run")
