@@ -1,6 +1,6 @@
 """Whatever files hold, loading them ends soon, in one of fedsim's own errors at worst, and imports nothing.
 
-`pytest -m slow tests/hostile` tries some 15,000 inputs; the default suite a few hundred.
+`pytest -m slow tests/hostile` tries 14,900 inputs; the default suite a few hundred.
 """
 
 from __future__ import annotations
