@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 
 from fedsim.devices import free_memory
 from fedsim.errors import RecordError
-from fedsim.files import read_whole, write_whole
+from fedsim.files import leads_out, read_bounded, write_whole
 from fedsim.snapshot import Snapshot
 from fedsim.version import __version__
 
@@ -81,16 +81,19 @@ class Checkpoints:
         """The state after a round. Raises RecordError where the checkpoint is damaged."""
         head, tensors = self._paths(round)
         try:
-            said = json.loads(read_whole(head, free_memory() // 2))
+            most = int(free_memory() / 2)
+            said = json.loads(read_bounded(head, most, self._folder))
             if said["format"] != FORMAT:
                 raise RecordError(f"{head}: has format {said['format']}, and this fedsim reads {FORMAT}")
             checksum = said.pop("checksum")
-            content = read_whole(tensors, free_memory() // 2)
+            content = read_bounded(tensors, most, self._folder)
             if checksum != _checksum_of(said) or said["round"] != round or said["sha256"] != _sha256(content):
                 raise RecordError(f"{head}: is damaged: its checksum is another")
             if not isinstance(said["facts"], dict):
                 raise RecordError(f"{head}: is damaged: its facts are none")
             return Snapshot(load(content), said["facts"])
+        except OSError as error:
+            raise RecordError(f"{head}: cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise RecordError(f"{head}: is damaged: {error!r:.200}") from None
 
@@ -107,6 +110,8 @@ class Checkpoints:
             self._folder.mkdir(exist_ok=True)
         except OSError as error:
             raise RecordError(f"{self._folder}: cannot be made: {error.strerror}") from error
+        if leads_out(self._folder, self._folder.parent):
+            raise RecordError(f"{self._folder}: leads out of the run's folder")
         content = save(state.tensors)
         said = {"format": FORMAT, "fedsim": __version__, "round": round, "sha256": _sha256(content)}
         said["facts"] = state.facts

@@ -24,8 +24,18 @@ from fedsim.comparison.display import GridDisplay
 from fedsim.comparison.gathering import Shard, gather
 from fedsim.engines import engine as engines
 from fedsim.engines.ranks import Ranks
-from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, plural, show, warnings_as_lines
+from fedsim.errors import (
+    ExperimentError,
+    FedsimError,
+    WorkerError,
+    nearest,
+    plural,
+    printable,
+    show,
+    warnings_as_lines,
+)
 from fedsim.experiment import keys_called
+from fedsim.files import is_file
 from fedsim.listing import PLUGS, list_plugs
 from fedsim.loading import load_experiment, parse_value, to_toml
 from fedsim.preparation import Setting
@@ -52,6 +62,14 @@ Words = Annotated[
         help="An experiment, and what to change in it: rounds=5 local.lr=0.1 partition.strategy=iid. "
         "Without CONFIG.toml: the default experiment.",
         show_default=False,
+    ),
+]
+
+AllowImports = Annotated[
+    bool,
+    typer.Option(
+        "--allow-imports",
+        help="Import what files name, as package.module:name: that runs it. Your own words need no leave.",
     ),
 ]
 
@@ -89,13 +107,16 @@ def run(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved experiment and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
+    allow_imports: AllowImports = False,
 ) -> None:
     """Run an experiment and keep its records in a folder."""
     with _errors_as_lines():
         source, overrides = _source_and_overrides(words or [], context)
         if resume and out:
             raise ExperimentError("--resume and --out: the records go where they are; leave --out out")
-        experiment = load_experiment(source or (resume and experiment_of_run(resume)), overrides)
+        experiment = load_experiment(
+            source or (resume and experiment_of_run(resume)), overrides, allow_imports=allow_imports
+        )
         if dry_run:
             print(to_toml(experiment), end="")
             return
@@ -151,20 +172,22 @@ def compare(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the runs, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
+    allow_imports: AllowImports = False,
 ) -> None:
     """Run an experiment for every combination of some values, and compare: table, CSV and pictures."""
     with _errors_as_lines():
-        folders = [Path(word) for word in words or [] if Path(word).is_dir()]
+        folders = [Path(word) for word in words or [] if _is_folder(word)]
         if folders:
             if len(folders) < len(words or []) or shard or dry_run:
                 raise ExperimentError(
-                    "folders of comparisons are put together as they are; leave all but --out and --target out"
+                    "folders of comparisons are put together as they are; leave all but --out, --target and "
+                    "--allow-imports out"
                 )
             folder = out or (folders[0] if len(folders) == 1 else new_folder_name(f"{folders[0].name}-grid"))
-            comparison = gather(folders, folder, target)
+            comparison = gather(folders, folder, target, allow_imports=allow_imports)
         else:
             source, changes = _source_and_overrides(words or [], context)
-            grid = load_grid(source, words=changes, target=target)
+            grid = load_grid(source, words=changes, target=target, allow_imports=allow_imports)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
                 raise ExperimentError("--shard: goes with --out FOLDER, which all parts have in common")
@@ -202,10 +225,11 @@ def replay(
     ] = None,
     round: Annotated[int | None, typer.Option(help="Which of the kept rounds.", show_default="the last")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    allow_imports: AllowImports = False,
 ) -> None:
     """Take one kept round of a run (records.updates=[1,5]) through many rules, and show what each makes of it."""
     with _errors_as_lines():
-        stored = load_round(folder, round)
+        stored = load_round(folder, round, allow_imports=allow_imports)
         chosen = (
             [parse_value(text.strip(), "--rules") for text in split_at_commas(rules)]
             if rules
@@ -300,10 +324,17 @@ def _source_and_overrides(words: list[str], context: typer.Context) -> tuple[str
     for word, next_word in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
             raise ExperimentError(_no_such_option(word, next_word, context))
-    paths = [word for word in words if "=" not in word or Path(word).is_file()]
+    paths = [word for word in words if "=" not in word or is_file(Path(word))]
     if len(paths) > 1:
         raise ExperimentError(f"{show(paths[1])}: expected key=value, since {paths[0]} is the experiment already")
     return (paths[0] if paths else None), [word for word in words if word not in paths]
+
+
+def _is_folder(word: str) -> bool:
+    try:
+        return Path(word).is_dir()
+    except OSError:  # too long a word to be a name
+        return False
 
 
 def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
@@ -327,11 +358,11 @@ def _errors_as_lines() -> Iterator[None]:
         with warnings_as_lines():
             yield
     except WorkerError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_shown(str(error))}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
     except FedsimError as error:
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {_shown(line)}", file=sys.stderr)
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -342,6 +373,11 @@ def _errors_as_lines() -> Iterator[None]:
     finally:
         if main:
             signal.signal(signal.SIGTERM, before)  # what is left to do is to end
+
+
+def _shown(text: str) -> str:
+    """Lines without what a terminal would obey, whatever files and folders are called."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 class Terminated(BaseException):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fedsim.asynchronous.policies import Policy
+from fedsim.devices import free_memory
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, show
 from fedsim.precision import PRECISIONS
@@ -16,10 +17,13 @@ from fedsim.sections import Aggregate, Distributed, Server
 if TYPE_CHECKING:
     from fedsim.experiment import Experiment
 
+LARGE = 1_000_000  # from so many on it is asked whether a list of them fits into memory
+MEMBER_BYTES = 100  # of lists, for each in them
+
 
 def problems_with(experiment: Experiment) -> list[str]:
     """What does not go together in an experiment whose tables are right each by itself: a line for each."""
-    lines = []
+    lines = _problems_with_size(experiment)
     if experiment.cohort is not None and experiment.cohort > experiment.workers:
         lines.append(f"cohort = {experiment.cohort}: must be at most workers, {experiment.workers}")
     engine_class = engine.get(experiment.engine).target
@@ -47,6 +51,26 @@ def problems_with(experiment: Experiment) -> list[str]:
     lines.extend(_problems_with_weights(experiment))
     lines.extend(_problems_with_attackers(experiment))
     return lines
+
+
+def _problems_with_size(experiment: Experiment) -> list[str]:
+    """With lists that would fill the memory before anything has begun."""
+    lines = []
+    if experiment.cohort_size > LARGE:
+        key = "workers" if experiment.cohort is None else "cohort"
+        named = f"{key} = {experiment.cohort_size}"
+        lines.extend(_beyond_memory(f"{named}: what is kept of every member of a cohort", experiment.cohort_size))
+    if experiment.workers > LARGE and experiment.attack.workers is None and experiment.attack.count(experiment.workers):
+        named = f"attack.fraction = {experiment.attack.fraction}"
+        lines.extend(_beyond_memory(f"{named}: to draw from {experiment.workers} workers", experiment.workers))
+    return lines
+
+
+def _beyond_memory(what: str, count: int) -> list[str]:
+    needed, free = count * MEMBER_BYTES, free_memory()
+    if needed <= free:
+        return []
+    return [f"{what} takes {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of memory are free"]
 
 
 def _problems_with_ranks(experiment: Experiment, engine_class: type[Engine]) -> list[str]:
@@ -202,7 +226,7 @@ def _problems_with_departures(experiment: Experiment, policy: Policy) -> list[st
 def _problems_with_attackers(experiment: Experiment) -> list[str]:
     listed, count = experiment.attack.workers or [], experiment.attack.count(experiment.workers)
     if len(set(listed)) < len(listed) or any(worker >= experiment.workers for worker in listed):
-        return [f"attack.workers = {listed}: must be different workers, from 0 to {experiment.workers - 1}"]
+        return [f"attack.workers = {show(listed)}: must be different workers, from 0 to {experiment.workers - 1}"]
     if count >= experiment.workers:
         return [f"attack.workers: {count} of {experiment.workers} workers are Byzantine; at least one must be honest"]
     if experiment.attack.name != "none" and not count:

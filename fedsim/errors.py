@@ -14,6 +14,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 CLOSE = 0.65  # difflib's ratio from which on a name may be a slip of the other
+MOST_PROBLEMS = 100  # of an experiment that are told; nobody reads more
+LONGEST_TEXT = 300  # characters of a path, or of somebody else's message, in an error line
+LONGEST_NAME = 100  # characters; nothing that has a name is called by more, and difflib would take long over them
 
 
 class FedsimError(Exception):
@@ -21,9 +24,14 @@ class FedsimError(Exception):
 
 
 class ExperimentError(FedsimError, ValueError):
-    """The experiment cannot be run as described: one line per problem, with place, value and what is allowed."""
+    """The experiment cannot be run as described: one line per problem, with place, value and what is allowed.
+
+    Of very many problems the first MOST_PROBLEMS are told.
+    """
 
     def __init__(self, *lines: str) -> None:
+        if len(lines) > MOST_PROBLEMS + 1:
+            lines = (*lines[:MOST_PROBLEMS], f"and {len(lines) - MOST_PROBLEMS} more problems")
         super().__init__("\n".join(lines))
         self.lines = lines
 
@@ -93,9 +101,19 @@ def plural(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
+def cut(text: str) -> str:
+    """A text that may be of any length, as an error line can hold it."""
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."
+
+
 def one_line(error: BaseException) -> str:
     """An exception of somebody else's as `Type: message`, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {cut(' '.join(str(error).split()))}"
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey, or what could break its line: each such character as a `?`."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def nearest(name: str, allowed: Iterable[str], elsewhere: Mapping[str, Sequence[str]] | None = None) -> str:
@@ -105,7 +123,7 @@ def nearest(name: str, allowed: Iterable[str], elsewhere: Mapping[str, Sequence[
     """
     allowed = list(allowed)
     meant = {**(elsewhere or {}), **{each: [each] for each in allowed}}
-    match = closest(name, meant)
+    match = closest(name, meant) if len(name) <= LONGEST_NAME else None
     guess = f"did you mean {' or '.join(map(show, meant[match]))}? " if match else ""
     return f"{guess}allowed: {', '.join(allowed) or 'none'}"
 
@@ -137,15 +155,19 @@ def explain(
     """
     lines: list[str] = []
     wanted: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and what would do instead of it
-    for problem in error.errors():
-        location = [part for part in problem["loc"] if not _is_choice(part)]
+    for problem in error.errors(include_url=False)[:MOST_PROBLEMS]:
+        unknown = (
+            problem["type"] == "extra_forbidden"
+        )  # then the last part is a key of the user's, whatever it looks like
+        location = [part for part in problem["loc"][:-1] if not _is_choice(part)]
+        location += [part for part in problem["loc"][-1:] if unknown or not _is_choice(part)]
         where = _dotted([place, *location])
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, ExperimentError):  # raised by one of our own validators: complete but for places in lists
             unnumbered = _dotted([place, *(part for part in location if isinstance(part, str))])
             lines.extend(re.sub(rf"^{re.escape(unnumbered)}\b", where, line) for line in cause.lines)
             continue
-        if problem["type"] == "extra_forbidden":
+        if unknown:
             allowed = _keys_at(model, location[:-1])
             hint = nearest(str(location[-1]), allowed, elsewhere if len(location) == 1 else None)
             lines.append(f"{where} = {show(problem['input'])}: unknown key; {hint}")
@@ -156,7 +178,9 @@ def explain(
     for where, (value, requirements) in wanted.items():
         if not any(other.startswith((f"{where}.", f"{where}[")) for other in wanted):  # what is wrong within says more
             lines.append(f"{where} = {show(value)}: must be {' or '.join(requirements)}")
-    return list(dict.fromkeys(lines))
+    lines = list(dict.fromkeys(lines))
+    more = error.error_count() - MOST_PROBLEMS
+    return lines if more <= 0 else [*lines, f"and {plural(more, 'more problem')}"]
 
 
 def _is_choice(part: int | str) -> bool:

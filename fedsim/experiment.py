@@ -14,7 +14,6 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     ValidationError,
     field_validator,
     model_validator,
@@ -23,11 +22,12 @@ from pydantic import (
 from fedsim.aggregation import Pipeline
 from fedsim.consistency import problems_with
 from fedsim.engines import Engine, engine
-from fedsim.errors import ExperimentError, explain, show
+from fedsim.errors import LONGEST_NAME, ExperimentError, explain, show
 from fedsim.precision import PRECISIONS
 from fedsim.randomness import numpy_generator
 from fedsim.sections import (
     Aggregate,
+    Amount,
     AsyncPolicy,
     Attack,
     Batched,
@@ -44,10 +44,14 @@ from fedsim.sections import (
 )
 from fedsim.tables import PlugTable, Table
 
+Processes = Annotated[int, Field(gt=0, le=1024)]  # or threads: a file must not fill the machine with them
+
 
 def _name_of_a_folder(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError("one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter or digit")
+    if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}", name):
+        raise ValueError(
+            f"one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter or digit, at most {LONGEST_NAME}"
+        )
     return name
 
 
@@ -59,12 +63,12 @@ class Experiment(Table):
 
     name: Annotated[str, AfterValidator(_name_of_a_folder)] = "mnist5k_sync_sgd"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    rounds: PositiveInt = 10
-    workers: PositiveInt = 4
-    cohort: PositiveInt | None = None  # workers that take part in a round; None: all
+    rounds: Amount = 10
+    workers: Amount = 4
+    cohort: Amount | None = None  # workers that take part in a round; None: all
     engine: str = "auto"
-    processes: PositiveInt | None = None  # None: by cores, and by free memory on a card
-    threads_per_process: PositiveInt = 1
+    processes: Processes | None = None  # None: by cores, and by free memory on a card
+    threads_per_process: Processes = 1
     timeout: PositiveFloat = 300.0  # seconds without a sign of life after which a process counts as hanging
     device: str = "auto"
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]

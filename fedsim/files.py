@@ -1,11 +1,13 @@
-"""Files that are written whole or not at all."""
+"""Files: written whole or not at all; read if they are regular ones, of bounded size, that lie where they belong."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all. Raises RecordError where it cannot be written."""
     temporary = path.with_name(PART.format(path.name))
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # left by a killed process, or a link that leads elsewhere
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -35,18 +38,6 @@ def write_whole(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)  # there is one still only where it went wrong
-
-
-def read_whole(path: Path, most: int) -> bytes:
-    """The content of a regular file of at most so many bytes. Raises RecordError where it is something else."""
-    try:
-        if not path.is_file():
-            raise RecordError(f"{path}: no such file")
-        if (size := path.stat().st_size) > most:
-            raise RecordError(f"{path}: has {size:,} bytes, of which there is memory for {most:,}")
-        return path.read_bytes()
-    except OSError as error:
-        raise RecordError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -67,6 +58,72 @@ def locked(folder: Path, by_whom: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
+    """The content of a regular file.
+
+    Nothing else is opened, since reading a pipe or a device may never end.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have.
+        inside: a folder that the file has to lie in, wherever links lead; None: it may lie anywhere.
+
+    Raises OSError with a `strerror` that says what is the matter.
+    """
+    try:
+        require_regular(path, most, inside)
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            content = file.read(most + 1)
+    except ValueError:  # a NUL in its name
+        raise OSError(errno.EINVAL, "no file has such a name") from None
+    if len(content) > most:  # it grew meanwhile, or is one of those files that say they have 0 bytes
+        raise _too_large(most)
+    return content
+
+
+def require_regular(path: Path, most: int, inside: Path | None = None) -> None:
+    """Raise OSError unless it is a file as `read_bounded` reads."""
+    found = path.stat()
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    if found.st_size > most:
+        raise _too_large(most)
+    if inside is not None:
+        require_inside(path, inside)
+
+
+def require_inside(path: Path, folder: Path) -> None:
+    """Raise OSError where a path, which need not exist, leads out of a folder by links or `..`."""
+    if leads_out(path, folder):
+        raise OSError(errno.EINVAL, f"it leads out of {folder}")
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether a path leads out of a folder."""
+    try:
+        return not path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # a circle of links, a name that cannot be one
+        return True
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a regular file; a name that cannot be one's is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+
+
+def _too_large(most: int) -> OSError:
+    return OSError(errno.EFBIG, f"it is larger than {most:,} bytes")
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

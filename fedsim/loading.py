@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +11,13 @@ from typing import Any
 
 import tomli_w
 
-from fedsim.errors import ExperimentError, show
+from fedsim.bounds import DEEPEST, MOST_BITS, is_harmless, problem_with_words, refuse_long_chains
+from fedsim.data.sources import lacks_files
+from fedsim.errors import LONGEST_TEXT, ExperimentError, cut, printable, show
 from fedsim.experiment import Experiment
+from fedsim.files import leads_out, read_bounded
+from fedsim.permission import is_strangers, words_of
+from fedsim.sections import Distributed
 from fedsim.tables import PlugTable, Table
 
 if sys.version_info >= (3, 11):
@@ -21,15 +27,22 @@ else:
 
 Change = tuple[list[str], Any]  # the parts of a dotted key, and the value that it is to have
 
+MOST_BYTES = 8 * 2**20  # of an experiment file: a weight for each of a million workers has room
+
 
 def load_experiment(
-    source: Experiment | Mapping[str, Any] | str | Path | None = None, overrides: Iterable[str] = ()
+    source: Experiment | Mapping[str, Any] | str | Path | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    allow_imports: bool = False,
 ) -> Experiment:
     """The experiment that `source` describes, with `overrides` such as "local.lr=0.1" applied.
 
     Args:
         source: an Experiment, nested tables, the path of a TOML file, or None for the default experiment.
         overrides: words `key=value` with dotted keys; values as in TOML, and bare words are strings.
+        allow_imports: whether a file may name whatever can be imported; see `fedsim.permission`. What stands in
+            `overrides`, tables and Experiments is the caller's own word, and imported as it is named.
 
     Raises ExperimentError, one line per problem, each with its place.
     """
@@ -37,15 +50,22 @@ def load_experiment(
     if isinstance(source, Experiment) and not overrides:
         return source
     description = describe(source)
-    override(description, map(parse_word, overrides))
+    changes = [parse_word(word) for word in overrides]
+    override(description, changes)
     try:
         if isinstance(description.get("grid"), dict):
             raise ExperimentError("grid: makes this several experiments, for `fedsim compare`")
-        return experiment_of(description)
+        with words_of(file_of(source), (value for _, value in changes), allowed=allow_imports):
+            return experiment_of(description)
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
             raise
         raise ExperimentError(*(f"{source}: {line}" for line in error.lines)) from None
+
+
+def file_of(source: object) -> Path | None:
+    """The file that a source of a description is; None where it is the caller's own."""
+    return Path(source) if isinstance(source, (str, Path)) else None
 
 
 def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -72,19 +92,48 @@ def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
 
 def experiment_of(description: Mapping[str, Any]) -> Experiment:
     """The experiment that nested tables describe. Raises ExperimentError, one line per problem."""
-    return Experiment(**{str(key): value for key, value in description.items()})
+    experiment = Experiment(**{str(key): value for key, value in description.items()})
+    _refuse_places(experiment)
+    return experiment
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises ExperimentError where it is missing or not TOML."""
+def _refuse_places(experiment: Experiment) -> None:
+    """Raise ExperimentError where a file says with whom to meet, or where to put downloads; see `permission`."""
+    init, data = experiment.distributed.init, experiment.data
+    if init != Distributed().init and is_strangers(init):
+        raise ExperimentError(
+            f"distributed.init = {show(init)}: a file cannot say with whom to meet; say it on the command line"
+        )
+    if data.root is None or not is_strangers(data.root):
+        return
+    if leads_out(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.dataset, data.root):
+        raise ExperimentError(
+            f"data.root = {show(data.root)}: has no {data.dataset}, and a file cannot have data put outside of the "
+            "working directory; say it on the command line"
+        )
+
+
+def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
+    """The tables of a TOML file, which has to lie `inside` a folder if one is named.
+
+    Raises ExperimentError where it is missing, no regular file, too large or no TOML, or holds what none does.
+    """
+    where = cut(printable(str(path)))
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_bounded(path, MOST_BYTES, inside).decode("utf-8").replace("\r\n", "\n")
+        refuse_long_chains(text)
+        tables = tomllib.loads(text)
     except FileNotFoundError:
-        raise ExperimentError(f"{path}: no such file; expected an experiment (TOML) or key=value") from None
+        raise ExperimentError(f"{where}: no such file; expected an experiment (TOML) or key=value") from None
     except OSError as error:
-        raise ExperimentError(f"{path}: cannot be read: {error.strerror}; expected an experiment (TOML)") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ExperimentError(f"{path}: cannot be read as TOML: {error}") from None
+        raise ExperimentError(f"{where}: cannot be read: {error.strerror}; expected an experiment (TOML)") from None
+    except RecursionError:
+        raise ExperimentError(f"{where}: more than {DEEPEST} tables and lists in one another") from None
+    except ValueError as error:  # not UTF-8, not TOML, or a number of too many digits
+        raise ExperimentError(f"{where}: cannot be read as TOML: {cut(printable(str(error)))}") from None
+    if problem := problem_with_words(tables):
+        raise ExperimentError(f"{where}: {problem}")
+    return tables
 
 
 def to_toml(experiment: Experiment) -> str:
@@ -104,20 +153,34 @@ def split_word(word: str) -> tuple[list[str], str]:
     keys = [part.strip() for part in key.split(".")]
     if not equals or not all(keys):
         raise ExperimentError(f"{show(word)}: expected key=value, such as rounds=5 or local.lr=0.1")
+    if len(keys) > DEEPEST or len(key) > LONGEST_TEXT or not is_harmless(word):
+        raise ExperimentError(
+            f"{show(printable(word))}: a key has at most {DEEPEST} parts and {LONGEST_TEXT} characters, and a word "
+            "nothing that cannot be printed"
+        )
     return keys, text
 
 
 def parse_value(text: str, place: str) -> Any:
     """A value as in TOML; a bare word is a string. Raises ExperimentError, with the place, for half a list or table."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        refuse_long_chains(text)
+        value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
         if text.startswith(("[", "{")):
             raise ExperimentError(
-                f"{place} = {text}: is neither a list nor a table of TOML; names in it need double quotes, and a shell "
-                """single ones around it: '["nnm","median"]', '{name="net",dropout=0.1}'"""
+                f"{place} = {cut(text)}: is neither a list nor a table of TOML; names in it need double quotes, and a "
+                """shell single ones around it: '["nnm","median"]', '{name="net",dropout=0.1}'"""
             ) from None
-        return text
+        value = text
+    except (ValueError, RecursionError):
+        raise ExperimentError(
+            f"{place} = {show(text)}: has a number of more than {MOST_BITS} bits, or more than {DEEPEST} lists in one "
+            "another"
+        ) from None
+    if problem := problem_with_words(value, place):
+        raise ExperimentError(problem)
+    return value
 
 
 def plug_table(keys: Sequence[str]) -> tuple[type[PlugTable] | None, list[str]]:

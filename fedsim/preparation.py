@@ -13,18 +13,20 @@ from torch import Tensor, nn
 
 from fedsim.asynchronous.server import AsGradient
 from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
-from fedsim.devices import describe_device, shares_memory
+from fedsim.devices import describe_device, free_memory, shares_memory
 from fedsim.engines import Engine, Schedule, SpawnEngine, Task
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
 from fedsim.precision import PRECISIONS
 from fedsim.randomness import numpy_generator, random_state_kept, sample_workers
+from fedsim.registry import Imported
 from fedsim.rows import Layout
 from fedsim.training import Objective, check_outputs
 from fedsim.workshop import Workshop
 
 PROBE_SAMPLES = 8
+COPIES_OF_MODEL = 3  # at least: the global row, a worker's row, and the module
 MOST_RACING = 32  # processes, unless an experiment asks for more: each of them takes a quarter of a gigabyte
 LOOKED_AT = 1_000  # workers at most, where shards would have to be drawn to look at them
 
@@ -87,6 +89,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
         ) as engine,
     ):  # the engine first: its processes start while the data loads
         task = task_of(experiment, device)
+        _check_rows(experiment, task)
         train, test = workshop.data(experiment.data.dataset, experiment.data.root, experiment.data.params, device)
         _check_fit(experiment, task, train, test)
         shards = _shards(experiment, train)
@@ -173,7 +176,10 @@ def finished_model(setting: Setting, engine: Engine) -> nn.Module:
 def _check_model(experiment: Experiment, task: Task) -> None:
     where = f"model.name = {show(experiment.model.name)}"
     try:
+        _check_parameters(where, task)
         layout = Layout.of(task.new_module())
+    except ExperimentError:
+        raise
     except Exception as error:
         raise ExperimentError(f"{where}: cannot be made: {one_line(error)}") from error
     if not layout.d:
@@ -181,6 +187,33 @@ def _check_model(experiment: Experiment, task: Task) -> None:
     if task.buffers == "error" and layout.buffers:
         names = ", ".join(entry.name for entry in layout.buffers)
         raise ExperimentError(f'buffers = "error": {where} has buffers ({names}); use average, local or server')
+
+
+def _check_parameters(where: str, task: Task) -> None:
+    """Whether there is memory for the model, found out on one that takes none; a user's own is not made twice."""
+    if isinstance(task.model, Imported):
+        return
+    with random_state_kept(torch.device("cpu")), torch.device("meta"):
+        count = sum(parameter.numel() for parameter in task.model().parameters())
+    needed, free = COPIES_OF_MODEL * count * task.dtype.itemsize, free_memory()
+    if needed > free:
+        raise ExperimentError(
+            f"{where}: has {count:,} parameters; {COPIES_OF_MODEL} copies of it need {needed / 1e9:,.1f} GB, and "
+            f"{free / 1e9:,.1f} GB of memory are free"
+        )
+
+
+def _check_rows(experiment: Experiment, task: Task) -> None:
+    """Whether there is memory for a row for each of the cohort. Cards say that themselves; ranks share the rows."""
+    if task.device.type != "cpu" or engines.get(experiment.engine).target.ranks:
+        return
+    count = Layout.of(task.new_module()).d
+    needed, free = experiment.cohort_size * count * task.dtype.itemsize, free_memory()
+    if needed > free:
+        raise ExperimentError(
+            f"cohort = {experiment.cohort_size}: rows of {count:,} parameters each need {needed / 1e9:,.1f} GB, and "
+            f"{free / 1e9:,.1f} GB of memory are free; take a smaller cohort or model"
+        )
 
 
 def _check_fit(experiment: Experiment, task: Task, train: TensorData, test: TensorData) -> None:

@@ -7,7 +7,6 @@ import datetime
 import functools
 import itertools
 import json
-import math
 import os
 import platform
 import subprocess
@@ -23,15 +22,17 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedsim.asynchronous.racelog import FILE as RACE_LOG
+from fedsim.bounds import problem_with_words
 from fedsim.errors import FedsimError, RecordError
 from fedsim.experiment import Experiment
-from fedsim.files import PART, locked, to_json, write_whole
+from fedsim.files import PART, locked, read_bounded, to_json, write_whole
 from fedsim.loading import to_toml
 from fedsim.version import __version__
 
 EXPERIMENT, ENVIRONMENT, METRICS = "experiment.toml", "environment.json", "metrics.jsonl"
 ERROR = "error.txt"
 MODEL, CURVE, PARTITION = "model.safetensors", "curve.png", "partition.json"
+MOST_ENVIRONMENT_BYTES = 2**20
 UPDATES = "updates-{round:05d}.safetensors"
 
 
@@ -233,29 +234,14 @@ def experiment_of_run(folder: Path) -> Path:
     return folder / EXPERIMENT
 
 
-def read_history(folder: Path) -> list[RoundRecord]:
-    """The rounds that a run folder has on record, from the first; a line that was cut off does not count."""
-    records: list[RoundRecord] = []
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        for line in (folder / METRICS).read_text(encoding="utf-8").split("\n")[:-1]:
-            record = json.loads(line)
-            if not isinstance(record, dict) or record.get("round") != len(records) + 1:
-                break
-            for loss in ("test_loss", "train_loss"):
-                if record.get(loss, 0.0) is None:  # JSON has no word for it
-                    record[loss] = math.nan
-            records.append(record)  # type: ignore[arg-type]
-    return records
-
-
 def _line(record: RoundRecord) -> str:
     return to_json(record) + "\n"
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return value if isinstance(value, dict) else {}
+        value = json.loads(read_bounded(path, MOST_ENVIRONMENT_BYTES, path.parent))
+        return value if isinstance(value, dict) and problem_with_words(value, any_text=True) is None else {}
     return {}
 
 

@@ -6,7 +6,8 @@ A plug is registered under its standard name in the literature, and its keyword 
     def krum(updates, weights, *, f: int) -> Tensor: ...
 
 An experiment that says `aggregate.rule = "krum"`, `aggregate.f = 2` is checked against that signature. A name of the
-form "package.module:attribute" imports a plug instead of looking it up, so a user's own needs no registration.
+form "package.module:attribute" imports a plug instead of looking it up, so a user's own needs no registration. Which
+of these a file may name says `fedsim.permission`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from typing import Any, get_type_hints
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from fedsim.errors import ExperimentError, explain, nearest, one_line, show
+from fedsim.errors import MOST_PROBLEMS, ExperimentError, explain, nearest, one_line, show
+from fedsim.permission import ImportRefusedError, require_importable, require_own
 from fedsim.vision import import_torchvision
 
 
@@ -59,7 +61,7 @@ class Plug:
             f"{where}{name} = {show(values[name])}: unknown key (the {self.kind} is {self.name}"
             f"{goes_with(name, self.siblings)}); "
             f"{nearest(name, dict.fromkeys([*beside, *self.parameters.model_fields]))}"
-            for name in unknown
+            for name in unknown[:MOST_PROBLEMS]
         ]
         try:
             checked = self._validated({name: value for name, value in values.items() if name not in unknown})
@@ -164,6 +166,8 @@ class Registry:
             raise ExperimentError(f'{where}: no such {self.kind}; {hint}, or your own as "package.module:name"')
         try:
             return self._plug(name, import_object(name))
+        except ImportRefusedError as error:
+            raise ImportRefusedError(f"{where}: {error}") from None
         except Exception as error:
             raise ExperimentError(f"{where}: cannot be imported: {one_line(error)}") from error
 
@@ -189,13 +193,20 @@ def _taken_by_position(target: Callable[..., Any]) -> dict[str, bool]:
 
 
 def import_object(path: str) -> Callable[..., Any]:
-    """The callable that "package.module:attribute" names, the working directory's own modules included."""
+    """The callable that "package.module:attribute" names, the working directory's own modules included.
+
+    Raises ImportRefusedError where a file names it that may not; see `fedsim.permission`.
+    """
     module, _, attribute = path.partition(":")
-    if module.partition(".")[0] == "torchvision":
-        import_torchvision()
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # console scripts, unlike `python script.py`, start without it
-    target = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+    require_importable(path)
+    if module.partition(".")[0] == "torchvision":
+        import_torchvision()
+    target: Any = importlib.import_module(module)
+    for name in attribute.split("."):
+        target = getattr(target, name)
+        require_own(path, target)
     if not callable(target):
         raise TypeError(f"{path} is a {type(target).__name__}, not a function or class")
     return target

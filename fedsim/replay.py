@@ -18,15 +18,24 @@ from torch import Tensor
 from fedsim.aggregation import Cohort, Gram, Pipeline, make_pipeline, resolve, screened
 from fedsim.aggregation import rule as rules_by_name
 from fedsim.engines import Engine
-from fedsim.errors import ExperimentError, RecordError, show
+from fedsim.errors import ExperimentError, RecordError, cut, printable, show
 from fedsim.experiment import Experiment
-from fedsim.files import to_json
+from fedsim.files import is_file, require_regular, to_json
 from fedsim.loading import load_experiment
 from fedsim.preparation import Setting
 from fedsim.randomness import numpy_generator
 from fedsim.records import EXPERIMENT, RoundRecord
 
 FILE = re.compile(r"updates-(\d+)\.safetensors$")
+MOST_BYTES = 2**40  # of a file of updates, which is mapped, not read
+FLOATS, WHOLE = (torch.float32, torch.float64), (torch.int64,)
+KEPT = {  # by name: types, and shape
+    "updates": (FLOATS, "nd"),
+    "workers": (WHOLE, "n"),
+    "samples": (WHOLE, "n"),
+    "byzantine": ((torch.bool,), "n"),
+}
+KEPT_BY_SOME = {"root": (FLOATS, "d"), "losses": (FLOATS, "n")}
 COUNTS = 1e-6  # a share of at least so much of the largest makes a row one of the chosen
 
 
@@ -93,13 +102,15 @@ def stored_rounds(folder: str | Path) -> list[int]:
     return sorted(int(match.group(1)) for path in Path(folder).iterdir() if (match := FILE.match(path.name)))
 
 
-def load_round(folder: str | Path, round: int | None = None) -> StoredRound:
+def load_round(folder: str | Path, round: int | None = None, *, allow_imports: bool = False) -> StoredRound:
     """One kept round of a run; the last one where `round` is left out.
+
+    `allow_imports`: whether the run's experiment may name whatever can be imported; see `load_experiment`.
 
     Raises RecordError where the folder has none, not this one, or a damaged one.
     """
     folder = Path(folder)
-    if not (folder / EXPERIMENT).is_file():
+    if not is_file(folder / EXPERIMENT):
         raise RecordError(f"{folder}: is not a run folder (it has no {EXPERIMENT})")
     kept = stored_rounds(folder)
     if not kept:
@@ -108,14 +119,38 @@ def load_round(folder: str | Path, round: int | None = None) -> StoredRound:
     if round not in kept:
         raise RecordError(f"{folder}: keeps the updates of rounds {', '.join(map(str, kept))}, not of {round}")
     path = folder / f"updates-{round:05d}.safetensors"
+    experiment = load_experiment(folder / EXPERIMENT, allow_imports=allow_imports)
     try:
+        require_regular(path, MOST_BYTES, inside=folder)
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise RecordError(f"{path}: cannot be read: {error}") from None
-    missing = {"updates", "workers", "samples", "byzantine"} - set(tensors)
+    except (OSError, SafetensorError, ValueError) as error:  # ValueError: of a type that PyTorch has not
+        raise RecordError(f"{path}: cannot be read: {cut(printable(str(error)))}") from None
+    if problem := _problem_with(tensors, experiment):
+        raise RecordError(f"{path}: {problem}")
+    return StoredRound(experiment, round, tensors)
+
+
+def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
+    """In what these tensors are not what `RunFolder.updates` writes; None where they are."""
+    missing = set(KEPT) - set(tensors)
     if missing:
-        raise RecordError(f"{path}: lacks {', '.join(sorted(missing))}")
-    return StoredRound(load_experiment(folder / EXPERIMENT), round, tensors)
+        return f"lacks {', '.join(sorted(missing))}"
+    n, d = (*tensors["updates"].shape, 0, 0)[:2]
+    if tensors["updates"].ndim != 2 or not n or not d:
+        return f"updates: must be [n, d] with a row at least, not {list(tensors['updates'].shape)}"
+    for name, (kinds, shape) in {**KEPT, **KEPT_BY_SOME}.items():
+        wanted = [{"n": n, "d": d}[size] for size in shape]
+        if name not in tensors:
+            continue
+        if tensors[name].dtype not in kinds or list(tensors[name].shape) != wanted:
+            found = f"{str(tensors[name].dtype).removeprefix('torch.')} {list(tensors[name].shape)}"
+            return f"{cut(name)}: must be {kinds[0]} {wanted}, not {found}".replace("torch.", "")
+    workers = tensors["workers"]
+    if len(workers.unique()) < n or not 0 <= int(workers.min()) <= int(workers.max()) < experiment.workers:
+        return f"workers: must be {n} different ones, from 0 to {experiment.workers - 1}"
+    if int(tensors["samples"].min()) < 0:
+        return "samples: must be at least 0"
+    return None
 
 
 def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:

@@ -12,9 +12,11 @@ from fedsim.engines import Engine
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError
 from fedsim.experiment import Experiment
-from fedsim.loading import load_experiment
+from fedsim.history import read_history
+from fedsim.loading import describe, experiment_of
+from fedsim.permission import words_of
 from fedsim.preparation import Setting
-from fedsim.records import EXPERIMENT, RoundRecord, RunFolder, describe_environment, read_history
+from fedsim.records import EXPERIMENT, RoundRecord, RunFolder, describe_environment
 from fedsim.simulation import Loop
 from fedsim.snapshot import Snapshot
 
@@ -117,8 +119,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _require_same(folder: RunFolder, experiment: Experiment, rounds: int) -> None:
-    there = load_experiment(folder.path / EXPERIMENT)
-    lines = differences_of(there.resolved(), experiment.resolved(), (*HOW, "rounds"))
+    file, own = folder.path / EXPERIMENT, experiment.resolved()
+    with words_of(file, [own]):
+        there = experiment_of(describe(file))
+    lines = differences_of(there.resolved(), own, (*HOW, "rounds"))
     if experiment.rounds < max(rounds, there.rounds):
         lines.append(f"rounds: {there.rounds} there, {experiment.rounds} here; there can only be more")
     if lines:

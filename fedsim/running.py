@@ -56,6 +56,7 @@ def run(
     on_start: Callable[[Setting], object] | None = None,
     on_round: Callable[[RoundRecord], object] | None = None,
     workshop: Workshop | None = None,
+    allow_imports: bool = False,
 ) -> Result:
     """Run an experiment.
 
@@ -66,6 +67,7 @@ def run(
             have come to; or with one that has ended, where `rounds` are more now.
         on_start, on_round: called with the Setting before the first round, and with each round's record after it.
         workshop: what this run shares with those before and after it; one of its own where it is left out.
+        allow_imports: whether a TOML file may name whatever can be imported; see `load_experiment`.
 
     Raises:
         ExperimentError: the experiment cannot be run as described.
@@ -73,7 +75,7 @@ def run(
         RecordError: the folder holds something else, or cannot be written.
         WorkerError: a worker failed, or the process that ran it.
     """
-    experiment = load_experiment(experiment)
+    experiment = load_experiment(experiment, allow_imports=allow_imports)
     if resume and out is None:
         raise ExperimentError("resume = True: needs `out`, the folder of the run that is to be gone on with")
     host = engines.get(experiment.engine).target

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule, server_optimizer
 from fedsim.asynchronous.delays import noise, speed
@@ -23,6 +23,8 @@ from fedsim.registry import Plug
 from fedsim.tables import PlugTable, Table
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Amount = Annotated[int, Field(gt=0, lt=2**63)]  # of anything that is counted
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def _meeting_place(init: str) -> str:
@@ -48,7 +50,7 @@ class Data(PlugTable):
 
     dataset: str = "mnist5k"
     root: str | None = None  # folder of downloaded data sets; None: $FEDSIM_DATA, else the user's cache folder
-    augment: list[Augment] = Field(default=[])  # of training batches, in this order
+    augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])  # of training batches, in this order
 
 
 class Partition(PlugTable):
@@ -64,9 +66,9 @@ class Local(PlugTable):
     alternatives = ("epochs", "steps")
 
     solver: str = "sgd"
-    epochs: PositiveInt | None = None
-    steps: PositiveInt | None = None
-    batch_size: PositiveInt = 10
+    epochs: Amount | None = None
+    steps: Amount | None = None
+    batch_size: Amount = 10
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +115,7 @@ class Aggregate(PlugTable):
     f: NonNegativeInt | None = None
     weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
     nonfinite: Literal["error", "exclude", "keep"] = "error"  # what becomes of rows that hold NaN or infinity
-    root_samples: PositiveInt = 100  # the server's own, drawn from the training samples, for rules that compare with it
+    root_samples: Amount = 100  # the server's own, drawn from the training samples, for rules that compare with it
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -188,13 +190,13 @@ class Clock(Table):
 class Race(Table):
     """A race is never the same twice, so it is run several times, round by round, and records tell of all."""
 
-    runs: PositiveInt = 5
+    runs: Annotated[int, Field(gt=0, le=10_000)] = 5
 
 
 class Batched(Table):
     """How the engine `batched` stacks rows."""
 
-    width: PositiveInt | None = None  # how many at most; None: what fits into memory
+    width: Amount | None = None  # how many at most; None: what fits into memory
 
 
 class Distributed(Table):
@@ -209,14 +211,14 @@ class Distributed(Table):
 class Checkpoint(Table):
     """What is kept so that a run can be gone on with that was broken off: `fedsim run --resume RUN`."""
 
-    every: NonNegativeInt | None = None  # rounds; 0: never; None: as often as takes at most 1 percent of the time
-    keep: PositiveInt = 2  # the newest so many
+    every: Count | None = None  # rounds; 0: never; None: as often as takes at most 1 percent of the time
+    keep: Amount = 2  # the newest so many
 
 
 class Records(Table):
     """What a run folder holds besides the experiment, the environment, the partition and the metrics."""
 
-    updates: list[PositiveInt] = Field(default=[])  # rounds whose updates are kept, for `fedsim replay`
+    updates: list[Amount] = Field(default=[])  # rounds whose updates are kept, for `fedsim replay`
 
     model: bool = True  # model.safetensors
     curve: bool = True  # curve.png

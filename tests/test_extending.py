@@ -42,7 +42,7 @@ def command():
 def test_the_command_of_the_document_runs_and_learns(my_plugs):
     done = CliRunner().invoke(app, [*command(), "--out", "run"])
     assert done.exit_code == 0, done.output
-    experiment = fedsim.load_experiment("run/experiment.toml")
+    experiment = fedsim.load_experiment("run/experiment.toml", allow_imports=True)
     assert experiment.aggregate.params == {"c": 0.5}
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 

@@ -40,14 +40,14 @@ def test_the_rounds_asked_for_are_kept_and_no_other(tables, tmp_path):
 def test_replaying_the_runs_own_rule_gives_what_the_run_did(sync, tables, tmp_path):
     result = fedsim.run({**tables, "sync": sync, "rounds": 1, "local": {"steps": 1}}, tmp_path / "run")
     start = fedsim.run({**tables, "rounds": 1, "records": {}, "local": {"lr": 0.0}}).global_row
-    (replayed,) = replay(load_round(tmp_path / "run"), ["krum"])
+    (replayed,) = replay(load_round(tmp_path / "run", allow_imports=True), ["krum"])
     lr = 0.05 if sync == "gradients" else -1.0  # a gradient is stepped against, an update along
     assert torch.allclose(result.global_row, start - lr * replayed.update, rtol=0, atol=1e-6)
     assert list(replayed.shares.values()) == result.history[0]["coefficients"]
 
 
 def test_each_rule_does_what_aggregate_does_with_the_stored_rows(run):
-    stored = load_round(run.folder, 1)
+    stored = load_round(run.folder, 1, allow_imports=True)
     updates = stored.tensors["updates"]
     rules = ["median", "krum", ["nnm", "trimmed_mean"], {"rule": "norm_clipping", "c": 0.1}]
     median, krum, mixed, clipped = replay(stored, rules)
@@ -58,7 +58,7 @@ def test_each_rule_does_what_aggregate_does_with_the_stored_rows(run):
 
 
 def test_distance_angle_and_shares_by_hand(run):
-    stored = load_round(run.folder, 1)
+    stored = load_round(run.folder, 1, allow_imports=True)
     honest = [row for row, worker in enumerate(stored.workers) if worker not in (2, 5)]
     centre = stored.tensors["updates"][honest].double().mean(0)
     assert stored.byzantine == [2, 5]
@@ -74,7 +74,7 @@ def test_distance_angle_and_shares_by_hand(run):
 
 
 def test_rules_that_go_by_distances_share_one_product(run, monkeypatch):
-    stored, made, whole = load_round(run.folder), [], gram._products
+    stored, made, whole = load_round(run.folder, allow_imports=True), [], gram._products
     monkeypatch.setattr(gram, "_products", lambda rows, *more: made.append(len(rows)) or whole(rows, *more))
     monkeypatch.setattr(Pipeline, "rehearse", lambda self, n: None)
     replay(stored, ["krum", "multi_krum", "medoid", "geometric_median", ["nnm", "krum"]])
@@ -84,13 +84,13 @@ def test_rules_that_go_by_distances_share_one_product(run, monkeypatch):
 def test_rows_that_are_not_finite_are_left_out(tables, tmp_path):
     change = {"attack": {"name": "nan", "workers": [3]}, "aggregate": {"rule": "mean", "nonfinite": "exclude"}}
     fedsim.run({**tables, **change}, tmp_path / "run")
-    (krum,) = replay(load_round(tmp_path / "run"), ["krum"])
+    (krum,) = replay(load_round(tmp_path / "run", allow_imports=True), ["krum"])
     assert krum.shares[3] == 0
     assert krum.update.isfinite().all()
 
 
 def test_by_default_all_rules_that_can_do_with_what_there_is(run):
-    names = applicable_rules(load_round(run.folder))
+    names = applicable_rules(load_round(run.folder, allow_imports=True))
     assert {"mean", "median", "krum", "caf"} <= set(names)
     assert not {"fltrust", "qfedavg", "norm_clipping", "bulyan"} & set(names)  # no root, no losses, no c, too few rows
 
@@ -99,6 +99,7 @@ def test_the_command_shows_a_table_or_json(run):
     words = [
         "replay",
         str(run.folder),
+        "--allow-imports",
         "--rules",
         'median,krum,["nnm","median"],{rule="multi_krum",m=3}',
         "--round",
@@ -125,17 +126,17 @@ def test_the_command_shows_a_table_or_json(run):
 )
 def test_a_rule_that_cannot_be_applied_is_one_clear_line(run, rules, error, message):
     with pytest.raises(error, match=message):
-        replay(load_round(run.folder), rules)
+        replay(load_round(run.folder, allow_imports=True), rules)
 
 
 def test_what_is_no_run_folder_or_keeps_nothing_is_one_clear_line(run, tables, tmp_path):
     with pytest.raises(RecordError, match="is not a run folder"):
-        load_round(tmp_path)
+        load_round(tmp_path, allow_imports=True)
     with pytest.raises(RecordError, match="keeps the updates of rounds 1, 2, not of 9"):
-        load_round(run.folder, 9)
+        load_round(run.folder, 9, allow_imports=True)
     fedsim.run({**tables, "records": {}}, tmp_path / "bare")
     with pytest.raises(RecordError, match="keeps no round's updates"):
-        load_round(tmp_path / "bare")
+        load_round(tmp_path / "bare", allow_imports=True)
     (run.folder / "updates-00002.safetensors").write_bytes(b"x" * 40)
     with pytest.raises(RecordError, match=r"updates-00002.safetensors: cannot be read"):
-        load_round(run.folder, 2)
+        load_round(run.folder, 2, allow_imports=True)

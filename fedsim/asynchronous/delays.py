@@ -24,14 +24,19 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, PositiveFloat
 
 from fedsim.errors import ExperimentError, plural, show
+from fedsim.files import read_bounded
 from fedsim.randomness import numpy_generator, sample_workers
 from fedsim.registry import Plug, Registry
+
+MOST_TRACE_BYTES = 256 * 2**20
 
 speed = Registry("speed", given=("n_workers", "rng"))
 noise = Registry("noise", given=("rng", "size", "worker", "start", "n_workers"))
@@ -192,8 +197,8 @@ def _read_trace(path: str, folder: str) -> np.ndarray:
     """The factors of a trace file, [columns, lines]."""
     where = f"clock.noise.path = {show(path)}"
     try:
-        with open(os.path.join(folder, os.path.expanduser(path)), encoding="utf-8-sig") as file:
-            lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(file, start=1)]
+        text = read_bounded(Path(folder, os.path.expanduser(path)), MOST_TRACE_BYTES).decode("utf-8-sig")
+        lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(StringIO(text, None), start=1)]
     except FileNotFoundError:
         raise ExperimentError(f"{where}: no such file; expected a text file of factors of time") from None
     except (OSError, ValueError) as error:  # ValueError: not text

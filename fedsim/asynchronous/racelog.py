@@ -10,13 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedsim.bounds import problem_with_words
 from fedsim.errors import ExperimentError, show
+from fedsim.files import read_bounded
 from fedsim.tables import leaves_of
 
 FILE = "race.csv"
+MOST_BYTES = 2**30
+LARGEST = 2**63  # of what tensors hold
 MARK = "# fedsim race "
 
-TAKEN, GIVEN_UP, LEFT = range(3)  # what became of a piece of work, or that a worker counted as gone
+KINDS = TAKEN, GIVEN_UP, LEFT = range(3)  # what became of a piece of work, or that a worker counted as gone
 
 # What an experiment may differ in from the one that is replayed.
 FREE = {"name", "engine", "processes", "threads_per_process", "timeout", "device", "mode", "rounds", "batched"} | {
@@ -73,20 +77,27 @@ def read_log(path: str, described: Mapping[str, Any], run: int = 1) -> dict[int,
     Raises ExperimentError where it cannot be read, or is of a race of another experiment.
     """
     where = f"clock.log = {show(path)}"
-    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     try:
-        head, names, *lines = file.read_text(encoding="utf-8").splitlines()
+        file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+        head, names, *lines = read_bounded(file, MOST_BYTES).decode("utf-8").splitlines()
         if not head.startswith(MARK) or names != ",".join(COLUMNS):
             raise ValueError("not a log of a race")
         raced = json.loads(head.removeprefix(MARK))
+        if not isinstance(raced, dict) or problem_with_words(raced, any_text=True):
+            raise ValueError("not an experiment")
         rounds: dict[int, list[Entry]] = {}
         for line in lines:
             its_run, round, *entry = map(int, line.split(","))
+            whole = len(entry) == len(Entry._fields) and all(0 <= number < LARGEST for number in entry)
+            if not whole or entry[0] not in KINDS:
+                raise ValueError("not an entry")
             if its_run == run:
                 rounds.setdefault(round, []).append(Entry(*entry))
+        if any(all(entry.kind != TAKEN for entry in entries) for entries in rounds.values()):
+            raise ValueError("a round without work")
     except OSError as error:
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise ExperimentError(f"{where}: must be the {FILE} of a race whose policy locks the server") from None
     _check_fit(where, raced, described)
     return rounds

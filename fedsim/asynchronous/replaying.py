@@ -14,6 +14,8 @@ from fedsim.asynchronous.server import Server
 from fedsim.engines.feed import Member
 from fedsim.errors import ExperimentError, show
 
+MOST_STEPS = 1_000  # times as many as are scheduled
+
 
 class Event(NamedTuple):
     """That a piece of work begins, or comes in; by its number in the log."""
@@ -85,7 +87,10 @@ class LoggedOrder:
         slot = entry.worker
         if slot in self._under_way:
             raise self._misfit(number, f"worker {slot} begins while it is at work")
-        self._under_way[slot] = self._untrained[slot] = self.desk.begin(slot, entry.steps or None)
+        member = self.desk.begin(slot, entry.steps or None)
+        if entry.steps > MOST_STEPS * self.desk.roster.steps(member._replace(steps=None)):
+            raise self._misfit(number, f"worker {slot} takes {entry.steps} steps, more than any policy asks for")
+        self._under_way[slot] = self._untrained[slot] = member
         self._compare(number, f"worker {slot} reads", entry.read, int(self._server.read[slot]))
 
     def _come_in(self, number: int, entry: Entry) -> None:

@@ -79,6 +79,8 @@ def compare(
     out: str | Path | None = None,
     jobs: int | None = None,
     target: float | None = None,
+    *,
+    allow_imports: bool = False,
 ) -> Comparison:
     """Run an experiment for every combination of the values on a grid's axes, and compare.
 
@@ -95,6 +97,7 @@ def compare(
         jobs: runs at a time. By default as many as cores and memory bear, each in one process; but one where the
             experiment names its engine or its processes, or uses a card.
         target: a test accuracy: the summary says how long it took to reach it. Or `target` in the table `grid`.
+        allow_imports: whether a TOML file may name whatever can be imported; see `load_experiment`.
 
     Raises:
         ExperimentError: one of the experiments cannot be run as described; none has been run then.
@@ -102,7 +105,7 @@ def compare(
         RecordError: the folder holds something else, or cannot be written.
         WorkerError: no processes can be started.
     """
-    planned = load_grid(experiment, grid, target=target)
+    planned = load_grid(experiment, grid, target=target, allow_imports=allow_imports)
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         return run_grid(planned, folder, jobs, kept=out is not None)

@@ -14,16 +14,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from fedsim.bounds import problem_with_words
 from fedsim.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.comparison.axes import IS_ID, canonical
 from fedsim.comparison.grid import Grid, PlannedRun, common_tables
 from fedsim.differences import differences_of
 from fedsim.errors import ExperimentError, RecordError, show
-from fedsim.files import locked, to_json, write_whole
+from fedsim.files import is_file, locked, read_bounded, require_inside, to_json, write_whole
+from fedsim.history import read_history
 from fedsim.loading import read_toml
-from fedsim.records import CURVE, ERROR, EXPERIMENT, MODEL, RoundRecord, read_history
+from fedsim.records import CURVE, ERROR, EXPERIMENT, MODEL, RoundRecord
+from fedsim.report.reading import MOST_ERROR_BYTES, MOST_GRID_BYTES
 
 GRID_FILE, RUNS = "grid.json", "runs"
+LONGEST_NAME_OF_A_FOLDER = 255  # characters
 PARTS = "shards"  # of a comparison that is cut into parts
 
 
@@ -52,14 +56,14 @@ class GridFolder:
             if made:
                 stack.callback(self._remove_if_empty)
             if held.is_file():
-                self._go_on_with(read_grid(held))
+                self._go_on_with(read_grid(held, path))
             self.write(GRID_FILE, to_json(self._described(), indent=2).encode())
         except OSError as error:
             raise RecordError(f"{path}: cannot be the folder of a comparison: {error.strerror}") from error
 
     def run_folder(self, run: PlannedRun) -> Path:
-        """Where a run keeps its records."""
-        return self.path / RUNS / self._id(run)
+        """Where a run keeps its records. Raises RecordError where a link leads out of the comparison's folder."""
+        return inner_folder(self.path, self._id(run))
 
     def is_finished(self, run: PlannedRun) -> bool:
         """Whether all records of a run are there."""
@@ -72,7 +76,7 @@ class GridFolder:
         wanted = [
             name for name, asked in ((MODEL, experiment.records.model), (CURVE, experiment.records.curve)) if asked
         ]
-        complete = len(read_history(folder)) == experiment.rounds and all((folder / name).is_file() for name in wanted)
+        complete = len(read_history(folder)) == experiment.rounds and all(is_file(folder / name) for name in wanted)
         return complete and not (folder / ERROR).exists()
 
     def history(self, run: PlannedRun) -> list[RoundRecord]:
@@ -81,10 +85,13 @@ class GridFolder:
 
     def error(self, run: PlannedRun) -> str | None:
         """Why a run failed, in full; None if it did not."""
+        folder = self.run_folder(run)
         try:
-            return (self.run_folder(run) / ERROR).read_text(encoding="utf-8")
-        except OSError:
+            return read_bounded(folder / ERROR, MOST_ERROR_BYTES, folder).decode(errors="replace")
+        except FileNotFoundError:
             return None
+        except OSError as error:
+            raise RecordError(f"{folder / ERROR}: cannot be read: {error.strerror}") from None
 
     def make_ready(self, run: PlannedRun) -> None:
         """Leave what an interrupted run can be gone on with; remove what is of no use, or has failed."""
@@ -142,7 +149,7 @@ class GridFolder:
             lines = differences_of(held["base"], common_tables(both, self._grid.axes))
             for run in both:
                 if not lines and self.is_finished(run):
-                    there = read_toml(self.run_folder(run) / EXPERIMENT)
+                    there = read_toml(self.run_folder(run) / EXPERIMENT, self.run_folder(run))
                     lines = [f"{self._id(run)}: {line}" for line in differences_of(there, run.experiment.resolved())]
         if lines:
             raise RecordError(f"{self.path}: holds another grid; name a new folder\n" + "\n".join(lines))
@@ -152,15 +159,41 @@ class GridFolder:
             self.path.rmdir()
 
 
-def read_grid(path: Path) -> dict[str, Any]:
+def inner_folder(whole: Path, id: str) -> Path:
+    """The folder of one run of a comparison. Raises RecordError where a link leads out of the comparison's folder."""
+    folder = whole / RUNS / id
+    try:
+        require_inside(folder, whole)
+    except OSError as error:
+        raise RecordError(f"{folder}: {error.strerror}") from None
+    return folder
+
+
+def read_grid(path: Path, inside: Path | None = None) -> dict[str, Any]:
     """The grid that a folder's file describes. Raises RecordError where it cannot be read."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        if {"axes", "base", "runs"} <= held.keys() and all(IS_ID.match(run["id"]) for run in held["runs"]):
+        held = json.loads(read_bounded(path, MOST_GRID_BYTES, inside))
+        if problem_with_words(held, any_text=True) is None and _is_grid(held):
             return held
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+    except (OSError, ValueError, RecursionError):
         pass
     raise RecordError(f"{path}: cannot be read as the grid of a comparison; name a new folder")
+
+
+def _is_grid(held: Any) -> bool:
+    """Whether it has the parts of a grid: axes with their values, a base, and runs whose names lead nowhere else."""
+    if not isinstance(held, dict) or not isinstance(held.get("base"), dict):
+        return False
+    axes, runs = held.get("axes"), held.get("runs")
+    if not isinstance(axes, dict) or not all(isinstance(values, list) for values in axes.values()):
+        return False
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+        return False
+    return all(_is_id(run.get("id")) and "point" in run for run in runs)
+
+
+def _is_id(name: Any) -> bool:
+    return isinstance(name, str) and len(name) <= LONGEST_NAME_OF_A_FOLDER and bool(IS_ID.match(name))
 
 
 def differences_of_grids(there: dict[str, Any], here: dict[str, Any]) -> list[str]:

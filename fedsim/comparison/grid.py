@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,14 @@ from fedsim.comparison.axes import (
     split_words,
 )
 from fedsim.devices import resolve_device
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, cut, show
 from fedsim.experiment import Experiment
-from fedsim.loading import Change, describe, experiment_of, override, parse_word
+from fedsim.loading import Change, describe, experiment_of, file_of, override, parse_word
+from fedsim.permission import words_of
 from fedsim.preparation import task_of
 
 GRID, TARGET = "grid", "target"
+MOST_RUNS = 100_000  # all of which are checked, and kept, before the first begins
 LONGEST_ID = 100  # characters; file systems allow 255 bytes
 
 
@@ -78,6 +81,9 @@ def load_grid(
     grid: Mapping[str, Any] | None = None,
     words: Iterable[str] = (),
     target: float | None = None,
+    *,
+    file: Path | None = None,
+    allow_imports: bool = False,
 ) -> Grid:
     """The grid that `source`, with its table [grid], describes.
 
@@ -87,6 +93,8 @@ def load_grid(
         words: as on the command line. `key=v1,v2` is an axis, and takes the place of one there was of that key;
             `key=value` sets one value in all runs, and an axis there was of that key is dropped.
         target: a test accuracy, which takes the place of the key `target` of [grid].
+        file: where `source` and `grid` have been read, if that is not `source` itself.
+        allow_imports: whether a file may name whatever can be imported; see `load_experiment`.
 
     Raises ExperimentError, one line per problem, where any of the runs cannot be run as described.
     """
@@ -101,6 +109,7 @@ def load_grid(
     target = asked if target is None else target
     more_axes, words = split_words(words)
     changes = [parse_word(word) for word in words]
+    own = [value for _, value in changes] + [more_axes, {} if file else grid]
     for keys, _ in changes:
         axes.pop(".".join(keys), None)
     axes.update(more_axes)
@@ -111,11 +120,22 @@ def load_grid(
             "nothing to compare: give a list of values, such as aggregate.rule=mean,median or seed=0,1,2, or [grid]"
         )
     _leave_out_large_records(description)
-    experiments, engine_chosen = _experiments(description, changes, axes)
+    _check_number(axes)
+    with words_of(file or file_of(source), own, allowed=allow_imports):
+        experiments, engine_chosen = _experiments(description, changes, axes)
     points = points_of(axes)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
     _refuse_equal_runs(runs)
     return Grid(runs[0].experiment.name, axes, runs, engine_chosen, target)
+
+
+def _check_number(axes: Axes) -> None:
+    runs = math.prod(map(len, axes.values()))
+    if runs > MOST_RUNS:
+        raise ExperimentError(
+            f"grid: its axes have {' x '.join(str(len(values)) for values in axes.values())} = {runs:,} combinations; "
+            f"at most {MOST_RUNS:,}"
+        )
 
 
 def _check_target(target: Any) -> None:
@@ -198,7 +218,7 @@ def _with_points(line: str, points: list[dict[str, Any]], of: int) -> str:
     if len(points) == of:
         return line
     more = f" (and {len(points) - 1} more of {of} runs)" if len(points) > 1 else ""
-    return f"{describe_point(points[0])}: {line}{more}"
+    return f"{cut(describe_point(points[0]))}: {line}{more}"
 
 
 def _refuse_equal_runs(runs: list[PlannedRun]) -> None:

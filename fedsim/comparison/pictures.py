@@ -26,6 +26,7 @@ COLOURS = (
 )
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MOST_INCHES = 100  # of a heat map
 MOST_PANELS = 30
 MARKS = 8  # about so many on a line, each line's at rounds of its own
 LOG_FROM = 20  # times as far as the shortest line the longest goes, where the axis is logarithmic
@@ -120,6 +121,8 @@ def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> bytes | None:
 
     first, second, *others = grid.compared
     down, across = grid.axes[first], grid.axes[second]
+    if len(down) * 0.42 > MOST_INCHES or len(across) * 1.15 > MOST_INCHES:
+        return None  # more cells than a picture can show
     cells = [[_rows_at(summary, {first: a, second: b}) for b in across] for a in down]
     means = np.array([[_mean(rows) for rows in line] for line in cells])
     figure = Figure(figsize=(2.2 + 1.15 * len(across), 1.5 + 0.42 * len(down)), layout="constrained")

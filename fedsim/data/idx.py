@@ -6,8 +6,11 @@ is asked only to download what is missing (see `fedsim.vision`).
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import math
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,10 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import DataError
+from fedsim.files import is_file, read_bounded
 
+MOST_BYTES = 2**30  # of a file, packed or not; the images of MNIST have 47 million
+MOST_DIMENSIONS = 4
 PARTS = {
     True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -36,8 +42,17 @@ def read_images_and_labels(folder: Path, *, train: bool) -> tuple[Tensor, Tensor
     return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
 
 
+def _unpacked(packed: bytes) -> bytes:
+    """What gzip has packed, unless it is far more than any data set: a few bytes can hold terabytes of zeros."""
+    with gzip.open(io.BytesIO(packed)) as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it holds more than {MOST_BYTES:,} bytes")
+    return content
+
+
 def _find(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+    return next((path for path in (folder / name, folder / f"{name}.gz") if is_file(path)), None)
 
 
 def _read(folder: Path, name: str) -> np.ndarray:
@@ -46,13 +61,11 @@ def _read(folder: Path, name: str) -> np.ndarray:
     if path is None:
         raise DataError(f"{folder / name}: no such file")
     try:
-        if path.suffix == ".gz":
-            content = np.frombuffer(bytearray(gzip.decompress(path.read_bytes())), np.uint8)  # writable, for torch
-        else:
-            content = np.fromfile(path, np.uint8)
-    except (OSError, EOFError) as error:
+        packed = read_bounded(path, MOST_BYTES)
+        content = np.frombuffer(bytearray(_unpacked(packed) if path.suffix == ".gz" else packed), np.uint8)  # writable
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    if len(content) < 4 or content[:3].tolist() != [0, 0, 8]:
+    if len(content) < 4 or content[:3].tolist() != [0, 0, 8] or content[3] > MOST_DIMENSIONS:
         raise DataError(f"{path}: is not an IDX file of unsigned bytes")
     start = 4 + 4 * int(content[3])
     shape = tuple(content[4:start].view(">u4").tolist()) if len(content) >= start else ()

@@ -81,6 +81,12 @@ def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
     return train, test
 
 
+def lacks_files(name: str, root: str | Path) -> bool:
+    """Whether the data set called `name` would download files to this folder."""
+    missing = getattr(dataset.get(name, "data.dataset").target, "missing_files", None)
+    return missing is not None and bool(missing(Path(os.path.expanduser(root))))
+
+
 @dataset("mnist")
 def mnist(root: Path) -> tuple[TensorData, TensorData]:
     """MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing."""
@@ -91,6 +97,10 @@ def mnist(root: Path) -> tuple[TensorData, TensorData]:
 def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
     """Fashion-MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing."""
     return _mnist_like(root, "fashion_mnist", "FashionMNIST", FASHION_MNIST_MEAN, FASHION_MNIST_STD)
+
+
+mnist.missing_files = lambda root: idx.missing_files(root / "MNIST" / "raw")
+fashion_mnist.missing_files = lambda root: idx.missing_files(root / "FashionMNIST" / "raw")
 
 
 def _mnist_like(

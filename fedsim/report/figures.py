@@ -11,6 +11,7 @@ from typing import Any
 from fedsim.progress import Progress
 from fedsim.report.reading import Partition, Round, Run
 
+MOST_CELLS = 2_000_000  # of all heat maps of weights together; about 10 MB of page
 MOST_COLUMNS = 250  # of a heat map over rounds: more could not be told apart, and would only fill the file
 
 
@@ -175,6 +176,7 @@ def weights_picture(run: Run, columns: int = MOST_COLUMNS) -> dict[str, Any] | N
     if not has_weights(run):
         return None
     workers = sorted({worker for record in run.rounds for worker in [*record.cohort, *record.excluded]})
+    columns = max(1, min(columns, MOST_CELLS // max(len(workers), 1)))
     row_of = {worker: row for row, worker in enumerate(workers)}
     per_column = math.ceil(len(run.rounds) / columns)
     parts = [run.rounds[start : start + per_column] for start in range(0, len(run.rounds), per_column)]

@@ -19,6 +19,7 @@ from fedsim.report.comparison import (
     other_axes,
 )
 from fedsim.report.figures import (
+    MOST_CELLS,
     MOST_COLUMNS,
     has_weights,
     mean_time,
@@ -32,7 +33,6 @@ from fedsim.report.figures import (
 )
 from fedsim.report.reading import SEED, Grid, GridRun, Run
 
-MOST_CELLS = 2_000_000  # of all heat maps of weights together; about 10 MB of page
 FEWEST_COLUMNS = 25
 
 # What the heat map over two axes can show.

@@ -6,8 +6,8 @@ the metrics may be torn, and everything else that is not as it should be is one 
 
 from __future__ import annotations
 
+import io
 import json
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -15,7 +15,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from fedsim.errors import RecordError
+from fedsim.bounds import problem_with_words
+from fedsim.errors import RecordError, cut, printable
+from fedsim.files import is_file, read_bounded, require_inside
 from fedsim.loading import read_toml
 from fedsim.progress import Progress, mean_staleness, progress_of
 from fedsim.records import ENVIRONMENT, EXPERIMENT, METRICS
@@ -23,8 +25,18 @@ from fedsim.records import ENVIRONMENT, EXPERIMENT, METRICS
 PARTITION, GRID, ERROR = "partition.json", "grid.json", "error.txt"
 SEED = "seed"  # the axis of a grid that repeats runs
 
+# What is read of a file, and shown of what it holds: far more than any run writes, and far less than a machine has.
+MOST_METRICS_BYTES, MOST_PARTITION_BYTES, MOST_GRID_BYTES = 2**29, 2**28, 2**26
+MOST_LINE_BYTES = 2**26  # of the metrics
+MOST_OBJECT_BYTES = MOST_ERROR_BYTES = 2**24
+MOST_ROUNDS = 500_000
+MOST_PHASES = 50  # of a round, and of all of them
+LARGEST = 1e145  # of a number: sums of squares of such are numbers still
+
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Number = Annotated[float | None, AfterValidator(lambda value: value if value is None or math.isfinite(value) else None)]
+Number = Annotated[
+    float | None, AfterValidator(lambda value: value if value is None or abs(value) <= LARGEST else None)
+]
 
 
 class Lenient(BaseModel):
@@ -61,7 +73,7 @@ class Round(Lenient):
     test_loss: Number = None
     test_accuracy: Number = None
     train_loss: Number = None
-    seconds: dict[str, Number] = {}
+    seconds: Annotated[dict[str, Number], Field(max_length=MOST_PHASES)] = {}
     cohort: list[Count] = []
     bytes_up: Count | None = None
     bytes_down: Count | None = None
@@ -203,33 +215,40 @@ def read_records(folder: Path) -> Run | Grid:
 
 def read_run(folder: Path) -> Run | None:
     """The run in a folder; None where none has begun."""
-    metrics = folder / METRICS
-    if not metrics.is_file():
+    if not is_file(folder / METRICS):
         return None
-    rounds, torn = read_metrics(metrics)
-    partition = folder / PARTITION
+    rounds, torn = read_metrics(folder / METRICS)
     return Run(
         folder=folder,
-        experiment=read_toml(folder / EXPERIMENT) if (folder / EXPERIMENT).is_file() else {},
-        environment=_read_object(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {},
+        experiment=read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {},
+        environment=_read_object(folder / ENVIRONMENT) if is_file(folder / ENVIRONMENT) else {},
         rounds=rounds,
         torn=torn,
-        partition=_read_partition(partition) if partition.is_file() else Partition(),
+        partition=_read_partition(folder / PARTITION) if is_file(folder / PARTITION) else Partition(),
     )
 
 
 def read_metrics(path: Path) -> tuple[list[Round], bool]:
     """The rounds of a metrics file, and whether its last line is torn, which is then left out."""
-    lines = [(number, line) for number, line in enumerate(_read(path).split(b"\n"), start=1) if line.strip()]
+    lines = io.BytesIO(_read(path, MOST_METRICS_BYTES))
     rounds: list[Round] = []
-    for number, line in lines:
+    phases: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        if len(line) > MOST_LINE_BYTES or len(rounds) == MOST_ROUNDS:
+            raise RecordError(f"{where}: at most {MOST_LINE_BYTES:,} bytes a line, and {MOST_ROUNDS:,} rounds")
         try:
-            rounds.append(_validated(Round, line, f"{path} line {number}"))
+            rounds.append(_validated(Round, line, where))
         except _NotJsonError:
-            if number == lines[-1][0]:
-                return rounds, True
-            raise
-        _check_round(rounds[-1], f"{path} line {number}")
+            if lines.read().strip():
+                raise
+            return rounds, True
+        _check_round(rounds[-1], where)
+        phases.update(rounds[-1].seconds)
+        if len(phases) > MOST_PHASES:
+            raise RecordError(f"{where}: seconds: more than {MOST_PHASES} phases have been named")
     return rounds, False
 
 
@@ -240,7 +259,7 @@ def _check_round(record: Round, where: str) -> None:
 
 
 def _read_partition(path: Path) -> Partition:
-    partition = _validated(Partition, _read(path), str(path))
+    partition = _validated(Partition, _read(path, MOST_PARTITION_BYTES), str(path))
     if len({len(row) for row in partition.counts}) > 1:
         raise RecordError(f"{path}: counts: every worker must have as many numbers, one per class")
     if partition.workers is not None and len(partition.workers) != len(partition.counts):
@@ -251,29 +270,56 @@ def _read_partition(path: Path) -> Partition:
 def read_grid(folder: Path) -> Grid:
     """The grid in a folder, with those of its runs that have begun."""
     path = folder / GRID
-    file = _validated(GridFile, _read(path), str(path))
-    runs = []
+    file = _validated(GridFile, _read(path, MOST_GRID_BYTES), str(path))
+    _refuse_oddities([file.name, file.axes, [entry.point for entry in file.runs]], path)
+    positions = {axis: _positions(values) for axis, values in file.axes.items()}
+    runs, places, folders = [], set(), set()
     for index, entry in enumerate(file.runs):
         where = f"{path}: runs.{index}"
-        place = {axis: _position(entry, axis, values, where) for axis, values in file.axes.items()}
-        run_folder = folder / _inner(entry.folder, where)
-        runs.append(GridRun(entry.id, place, read_run(run_folder), _first_line(run_folder / ERROR)))
-        if any(earlier.place == place for earlier in runs[:-1]):
+        place = {axis: _position(entry, axis, known, where) for axis, known in positions.items()}
+        if tuple(place.values()) in places:
             raise RecordError(f"{where}.point: another run has the same")
+        places.add(tuple(place.values()))
+        run_folder = folder / _inner(entry.folder, where)
+        _require_inside(run_folder, folder)
+        if run_folder.resolve() in folders:
+            raise RecordError(f"{where}.folder = {_short(entry.folder)}: is another run's")
+        folders.add(run_folder.resolve())
+        runs.append(GridRun(entry.id, place, read_run(run_folder), _first_line(run_folder / ERROR)))
     if not any(entry.run and entry.run.rounds for entry in runs):
         raise RecordError(f"{folder}: no round of its {len(runs)} runs is finished yet")
     return Grid(folder, file.name, file.axes, runs, file.target)
 
 
-def _position(entry: GridEntry, axis: str, values: list[Any], where: str) -> int:
+def _positions(values: list[Any]) -> dict[str, int]:
+    """The number of each value of an axis; of equal ones the first."""
+    found: dict[str, int] = {}
+    for position, value in enumerate(values):
+        found.setdefault(_canonical(value), position)
+    return found
+
+
+def _position(entry: GridEntry, axis: str, known: dict[str, int], where: str) -> int:
     """The number of the value that a run has on an axis."""
     if axis not in entry.point:
         raise RecordError(f"{where}.point: says nothing of the axis {_short(axis)}")
-    wanted = _canonical(entry.point[axis])
-    for position, value in enumerate(values):
-        if _canonical(value) == wanted:
-            return position
-    raise RecordError(f"{where}.point: {_short(entry.point[axis])} is not on the axis {_short(axis)}")
+    position = known.get(_canonical(entry.point[axis]))
+    if position is None:
+        raise RecordError(f"{where}.point: {_short(entry.point[axis])} is not on the axis {_short(axis)}")
+    return position
+
+
+def _require_inside(path: Path, folder: Path) -> None:
+    try:
+        require_inside(path, folder)
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from None
+
+
+def _refuse_oddities(value: Any, path: Path) -> None:
+    """Raise RecordError for what is too deep or too large for the page; see `fedsim.bounds`."""
+    if problem := problem_with_words(value, any_text=True):
+        raise RecordError(f"{path}: {problem}")
 
 
 def _canonical(value: Any) -> str:
@@ -308,38 +354,35 @@ def _validated(model: type[Model], text: bytes, where: str) -> Model:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         kind = _NotJsonError if problem["type"] == "json_invalid" else RecordError
-        raise kind(f"{where}: {_printable(': '.join([*_dotted(problem['loc']), problem['msg']]))}") from None
+        raise kind(f"{where}: {printable(': '.join([*_dotted(problem['loc']), problem['msg']]))}") from None
 
 
 def _dotted(location: tuple[int | str, ...]) -> list[str]:
     return [".".join(map(str, location))] if location else []
 
 
-def _printable(text: str) -> str:
-    """On one line, and without what a terminal would obey."""
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object of any keys."""
     try:
-        value = json.loads(_read(path))
+        value = json.loads(_read(path, MOST_OBJECT_BYTES))
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{path}: is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise RecordError(f"{path}: must be an object")
+    _refuse_oddities(value, path)
     return value
 
 
 def _first_line(path: Path) -> str | None:
-    """Of a text; None where there is no such file."""
-    if not path.is_file():
+    """Of a text, as far as a line of the page has room; None where there is no such file."""
+    if not is_file(path):
         return None
-    return _read(path).decode(errors="replace").strip().partition("\n")[0]
+    return cut(_read(path, MOST_ERROR_BYTES).decode(errors="replace").strip().partition("\n")[0])
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most: int) -> bytes:
+    """A file of a run's or a grid's folder, in which it has to lie itself: what is linked there is not its to show."""
     try:
-        return path.read_bytes()
+        return read_bounded(path, most, inside=path.parent)
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror}") from error

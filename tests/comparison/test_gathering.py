@@ -34,7 +34,7 @@ def test_parts_put_together_are_what_one_comparison_gives(cli, tmp_path):
         assert result.exit_code == 0, result.stderr
         assert result.stdout.split() == [f"sweep/shards/{part[0]}-of-2"]
     assert not (tmp_path / "sweep" / "results.csv").exists()
-    result = cli("compare", "sweep")
+    result = cli("compare", "sweep", "--allow-imports")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.rstrip().endswith("\nsweep")
     assert cli("compare", *WORDS, *AXES, "--out", "whole", "--jobs", 1, "-q").exit_code == 0
@@ -42,7 +42,7 @@ def test_parts_put_together_are_what_one_comparison_gives(cli, tmp_path):
         assert figures(tmp_path / "sweep" / name) == figures(tmp_path / "whole" / name)
     again = cli("compare", *WORDS, *AXES, "--out", "sweep", "--jobs", 1, "-q")  # finds nothing to do
     assert (again.exit_code, again.stdout.split()) == (0, ["sweep"])
-    elsewhere = cli("compare", "sweep/shards/0-of-2", "sweep/shards/1-of-2", "--out", "other", "-q")
+    elsewhere = cli("compare", "sweep/shards/0-of-2", "sweep/shards/1-of-2", "--out", "other", "-q", "--allow-imports")
     assert elsewhere.exit_code == 0, elsewhere.stderr
     assert figures(tmp_path / "other" / "results.csv") == figures(tmp_path / "whole" / "results.csv")
 
@@ -61,9 +61,9 @@ def test_variants_and_the_accuracy_asked_for_are_those_of_the_parts(cli, tmp_pat
     ]
     (tmp_path / "grid.toml").write_text("\n".join(lines))
     for part in ("0/2", "1/2"):
-        assert cli("compare", "grid.toml", "--shard", part, "--out", "sweep", "-q").exit_code == 0
-    assert cli("compare", "grid.toml", "--out", "whole", "-q").exit_code == 0
-    result = cli("compare", "sweep")
+        assert cli("compare", "grid.toml", "--shard", part, "--out", "sweep", "-q", "--allow-imports").exit_code == 0
+    assert cli("compare", "grid.toml", "--out", "whole", "-q", "--allow-imports").exit_code == 0
+    result = cli("compare", "sweep", "--allow-imports")
     assert result.exit_code == 0, result.stderr
     assert "20 percent" in result.stdout
     assert figures(tmp_path / "sweep" / "results.csv") == figures(tmp_path / "whole" / "results.csv")
@@ -72,11 +72,11 @@ def test_variants_and_the_accuracy_asked_for_are_those_of_the_parts(cli, tmp_pat
 def test_what_no_part_has_finished_counts_as_failed_until_it_is_done(cli, tmp_path):
     words = [*WORDS, "seed=0,1"]
     assert cli("compare", *words, "--shard", "0/2", "--out", "sweep", "-q").exit_code == 0
-    result = cli("compare", "sweep", "-q")
+    result = cli("compare", "sweep", "-q", "--allow-imports")
     assert result.exit_code == 1
     assert result.stderr == "error: seed1: its records are not complete\n"
     assert cli("compare", *words, "--shard", "1/2", "--out", "sweep", "-q").exit_code == 0
-    assert cli("compare", "sweep", "-q").exit_code == 0
+    assert cli("compare", "sweep", "-q", "--allow-imports").exit_code == 0
 
 
 def test_parts_of_different_grids_are_not_put_together(cli, tmp_path):

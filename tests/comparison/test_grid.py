@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from fedsim import Experiment, ExperimentError
-from fedsim.comparison.grid import flat, load_grid
+from fedsim.comparison.grid import load_grid
+from fedsim.tables import leaves_of
 
 
 def rules_of(grid):
@@ -116,7 +117,7 @@ def test_it_is_known_whether_the_experiment_names_its_engine(source, words, chos
 
 
 def test_the_base_is_what_all_runs_have_in_common_beside_the_axes(file):
-    base = flat(load_grid(file).base)
+    base = dict(leaves_of(load_grid(file).base))
     assert base["rounds"] == 7
     assert base["server.beta"] == 0.8
     assert base["workers"] == 4
@@ -168,7 +169,7 @@ def test_ids_are_different_even_where_labels_are_not():
     axes = {"aggregate.rule": ["tests.plugs:clipped_mean"], "aggregate.c": [1.0, 2.0], "name": ["a_b", "A_b"]}
     ids = [run.id for run in load_grid(None, axes).runs]
     assert len({id.lower() for id in ids}) == 4
-    long = load_grid(None, {"name": ["x" * 300, "x" * 299 + "y"]}).runs
+    long = load_grid(None, {"data.root": ["x" * 300, "x" * 299 + "y"]}).runs
     assert len({run.id for run in long}) == 2
     assert all(len(run.id) < 120 for run in long)
 

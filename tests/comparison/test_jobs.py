@@ -39,7 +39,10 @@ def test_several_jobs_give_the_bits_of_one_and_keep_their_processes(quick, seria
     assert [without_times(run.history) for run in several.runs] == [without_times(run.history) for run in one.runs]
     assert look.jobs == 2
     assert len(set.union(*look.seen)) == 2, "one process a job, the same for all runs"
-    assert all(fedsim.load_experiment(run.folder / "experiment.toml").engine == "serial" for run in several.runs)
+    assert all(
+        fedsim.load_experiment(run.folder / "experiment.toml", allow_imports=True).engine == "serial"
+        for run in several.runs
+    )
     table = (tmp_path / "several" / "summary.txt").read_text()
     assert table.splitlines()[:8] == (tmp_path / "one" / "summary.txt").read_text().splitlines()[:8]
 
@@ -48,7 +51,9 @@ def test_jobs_of_an_experiment_that_names_its_engine_have_processes_of_their_own
     tables = {**quick, "rounds": 1, "engine": "spawn", "processes": 1}
     comparison = fedsim.compare(tables, {"seed": [0, 1]}, tmp_path, jobs=2)
     assert not comparison.failed
-    assert {fedsim.load_experiment(run.folder / "experiment.toml").engine for run in comparison.runs} == {"spawn"}
+    assert {
+        fedsim.load_experiment(run.folder / "experiment.toml", allow_imports=True).engine for run in comparison.runs
+    } == {"spawn"}
 
 
 def test_the_death_of_a_job_fails_its_run_alone(quick, tmp_path):

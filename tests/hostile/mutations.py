@@ -1,0 +1,110 @@
+"""Valid things made invalid in every way: trees of tables and lists, and bytes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+from hypothesis import strategies as st
+
+DEEP: Any = "bottom"
+for _ in range(60):
+    DEEP = [DEEP]
+
+EXTREMES = [
+    *(None, True, False, -1, 0, 1, 2, 3, 7, 1000, 10**6, 10**12, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 10**400),
+    *(0.0, -0.0, 0.5, 1.0, -1.5, 1e-300, 1e300, -1e308, float("nan"), float("inf"), float("-inf")),
+    *(
+        "",
+        " ",
+        "x",
+        "x" * 5000,
+        "\x1b[2J",
+        "\x00",
+        "\ud800",
+        "\u202e",
+        "é",
+        "$\\bad$",
+        "%s{0}",
+        "<script>",
+        "../..",
+        "/",
+    ),
+    *("..", "/dev/zero", "/proc/self/environ", "~", "nan", "1e400", "0", "-1", "1" * 5000),
+    *("os:system", "canary:boom", "builtins:eval", "subprocess:run", "canary:", ":boom", "a:b:c", "torch.hub:load"),
+    *([], {}, [[]], [0], [0, 0], [None], ["mean"], ["nnm", "mean"], [{}], {"": 0}, {"a": {"b": {}}}, DEEP),
+    *({"name": "net"}, {"rule": "krum"}, {"rule": "canary:boom"}, {"a" * 300: 1}, {"[": 1, ".": 2}, list(range(300))),
+]
+
+OPERATIONS = ("set", "set", "set", "remove", "double", "add", "swap")
+
+small = st.integers(0, 10**9)
+
+
+def mutations(values: list[Any], keys: list[str], most: int = 5) -> st.SearchStrategy:
+    """Lists of mutations, for `mutated`: (where, what, value, key), numbers that count modulo what there is."""
+    value = st.sampled_from(values) | st.integers() | st.floats() | st.text(max_size=20)
+    key = st.sampled_from(keys) | st.text(max_size=8)
+    return st.lists(st.tuples(small, st.sampled_from(OPERATIONS), value, key), min_size=1, max_size=most)
+
+
+def mutated(tree: Any, changes: list) -> Any:
+    """A tree of tables and lists, changed."""
+    tree = copy.deepcopy(tree)
+    for where, operation, value, key in changes:
+        places = list(_places(tree))
+        if not places:
+            return value
+        parent, at = places[where % len(places)]
+        value = copy.deepcopy(value)
+        if operation == "set":
+            parent[at] = value
+        elif operation == "remove":
+            del parent[at]
+        elif operation == "double" and isinstance(parent, list):
+            parent.insert(at, copy.deepcopy(parent[at]))
+        elif operation == "add" and isinstance(parent, dict):
+            parent[key] = value
+        elif operation == "add":
+            parent.append(value)
+        elif operation == "swap":
+            other, there = places[(where // 7) % len(places)]
+            parent[at] = copy.deepcopy(other[there])
+    return tree
+
+
+def _places(tree: Any):
+    """All (table or list, key or index) of a tree."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        for at, value in items:
+            yield node, at
+            waiting.append(value)
+
+
+edits = st.lists(
+    st.tuples(
+        small, st.integers(0, 40), st.binary(max_size=12) | st.sampled_from([b"\n", b"\xff", b"[" * 3000, b"9" * 5000])
+    ),
+    max_size=4,
+)  # of bytes, for `edited`: where, how many of them go, what comes in their place
+
+
+def edited(content: bytes, changes: list) -> bytes:
+    """Bytes, changed."""
+    for where, length, new in changes:
+        at = where % (len(content) + 1)
+        content = content[:at] + new + content[at + length :]
+    return content
+
+
+def without(tree: Any, *unfit: type) -> Any:
+    """A tree without the leaves that a format has no word for."""
+    if isinstance(tree, dict):
+        return {key: without(value, *unfit) for key, value in tree.items() if not isinstance(value, unfit)}
+    if isinstance(tree, list):
+        return [without(value, *unfit) for value in itertools.chain(tree) if not isinstance(value, unfit)]
+    return tree

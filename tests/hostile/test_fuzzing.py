@@ -1,0 +1,414 @@
+"""Whatever files hold, loading them ends soon, in one of fedsim's own errors at worst, and imports nothing.
+
+`pytest -m slow tests/hostile` tries 14,900 inputs; the default suite a few hundred.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+import fedsim
+from fedsim.asynchronous.racelog import FILE, read_log
+from fedsim.comparison import load_grid
+from fedsim.comparison.axes import split_at_commas
+from fedsim.comparison.folder import GridFolder
+from fedsim.comparison.gathering import gather
+from fedsim.data.idx import read_images_and_labels
+from fedsim.errors import FedsimError
+from fedsim.experiment import Experiment, keys_of_tables
+from fedsim.history import read_history
+from fedsim.loading import load_experiment, parse_value, to_toml
+from fedsim.replay import load_round, replay, replay_json, replay_table
+from fedsim.report.grid_page import grid_context
+from fedsim.report.page import to_script_json
+from fedsim.report.reading import Run, read_records
+from fedsim.report.run_page import run_context
+from tests.hostile.mutations import DEEP, EXTREMES, edited, edits, mutated, mutations, without
+from tests.report.folders import invent_round, on_the_clock
+
+LONGEST = 30.0  # seconds for an input; the slowest takes a few hundredths
+LONGEST_LINE = 2_000  # characters of an error
+EXAMPLES = [pytest.param(25, id="few"), pytest.param(1_300, id="many", marks=pytest.mark.slow)]
+
+KEYS = sorted({*Experiment.model_fields, *keys_of_tables({}), "grid", "label", "variant"})
+NAMES = [
+    plug
+    for kind in (fedsim.rules, fedsim.pre_aggregators, fedsim.attacks, fedsim.partitions, fedsim.policies)
+    for plug in kind()
+]
+TABLES = [
+    {"rounds": 2, "workers": 5, "model": {"name": "2nn", "hidden": 8}, "local": {"lr": 0.1, "steps": 3}},
+    {
+        "aggregate": {"rule": ["nnm", {"rule": "multi_krum", "m": 2}], "f": 1},
+        "workers": 6,
+        "server": {"optimizer": "adam"},
+    },
+    {
+        "attack": {"name": "alie", "workers": [0, 1]},
+        "workers": 7,
+        "aggregate": "krum",
+        "partition": {"strategy": "dirichlet"},
+    },
+    {
+        "mode": "clock",
+        "policy": {"name": "ssp", "s": 3},
+        "clock": {"speed": "geometric", "noise": {"name": "trace", "path": "t"}},
+    },
+    {"mode": "race", "policy": "hogwild", "engine": "spawn", "processes": 2, "race": {"runs": 2}},
+    {"data": {"dataset": "mnist", "root": "data", "augment": ["flip", {"name": "shift"}]}, "sync": "gradients"},
+    {"engine": "distributed", "distributed": {"inner": "batched", "init": "env://"}, "batched": {"width": 4}},
+    {"clock": {"departures": {"1": 3.0}, "log": "x"}, "mode": "clock", "policy": "asgd", "workers": 3},
+]
+GRIDS = [
+    {**TABLES[0], "grid": {"seed": [0, 1], "aggregate.rule": ["mean", "median", ["nnm", "mean"]], "target": 0.9}},
+    {"grid": {"variant": [{"label": "a"}, {"label": "b", "local": {"steps": 5}}], "local": [{"lr": 0.1}, {"lr": 0.2}]}},
+]
+
+
+def fuzz(strategy, check, examples):
+    """Check so many inputs, each in bounded time and memory, with FedsimError as the only way to fail."""
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=examples < 100,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def every_input(example):
+        started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            check(example)
+        except FedsimError as error:
+            for line in str(error).split("\n"):
+                assert len(line) < LONGEST_LINE, line[:LONGEST_LINE]
+        assert time.perf_counter() - started < LONGEST
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "kilobytes"
+        assert "canary" not in sys.modules
+
+    every_input()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with a module that nobody may import, and a folder for files."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "canary.py").write_text("def boom(**anything): raise SystemExit('imported')\n")
+    (tmp_path / "sub").mkdir()
+    return tmp_path / "sub"
+
+
+def toml_of(tree) -> bytes:
+    if not isinstance(tree, dict):
+        return json_of(tree)
+    try:
+        return tomli_w.dumps(without(tree, type(None))).encode("utf-8", errors="surrogatepass")
+    except (TypeError, ValueError, RecursionError):
+        return b"x = 1"
+
+
+described = st.tuples(st.sampled_from(TABLES), mutations([*EXTREMES, *NAMES], KEYS))
+grids = st.tuples(st.sampled_from(GRIDS), mutations([*EXTREMES, *NAMES], KEYS))
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_experiment_files(here, examples):
+    def check(example):
+        (tree, changes), cuts = example
+        (here / "x.toml").write_bytes(edited(toml_of(mutated(tree, changes)), cuts))
+        experiment = load_experiment(here / "x.toml")
+        (here / "again.toml").write_text(to_toml(experiment), encoding="utf-8")
+        assert load_experiment(here / "again.toml") == experiment
+
+    fuzz(st.tuples(described, st.just([]) | edits), check, examples)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_experiment_files_of_any_bytes(here, examples):
+    def check(content):
+        (here / "x.toml").write_bytes(content)
+        load_experiment(here / "x.toml")
+        load_grid(here / "x.toml")
+
+    words = st.sampled_from(
+        [*KEYS, *NAMES, "=", ".", "[", "]", "{", "}", '"', "'''", "\n", "\n[grid]\n", "1", "0x", "-", ","]
+    )
+    texts = st.lists(words, max_size=30).map(lambda parts: "".join(parts).encode())
+    fuzz(st.binary(max_size=300) | texts, check, examples)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_words_of_the_command_line(here, examples):
+    def check(words):
+        load_experiment(None, [word for word in words if ":" not in word])  # else they are imported, as they should be
+
+    keys = st.sampled_from([f"{key}.{name}" for key in KEYS for name in ("name", "lr", "rule")] + KEYS) | st.text(
+        max_size=9
+    )
+    values = st.sampled_from([str(value) for value in EXTREMES] + NAMES) | st.text(max_size=20)
+    fuzz(st.lists(st.tuples(keys, values).map("=".join) | st.text(max_size=12), max_size=4), check, examples)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_files_and_words_of_comparisons(here, examples):
+    def check(example):
+        (tree, changes), words = example
+        (here / "x.toml").write_bytes(toml_of(mutated(tree, changes)))
+        load_grid(here / "x.toml", words=[word for word in words if ":" not in word])
+
+    values = st.lists(st.sampled_from([str(value) for value in EXTREMES] + NAMES), max_size=3).map(",".join)
+    words = st.lists(st.tuples(st.sampled_from(KEYS), values).map("=".join), max_size=2)
+    fuzz(st.tuples(grids, words), check, examples)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_rules_to_replay(examples):
+    def check(text):
+        for piece in split_at_commas(text):
+            parse_value(piece.strip(), "--rules")
+
+    fuzz(st.text(max_size=60) | st.text(alphabet='[]{}",=. ab1', max_size=60), check, examples)
+
+
+def page_of(folder: Path) -> None:
+    """All of a report but what is the same for all."""
+    records = read_records(folder)
+    context, data = run_context(records) if isinstance(records, Run) else grid_context(records)
+    assert len(to_script_json(data)) < 3_000_000
+    assert len(repr(context)) < 3_000_000
+
+
+def round_of(number: int) -> dict:
+    record = {**invent_round(number, 0.5), "coefficients": [0.5, 0.5], "excluded": [1], "attack_success": 0.5}
+    race = {"runs": 2, "test_accuracies": [0.5, 0.5], "samples_per_second": [1.0, 2.0], "lost_fraction": 0.1}
+    return {**record, **on_the_clock(2.0)({"round": number}), "race": race}
+
+
+FILES = {
+    "metrics.jsonl": [round_of(1), round_of(2), round_of(3)],
+    "partition.json": {"counts": [[1, 2], [3, 4]], "byzantine": [1], "workers": [0, 1], "population": 9},
+    "environment.json": {"device": "cpu", "packages": {"torch": "2"}, "command": ["fedsim", "run"]},
+    "experiment.toml": {
+        "rounds": 3,
+        "workers": 2,
+        "sync": "gradients",
+        "local": {"epochs": 1, "batch_size": 4},
+        "name": "x",
+    },
+}
+
+
+def write_file(folder: Path, name: str, tree, cuts) -> None:
+    if name.endswith(".toml"):
+        content = toml_of(tree)
+    elif name.endswith(".jsonl") and isinstance(tree, list):
+        content = b"".join(json_of(line) + b"\n" for line in tree)
+    else:
+        content = json_of(tree)
+    (folder / name).write_bytes(edited(content, cuts))
+
+
+def json_of(tree) -> bytes:
+    with contextlib.suppress(ValueError):  # a number of too many digits
+        return json.dumps(tree, ensure_ascii=False).encode("utf-8", errors="surrogatepass")
+    return b"{}"
+
+
+file_of_a_run = st.sampled_from(sorted(FILES)).flatmap(
+    lambda name: st.tuples(st.just(name), mutations([*EXTREMES, [1e308] * 3, 1e308], ["round", "seconds", "counts"]))
+)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_reports_of_run_folders(tmp_path, examples):
+    for name, tree in FILES.items():
+        write_file(tmp_path, name, tree, [])
+    page_of(tmp_path)
+
+    def check(example):
+        (name, changes), cuts = example
+        try:
+            write_file(tmp_path, name, mutated(FILES[name], changes), cuts)
+            read_history(tmp_path)
+            page_of(tmp_path)
+        finally:
+            write_file(tmp_path, name, FILES[name], [])
+
+    fuzz(st.tuples(file_of_a_run, st.just([]) | edits), check, examples)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """The folder of a comparison that is finished."""
+    folder = tmp_path_factory.mktemp("compared")
+    tables = {"rounds": 2, "workers": 2, "engine": "serial", "model": "logistic", "local": {"steps": 1}}
+    grid = load_grid(tables, {"aggregate.rule": ["mean", "median"], "seed": [0, 1]})
+    with GridFolder(folder, grid) as held:
+        for run in grid.runs:
+            held.run_folder(run).mkdir(parents=True)
+            (held.run_folder(run) / "experiment.toml").write_text(to_toml(run.experiment))
+            write_file(held.run_folder(run), "metrics.jsonl", [round_of(1), round_of(2)], [])
+    return folder
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_reports_of_comparisons(compared, examples):
+    whole = json.loads((compared / "grid.json").read_text())
+
+    def check(changes):
+        (compared / "grid.json").write_bytes(json_of(mutated(whole, changes)))
+        page_of(compared)
+
+    keys = ["id", "folder", "point", "axes", "seed"]
+    try:
+        fuzz(mutations([*EXTREMES, "runs/mean-seed0", "runs/../../x", "/etc"], keys), check, examples)
+    finally:
+        (compared / "grid.json").write_text(json.dumps(whole))
+
+
+@pytest.mark.parametrize("examples", [EXAMPLES[0], pytest.param(600, id="many", marks=pytest.mark.slow)])
+def test_comparisons_put_together(here, compared, examples, monkeypatch):
+    monkeypatch.setattr("fedsim.comparison.comparing._write", lambda *_: None)  # which is the same for all
+    whole = json.loads((compared / "grid.json").read_text())
+    metrics = next((compared / "runs").glob("*")) / "metrics.jsonl"
+    lines = metrics.read_text()
+    outside = here.parent / "outside"
+    counter = iter(range(10**9))
+
+    def check(example):
+        of_grid, of_metrics = example
+        tree = mutated(whole, of_grid) if of_grid else whole
+        (compared / "grid.json").write_bytes(json_of(tree))
+        write_file(metrics.parent, metrics.name, mutated([*map(json.loads, lines.splitlines())], of_metrics), [])
+        comparison = gather([compared], here / str(next(counter)))
+        assert comparison.table
+
+    keys = ["id", "folder", "point", "axes", "base"]
+    odd = [*EXTREMES, *NAMES, "../../outside", str(outside), {"rule": "canary:boom"}, DEEP, math.nan]
+    try:
+        fuzz(st.tuples(st.just([]) | mutations(odd, keys), mutations(EXTREMES, ["round"], most=2)), check, examples)
+        assert not outside.exists()
+    finally:
+        (compared / "grid.json").write_text(json.dumps(whole))
+        metrics.write_text(lines)
+
+
+ENTRIES = [[1, 1, 0, 0, 0, 0, 1, 0, 0], [1, 1, 0, 1, 0, 2, 3, 0, 1], [2, 1, 2, 1, 0, 0, 4, 1, 1]]
+LOGGED = {"rounds": 1, "workers": 2, "policy": {"name": "asgd"}}
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_logs_of_races(tmp_path, examples):
+    def log_of(head, entries):
+        rows = "\n".join(",".join(map(str, row)) if isinstance(row, list) else str(row) for row in entries)
+        columns = "run,round,kind,worker,steps,begun,taken,read,applied"
+        return b"# fedsim race " + json_of(head) + f"\n{columns}\n{rows}\n".encode("utf-8", errors="surrogatepass")
+
+    def check(example):
+        of_head, of_entries, cuts = example
+        head = mutated(LOGGED, of_head) if of_head else LOGGED
+        entries = mutated(ENTRIES, of_entries) if of_entries else ENTRIES
+        (tmp_path / FILE).write_bytes(edited(log_of(head, entries if isinstance(entries, list) else [entries]), cuts))
+        read_log(str(tmp_path), LOGGED)
+
+    changes = st.just([]) | mutations([value for value in EXTREMES if value != 10**400], KEYS)
+    fuzz(st.tuples(changes, changes, st.just([]) | edits), check, examples)
+
+
+KEPT = {
+    "updates": torch.arange(15.0).reshape(5, 3),
+    "workers": torch.arange(5),
+    "samples": torch.full((5,), 10),
+    "byzantine": torch.tensor([True, False, False, False, False]),
+}
+ODD_TENSORS = [
+    *(torch.zeros(0), torch.zeros(5, 0), torch.zeros(0, 3), torch.zeros(()), torch.full((5, 3), math.nan)),
+    *(
+        torch.full((5, 3), math.inf),
+        torch.full((5, 3), 3e38),
+        torch.zeros(5, 3, dtype=torch.int8),
+        torch.ones(5, 3).bool(),
+    ),
+    *(
+        torch.arange(5) - 2,
+        torch.arange(5) * 10**15,
+        torch.zeros(5, dtype=torch.int64),
+        torch.ones(5).bool(),
+        torch.ones(7),
+    ),
+    *(torch.zeros(5, 3, dtype=torch.bfloat16), torch.zeros(5, 3, dtype=torch.complex64), torch.zeros(5, 3).double()),
+]
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_kept_updates(tmp_path, examples):
+    (tmp_path / "experiment.toml").write_text('workers = 5\nattack = {name = "sign_flipping", workers = [0]}')
+
+    def check(example):
+        changes, header, cuts = example
+        tensors = {**KEPT, **dict(changes)}
+        content = save({name: tensor.clone() for name, tensor in tensors.items() if tensor is not None})
+        size = int.from_bytes(content[:8], "little")
+        if header:
+            table = json_of(mutated(json.loads(content[8 : 8 + size]), header))
+            content = len(table).to_bytes(8, "little") + table + content[8 + size :]
+        (tmp_path / "updates-00001.safetensors").write_bytes(edited(content, cuts))
+        stored = load_round(tmp_path)
+        results = replay(stored, ["mean", "median", "krum", ["nnm", "trimmed_mean"], "geometric_median"])
+        replay_table(stored, results)
+        replay_json(stored, results)
+
+    names = st.sampled_from([*KEPT, "root", "losses", "x"])
+    tensors = st.lists(st.tuples(names, st.none() | st.sampled_from(ODD_TENSORS)), max_size=2)
+    headers = st.just([]) | mutations(
+        [*EXTREMES, [10**12, 10**12], "F64", [0, 10**15]], ["shape", "dtype", "data_offsets"]
+    )
+    fuzz(st.tuples(tensors, headers, st.just([]) | edits), check, examples)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_images_and_labels(tmp_path, examples):
+    images = b"\0\0\x08\x03" + b"".join(size.to_bytes(4, "big") for size in (2, 3, 3)) + bytes(18)
+    labels = b"\0\0\x08\x01" + (2).to_bytes(4, "big") + bytes(2)
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(labels)
+
+    def check(example):
+        cuts, packed = example
+        content = edited(images, cuts)
+        content = edited(gzip.compress(content), packed) if packed is not None else content
+        name = "train-images-idx3-ubyte" + (".gz" if packed is not None else "")
+        (tmp_path / name).write_bytes(content)
+        try:
+            read_images_and_labels(tmp_path, train=True)
+        finally:
+            (tmp_path / name).unlink()
+
+    fuzz(st.tuples(edits, st.none() | edits), check, examples)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_traces_of_noise(tmp_path, monkeypatch, examples):
+    from fedsim.asynchronous import delays
+
+    def check(content):
+        delays._read_trace.cache_clear()
+        (tmp_path / "trace").write_bytes(content)
+        delays.trace(3, 0, 0, 2, path=str(tmp_path / "trace"))
+
+    numbers = st.lists(st.sampled_from(["1", "0.5", "nan", "1e400", "-1", ",", " ", "\n", "#", "x" * 300]), max_size=30)
+    fuzz(st.binary(max_size=60) | numbers.map(lambda parts: "".join(parts).encode()), check, examples)

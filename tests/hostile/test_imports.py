@@ -1,0 +1,236 @@
+"""What a file may import, and what it takes to let it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import tomli_w
+
+import fedsim
+from fedsim.comparison import load_grid
+from fedsim.comparison.gathering import gather
+from fedsim.data.idx import PARTS
+from fedsim.errors import ExperimentError
+from fedsim.listing import PLUGS
+from fedsim.replay import load_round
+
+NAMED = {  # for each kind of plug, tables that name one
+    "models": {"model": {"name": "NAME"}},
+    "datasets": {"data": {"dataset": "NAME"}},
+    "augmentations": {"data": {"augment": ["flip", {"name": "NAME"}]}},
+    "partitions": {"partition": {"strategy": "NAME"}},
+    "solvers": {"local": {"solver": "NAME"}},
+    "attacks": {"attack": {"name": "NAME", "fraction": 0.3}},
+    "rules": {"aggregate": {"rule": "NAME"}},
+    "pre-aggregators": {"aggregate": {"rule": [{"rule": "NAME"}, "mean"]}},
+    "servers": {"server": {"optimizer": "NAME"}},
+    "policies": {"mode": "clock", "policy": {"name": "NAME"}},
+    "speeds": {"mode": "clock", "clock": {"speed": {"name": "NAME"}}},
+    "noises": {"mode": "clock", "clock": {"noise": {"name": "NAME"}}},
+    "engines": {"engine": "NAME"},
+}
+PLUGS_OF_ONES_OWN = """
+import os
+from functools import partial
+from os import system
+from torch import nn
+
+class Inner:
+    @staticmethod
+    def model(): return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+def perceptron(*, hidden: int = 3):
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, hidden), nn.Linear(hidden, 10))
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with modules of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_plugs.py").write_text(PLUGS_OF_ONES_OWN)
+    (tmp_path / "canary.py").write_text("raise SystemExit('imported')")
+    yield tmp_path
+    for name in ("own_plugs", "own_package", "own_package.deep", "own_folder", "canary"):
+        sys.modules.pop(name, None)
+
+
+def write(path, tables, name="NAME"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(tables) and tomli_w.dumps(tables).replace("NAME", name))
+    return path
+
+
+def test_no_kind_of_plug_is_forgotten_here():
+    assert NAMED.keys() == PLUGS.keys()
+
+
+@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("name", ["os:system", "subprocess:run", "builtins:eval", "torch.hub:load", "canary:boom"])
+def test_a_file_names_no_import_path(here, kind, name):
+    key = PLUGS[kind][0].partition(",")[0]
+    with pytest.raises(ExperimentError) as caught:
+        fedsim.load_experiment(write(here / "sub" / "x.toml", NAMED[kind], name))
+    (line,) = caught.value.lines
+    assert line.startswith(f"{here}/sub/x.toml: {key.partition('.')[0]}")
+    assert f'"{name}": a file may name this only with --allow-imports (in Python allow_imports=True)' in line
+    assert "canary" not in sys.modules
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_so_it_is_in_grids_and_in_folders_of_comparisons(here, kind):
+    path = write(here / "sub" / "x.toml", {**NAMED[kind], "grid": {"seed": [0, 1]}}, "canary:boom")
+    with pytest.raises(ExperimentError, match="--allow-imports"):
+        load_grid(path)
+    held = {"name": "x", "axes": {"seed": [0, 1]}, "base": NAMED[kind], "runs": [{"id": "a", "point": {"seed": 0}}]}
+    (here / "sub" / "grid.json").write_text(json.dumps(held).replace("NAME", "canary:boom"))
+    with pytest.raises(ExperimentError, match="--allow-imports"):
+        gather([here / "sub"], here / "out")
+    assert not (here / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "axes", [{"model": ["net", "canary:boom"]}, {"variant": [{"label": "a"}, {"label": "b", "model": "canary:boom"}]}]
+)
+def test_so_it_is_for_values_on_axes(here, axes):
+    with pytest.raises(ExperimentError, match="--allow-imports"):
+        load_grid(write(here / "sub" / "x.toml", {"grid": axes}))
+
+
+@pytest.mark.parametrize("name", ["own_plugs:perceptron", "own_plugs:Inner.model"])
+def test_a_file_of_the_working_directory_names_what_its_own_modules_define(here, name):
+    assert fedsim.load_experiment(write(here / "x.toml", NAMED["models"], name)).model.name == name
+    assert fedsim.load_experiment("x.toml", ["rounds=3"]).rounds == 3
+
+
+def test_a_package_of_the_working_directory_is_its_own_too(here):
+    (here / "own_package").mkdir()
+    (here / "own_package" / "deep.py").write_text(PLUGS_OF_ONES_OWN)
+    path = write(here / "x.toml", NAMED["models"], "own_package.deep:perceptron")
+    with pytest.raises(ExperimentError, match="--allow-imports"):
+        fedsim.load_experiment(path)  # any folder would be such a package, as one that has just been unpacked
+    (here / "own_package" / "__init__.py").write_text("")
+    assert fedsim.load_experiment(path).model.bind()()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("own_plugs:os.system", "own_plugs:system", "own_plugs:nn.Linear", "own_plugs:partial", "json:loads"),
+        *("own_plugs", "own_plugs:__builtins__", "__main__:x", ".own_plugs:perceptron", "own_plugs:", ":perceptron"),
+    ],
+)
+def test_nothing_leads_from_ones_own_modules_to_others(here, name):
+    (here / "json.py").write_text("def loads(): ...")  # Python's own comes first
+    with pytest.raises(ExperimentError, match=r"--allow-imports|no such model"):
+        fedsim.load_experiment(write(here / "x.toml", NAMED["models"], name))
+
+
+@pytest.mark.parametrize("place", ["sub/x.toml", "runs/one/experiment.toml", "../elsewhere/x.toml"])
+def test_a_file_elsewhere_does_not_name_them(here, place):
+    with pytest.raises(ExperimentError, match="--allow-imports"):
+        fedsim.load_experiment(write(here / place, NAMED["models"], "own_plugs:perceptron"))
+
+
+def test_links_are_where_they_lead(here):
+    write(here / "sub" / "x.toml", NAMED["models"], "own_plugs:perceptron")
+    (here / "x.toml").symlink_to(here / "sub" / "x.toml")
+    with pytest.raises(ExperimentError, match="--allow-imports"):
+        fedsim.load_experiment("x.toml")
+    (here / "sub" / "linked.py").write_text(PLUGS_OF_ONES_OWN)
+    (here / "linked.py").symlink_to(here / "sub" / "linked.py")
+    with pytest.raises(ExperimentError, match="--allow-imports"):
+        fedsim.load_experiment(write(here / "y.toml", NAMED["models"], "linked:perceptron"))
+
+
+def test_what_the_user_says_himself_needs_no_leave(here):
+    file = write(here / "sub" / "x.toml", {"rounds": 2})
+    for experiment in (
+        fedsim.load_experiment(file, ["model=own_plugs:perceptron"]),
+        fedsim.load_experiment({"model": "own_plugs:perceptron"}),
+        fedsim.Experiment(model="own_plugs:perceptron"),
+        load_grid(file, words=["model=own_plugs:perceptron,net"]).runs[0].experiment,
+        load_grid(file, words=["model=own_plugs:perceptron", "seed=0,1"]).runs[0].experiment,
+        load_grid(file, {"model": ["own_plugs:perceptron", "net"]}).runs[0].experiment,
+    ):
+        assert experiment.model.name == "own_plugs:perceptron"
+
+
+def test_his_word_for_one_path_is_none_for_another(here):
+    file = write(here / "sub" / "x.toml", {"aggregate": "canary:boom"})
+    with pytest.raises(ExperimentError, match="canary:boom"):
+        fedsim.load_experiment(file, ["model=own_plugs:perceptron"])
+
+
+def test_his_leave_is_for_all(here):
+    file = write(here / "sub" / "x.toml", {**NAMED["models"], "grid": {"seed": [0, 1]}}, "own_plugs:perceptron")
+    assert load_grid(file, allow_imports=True).runs
+    with pytest.raises(SystemExit, match="imported"):
+        fedsim.load_experiment(write(file, NAMED["models"], "canary:boom"), allow_imports=True)
+
+
+def test_leave_is_over_when_the_file_is_read(here):
+    with pytest.raises(ExperimentError, match="--allow-imports"):
+        fedsim.load_experiment(write(here / "sub" / "x.toml", NAMED["models"], "own_plugs:perceptron"))
+    assert fedsim.load_experiment({"model": "own_plugs:perceptron"})
+
+
+LINES = {"rounds": 1, "workers": 2, "model": "own_plugs:perceptron", "data": "tests.plugs:tiny", "local": {"steps": 1}}
+
+
+@pytest.mark.parametrize("engine", ["serial", "spawn"])
+def test_the_command_carries_leave_to_where_the_work_is_done(cli, here, engine):
+    write(here / "sub" / "x.toml", {**LINES, "engine": engine})
+    words = ["run", "sub/x.toml", "--out", "run", "-q"]
+    refused = cli(*words)
+    assert refused.exit_code == 2
+    assert refused.stderr.count("--allow-imports") == 2
+    assert cli(*words, "--allow-imports").exit_code == 0
+    assert cli("report", "run").exit_code == 0  # which imports nothing
+
+
+def test_the_jobs_of_a_comparison_have_it_too_and_so_has_one_that_goes_on(cli, here):
+    tables = {**LINES, "grid": {"seed": [0, 1], "aggregate.rule": ["mean"]}}
+    write(here / "sub" / "x.toml", tables)
+    words = ["compare", "sub/x.toml", "--out", "grid", "--jobs", "2", "-q"]
+    assert cli(*words).exit_code == 2
+    assert cli(*words, "--allow-imports").exit_code == 0
+    (here / "grid" / "runs" / "mean-seed1" / "metrics.jsonl").unlink()
+    assert cli(*words).exit_code == 2
+    assert cli(*words, "--allow-imports").exit_code == 0
+    assert cli("compare", "grid", "-q").exit_code == 2
+    assert cli("compare", "grid", "-q", "--allow-imports").exit_code == 0
+
+
+def test_a_run_folder_is_a_strangers_too(cli, here):
+    fedsim.run({**LINES, "engine": "serial", "records": {"updates": [1]}}, here / "run")
+    with pytest.raises(ExperimentError, match="--allow-imports"):
+        load_round(here / "run")
+    assert cli("replay", "run").exit_code == 2
+    assert cli("replay", "run", "--rules", "mean", "--allow-imports").exit_code == 0
+
+
+def test_a_file_does_not_have_data_put_elsewhere(here, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    file = write(here / "x.toml", {"data": {"dataset": "mnist", "root": str(elsewhere)}})
+    with pytest.raises(ExperimentError, match="has no mnist, and a file cannot have data put outside of the working"):
+        fedsim.load_experiment(file)
+    assert fedsim.load_experiment(file, [f"data.root={elsewhere}"]).data.root == str(elsewhere)
+    assert fedsim.load_experiment(write(here / "x.toml", {"data": {"dataset": "mnist", "root": "data"}}))
+    (elsewhere / "MNIST" / "raw").mkdir(parents=True)
+    for names in PARTS.values():
+        for name in names:
+            (elsewhere / "MNIST" / "raw" / name).touch()
+    file = write(here / "x.toml", {"data": {"dataset": "mnist", "root": str(elsewhere)}})
+    assert fedsim.load_experiment(file).data.root == str(elsewhere)
+
+
+def test_a_file_does_not_say_with_whom_ranks_meet(here):
+    tables = {"engine": "distributed", "distributed": {"init": "tcp://example.org:80"}}
+    with pytest.raises(ExperimentError, match="distributed.init = .*: a file cannot say with whom to meet"):
+        fedsim.load_experiment(write(here / "x.toml", tables))
+    there = fedsim.load_experiment(here / "x.toml", ["distributed.init=tcp://example.org:80"])
+    assert there.distributed.init == "tcp://example.org:80"

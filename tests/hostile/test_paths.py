@@ -1,0 +1,221 @@
+"""Files are read where they belong, if they are files; nothing is written elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import fedsim
+from fedsim.asynchronous.racelog import read_log
+from fedsim.comparison import load_grid
+from fedsim.comparison.folder import GridFolder
+from fedsim.comparison.gathering import gather
+from fedsim.data.idx import PARTS, read_images_and_labels
+from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError
+from fedsim.files import read_bounded, write_whole
+from fedsim.history import read_history
+from fedsim.replay import load_round
+from fedsim.report.page import render
+from fedsim.report.reading import read_records
+from tests.report.folders import invent_run, write_points
+
+PACKAGE = Path(fedsim.__file__).parent
+READERS = {
+    "x.toml": lambda folder: fedsim.load_experiment(folder / "x.toml"),
+    "race.csv": lambda folder: read_log(str(folder / "race.csv"), {}),
+    "trace": lambda folder: fedsim.run(
+        {"mode": "clock", "engine": "serial", "clock": {"noise": {"name": "trace", "path": str(folder / "trace")}}}
+    ),
+    "updates-00001.safetensors": load_round,
+    "train-images-idx3-ubyte": lambda folder: read_images_and_labels(folder, train=True),
+    "train-images-idx3-ubyte.gz": lambda folder: read_images_and_labels(folder, train=True),
+}
+
+
+def in_time(function, *arguments):
+    """What a function raises, if it ends in a moment; a pipe without a writer would keep it for ever."""
+    raised = []
+
+    def work():
+        try:
+            function(*arguments)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_pipes_and_devices_are_not_read(tmp_path, name):
+    (tmp_path / "experiment.toml").write_text("")
+    os.mkfifo(tmp_path / name)
+    assert isinstance(in_time(READERS[name], tmp_path), FedsimError)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    assert isinstance(in_time(READERS[name], tmp_path), FedsimError)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/", "a\0b", "a" * 5000, "\x1b[2J", "/proc/self/mem"])
+def test_what_is_no_file_of_an_experiment_is_one_short_line(path):
+    with pytest.raises(ExperimentError) as caught:
+        fedsim.load_experiment(path)
+    (line,) = caught.value.lines
+    assert len(line) < 500
+    assert line.isprintable()
+
+
+def test_the_metrics_of_a_run_are_not_read_from_pipes_or_links(tmp_path):
+    folder = invent_run(tmp_path / "run", [0.5])
+    (folder / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
+    os.mkfifo(folder / "metrics.jsonl")
+    assert in_time(read_history, folder) is None
+    assert isinstance(in_time(read_records, folder), RecordError)
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").symlink_to(tmp_path / "metrics.jsonl")
+    assert read_history(folder) == []
+    with pytest.raises(RecordError, match="metrics.jsonl: cannot be read: it leads out of"):
+        read_records(folder)
+
+
+@pytest.mark.parametrize("name", ["environment.json", "experiment.toml", "partition.json"])
+def test_a_report_shows_no_file_that_a_link_in_the_folder_leads_to(tmp_path, name):
+    folder = invent_run(tmp_path / "run", [0.5])
+    (tmp_path / "secrets").write_text('{"password": "1234"}')
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "secrets")
+    with pytest.raises(FedsimError, match="it leads out of"):
+        render(folder)
+
+
+def test_nor_a_run_outside_of_the_grid(tmp_path):
+    invent_run(tmp_path / "private", [0.5])
+    axes = {"seed": [0, 1]}
+    grid = write_points(tmp_path / "grid", axes, lambda path, point: invent_run(path, [0.5]))
+    (grid / "linked").symlink_to(tmp_path / "private")
+    held = json.loads((grid / "grid.json").read_text())
+    for folder in ("../private", str(tmp_path / "private"), "linked", "runs/../../private", "a\0b"):
+        held["runs"][0]["folder"] = folder
+        (grid / "grid.json").write_text(json.dumps(held))
+        with pytest.raises(RecordError):
+            read_records(grid)
+    held["runs"][0]["folder"] = held["runs"][1]["folder"]
+    (grid / "grid.json").write_text(json.dumps(held))
+    with pytest.raises(RecordError, match="folder = .*: is another run's"):  # a million runs in one folder's space
+        read_records(grid)
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """A grid of two runs, none of which has begun, and its folder."""
+    grid = load_grid({"workers": 2, "rounds": 1}, {"seed": [0, 1]})
+    with GridFolder(tmp_path / "grid", grid):
+        pass
+    return grid, tmp_path / "grid"
+
+
+def test_nothing_is_removed_or_written_where_links_in_a_comparisons_folder_lead(compared, tmp_path):
+    grid, folder = compared
+    (tmp_path / "private" / grid.runs[0].id).mkdir(parents=True)
+    precious = tmp_path / "private" / grid.runs[0].id / "thesis.tex"
+    precious.write_text("all of it")
+    with GridFolder(folder, grid) as held:
+        (folder / "runs").symlink_to(tmp_path / "private")
+        for act in (held.clear, held.history, held.error, lambda run: held.note_failure(run, "x")):
+            with pytest.raises(RecordError, match="it leads out of"):
+                act(grid.runs[0])
+    with pytest.raises(RecordError, match="it leads out of"):
+        GridFolder(folder, grid)
+    assert [path.name for path in precious.parent.iterdir()] == ["thesis.tex"]
+
+
+def test_nothing_is_copied_from_where_a_comparisons_folder_points(compared, tmp_path):
+    grid, folder = compared
+    invent_run(tmp_path / "private", [0.5])
+    held = json.loads((folder / "grid.json").read_text())
+    for run in held["runs"]:
+        run["folder"] = "../private"
+    (folder / "grid.json").write_text(json.dumps(held))
+    assert all(run.error for run in gather([folder], tmp_path / "out").runs)
+    (folder / "runs" / grid.runs[0].id).mkdir(parents=True)
+    (folder / "runs" / grid.runs[0].id / "error.txt").write_text("it failed")
+    (folder / "runs" / grid.runs[0].id / "key").symlink_to(tmp_path / "private")
+    with pytest.raises(RecordError, match="key: is neither a file nor a folder, and is not copied"):
+        gather([folder], tmp_path / "other")
+
+
+@pytest.mark.parametrize("id", ["x" * 256, "../x", "/etc", "..", "", ".x", "a/b", "a\0b", 5, None, ["a"]])
+def test_the_names_of_runs_lead_nowhere(compared, tmp_path, id):
+    _, folder = compared
+    held = json.loads((folder / "grid.json").read_text())
+    held["runs"][0]["id"] = id
+    (folder / "grid.json").write_text(json.dumps(held))
+    with pytest.raises(RecordError, match="cannot be read as the grid of a comparison"):
+        gather([folder], tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "..", ".", "a/b", "", "x" * 101, "a\nb", "é"])
+def test_the_name_of_an_experiment_is_that_of_a_folder(name):
+    with pytest.raises(ExperimentError, match="name = .*: must be one or more of a-z, A-Z, 0-9"):
+        fedsim.load_experiment({"name": name})
+
+
+def test_a_link_in_the_way_of_a_file_is_not_followed(tmp_path):
+    (tmp_path / "private").write_text("mine")
+    (tmp_path / ".report.html.part").symlink_to(tmp_path / "private")
+    (tmp_path / "report.html").symlink_to(tmp_path / "private")
+    write_whole(tmp_path / "report.html", b"page")
+    assert (tmp_path / "private").read_text() == "mine"
+    assert (tmp_path / "report.html").read_bytes() == b"page"
+    assert not (tmp_path / "report.html").is_symlink()
+
+
+def test_a_file_is_read_if_it_lies_where_it_should_and_is_no_larger(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x").write_bytes(b"12345")
+    (tmp_path / "in" / "y").symlink_to("x")
+    assert read_bounded(tmp_path / "in" / "x", 5) == b"12345"
+    assert read_bounded(tmp_path / "in" / "y", 5, tmp_path / "in") == b"12345"
+    for path, most, inside in (("x", 4, None), ("x", 5, "other"), ("missing", 5, None), ("", 5, None), ("z", 5, None)):
+        with pytest.raises(OSError, match=r"\[Errno"):
+            read_bounded(tmp_path / "in" / path, most, tmp_path / inside if inside else None)
+
+
+def test_kept_updates_are_not_read_from_elsewhere(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "experiment.toml").write_text("")
+    save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "run" / "updates-00001.safetensors").symlink_to(tmp_path / "other.safetensors")
+    with pytest.raises(RecordError, match="it leads out of"):
+        load_round(tmp_path / "run")
+
+
+def test_a_folder_of_data_that_holds_other_things_is_one_clear_line(tmp_path):
+    for names in PARTS.values():
+        for name in names:
+            (tmp_path / name).write_text("root:x:0:0")
+    with pytest.raises(DataError, match="is not an IDX file of unsigned bytes"):
+        read_images_and_labels(tmp_path, train=True)
+
+
+def test_no_module_of_fedsim_unpickles_or_evaluates_what_files_hold():
+    """What processes of one run send each other (pipes, ranks) is no file's."""
+    suspicious = re.compile(r"(?<![.\w])(eval|exec)\(|[Pp]ickle[r]?\.loads?\(|torch\.load\(|np\.load\(|shelve|marshal")
+    between_processes = {("comparison", "jobs.py"), ("engines", "crew.py")}
+    found = [
+        (path.relative_to(PACKAGE).parts, line.strip())
+        for path in PACKAGE.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if suspicious.search(line)
+    ]
+    assert [line for parts, line in found if parts not in between_processes] == []

@@ -1,0 +1,184 @@
+"""What would fill the memory, or take for ever, is refused before it is begun, in a line that names the sizes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim import preparation
+from fedsim.cli import app
+from fedsim.comparison import load_grid
+from fedsim.comparison.pictures import draw_heatmap
+from fedsim.comparison.summary import summarise
+from fedsim.data import idx
+from fedsim.errors import DataError, ExperimentError, RecordError
+from fedsim.report.figures import MOST_CELLS, weights_picture
+from fedsim.report.reading import read_records
+from tests.report.folders import invent_round, invent_run
+
+DEEP = 5_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a=" + "[" * DEEP, "more than 16 tables and lists in one another"),
+        ("a=" + "[" * 40 + "]" * 40, "a: more than 16 tables and lists in one another"),
+        (".".join(["a"] * DEEP) + "=1", "a name of more than 16 dotted parts"),
+        (".".join(["a"] * 40) + "=1", "more than 16 tables and lists in one another"),
+        (f"seed = {'9' * 5000}", "Exceeds the limit"),
+        (f"seed = 0x{'f' * 50_000}", "seed: a whole number of 200000 bits; the largest have 64"),
+        (f"{'a' * 10**6} = 1", "a key has at most 100 characters"),
+        (f"model = '{'a' * 10**6}'", "no such model"),
+        ('"\\u001b[2J" = 1', '"?[2J": a key has at most 100 characters, all of them printable'),
+        ('name = "\\u202Egnp.exe"', "holds characters that cannot be printed"),
+        ("local = {lr = 1e400}", "local.lr = inf: must be a finite number"),
+        ("local = {lr = nan}", "local.lr = nan: must be a finite number"),
+        (f"rounds = {2**63}", "rounds = 9223372036854775808: must be less than 9223372036854775808"),
+        ("processes = 100000\nengine = 'spawn'", "processes = 100000: must be less than or equal to 1024"),
+        ("threads_per_process = 100000", "threads_per_process = 100000: must be less than or equal to 1024"),
+        ('"local[" = 1', "local[ = 1: unknown key"),
+    ],
+)
+def test_what_no_experiment_holds_is_one_short_line(tmp_path, text, message):
+    (tmp_path / "x.toml").write_text(text)
+    started = time.perf_counter()
+    with pytest.raises(ExperimentError) as caught:
+        fedsim.load_experiment(tmp_path / "x.toml")
+    (line,) = caught.value.lines
+    assert message in line
+    assert len(line) < 700
+    assert time.perf_counter() - started < 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"aggregate = {{weights = [{'-1,' * 20_000}]}}",
+        f"records = {{updates = [{'-1,' * 20_000}]}}",
+        f"attack = {{name = 'alie', workers = [{'7,' * 20_000}]}}",
+        "".join(f"k{number} = 1\n" for number in range(5_000)),
+        "[local]\n" + "".join(f"k{number} = 1\n" for number in range(5_000)),
+        "[aggregate]\n" + "".join(f"k{number} = 1\n" for number in range(5_000)),
+        "mode = 'clock'\npolicy = 'asgd'\n[clock.departures]\n" + "".join(f"k{n} = 1.0\n" for n in range(5_000)),
+    ],
+)
+def test_of_very_many_problems_some_are_told_and_soon(tmp_path, text):
+    (tmp_path / "x.toml").write_text(text)
+    started = time.perf_counter()
+    with pytest.raises(ExperimentError) as caught:
+        fedsim.load_experiment(tmp_path / "x.toml")
+    assert len(caught.value.lines) <= 101
+    assert len(str(caught.value)) < 50_000
+    assert time.perf_counter() - started < 20
+
+
+def test_so_it_is_with_words_of_the_command_line(cli):
+    for word in ("seed=" + "9" * 5000, ".".join(["a"] * DEEP) + "=1", "a=" + "[" * DEEP, "x" * 10_000, "a\udcff=1"):
+        done = cli("run", word, "--dry-run")
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+        assert len(done.stderr) < 1000
+
+
+def test_a_long_list_is_a_word_like_any_other(cli):
+    done = cli("run", "workers=1000", f"aggregate.weights={[1.0] * 1000}", "--dry-run")
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"workers": 10**12}, "workers = 1000000000000: what is kept of every member of a cohort takes 100,000.0 GB"),
+        (
+            {"workers": 10**15, "cohort": 10**13},
+            "cohort = 10000000000000: what is kept of every member of a cohort takes",
+        ),
+        (
+            {"workers": 10**12, "cohort": 10, "attack": {"name": "sign_flipping", "fraction": 0.1}},
+            "attack.fraction = 0.1: to draw from 1000000000000 workers takes 100,000.0 GB",
+        ),
+    ],
+)
+def test_lists_are_not_made_that_have_no_room(tables, message):
+    with pytest.raises(ExperimentError) as caught:
+        fedsim.load_experiment(tables)
+    assert any(line.startswith(message) and "GB of memory are free" in line for line in caught.value.lines)
+
+
+@pytest.mark.parametrize("hidden", [10**6, 10**9, 10**18])
+def test_a_model_is_not_made_that_has_no_room(hidden):
+    with pytest.raises(ExperimentError, match=r'model.name = "2nn": (has [0-9,]+ parameters|cannot be made)') as caught:
+        fedsim.run({"engine": "serial", "model": {"name": "2nn", "hidden": hidden}})
+    assert len(caught.value.lines) == 1
+
+
+def test_nor_are_rows_for_a_cohort(monkeypatch):
+    monkeypatch.setattr(preparation, "free_memory", lambda: 1e6)
+    with pytest.raises(ExperimentError, match="cohort = 40: rows of 7,850 parameters each need 0.0 GB, and 0.0 GB"):
+        fedsim.run({"engine": "serial", "model": "logistic", "workers": 40})
+
+
+def test_a_grid_has_only_so_many_combinations():
+    axes = {f"local.x{number}": list(range(10)) for number in range(7)}
+    started = time.perf_counter()
+    with pytest.raises(ExperimentError, match="10 x 10 x 10 x 10 x 10 x 10 x 10 = 10,000,000 combinations; at most"):
+        load_grid({}, axes)
+    assert time.perf_counter() - started < 5
+
+
+def test_a_heat_map_of_very_many_values_is_not_drawn():
+    grid = load_grid({"model": "logistic"}, {"local.lr": [0.1, 0.2], "seed": [0, 1]})
+    grid.axes["local.momentum"] = [number / 1000 for number in range(500)]
+    assert draw_heatmap(grid, summarise(grid, [])) is None
+
+
+def test_a_packed_file_that_unpacks_to_very_much_is_one_clear_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(idx, "MOST_BYTES", 10**6)
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(bytes(10**8)))
+    with pytest.raises(DataError, match="holds more than 1,000,000 bytes"):
+        idx.read_images_and_labels(tmp_path, train=True)
+
+
+def metrics(folder, records):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_a_page_does_not_grow_with_phases(tmp_path):
+    folder = invent_run(tmp_path / "run", [0.5])
+    many = [{**invent_round(number, 0.5), "seconds": {f"p{number}": 1.0}} for number in range(1, 200)]
+    with pytest.raises(RecordError, match="metrics.jsonl line 51: seconds: more than 50 phases have been named"):
+        read_records(metrics(folder, many))
+    with pytest.raises(RecordError, match="seconds"):
+        read_records(metrics(folder, [{**invent_round(1, 0.5), "seconds": {f"p{n}": 1.0 for n in range(99)}}]))
+
+
+def test_nor_with_workers_times_rounds(tmp_path):
+    workers, rounds = 30_000, 300
+    folder = invent_run(tmp_path / "run", [0.5])
+    shares = {"cohort": list(range(workers)), "coefficients": [1.0] * workers}
+    alone = {"cohort": [0], "coefficients": [1.0]}
+    records = [{**invent_round(n, 0.5), **(shares if n == 1 else alone)} for n in range(1, rounds)]
+    picture = weights_picture(read_records(metrics(folder, records)))
+    assert np.size(picture["weights"]) <= MOST_CELLS
+
+
+@pytest.mark.parametrize("name", ["environment.json", "partition.json", "grid.json", "metrics.jsonl"])
+def test_deep_json_is_one_clear_line(tmp_path, name):
+    folder = invent_run(tmp_path / "run", [0.5])
+    (folder / name).write_text('{"round": 1, "a": ' + "[" * 100_000)
+    with pytest.raises(RecordError):
+        read_records(folder)
+
+
+def test_errors_hold_nothing_that_a_terminal_obeys(cli, tmp_path):
+    (tmp_path / "\x1b[2J").mkdir()
+    done = cli("report", "\x1b[2J")
+    assert done.exit_code == 2
+    assert "\x1b" not in done.stderr
+    assert app
