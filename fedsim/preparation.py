@@ -55,6 +55,12 @@ class Setting:
         """How many samples the workers hold that were looked at."""
         return self.label_counts.sum(1).tolist()
 
+    @property
+    def record_bytes(self) -> int:
+        """Of what the run folder will hold, about; its small files left out."""
+        records = self.experiment.records
+        return self.row_bytes * (records.model + len(records.updates) * self.experiment.cohort_size)
+
     def facts(self) -> dict[str, Any]:
         """What the run folder says of all this, beyond the experiment itself."""
         return {

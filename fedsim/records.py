@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import io
 import itertools
 import platform
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from fedsim.asynchronous.racelog import FILE as RACE_LOG
 from fedsim.errors import RecordError
 from fedsim.experiment import Experiment
-from fedsim.files import to_json, write_whole
+from fedsim.files import append_whole, cannot_write, remedy, to_json, write_whole
 from fedsim.loading import to_toml
 from fedsim.version import __version__
 
@@ -101,7 +102,7 @@ class RunFolder:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        self._metrics: TextIO | None = None
+        self._metrics: io.FileIO | None = None
         self._written: list[Path] = []
         self._worth_keeping = False
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
@@ -109,29 +110,25 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
             occupied = any(folder.iterdir())
         except OSError as error:
-            raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}") from error
+            raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
         if occupied:
             raise RecordError(f"{folder}: holds something already, and a run never overwrites; name a new folder")
 
     def begin(self, experiment: Experiment, **facts: Any) -> None:
         """Write down the experiment and the environment, with further `facts` of this run."""
         try:
-            self._metrics = (self.path / METRICS).open("x", encoding="utf-8")  # "x": of two runs, one gets it
+            self._metrics = (self.path / METRICS).open("xb", buffering=0)  # "x": of two runs, one gets it
         except OSError as error:
-            raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
+            raise cannot_write(self.path / METRICS, error) from error
         self._written.append(self.path / METRICS)
         self._write(EXPERIMENT, to_toml(experiment).encode())
         self._write(ENVIRONMENT, to_json({**describe_environment(), **facts}, indent=2).encode())
 
     def round(self, record: RoundRecord) -> None:
-        """Append one round, and flush it."""
+        """Append one round, whole or not at all."""
         assert self._metrics is not None
-        try:
-            self._metrics.write(to_json(record) + "\n")
-            self._metrics.flush()
-            self._worth_keeping = True
-        except OSError as error:
-            raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
+        append_whole(self._metrics, self.path / METRICS, f"{to_json(record)}\n".encode())
+        self._worth_keeping = True
 
     def partition(
         self, counts: np.ndarray, byzantine: list[int], workers: list[int] | None = None, population: int | None = None
@@ -173,7 +170,8 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         if self._metrics is not None:
-            self._metrics.close()
+            with contextlib.suppress(OSError):  # each line has been written; a second complaint would hide the first
+                self._metrics.close()
         if not self._worth_keeping:
             with contextlib.suppress(OSError):
                 for path in self._written:

@@ -17,6 +17,7 @@ from fedsim.engines import Engine
 from fedsim.engines import engine as engines
 from fedsim.engines.spawn import SpawnEngine
 from fedsim.experiment import Experiment
+from fedsim.files import require_space
 from fedsim.loading import load_experiment
 from fedsim.preparation import Setting, finished_model, prepare
 from fedsim.randomness import sample_cohort
@@ -136,6 +137,7 @@ def run(
         workshop = workshop or stack.enter_context(Workshop())
         setting, engine = stack.enter_context(prepare(experiment, workshop))
         if folder:
+            require_space(folder.path, setting.record_bytes, "what this run keeps")
             folder.begin(experiment, **setting.facts())
             folder.partition(setting.label_counts, setting.byzantine, setting.looked_at, experiment.workers)
         if on_start:
@@ -155,8 +157,8 @@ def run(
                 on_round(record)
         model = finished_model(setting, engine)
         global_row = engine.memory.global_row.cpu().clone()
+        if folder and experiment.records.model:  # first, since nothing else holds what it holds
+            folder.model(model)
         if folder and experiment.records.curve:
             folder.curve(draw_curve(history, experiment.name))
-        if folder and experiment.records.model:
-            folder.model(model)
     return Result(experiment, history, model, global_row, folder.path if folder else None)
