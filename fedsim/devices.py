@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, show, show_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")  # of this process's container
@@ -50,14 +50,27 @@ def shares_memory(device: torch.device) -> bool:
 
 
 def require_shared_memory(nbytes: int) -> None:
-    """Raise ExperimentError unless the shared-memory file system has room for so many bytes."""
+    """Raise ExperimentError unless the shared-memory file system has room for so many bytes.
+
+    For systems without files in memory: see `fedsim.sharing`.
+    """
     if not SHARED_MEMORY.is_dir():
         return  # not Linux: there is no such limit to look up
     free = shutil.disk_usage(SHARED_MEMORY).free
     if nbytes > free:
         raise ExperimentError(
-            f"shared memory: this run needs {nbytes / 1e6:,.0f} MB in {SHARED_MEMORY}, where {free / 1e6:,.0f} MB are "
+            f"shared memory: this run needs {show_bytes(nbytes)} in {SHARED_MEMORY}, where {show_bytes(free)} are "
             "free; enlarge it (mount -o remount,size=..., docker run --shm-size=...) or use engine=serial"
+        )
+
+
+def require_memory(nbytes: int) -> None:
+    """Raise ExperimentError unless so many bytes of main memory are free, of the machine and of this container."""
+    free = free_memory()
+    if nbytes > free:
+        raise ExperimentError(
+            f"memory: what the processes of this run share takes {show_bytes(nbytes)}, and {show_bytes(free)} are free; "
+            "make room, use a smaller cohort, or engine=serial, which shares nothing"
         )
 
 

@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.errors import RecordError, show_bytes
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
+from fedsim.limits import remedy_of_limit
 
 ELSEWHERE = "or name another place with --out"
 
@@ -64,13 +60,9 @@ def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
         return f": {show_bytes(free_space(path))} are free there{asked}; make room, {ELSEWHERE}"
     if error.errno == errno.EDQUOT:
         return f"; make room within your quota there, {ELSEWHERE}"
-    if error.errno == errno.EFBIG and resource is not None:
-        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        limit = "" if most == resource.RLIM_INFINITY else f": a file may have {show_bytes(most)} at most"
-        return f"{limit}; raise the limit (ulimit -f), {ELSEWHERE}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"; make the place writable, {ELSEWHERE}"
-    return ""
+    return remedy_of_limit(error)
 
 
 def require_space(folder: Path, needed: float, purpose: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from fedsim.aggregation import Pipeline, ServerStep
 from fedsim.byzantine import BoundAttack
 from fedsim.data import Shards, TensorData
-from fedsim.devices import require_shared_memory, wide_dtype
+from fedsim.devices import wide_dtype
 from fedsim.local import Solver, State
 from fedsim.precision import Precision
 from fedsim.randomness import random_state_kept, seed_everything
 from fedsim.rows import Layout, new_rows
+from fedsim.sharing import share
 
 BufferPolicy = Literal["average", "local", "server", "error"]
 Sync = Literal["parameters", "gradients"]
@@ -209,21 +210,9 @@ class Memory:
         """
         tensors = [value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)]
         tensors += [tensor for state in self.states.values() for tensor in state.values()]
-        tensors += [*self.train.tensors, *self.test.tensors, *self.shards.tensors]
-        share(tensors)
+        share([*self.train.tensors, *self.test.tensors])  # by themselves, since a workshop keeps them for later runs
+        share([*tensors, *self.shards.tensors])
         return self
-
-
-def share(tensors: Iterable[Tensor]) -> None:
-    """Move tensors that lie on the host to memory that other processes can map, in place.
-
-    Raises ExperimentError where there is not enough of it: writing to it all the same would kill the process.
-    """
-    once = {id(tensor): tensor for tensor in tensors}.values()  # the labels may be the shards' too
-    on_host = [tensor for tensor in once if tensor.device.type == "cpu" and not tensor.is_shared()]
-    require_shared_memory(sum(tensor.untyped_storage().nbytes() for tensor in on_host))
-    for tensor in on_host:
-        tensor.share_memory_()
 
 
 def test_batch_size(device: torch.device) -> int:
