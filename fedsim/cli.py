@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -24,8 +25,9 @@ from fedsim.comparison.display import GridDisplay
 from fedsim.comparison.gathering import Shard, gather
 from fedsim.engines import engine as engines
 from fedsim.engines.ranks import Ranks
-from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, plural, show, warnings_as_lines
+from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, one_line, plural, show, warnings_as_lines
 from fedsim.experiment import keys_called
+from fedsim.limits import remedy_of_limit
 from fedsim.listing import PLUGS, list_plugs
 from fedsim.loading import load_experiment, parse_value, to_toml
 from fedsim.preparation import Setting
@@ -312,6 +314,11 @@ def _errors_as_lines() -> Iterator[None]:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(BAD_INPUT) from None
+    except (OSError, MemoryError) as error:  # that nobody has foreseen; a stdout that fails is told by `_start`
+        if isinstance(sys.stdout, Output) and sys.stdout.failure is not None:
+            raise
+        print(f"error: {_of_the_system(error)}", file=sys.stderr)
+        raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -321,6 +328,14 @@ def _errors_as_lines() -> Iterator[None]:
     finally:
         if main:
             signal.signal(signal.SIGTERM, before)  # what is left to do is to end
+
+
+def _of_the_system(error: OSError | MemoryError) -> str:
+    """What the system would not do, and which of its limits that was, in one line."""
+    if isinstance(error, MemoryError):
+        error = OSError(errno.ENOMEM, f"memory ran out {' '.join(str(error).split())}".rstrip())
+    place = "" if error.filename is None else f"{error.filename}: "
+    return f"{place}{error.strerror or one_line(error)}{remedy_of_limit(error)}"
 
 
 class Terminated(BaseException):
@@ -345,12 +360,16 @@ def run_main() -> None:
 
 def _start(program: typer.Typer) -> None:
     """Run a program to its exit; where stdout takes no more, with a line on stderr, unless its reader has just gone."""
+    if sys.stderr is None:  # closed, as by `2>&-`
+        sys.stderr = io.TextIOWrapper(io.FileIO(os.devnull, "w"))
     if sys.stdout is None:  # closed, as by `>&-`
         return _run_to_exit(program)
     out = sys.stdout = Output(
         sys.stdout.buffer,
         sys.stdout.encoding,
-        sys.stdout.errors,
+        "backslashreplace"
+        if sys.stdout.errors == "strict"
+        else sys.stdout.errors,  # as stderr does: say it all the same
         line_buffering=sys.stdout.line_buffering,
         write_through=sys.stdout.write_through,
     )

@@ -1,4 +1,4 @@
-"""Limits that the system sets to a process: what to say where one is reached, and the one that can be raised in time."""
+"""Limits that the system sets to a process: what to say where one is reached, and which can be raised in time."""
 
 from __future__ import annotations
 

@@ -133,9 +133,16 @@ def require_importable_main(instead: str) -> None:
 def require_short_temporary_folder(instead: str) -> None:
     """Before processes are started, which hand tensors to each other through sockets in the temporary folder.
 
-    Raises WorkerError, with what to do `instead`, where its path is too long for the name of a socket.
+    Raises WorkerError, with what to do `instead`, where there is none that can be written, or where its path is too
+    long for the name of a socket.
     """
-    folder = tempfile.gettempdir()
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:
+        raise WorkerError(
+            "TMPDIR: processes meet at sockets in a temporary folder, and none can be written here (TMPDIR = "
+            f"{show(os.environ.get('TMPDIR', ''))}, /tmp, /var/tmp, the working folder); name one, or {instead}"
+        ) from None
     if os.name == "posix" and len(os.fsencode(folder)) > LONGEST_TEMPORARY_FOLDER:
         raise WorkerError(
             f"TMPDIR = {show(folder)}: processes meet at sockets in it, for which its path must have at most "

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fedsim import vision
-from fedsim.data import idx
+from fedsim.data import checksums, idx
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimError, one_line, show
 from fedsim.registry import Registry
@@ -82,19 +82,27 @@ def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
 
 
 @dataset("mnist")
-def mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing."""
-    return _mnist_like(root, "mnist", "MNIST", MNIST_MEAN, MNIST_STD)
+def mnist(root: Path, *, verify: bool = True) -> tuple[TensorData, TensorData]:
+    """MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing.
+
+    verify: refuse files that are as long as MNIST's and hold something else, which damaged ones do, but also data sets
+        made to take its place. Files of any other length are read as what they say they are.
+    """
+    return _mnist_like(root, "mnist", "MNIST", MNIST_MEAN, MNIST_STD, checksums.MNIST if verify else {})
 
 
 @dataset("fashion_mnist")
-def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """Fashion-MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing."""
-    return _mnist_like(root, "fashion_mnist", "FashionMNIST", FASHION_MNIST_MEAN, FASHION_MNIST_STD)
+def fashion_mnist(root: Path, *, verify: bool = True) -> tuple[TensorData, TensorData]:
+    """Fashion-MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing.
+
+    verify: as of `mnist`.
+    """
+    known = checksums.FASHION_MNIST if verify else {}
+    return _mnist_like(root, "fashion_mnist", "FashionMNIST", FASHION_MNIST_MEAN, FASHION_MNIST_STD, known)
 
 
 def _mnist_like(
-    root: Path, name: str, class_name: str, mean: tuple[float, ...], std: tuple[float, ...]
+    root: Path, name: str, class_name: str, mean: tuple[float, ...], std: tuple[float, ...], known: checksums.Known
 ) -> tuple[TensorData, TensorData]:
     folder = root / class_name / "raw"
     missing = idx.missing_files(folder)
@@ -108,6 +116,7 @@ def _mnist_like(
                 "data.dataset=mnist5k"
             ) from error
     train, test = (
-        TensorData.of_images(*idx.read_images_and_labels(folder, train=train), mean, std) for train in (True, False)
+        TensorData.of_images(*idx.read_images_and_labels(folder, train=train, known=known), mean, std)
+        for train in (True, False)
     )
     return train, test
