@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import signal
@@ -25,9 +24,9 @@ from fedsim.comparison.display import GridDisplay
 from fedsim.comparison.gathering import Shard, gather
 from fedsim.engines import engine as engines
 from fedsim.engines.ranks import Ranks
-from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, one_line, plural, show, warnings_as_lines
+from fedsim.errors import ExperimentError, FedsimError, WorkerError, nearest, plural, show, warnings_as_lines
 from fedsim.experiment import keys_called
-from fedsim.limits import remedy_of_limit
+from fedsim.limits import told
 from fedsim.listing import PLUGS, list_plugs
 from fedsim.loading import load_experiment, parse_value, to_toml
 from fedsim.preparation import Setting
@@ -35,6 +34,8 @@ from fedsim.records import RoundRecord, new_folder_name
 from fedsim.replay import applicable_rules, load_round, replay_json, replay_table
 from fedsim.replay import replay as replay_rules
 from fedsim.report import columns_of, headline, table_header, table_line, write_report
+
+tqdm.monitor_interval = 0  # no thread that looks after bars: each round moves them
 
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
@@ -234,7 +235,8 @@ class Display:
         self._quiet = quiet
         self._done = 0
         self._begun = time.perf_counter()
-        self._bar = tqdm(total=rounds, unit="round", leave=False, disable=quiet or not sys.stderr.isatty())
+        watched = not quiet and sys.stderr.isatty()
+        self._bar = tqdm(total=rounds, unit="round", leave=False, miniters=1, disable=not watched)
 
     def start(self, setting: Setting) -> None:
         self._print(headline(setting))
@@ -314,10 +316,11 @@ def _errors_as_lines() -> Iterator[None]:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(BAD_INPUT) from None
-    except (OSError, MemoryError) as error:  # that nobody has foreseen; a stdout that fails is told by `_start`
-        if isinstance(sys.stdout, Output) and sys.stdout.failure is not None:
+    except (OSError, MemoryError, RuntimeError) as error:  # what the system refuses, where nobody has foreseen it
+        line = told(error)
+        if line is None or (isinstance(sys.stdout, Output) and sys.stdout.failure is not None):  # `_start` tells that
             raise
-        print(f"error: {_of_the_system(error)}", file=sys.stderr)
+        print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -328,14 +331,6 @@ def _errors_as_lines() -> Iterator[None]:
     finally:
         if main:
             signal.signal(signal.SIGTERM, before)  # what is left to do is to end
-
-
-def _of_the_system(error: OSError | MemoryError) -> str:
-    """What the system would not do, and which of its limits that was, in one line."""
-    if isinstance(error, MemoryError):
-        error = OSError(errno.ENOMEM, f"memory ran out {' '.join(str(error).split())}".rstrip())
-    place = "" if error.filename is None else f"{error.filename}: "
-    return f"{place}{error.strerror or one_line(error)}{remedy_of_limit(error)}"
 
 
 class Terminated(BaseException):

@@ -75,13 +75,15 @@ def require_shared_memory(nbytes: int) -> None:
         )
 
 
-def require_memory(nbytes: int) -> None:
-    """Raise ExperimentError unless so many bytes of main memory are free, of the machine and of this container."""
+def require_memory(nbytes: int, what: str, instead: str) -> None:
+    """Raise ExperimentError unless so many bytes of main memory are free, of the machine and of this container.
+
+    `what` takes them, and `instead` takes less.
+    """
     free = free_memory()
     if nbytes > free:
         raise ExperimentError(
-            f"memory: what the processes of this run share takes {show_bytes(nbytes)}, and {show_bytes(free)} are "
-            "free; make room, use a smaller cohort, or engine=serial, which shares nothing"
+            f"memory: {what} takes {show_bytes(nbytes)}, and {show_bytes(free)} are free; make room, or use {instead}"
         )
 
 

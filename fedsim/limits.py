@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fedsim.errors import WorkerError, show_bytes
+from fedsim.errors import WorkerError, one_line, show_bytes
 
 try:
     import resource
@@ -18,6 +18,7 @@ except ImportError:  # Windows
 FILES_OF_CHILD = 6  # that stay open here for each process that is started: its pipe, and what multiprocessing keeps
 FILES_OF_START = 16  # and for a moment, while processes start and are handed the shared memory
 FILES_WITHIN = 48  # that a process has open itself, libraries included, with room to spare
+MEMORY_RAN_OUT = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # as PyTorch says it
 USUAL_FILES = 24  # open before anything is started, where they cannot be counted
 
 
@@ -47,6 +48,19 @@ def remedy_of_limit(error: OSError) -> str:
     if most != resource.RLIM_INFINITY:
         return f"; {limit.what.format(limit.show(most))} ({limit.how} raises that)"
     return "; the container may have too few (pids.max)" if error.errno == errno.EAGAIN else ""
+
+
+def told(error: Exception) -> str | None:
+    """What the system would not do, and which of its limits that was, in one line; None where it is no such error."""
+    if isinstance(error, OSError):
+        place = "" if error.filename is None else f"{error.filename}: "
+        return f"{place}{error.strerror or one_line(error)}{remedy_of_limit(error)}"
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or any(phrase in text for phrase in MEMORY_RAN_OUT):
+        return f"memory ran out{f' ({text})' if text else ''}{remedy_of_limit(OSError(errno.ENOMEM, ''))}"
+    if "can't start new thread" in text:
+        return f"{text}{remedy_of_limit(OSError(errno.EAGAIN, ''))}"
+    return None
 
 
 def require_files(processes: int, instead: str) -> None:

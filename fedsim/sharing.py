@@ -65,7 +65,7 @@ def share(tensors: Iterable[Tensor]) -> None:
             end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
     if not end:
         return
-    require_memory(end)
+    require_memory(end, "what the processes share", "a smaller cohort, or engine=serial, which shares nothing")
     block = _block(end)
     if block is None:
         require_shared_memory(end)
