@@ -32,10 +32,17 @@ MNIST5K_TRAIN_PER_CLASS = 400
 
 
 def default_root() -> Path:
-    """Where data sets lie unless the experiment says otherwise: $FEDSIM_DATA, else the user's cache folder."""
+    """Where data sets lie unless the experiment says otherwise: $FEDSIM_DATA, else the user's cache folder.
+
+    The cache of a user who has no home, as in a container, is in the working folder.
+    """
     if os.environ.get("FEDSIM_DATA"):
         return Path(os.environ["FEDSIM_DATA"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedsim" / "data"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path()
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "fedsim" / "data"
 
 
 def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tuple[TensorData, TensorData]:

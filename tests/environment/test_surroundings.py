@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import fedsim
 from fedsim.comparison.folder import read_history
+from fedsim.data.sources import default_root
 from fedsim.errors import WorkerError
 from fedsim.processes import require_short_temporary_folder
 from tests.commands import start
@@ -65,6 +67,16 @@ def test_closed_streams_are_no_matter_and_no_record_takes_their_place(tmp_path):
         assert (program.returncode, error) == (0, ""), name
         content = (tmp_path / name / "metrics.jsonl").read_text()
         assert len(read_history(tmp_path / name)) == content.count("\n") == 2
+
+
+def test_a_user_without_a_home_or_an_entry_among_the_users_is_no_matter(monkeypatch):
+    for name in ("HOME", "FEDSIM_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    with pytest.raises(RuntimeError):
+        Path.home()
+    assert default_root() == Path(".cache/fedsim/data")
+    assert len(fedsim.load_dataset("mnist5k")[0]) == 4000
 
 
 def test_a_system_without_proc_is_no_matter(tmp_path):
