@@ -23,6 +23,7 @@ def run_main() -> None:
 
 def _command_line() -> ModuleType:
     """The module `fedsim.cli`; Ctrl-C while it is imported ends the program, as nothing has begun yet."""
+    _open_what_is_closed()
     handler = signal.getsignal(signal.SIGINT)
     if handler is not signal.default_int_handler:  # somebody else looks after it, or nobody shall
         from fedsim import cli
@@ -34,6 +35,18 @@ def _command_line() -> ModuleType:
     finally:
         signal.signal(signal.SIGINT, handler)
     return cli
+
+
+def _open_what_is_closed() -> None:
+    """Where stdin, stdout or stderr is closed, put nothing in its place.
+
+    Else the next file that is opened takes its number, a run's records for one, and gets what libraries write there.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
 
 
 def _end(*_: object) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 
 from fedsim.devices import free_memory
 from fedsim.errors import RecordError
-from fedsim.files import leads_out, read_bounded, write_whole
+from fedsim.files import cannot_write, leads_out, read_bounded, write_whole
 from fedsim.snapshot import Snapshot
 from fedsim.version import __version__
 
@@ -109,7 +109,7 @@ class Checkpoints:
         try:
             self._folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise RecordError(f"{self._folder}: cannot be made: {error.strerror}") from error
+            raise cannot_write(self._folder, error) from error
         if leads_out(self._folder, self._folder.parent):
             raise RecordError(f"{self._folder}: leads out of the run's folder")
         content = save(state.tensors)

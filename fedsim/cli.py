@@ -36,6 +36,7 @@ from fedsim.errors import (
 )
 from fedsim.experiment import keys_called
 from fedsim.files import is_file
+from fedsim.limits import told
 from fedsim.listing import PLUGS, list_plugs
 from fedsim.loading import load_experiment, parse_value, to_toml
 from fedsim.preparation import Setting
@@ -43,6 +44,8 @@ from fedsim.records import RoundRecord, experiment_of_run, new_folder_name
 from fedsim.replay import applicable_rules, load_round, replay_json, replay_table
 from fedsim.replay import replay as replay_rules
 from fedsim.report import columns_of, headline, table_header, table_line, write_report
+
+tqdm.monitor_interval = 0  # no thread that looks after bars: each round moves them
 
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
@@ -270,7 +273,8 @@ class Display:
         self._done = self._before = 0  # rounds; and of those, before this time
         self._virtual_seconds: float | None = None
         self._begun = time.perf_counter()
-        self._bar = tqdm(total=rounds, unit="round", leave=False, disable=quiet or not sys.stderr.isatty())
+        watched = not quiet and sys.stderr.isatty()
+        self._bar = tqdm(total=rounds, unit="round", leave=False, miniters=1, disable=not watched)
 
     def start(self, setting: Setting) -> None:
         self._print(headline(setting))
@@ -364,6 +368,12 @@ def _errors_as_lines() -> Iterator[None]:
         for line in str(error).splitlines():
             print(f"error: {_shown(line)}", file=sys.stderr)
         raise typer.Exit(BAD_INPUT) from None
+    except (OSError, MemoryError, RuntimeError) as error:  # what the system refuses, where nobody has foreseen it
+        line = told(error)
+        if line is None or (isinstance(sys.stdout, Output) and sys.stdout.failure is not None):  # `_start` tells that
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -402,12 +412,16 @@ def run_main() -> None:
 
 def _start(program: typer.Typer) -> None:
     """Run a program to its exit; where stdout takes no more, with a line on stderr, unless its reader has just gone."""
+    if sys.stderr is None:  # closed, as by `2>&-`
+        sys.stderr = io.TextIOWrapper(io.FileIO(os.devnull, "w"))
     if sys.stdout is None:  # closed, as by `>&-`
         return _run_to_exit(program)
     out = sys.stdout = Output(
         sys.stdout.buffer,
         sys.stdout.encoding,
-        sys.stdout.errors,
+        "backslashreplace"
+        if sys.stdout.errors == "strict"
+        else sys.stdout.errors,  # as stderr does: say it all the same
         line_buffering=sys.stdout.line_buffering,
         write_through=sys.stdout.write_through,
     )

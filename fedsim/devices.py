@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, show, show_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")  # of this process's container
-CPU_QUOTA = CGROUP / "cpu.max"
+OWN_CGROUP = Path("/proc/self/cgroup")  # says where under it this process is
 MEMORY = Path("/proc/meminfo")
 PROCESS_BYTES_ON_CARD = 1.5e9  # context, library workspaces and activations of one process, generously
 MOST_PROCESSES_ON_CARD = 4  # processes on one card take turns; more of them mostly cost memory
@@ -40,8 +40,19 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if here is None or device.type != here.type or (device.index or 0) >= torch.accelerator.device_count():
-        raise ExperimentError(f"device = {show(name)}: this PyTorch sees no such device; allowed here: {allowed}")
+        raise ExperimentError(
+            f"device = {show(name)}: this PyTorch sees no such device{_why_no_card(device)}; allowed here: {allowed}"
+        )
     return torch.device(device.type, device.index or 0)
+
+
+def _why_no_card(device: torch.device) -> str:
+    """What may be the reason where a CUDA device is asked for and there is none at all."""
+    if device.type != "cuda" or torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f" (PyTorch {torch.__version__} is built without CUDA; install a build that has it)"
+    return " (nvidia-smi says whether the driver does; CUDA_VISIBLE_DEVICES may hide it)"
 
 
 def shares_memory(device: torch.device) -> bool:
@@ -50,14 +61,29 @@ def shares_memory(device: torch.device) -> bool:
 
 
 def require_shared_memory(nbytes: int) -> None:
-    """Raise ExperimentError unless the shared-memory file system has room for so many bytes."""
+    """Raise ExperimentError unless the shared-memory file system has room for so many bytes.
+
+    For systems without files in memory: see `fedsim.sharing`.
+    """
     if not SHARED_MEMORY.is_dir():
         return  # not Linux: there is no such limit to look up
     free = shutil.disk_usage(SHARED_MEMORY).free
     if nbytes > free:
         raise ExperimentError(
-            f"shared memory: this run needs {nbytes / 1e6:,.0f} MB in {SHARED_MEMORY}, where {free / 1e6:,.0f} MB are "
+            f"shared memory: this run needs {show_bytes(nbytes)} in {SHARED_MEMORY}, where {show_bytes(free)} are "
             "free; enlarge it (mount -o remount,size=..., docker run --shm-size=...) or use engine=serial"
+        )
+
+
+def require_memory(nbytes: int, what: str, instead: str) -> None:
+    """Raise ExperimentError unless so many bytes of main memory are free, of the machine and of this container.
+
+    `what` takes them, and `instead` takes less.
+    """
+    free = free_memory()
+    if nbytes > free:
+        raise ExperimentError(
+            f"memory: {what} takes {show_bytes(nbytes)}, and {show_bytes(free)} are free; make room, or use {instead}"
         )
 
 
@@ -79,13 +105,24 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its CPU affinity, cut to the container's CPU quota if it has one."""
+    """Cores that this process may use: its CPU affinity, cut to the CPU quota of its container or job, if any."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = CPU_QUOTA.read_text().split()
-        return max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such file, or "max": no quota
-        return cores
+    for group in _cgroups():
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
+            quota, period = (group / "cpu.max").read_text().split()
+            cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
+
+
+def _cgroups() -> list[Path]:
+    """The control groups (version 2) that this process is in: its container, and what lies between the two."""
+    groups = [CGROUP]
+    with contextlib.suppress(OSError, StopIteration):
+        lines = OWN_CGROUP.read_text().splitlines()
+        own = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+        parts = [part for part in own.split("/") if part not in ("", "..")]
+        groups += [CGROUP.joinpath(*parts[: count + 1]) for count in range(len(parts))]
+    return groups
 
 
 def default_processes(device: torch.device, cohort: int, threads_per_process: int) -> int:
@@ -102,11 +139,12 @@ def free_memory() -> float:
     with contextlib.suppress(OSError, StopIteration, ValueError):
         available = next(line for line in MEMORY.read_text().splitlines() if line.startswith("MemAvailable"))
         free = int(available.split()[1]) * 1024.0
-        with contextlib.suppress(OSError, StopIteration, ValueError):  # no container, or "max": no limit
-            limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-            statistics = (CGROUP / "memory.stat").read_text().splitlines()
-            cache = next(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
-            free = min(free, limit - used + cache)
+        for group in _cgroups():
+            with contextlib.suppress(OSError, StopIteration, ValueError):  # no container, or "max": no limit
+                limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+                statistics = (group / "memory.stat").read_text().splitlines()
+                cache = next(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
+                free = min(free, limit - used + cache)
         return free
     return math.inf
 

@@ -9,7 +9,10 @@ from fedsim.errors import show
 from fedsim.tables import leaves_of
 
 # Keys that say how a run is done, not what comes of it.
-HOW = ("engine", "processes", "timeout", "batched.width", "checkpoint.every", "checkpoint.keep")
+HOW = (
+    *("engine", "processes", "timeout", "batched.width", "data.verify"),
+    *("checkpoint.every", "checkpoint.keep"),
+)
 
 
 def differences_of(there: Mapping[str, Any], here: Mapping[str, Any], but: Collection[str] = HOW) -> list[str]:

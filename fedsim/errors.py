@@ -96,6 +96,15 @@ def _as_in_toml(value: Any) -> str:
     return " ".join(repr(value).split())
 
 
+def show_bytes(count: float) -> str:
+    """A number of bytes, in powers of a thousand."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} PB"
+
+
 def plural(count: int, thing: str) -> str:
     """`1 round`, `2 rounds`."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

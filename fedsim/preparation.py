@@ -58,6 +58,16 @@ class Setting:
         """How many samples the workers hold that were looked at."""
         return self.label_counts.sum(1).tolist()
 
+    @property
+    def record_bytes(self) -> int:
+        """Of what the run folder will hold, about; its small files left out."""
+        records = self.experiment.records
+        rows = records.model + len(records.updates) * self.experiment.cohort_size
+        if self.experiment.checkpoint.every != 0:  # one more than stay, for a moment
+            in_rounds = self.experiment.policy.bind().in_rounds
+            rows += (self.experiment.checkpoint.keep + 1) * (1 if in_rounds else self.experiment.cohort_size)
+        return self.row_bytes * rows
+
     def facts(self) -> dict[str, Any]:
         """What the run folder says of all this, beyond the experiment itself."""
         return {

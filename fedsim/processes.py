@@ -15,6 +15,7 @@ from multiprocessing import current_process, get_context, parent_process, resour
 from typing import Any
 
 from fedsim.errors import WorkerError, show, show_warnings_as_lines
+from fedsim.limits import remedy_of_limit
 
 GRACE = 2.0  # seconds for a process to go by itself before it is killed
 LONGEST_TEMPORARY_FOLDER = 75  # bytes; a socket's path has 107 at most, 32 of which multiprocessing adds
@@ -30,14 +31,17 @@ class Child:
         arguments: picklable, or what multiprocessing hands to processes as they start.
         name: of the process.
         daemon: whether it may have no processes of its own, and is ended where the parent forgets to.
+
+    Raises WorkerError where the system starts no further process.
     """
 
     def __init__(self, serve: Callable[..., object], *arguments: Any, name: str, daemon: bool) -> None:
         context = get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        with theirs:
-            self._process = context.Process(target=serve, args=(theirs, *arguments), name=name, daemon=daemon)
-            self._process.start()
+        with _refusals_as_errors():
+            self.pipe, theirs = context.Pipe()
+            with theirs:
+                self._process = context.Process(target=serve, args=(theirs, *arguments), name=name, daemon=daemon)
+                self._process.start()
 
     @property
     def pid(self) -> int | None:
@@ -68,6 +72,17 @@ class Child:
         self._process.join()
         self._process.close()
         self.pipe.close()
+
+
+@contextlib.contextmanager
+def _refusals_as_errors() -> Iterator[None]:
+    """Where the system lets no process, thread or file come of it: a WorkerError, with its limits."""
+    try:
+        yield
+    except OSError as error:
+        raise WorkerError(
+            f"a process cannot be started: {error.strerror or error}{remedy_of_limit(error)}; use fewer processes"
+        ) from error
 
 
 def begin_as_child() -> None:
@@ -118,9 +133,16 @@ def require_importable_main(instead: str) -> None:
 def require_short_temporary_folder(instead: str) -> None:
     """Before processes are started, which hand tensors to each other through sockets in the temporary folder.
 
-    Raises WorkerError, with what to do `instead`, where its path is too long for the name of a socket.
+    Raises WorkerError, with what to do `instead`, where there is none that can be written, or where its path is too
+    long for the name of a socket.
     """
-    folder = tempfile.gettempdir()
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:
+        raise WorkerError(
+            "TMPDIR: processes meet at sockets in a temporary folder, and none can be written here (TMPDIR = "
+            f"{show(os.environ.get('TMPDIR', ''))}, /tmp, /var/tmp, the working folder); name one, or {instead}"
+        ) from None
     if os.name == "posix" and len(os.fsencode(folder)) > LONGEST_TEMPORARY_FOLDER:
         raise WorkerError(
             f"TMPDIR = {show(folder)}: processes meet at sockets in it, for which its path must have at most "
@@ -163,7 +185,8 @@ def _go_with_parent() -> None:
         return
     with contextlib.suppress(OSError, AttributeError):  # Linux: by the kernel, even if this process is stopped
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()  # elsewhere, or if it is gone already
+    with contextlib.suppress(RuntimeError):  # no thread can be started; the kernel does it
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()  # elsewhere, or if it is gone already
 
 
 def _end_after(parent: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import io
 import itertools
 import json
 import os
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from fedsim.asynchronous.racelog import FILE as RACE_LOG
 from fedsim.bounds import problem_with_words
 from fedsim.errors import FedsimError, RecordError
 from fedsim.experiment import Experiment
-from fedsim.files import PART, locked, read_bounded, to_json, write_whole
+from fedsim.files import PART, append_whole, cannot_write, locked, read_bounded, remedy, to_json, write_whole
 from fedsim.loading import to_toml
 from fedsim.version import __version__
 
@@ -107,7 +108,7 @@ class RunFolder:
 
     def __init__(self, folder: Path, *, resume: bool = False) -> None:
         self.path = folder
-        self._metrics: TextIO | None = None
+        self._metrics: io.FileIO | None = None
         self._written: list[Path] = []
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
         self._lock = contextlib.ExitStack()
@@ -118,7 +119,7 @@ class RunFolder:
                 half.unlink()
             occupied = any(folder.iterdir())
         except OSError as error:
-            raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}") from error
+            raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
         self.resumes = self._worth_keeping = resume and (folder / EXPERIMENT).is_file()
         if occupied and not self.resumes:
             self._lock.close()
@@ -139,9 +140,9 @@ class RunFolder:
         with contextlib.suppress(OSError):
             (self.path / ERROR).unlink(missing_ok=True)  # of an earlier time
         try:
-            self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
+            self._metrics = (self.path / METRICS).open("ab", buffering=0)
         except OSError as error:
-            raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
+            raise cannot_write(self.path / METRICS, error) from error
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
         """That in which the run began; and of each time that it was gone on with, when, where and after which round."""
@@ -157,14 +158,10 @@ class RunFolder:
         return _read_json_object(self.path / ENVIRONMENT)
 
     def round(self, record: RoundRecord) -> None:
-        """Append one round, and flush it."""
+        """Append one round, whole or not at all."""
         assert self._metrics is not None
-        try:
-            self._metrics.write(_line(record))
-            self._metrics.flush()
-            self._worth_keeping = True
-        except OSError as error:
-            raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
+        append_whole(self._metrics, self.path / METRICS, _line(record).encode())
+        self._worth_keeping = True
 
     def settle(self) -> None:
         """See to it that the rounds on record are there even if the machine goes down now."""
@@ -172,7 +169,7 @@ class RunFolder:
         try:
             os.fsync(self._metrics.fileno())
         except OSError as error:
-            raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
+            raise cannot_write(self.path / METRICS, error) from error
 
     def partition(
         self, counts: np.ndarray, byzantine: list[int], workers: list[int] | None = None, population: int | None = None
@@ -218,7 +215,8 @@ class RunFolder:
                 write_whole(self.path / ERROR, str(error).encode())
         self._lock.close()
         if self._metrics is not None:
-            self._metrics.close()
+            with contextlib.suppress(OSError):  # each line has been written; a second complaint would hide the first
+                self._metrics.close()
         if not self._worth_keeping:
             with contextlib.suppress(OSError):
                 for path in self._written:

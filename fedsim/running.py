@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError
 from fedsim.experiment import Experiment
+from fedsim.files import require_space
 from fedsim.loading import load_experiment
 from fedsim.preparation import Setting, finished_model, prepare
 from fedsim.records import RoundRecord, RunFolder
@@ -125,6 +126,7 @@ class Books(contextlib.ExitStack):
         """Before the first round, or where the records go on that there are."""
         setting = self._setting
         if self._folder:
+            require_space(self._folder.path, setting.record_bytes, "what this run keeps")
             self._folder.begin(self._experiment, history, **setting.facts())
             of_some = setting.looked_at, self._experiment.workers
             self._folder.partition(setting.label_counts, setting.byzantine, *of_some)
@@ -148,7 +150,7 @@ class Books(contextlib.ExitStack):
 
     def end(self, history: Sequence[RoundRecord], model: nn.Module) -> None:
         """After the last round."""
-        if self._folder and self._experiment.records.curve:
-            self._folder.curve(draw_curve(history, self._experiment.name))
         if self._folder and self._experiment.records.model:
             self._folder.model(model)
+        if self._folder and self._experiment.records.curve:
+            self._folder.curve(draw_curve(history, self._experiment.name))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import io
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedsim.extras import import_extra
+from fedsim.files import append_whole, cannot_write
 from fedsim.progress import mean_staleness
 from fedsim.records import RoundRecord
 
@@ -20,37 +26,64 @@ TAGS = {
     "bytes_down": "bytes/down",
     "virtual_seconds": "clock/virtual_seconds",
 }
+FILE_VERSION = "brain.Event:2"  # with which every event file begins
+STARTS = 1  # the status of a session that begins at a step: what other files have of later ones is not shown
 ASYNCHRONOUS = ("updates", "trips", "held", "wasted")
 
 
 class ScalarBoard:
     """Writes a TensorBoard event file into a folder: `tensorboard --logdir runs` shows it beside those of other runs.
 
-    The file is made with the first round. Of a run that is gone on with `after` a round, what an earlier file has of
-    later ones is not shown. Raises MissingPackageError at once where tensorboard is not installed.
+    Of a run that is gone on with `after` a round, what an earlier file has of later ones is not shown.
+    The file is made with the first round; each round is in it whole, or not at all where it cannot be written
+    (TensorBoard's own writer does that in a thread, and loses what goes wrong there).
+    Raises MissingPackageError at once where tensorboard is not installed, and RecordError where writing fails.
     """
 
     def __init__(self, folder: Path, after: int = 0) -> None:
-        import_extra("tensorboard", extra="tensorboard", purpose="records.tensorboard = true")
+        extra = {"extra": "tensorboard", "purpose": "records.tensorboard = true"}
+        self._protocol = import_extra("tensorboard.compat.proto.event_pb2", **extra)
+        self._framing = import_extra("tensorboard.summary.writer.record_writer", **extra)
         self._folder, self._after = folder, after
-        self._writer: Any = None
+        self._path = folder
+        self._file: io.FileIO | None = None
 
     def round(self, record: RoundRecord) -> None:
-        """Append the numbers of one round, and flush them."""
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+        """Append the numbers of one round."""
+        file = self._file or self._begin()
+        now = time.time()
+        events = [
+            {"wall_time": now, "step": record["round"], "summary": {"value": [{"tag": tag, "simple_value": value}]}}
+            for tag, value in scalars(record)
+        ]
+        append_whole(file, self._path, self._framed(events))
 
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._after + 1 if self._after else None)
-        for tag, value in scalars(record):
-            self._writer.add_scalar(tag, value, record["round"])
-        self._writer.flush()
+    def _begin(self) -> io.FileIO:
+        self._path = self._folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        try:
+            self._file = self._path.open("xb", buffering=0)
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
+        head = {"wall_time": time.time(), "file_version": FILE_VERSION}
+        begins = {"wall_time": time.time(), "step": self._after + 1, "session_log": {"status": STARTS}}
+        append_whole(self._file, self._path, self._framed([head, begins] if self._after else [head]))
+        return self._file
+
+    def _framed(self, events: Iterable[Mapping[str, Any]]) -> bytes:
+        """Events as they stand in a file: each with its length and checksums."""
+        content = io.BytesIO()
+        writer = self._framing.RecordWriter(content)
+        for event in events:
+            writer.write(self._protocol.Event(**event).SerializeToString())
+        return content.getvalue()
 
     def __enter__(self) -> ScalarBoard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # each round has been written
+                self._file.close()
 
 
 def scalars(record: RoundRecord) -> Iterator[tuple[str, float]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 NAME = re.compile(r"(?:torch_|pym-)(?P<maker>\d+)|psm_")  # PyTorch's and multiprocessing's, most with the maker's pid
+SHARED = ("/memfd:fedsim", "/dev/shm/", "/torch_")  # what shared memory is called among the maps of a process
 PATIENCE = 5.0  # seconds
 MARK = f"FEDSIM_TESTS={os.getpid()}"  # in the environment of all processes that come of this one, orphans included
 

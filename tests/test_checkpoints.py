@@ -130,5 +130,5 @@ def test_a_head_that_belongs_to_another_round_is_none(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
-    with pytest.raises(RecordError, match="checkpoints: cannot be made"):
+    with pytest.raises(RecordError, match="checkpoints: cannot be written"):
         Checkpoints(tmp_path, every=1, keep=1).write(1, state)

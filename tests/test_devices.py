@@ -26,12 +26,25 @@ def test_a_device_that_is_not_there_is_one_clear_line(name):
 def test_usable_cores_respect_the_containers_quota(tmp_path, monkeypatch):
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     for content, cores in (("250000 100000", 2), ("max 100000", 8), ("50000 100000", 1)):
-        quota = tmp_path / "cpu.max"
-        quota.write_text(content)
-        monkeypatch.setattr(devices, "CPU_QUOTA", quota)
+        (tmp_path / "cpu.max").write_text(content)
+        monkeypatch.setattr(devices, "CGROUP", tmp_path)
         assert devices.usable_cores() == cores
-    monkeypatch.setattr(devices, "CPU_QUOTA", tmp_path / "missing")
+    monkeypatch.setattr(devices, "CGROUP", tmp_path / "missing")
     assert devices.usable_cores() == 8
+
+
+def test_the_quota_of_a_job_within_the_container_counts_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    monkeypatch.setattr(devices, "OWN_CGROUP", tmp_path / "own")
+    (tmp_path / "slice" / "job").mkdir(parents=True)
+    (tmp_path / "slice" / "cpu.max").write_text("300000 100000\n")
+    for own, cores in (("/slice/job", 3), ("/slice", 3), ("/", 8), ("/../elsewhere", 8)):
+        (tmp_path / "own").write_text(f"12:cpu:/old\n0::{own}\n")
+        assert devices.usable_cores() == cores, own
+    (tmp_path / "slice" / "job" / "cpu.max").write_text("100000 100000\n")
+    (tmp_path / "own").write_text("0::/slice/job\n")
+    assert devices.usable_cores() == 1
 
 
 def test_processes_by_default_never_exceed_the_cohort_or_the_cores(monkeypatch):
@@ -46,7 +59,7 @@ def test_processes_by_default_never_exceed_the_cohort_or_the_cores(monkeypatch):
 def test_too_little_shared_memory_is_told_with_both_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "SHARED_MEMORY", tmp_path)
     devices.require_shared_memory(1000)
-    with pytest.raises(ExperimentError, match=r"shared memory: this run needs 1,000,000,000,000 MB in .* MB are free"):
+    with pytest.raises(ExperimentError, match=r"shared memory: this run needs 1e\+03 PB in .* are free"):
         devices.require_shared_memory(10**18)
     monkeypatch.setattr(devices, "SHARED_MEMORY", tmp_path / "not here")
     devices.require_shared_memory(10**18)

@@ -219,12 +219,12 @@ def test_without_a_folder_there_is_nothing_to_go_on_with(tables):
 def test_the_command_line_goes_on_too(tmp_path, cli):
     words = "data=tests.plugs:tiny", "model=logistic", "workers=2", "engine=serial", "checkpoint.every=1"
     assert cli("run", *words, "rounds=2", "--out", "run").exit_code == 0
-    result = cli("run", "--resume", "run", "rounds=5")
+    result = cli("run", "--resume", "run", "rounds=5", "--allow-imports")
     assert result.exit_code == 0
     assert "going on after round 2 of 5\n" in result.stdout
     assert "after 5 rounds, 3 of them now, in " in result.stdout
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
-    refused = cli("run", "--resume", "run", "seed=7")
+    refused = cli("run", "--resume", "run", "seed=7", "--allow-imports")
     assert refused.stderr == "error: run: holds another experiment: seed: 0 there, 7 here\n"
     assert cli("run", "--resume", "nowhere").stderr.startswith("error: nowhere: is no run (it has no experiment.toml)")
     assert cli("run", "--resume", "run", "--out", "x").stderr.startswith("error: --resume and --out: ")

@@ -10,6 +10,7 @@ import torch
 import fedsim
 from fedsim import workshop as workshop_module
 from fedsim.workshop import MOST_DATA_SETS, Workshop
+from tests.leftovers import SHARED
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ def shared_bytes():
     total = 0
     for pid in ("self", *processes()):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if "/dev/shm/" in line or "/torch_" in line:
+            if any(name in line for name in SHARED):
                 start, end = line.split()[0].split("-")
                 total += int(end, 16) - int(start, 16)
     return total

@@ -15,6 +15,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from fedsim.errors import ExperimentError
+from fedsim.sharing import memory_file
 
 try:
     import fcntl
@@ -35,6 +36,8 @@ class Locks:
     def __init__(self, descriptor: int | None = None) -> None:
         if fcntl is None:
             raise ExperimentError('mode = "race": needs locks of byte ranges (fcntl), which this system has not')
+        if descriptor is None:
+            descriptor = memory_file(0)
         if descriptor is None:
             with tempfile.TemporaryFile() as file:
                 descriptor = os.dup(file.fileno())

@@ -14,9 +14,10 @@ from fedsim.aggregation import ServerStep, column_blocks
 from fedsim.aggregation.averaging import mean
 from fedsim.asynchronous.policy import Policy
 from fedsim.asynchronous.sparse import Tables, step_where_touched
-from fedsim.engines.job import BufferPolicy, Memory, NonFinite, Task, share
+from fedsim.engines.job import BufferPolicy, Memory, NonFinite, Task
 from fedsim.local import Solver, State
 from fedsim.rows import new_rows
+from fedsim.sharing import share
 
 
 class AsGradient:

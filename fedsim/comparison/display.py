@@ -29,7 +29,8 @@ class GridDisplay(Watcher):
         self._total = len(todo)
         self._rounds = {run.id: run.experiment.rounds for run in todo}  # that are still to come
         rounds = sum(self._rounds.values())
-        self._bar = tqdm(total=rounds, unit="round", leave=False, disable=self._quiet or not sys.stderr.isatty())
+        watched = not self._quiet and sys.stderr.isatty()
+        self._bar = tqdm(total=rounds, unit="round", leave=False, miniters=1, disable=not watched)
         axes = " x ".join(f"{len(values)} {key}" for key, values in grid.axes.items())
         self._print(f"{grid.name}: {plural(len(grid.runs), 'run')} ({axes}), {jobs} at a time")
         if len(todo) < len(grid.runs):

@@ -20,7 +20,7 @@ from fedsim.comparison.axes import IS_ID, canonical
 from fedsim.comparison.grid import Grid, PlannedRun, common_tables
 from fedsim.differences import differences_of
 from fedsim.errors import ExperimentError, RecordError, show
-from fedsim.files import is_file, locked, read_bounded, require_inside, to_json, write_whole
+from fedsim.files import is_file, locked, read_bounded, remedy, require_inside, to_json, write_whole
 from fedsim.history import read_history
 from fedsim.loading import read_toml
 from fedsim.records import CURVE, ERROR, EXPERIMENT, MODEL, RoundRecord
@@ -59,7 +59,9 @@ class GridFolder:
                 self._go_on_with(read_grid(held, path))
             self.write(GRID_FILE, to_json(self._described(), indent=2).encode())
         except OSError as error:
-            raise RecordError(f"{path}: cannot be the folder of a comparison: {error.strerror}") from error
+            raise RecordError(
+                f"{path}: cannot be the folder of a comparison: {error.strerror}{remedy(path, error)}"
+            ) from error
 
     def run_folder(self, run: PlannedRun) -> Path:
         """Where a run keeps its records. Raises RecordError where a link leads out of the comparison's folder."""
@@ -112,13 +114,16 @@ class GridFolder:
             raise RecordError(f"{self.run_folder(run)}: cannot be removed: {error.strerror}") from error
 
     def note_failure(self, run: PlannedRun, error: str) -> None:
-        """Keep why a run failed beside what there is of it."""
+        """Keep why a run failed beside what there is of it. Raises RecordError, with both reasons, where it cannot."""
         folder = self.run_folder(run)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / ERROR, error.encode())
         except OSError as problem:
-            raise RecordError(f"{folder}: cannot be made: {problem.strerror}") from problem
-        write_whole(folder / ERROR, error.encode())
+            raise RecordError(f"{folder}: cannot be made: {problem.strerror}{remedy(folder, problem)}") from problem
+        except RecordError as problem:
+            reason = error.partition("\n")[0]
+            raise RecordError(f"{self._id(run)}: failed: {reason}\n{problem}") from problem
 
     def write(self, name: str, content: bytes) -> None:
         """Write one of the comparison's own files."""

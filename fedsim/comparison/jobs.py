@@ -24,6 +24,7 @@ from fedsim.engines.barrier import NOBODY, ROUND, WORKER, Board, Silence
 from fedsim.engines.crew import START_TIMEOUT, Seat, whereabouts
 from fedsim.errors import FedsimError, WorkerError, one_line
 from fedsim.experiment import Experiment
+from fedsim.limits import require_files
 from fedsim.preparation import Setting
 from fedsim.processes import (
     DISMISSED,
@@ -78,6 +79,7 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
     Raises WorkerError where processes cannot be started at all.
     """
     require_importable_main(INSTEAD)
+    require_files(count, INSTEAD)
     waiting = deque(work)
     with Jobs() as jobs:
         while waiting or jobs.busy:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.data.checksums import Known, check_content
 from fedsim.errors import DataError
 from fedsim.files import is_file, read_bounded
 
@@ -26,6 +27,8 @@ PARTS = {
     True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
+AGAIN = "remove it, so that it is downloaded again"
+NOTHING_KNOWN: Known = {}
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -34,9 +37,12 @@ def missing_files(folder: Path) -> list[str]:
     return [name for name in names if _find(folder, name) is None]
 
 
-def read_images_and_labels(folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
-    """Images uint8 [n, 1, height, width] and labels int64 [n]. Raises DataError for a damaged file."""
-    images, labels = (_read(folder, name) for name in PARTS[train])
+def read_images_and_labels(folder: Path, *, train: bool, known: Known = NOTHING_KNOWN) -> tuple[Tensor, Tensor]:
+    """Images uint8 [n, 1, height, width] and labels int64 [n]. Raises DataError for a damaged file.
+
+    known: what files of these names hold in a standard data set; see `fedsim.data.checksums`.
+    """
+    images, labels = (_read(folder, name, known) for name in PARTS[train])
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise DataError(f"{folder}: images {images.shape} and labels {labels.shape} do not belong together")
     return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
@@ -55,7 +61,7 @@ def _find(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if is_file(path)), None)
 
 
-def _read(folder: Path, name: str) -> np.ndarray:
+def _read(folder: Path, name: str, known: Known) -> np.ndarray:
     """One IDX file of unsigned bytes: two zero bytes, the type 8, the number of dimensions, then each dimension."""
     path = _find(folder, name)
     if path is None:
@@ -64,11 +70,15 @@ def _read(folder: Path, name: str) -> np.ndarray:
         packed = read_bounded(path, MOST_BYTES)
         content = np.frombuffer(bytearray(_unpacked(packed) if path.suffix == ".gz" else packed), np.uint8)  # writable
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        found = f" ({path.stat().st_size:,} bytes)" if path.is_file() else ""
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise DataError(f"{path}{found}: cannot be read: {reason}; {AGAIN}") from error
     if len(content) < 4 or content[:3].tolist() != [0, 0, 8] or content[3] > MOST_DIMENSIONS:
-        raise DataError(f"{path}: is not an IDX file of unsigned bytes")
+        raise DataError(f"{path}: is not an IDX file of unsigned bytes ({len(content):,} bytes); {AGAIN}")
     start = 4 + 4 * int(content[3])
     shape = tuple(content[4:start].view(">u4").tolist()) if len(content) >= start else ()
-    if len(content) != start + math.prod(shape):
-        raise DataError(f"{path}: is damaged: {len(content)} bytes, {start + math.prod(shape)} expected for {shape}")
+    expected = start + math.prod(shape)
+    if len(content) != expected:
+        raise DataError(f"{path}: is damaged: {len(content)} bytes, {expected} expected for {shape}; {AGAIN}")
+    check_content(path, content, known)
     return content[start:].reshape(shape)

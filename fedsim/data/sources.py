@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fedsim import vision
-from fedsim.data import idx
+from fedsim.data import checksums, idx
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimError, one_line, show
 from fedsim.registry import Registry
@@ -32,10 +32,17 @@ MNIST5K_TRAIN_PER_CLASS = 400
 
 
 def default_root() -> Path:
-    """Where data sets lie unless the experiment says otherwise: $FEDSIM_DATA, else the user's cache folder."""
+    """Where data sets lie unless the experiment says otherwise: $FEDSIM_DATA, else the user's cache folder.
+
+    The cache of a user who has no home, as in a container, is in the working folder.
+    """
     if os.environ.get("FEDSIM_DATA"):
         return Path(os.environ["FEDSIM_DATA"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedsim" / "data"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path()
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "fedsim" / "data"
 
 
 def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tuple[TensorData, TensorData]:
@@ -88,15 +95,23 @@ def lacks_files(name: str, root: str | Path) -> bool:
 
 
 @dataset("mnist")
-def mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing."""
-    return _mnist_like(root, "mnist", "MNIST", MNIST_MEAN, MNIST_STD)
+def mnist(root: Path, *, verify: bool = True) -> tuple[TensorData, TensorData]:
+    """MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing.
+
+    verify: refuse files that are as long as MNIST's and hold something else, which damaged ones do, but also data sets
+        made to take its place. Files of any other length are read as what they say they are.
+    """
+    return _mnist_like(root, "mnist", "MNIST", MNIST_MEAN, MNIST_STD, checksums.MNIST if verify else {})
 
 
 @dataset("fashion_mnist")
-def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """Fashion-MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing."""
-    return _mnist_like(root, "fashion_mnist", "FashionMNIST", FASHION_MNIST_MEAN, FASHION_MNIST_STD)
+def fashion_mnist(root: Path, *, verify: bool = True) -> tuple[TensorData, TensorData]:
+    """Fashion-MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing.
+
+    verify: as of `mnist`.
+    """
+    known = checksums.FASHION_MNIST if verify else {}
+    return _mnist_like(root, "fashion_mnist", "FashionMNIST", FASHION_MNIST_MEAN, FASHION_MNIST_STD, known)
 
 
 mnist.missing_files = lambda root: idx.missing_files(root / "MNIST" / "raw")
@@ -104,7 +119,7 @@ fashion_mnist.missing_files = lambda root: idx.missing_files(root / "FashionMNIS
 
 
 def _mnist_like(
-    root: Path, name: str, class_name: str, mean: tuple[float, ...], std: tuple[float, ...]
+    root: Path, name: str, class_name: str, mean: tuple[float, ...], std: tuple[float, ...], known: checksums.Known
 ) -> tuple[TensorData, TensorData]:
     folder = root / class_name / "raw"
     missing = idx.missing_files(folder)
@@ -118,6 +133,7 @@ def _mnist_like(
                 "data.dataset=mnist5k"
             ) from error
     train, test = (
-        TensorData.of_images(*idx.read_images_and_labels(folder, train=train), mean, std) for train in (True, False)
+        TensorData.of_images(*idx.read_images_and_labels(folder, train=train, known=known), mean, std)
+        for train in (True, False)
     )
     return train, test

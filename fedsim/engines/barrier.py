@@ -8,10 +8,11 @@ until all have come as far. The parent process, which sees deaths, raises a flag
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 import time
+
+from fedsim.sharing import Counters
 
 LINE = 16  # int64 a process: 128 bytes, so that no two processes write to one cache line
 ARRIVALS, BEATS, WORKER, ROUND, WAITING, HOLDING = range(6)  # places in a process's line
@@ -43,9 +44,17 @@ class Board:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._cells = multiprocessing.get_context("spawn").RawArray("q", LINE * (count + 1))
+        self._counters = Counters(LINE * (count + 1))
+        self._cells = self._counters.cells
         for index in range(count):
             self.write(index, WORKER, NOBODY)
+
+    def __getstate__(self) -> tuple[int, Counters]:
+        return self.count, self._counters
+
+    def __setstate__(self, state: tuple[int, Counters]) -> None:
+        self.count, self._counters = state
+        self._cells = self._counters.cells
 
     def read(self, index: int, place: int) -> int:
         return self._cells[LINE * index + place]

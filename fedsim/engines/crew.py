@@ -37,6 +37,7 @@ from fedsim.engines.barrier import (
     Silence,
 )
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line
+from fedsim.limits import require_files
 from fedsim.processes import (
     DISMISSED,
     GRACE,
@@ -147,6 +148,7 @@ class Crew:
     def __init__(self, count: int, threads: int = 1, timeout: float = 300.0) -> None:
         require_importable_main(INSTEAD)
         require_short_temporary_folder(INSTEAD)
+        require_files(count, INSTEAD)
         self.count, self._timeout = count, timeout
         self._board = Board(count)
         self._children: list[Child] = []

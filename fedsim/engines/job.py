@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from fedsim.aggregation import Pipeline, ServerStep
 from fedsim.byzantine import BoundAttack
 from fedsim.data import Shards, TensorData
-from fedsim.devices import require_shared_memory, wide_dtype
+from fedsim.devices import require_memory, wide_dtype
+from fedsim.errors import ExperimentError, show_bytes
+from fedsim.limits import told
 from fedsim.local import Solver, State
 from fedsim.precision import Precision
 from fedsim.randomness import random_state_kept, seed_everything
 from fedsim.rows import Layout, new_rows
+from fedsim.sharing import share
 
 BufferPolicy = Literal["average", "local", "server", "error"]
 NonFinite = Literal["error", "exclude", "keep"]
@@ -191,7 +194,7 @@ class Memory:
             shards=shards,
             root=torch.from_numpy(np.zeros(0, dtype=np.int64) if root is None else root),
             global_row=global_row,
-            rows=new_rows(seats, layout.d, task.dtype, task.device),
+            rows=_rows_of_a_cohort(seats, layout.d, task),
             global_buffers=global_buffers,
             buffers=new_rows(seats, layout.n_buffer_values, wide, task.device),
             own_buffers=global_buffers.repeat(own + (own > 0 and root is not None), 1),
@@ -223,21 +226,23 @@ class Memory:
         """
         tensors = [value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)]
         tensors += [tensor for state in self.states.values() for tensor in state.values()]
-        tensors += [*self.train.tensors, *self.test.tensors, *self.shards.tensors]
-        share(tensors)
+        share([*self.train.tensors, *self.test.tensors])  # by themselves, since a workshop keeps them for later runs
+        share([*tensors, *self.shards.tensors])
         return self
 
 
-def share(tensors: Iterable[Tensor]) -> None:
-    """Move tensors that lie on the host to memory that other processes can map, in place.
-
-    Raises ExperimentError where there is not enough of it: writing to it all the same would kill the process.
-    """
-    once = {id(tensor): tensor for tensor in tensors}.values()  # the labels may be the shards' too
-    on_host = [tensor for tensor in once if tensor.device.type == "cpu" and not tensor.is_shared()]
-    require_shared_memory(sum(tensor.untyped_storage().nbytes() for tensor in on_host))
-    for tensor in on_host:
-        tensor.share_memory_()
+def _rows_of_a_cohort(n: int, d: int, task: Task) -> Tensor:
+    """Raises ExperimentError where a CPU has no memory for them."""
+    if task.device.type != "cpu":
+        return new_rows(n, d, task.dtype, task.device)
+    nbytes, what, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
+    require_memory(nbytes, what, instead)
+    try:
+        return new_rows(n, d, task.dtype, task.device)
+    except RuntimeError as error:
+        if (reason := told(error)) is None:
+            raise
+        raise ExperimentError(f"memory: {what} takes {show_bytes(nbytes)}; {reason}; use {instead}") from error
 
 
 def test_batch_size(device: torch.device) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fedsim.errors import show_bytes
+
 MISSING = "\N{EN DASH}"
 
 
@@ -68,13 +70,7 @@ def seconds(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """A number of bytes, in powers of a thousand."""
-    if value is None:
-        return MISSING
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} PB"
+    return MISSING if value is None else show_bytes(value)
 
 
 def amount(value: float | None) -> str:

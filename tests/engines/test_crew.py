@@ -14,6 +14,7 @@ import torch
 from fedsim.engines.crew import Crew
 from fedsim.errors import ExperimentError, WorkerError
 from tests.commands import run_python, start
+from tests.leftovers import SHARED
 
 
 def who(seat):
@@ -238,7 +239,7 @@ def test_a_refusal_is_the_same_error_here_as_there():
 def open_things():
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), maps.count("/dev/shm") + maps.count("/torch_")
+    return len(os.listdir("/proc/self/fd")), sum(map(maps.count, SHARED))
 
 
 def test_neither_descriptors_nor_shared_memory_are_kept():

@@ -1,0 +1,107 @@
+"""Surroundings of the worse sort, made for real: file systems of a few kilobytes, limits, users who may not do much."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.commands import ROOT
+
+NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # the latter for who is not root
+NOBODY = 64_999  # a user who has no processes
+
+QUICK = [
+    "data=tests.plugs:tiny",
+    "engine=serial",
+    "model=logistic",
+    "local.batch_size=16",
+    "workers=3",
+    "checkpoint.every=0",
+]
+
+
+@functools.cache
+def _namespace():
+    """The command before a command that gives it a table of mounts of its own; None where the system gives none."""
+    for prefix in NAMESPACES:
+        with contextlib.suppress(OSError):
+            mount = [*prefix, "sh", "-c", "mount -t tmpfs -o size=4k none /mnt"]
+            if subprocess.run(mount, capture_output=True).returncode == 0:
+                return prefix
+    return None
+
+
+def outcomes(*commands, mounts, cwd):
+    """What comes of command lines where file systems are mounted first: `mounts` is a list of (folder, options).
+
+    Between two commands may stand a string, to be carried out by a shell, such as a further mount.
+    """
+    prefix = _namespace()
+    if prefix is None:
+        pytest.skip("needs a table of mounts of its own (unshare --mount), which this system does not give")
+    for folder, _ in mounts:
+        folder.mkdir(exist_ok=True)
+    script = [f"mount -t tmpfs -o {options} none {shlex.quote(str(folder))}" for folder, options in mounts]
+    files, batch = [], []
+    for command in [*commands, ":"]:
+        if isinstance(command, str):
+            if batch:
+                files.append(cwd / f"outcomes{len(files)}")
+                words = [sys.executable, "-m", "tests.environment.probe", json.dumps(batch)]
+                script.append(f"{shlex.join(words)} > {shlex.quote(str(files[-1]))}")
+            script.append(command)
+            batch = []
+        else:
+            batch.append([str(word) for word in command])
+    done = subprocess.run(
+        [*prefix, "sh", "-ec", "\n".join(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env=surroundings(OMP_NUM_THREADS="1"),
+    )
+    assert done.returncode == 0, done.stderr
+    return [outcome for file in files for outcome in json.loads(file.read_text())], done.stdout
+
+
+def surroundings(**more):
+    """The environment of a program that uses this copy of fedsim."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+@contextlib.contextmanager
+def limited(which, most):
+    """A soft limit of this process, for a while."""
+    soft, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, (soft, hard))
+
+
+def as_somebody_else():
+    """The command before a command that makes it that of a user who has no privilege but to read and write files."""
+    if shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv")
+    privileges = "-all,+dac_override"
+    words = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    words += [f"--inh-caps={privileges}", f"--ambient-caps={privileges}", f"--bounding-set={privileges}"]
+    if subprocess.run([*words, sys.executable, "-c", ""], capture_output=True).returncode:
+        pytest.skip("needs the right to become another user, which root has")
+    return words
+
+
+def one_line_of_error(text):
+    """Whether nothing but one error was told."""
+    return text.startswith("error: ") and text.count("\n") == 1

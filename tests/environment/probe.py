@@ -1,0 +1,28 @@
+"""Carries out command lines, one after another, in one process: `python -m tests.environment.probe JSON`.
+
+JSON is a list of lists of words; what comes of each is printed as JSON: [exit code, stdout, stderr], with the traceback
+in place of the exit code where one would be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+
+import torch
+from typer.testing import CliRunner
+
+from fedsim.cli import app
+
+
+def outcome(words):
+    result = CliRunner().invoke(app, words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        return ["".join(traceback.format_exception(result.exception)), result.stdout, result.stderr]
+    return [result.exit_code, result.stdout, result.stderr]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps([outcome(words) for words in json.loads(sys.argv[1])]))

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import fedsim
+from fedsim import devices
+from fedsim.errors import ExperimentError
+
+
+@pytest.fixture
+def one_core():
+    """This process, and those that it starts, may use one core."""
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system does not say which cores a process may use")
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+def test_one_core_is_one_process_unless_more_are_asked_for(one_core, tiny_experiment):
+    assert devices.usable_cores() == 1
+    assert devices.default_processes(torch.device("cpu"), 100, 1) == 1
+    tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "workers": 4}
+    alone = fedsim.run(tables).global_row
+    found = []
+    fedsim.run({**tables, "engine": "auto"}, on_start=lambda setting: found.append(setting.how["processes"]))
+    assert found == [1]
+    several = fedsim.run({**tables, "engine": "spawn", "processes": 2})
+    assert torch.equal(several.global_row, alone)
+
+
+@pytest.mark.slow
+def test_on_one_core_four_processes_race_to_the_end(one_core, tiny_experiment):
+    race = {"engine": "spawn", "processes": 4, "mode": "race", "policy": "hogwild", "workers": 4}
+    assert len(fedsim.run({**tiny_experiment, **race, "local": {"batch_size": 16}}).history) == 2
+
+
+def test_a_card_where_there_is_none_is_one_line_and_auto_does_without(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices.resolve_device("auto") == torch.device("cpu")
+    for version, why in (
+        (None, r" \(PyTorch .* is built without CUDA; install .*\)"),
+        ("12.8", r" \(nvidia-smi says .*\)"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        message = rf'^device = "cuda:1": this PyTorch sees no such device{why}; allowed here: auto, cpu$'
+        with pytest.raises(ExperimentError, match=message):
+            devices.resolve_device("cuda:1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_an_experiment_for_a_card_that_is_not_there_ends_with_one_line(cli):
+    result = cli("run", "device=cuda")
+    assert result.exit_code == 2
+    assert result.stderr.startswith('error: device = "cuda": this PyTorch sees no such device')
+    assert result.stderr.count("\n") == 1

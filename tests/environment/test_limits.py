@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+import fedsim
+from fedsim import limits
+from fedsim.errors import WorkerError
+from tests.environment.confined import QUICK, as_somebody_else, limited, one_line_of_error, surroundings
+
+SPAWN = [*QUICK, "engine=spawn", "workers=6", "rounds=1", "records.curve=false", "-q"]
+
+
+def run(*words, before=(), cwd, **most):
+    """`fedsim *words` under limits, such as RLIMIT_NOFILE=(soft, hard)."""
+
+    def limit():
+        for name, pair in most.items():
+            resource.setrlimit(getattr(resource, name), pair)
+
+    command = [*before, sys.executable, "-m", "fedsim", *words]
+    options = {"capture_output": True, "text": True, "timeout": 120, "preexec_fn": limit}
+    return subprocess.run(command, cwd=cwd, env=surroundings(PYTHONDONTWRITEBYTECODE="1"), **options)
+
+
+def test_too_few_files_are_told_before_anything_starts_and_more_are_taken_where_that_is_allowed(tmp_path):
+    refused = run("run", *SPAWN, "processes=6", "--out", "x", cwd=tmp_path, RLIMIT_NOFILE=(30, 30))
+    message = (
+        r"error: processes = 6: to start them takes about \d+ open files, and this program may have 30 "
+        r"\(RLIMIT_NOFILE\); raise that \(ulimit -n \d+\), use fewer processes, or engine=serial, which starts none\n"
+    )
+    assert refused.returncode == 1
+    assert re.fullmatch(message, refused.stderr), refused.stderr
+    assert not (tmp_path / "x").exists()
+    raised = run("run", *SPAWN, "processes=2", "--out", "x", cwd=tmp_path, RLIMIT_NOFILE=(30, 200))
+    assert (raised.returncode, raised.stderr) == (0, "")
+
+
+def test_jobs_of_a_comparison_ask_for_their_files_too(tiny_experiment):
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard == resource.RLIM_INFINITY or hard > 10**7:
+        pytest.skip("this system sets no limit")
+    with pytest.raises(WorkerError, match=r"processes = \d+: to start them .*, or jobs=1 with engine=serial"):
+        limits.require_files(hard, "jobs=1 with engine=serial, which start none")
+
+
+@pytest.mark.slow
+def test_as_many_files_as_the_error_asks_for_are_enough(tmp_path):
+    words = [*SPAWN, "workers=12", "processes=12"]
+    refused = run("run", *words, "--out", "x", cwd=tmp_path, RLIMIT_NOFILE=(30, 30))
+    enough = int(re.search(r"ulimit -n (\d+)", refused.stderr)[1])
+    for name, further in (("rounds", []), ("race", ["mode=race", "policy=hogwild", "race.runs=2"])):
+        done = run("run", *words, *further, "--out", name, cwd=tmp_path, RLIMIT_NOFILE=(enough, enough))
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_too_few_processes_are_one_line(tmp_path):
+    tmp_path.chmod(0o777)
+    before = as_somebody_else()
+    words = [*SPAWN, "processes=4", "--out", "x"]
+    if os.geteuid():
+        pytest.skip("needs a user who has no processes, whom root can become")
+    done = run("run", *words, before=["prlimit", "--nproc=3", *before], cwd=tmp_path)
+    message = (
+        "error: a process cannot be started: Resource temporarily unavailable; this user may have 3 processes and "
+        "threads (ulimit -u raises that); use fewer processes\n"
+    )
+    assert (done.returncode, done.stderr) == (1, message)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "a/b"), "a/b: Permission denied"),
+        (OSError("something of a library's"), "OSError: something of a library's"),
+        (MemoryError(), "memory ran out"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "memory ran out (DefaultCPUAllocator: "),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (RuntimeError("a mistake"), None),
+        (ZeroDivisionError(), None),
+    ],
+)
+def test_what_the_system_refuses_is_told_in_one_line_and_mistakes_are_not(error, line):
+    told = limits.told(error)
+    assert told is None if line is None else told.startswith(line)
+
+
+def test_a_limit_that_is_reached_is_told_with_its_value():
+    with limited(resource.RLIMIT_NOFILE, 333):
+        too_many = OSError(errno.EMFILE, "Too many open files")
+        assert limits.remedy_of_limit(too_many) == "; this process may have 333 files open (ulimit -n raises that)"
+    assert limits.remedy_of_limit(OSError(errno.ENOENT, "No such file")) == ""
+
+
+def test_what_the_system_refuses_unforeseen_ends_a_program_with_one_line(cli, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error", "/some/where")
+
+    monkeypatch.setattr(fedsim, "run", refuse)
+    result = cli("run", *QUICK)
+    assert (result.exit_code, result.stderr) == (1, "error: /some/where: Input/output error\n")
+    assert one_line_of_error(result.stderr)

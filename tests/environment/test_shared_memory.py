@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+
+import pytest
+import torch
+
+import fedsim
+from fedsim import devices
+from fedsim.errors import ExperimentError
+from fedsim.sharing import Counters, memory_file, share
+from tests.environment.confined import QUICK, limited, outcomes
+
+needs_files_in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
+
+
+@needs_files_in_memory
+def test_no_room_in_shared_memory_is_no_matter(tmp_path):
+    """/dev/shm has 4 kB, and can only be read; results are those of a run that shares nothing."""
+    words = [*QUICK, "rounds=2", "records.curve=false"]
+    commands = [
+        ["run", *words, "--out", "one"],
+        ["run", *words, "engine=spawn", "processes=2", "--out", "two"],
+        ["run", *words, "engine=spawn", "processes=2", "mode=race", "policy=hogwild", "--out", "race"],
+    ]
+    shm = devices.SHARED_MEMORY
+    found, _ = outcomes(*commands, mounts=[(shm, "ro,size=4k")], cwd=tmp_path)
+    assert [(code, error) for code, _, error in found] == [(0, "")] * 3
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert models[0] == models[1]
+    environment = json.loads((tmp_path / "two" / "environment.json").read_text())
+    assert environment["processes"] == 2
+
+
+@needs_files_in_memory
+def test_what_is_shared_keeps_its_values_views_and_order(tmp_path):
+    base = torch.arange(24, dtype=torch.float32).view(4, 6)
+    rows, other, flags, empty = base[:, :5], base[1], torch.tensor([True, False, True]), torch.zeros(0, 7)
+    kept = base.clone()
+    share(each for each in (rows, other, flags, empty, rows))
+    assert torch.equal(rows, kept[:, :5])
+    assert rows.stride() == (6, 1)
+    assert flags.tolist() == [True, False, True]
+    assert empty.shape == (0, 7)
+    assert rows.is_shared()
+    assert flags.is_shared()
+    rows[1, 0] = -1.0
+    assert other[0] == -1.0, "views of one storage stay so"
+    assert base[1, 0] == 6.0, "what was not given stays where it is"
+    assert all(each.data_ptr() % 64 == 0 for each in (rows, flags))
+    place = rows.data_ptr()
+    share([rows])
+    assert rows.data_ptr() == place, "what is shared already is not moved"
+
+
+@needs_files_in_memory
+def test_all_that_is_shared_together_takes_one_file():
+    before = len(os.listdir("/proc/self/fd"))
+    tensors = [torch.zeros(10) for _ in range(30)]
+    share(tensors)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del tensors
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_without_files_in_memory_shared_memory_is_asked_for_its_room(monkeypatch, tmp_path):
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    assert memory_file(10) is None
+    tensor = torch.arange(3)
+    share([tensor])
+    assert tensor.is_shared()
+    assert tensor.tolist() == [0, 1, 2]
+    monkeypatch.setattr(devices, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(devices.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 65_536})())
+    message = (
+        r"shared memory: this run needs 80 kB in .*, where 65.5 kB are free; enlarge it \(mount .* --shm-size=...\)"
+    )
+    with pytest.raises(ExperimentError, match=message):
+        share([torch.zeros(10_000, dtype=torch.double)])
+    counters = Counters(3)
+    counters.cells[2] = 7
+    assert list(counters.cells) == [0, 0, 7]
+
+
+def test_a_filter_of_system_calls_is_no_error(monkeypatch):
+    def refused(name):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refused, raising=False)
+    assert memory_file(10) is None
+
+
+@needs_files_in_memory
+def test_memory_that_cannot_be_had_is_one_line():
+    with limited(resource.RLIMIT_FSIZE, 4096):
+        message = r"shared memory: 40 kB cannot be had: File too large; a file may have 4.1 kB here \(ulimit -f raises"
+        with pytest.raises(ExperimentError, match=message):
+            share([torch.zeros(10_000)])
+    with limited(resource.RLIMIT_AS, _address_space() + 2**28):
+        message = (
+            r"memory: one model for each of 100000 workers takes 3.14 GB; .* of address space .*; use a smaller cohort$"
+        )
+        with pytest.raises(ExperimentError, match=message) as caught:
+            fedsim.run({"model": "logistic", "workers": 100_000, "partition": "tests.plugs:some", "engine": "serial"})
+        assert "\n" not in str(caught.value)
+
+
+def _address_space():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def test_more_than_what_is_free_is_refused_with_both_figures(tmp_path, monkeypatch):
+    machine = tmp_path / "meminfo"
+    machine.write_text("MemAvailable: 30 kB\n")
+    monkeypatch.setattr(devices, "MEMORY", machine)
+    message = r"memory: what the processes share takes 40 kB, and 30.7 kB are free; make room, or use .*engine=serial"
+    with pytest.raises(ExperimentError, match=message):
+        share([torch.zeros(10_000)])

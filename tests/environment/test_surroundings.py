@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import fedsim
+from fedsim.comparison.folder import read_history
+from fedsim.data.sources import default_root
+from fedsim.errors import WorkerError
+from fedsim.processes import require_short_temporary_folder
+from tests.commands import start
+from tests.environment.confined import QUICK, outcomes
+
+RUN = ["-m", "fedsim", "run", *QUICK, "rounds=2"]
+NO_PICTURES = ["records.curve=false", "records.model=false"]
+
+
+def test_odd_surroundings_are_no_matter(tmp_path):
+    """All at once: no home, an empty PATH, no such TMPDIR, ASCII alone, and a terminal without columns."""
+    ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    programs = {
+        "bare": start(
+            "-m", "fedsim", *RUN[2:], "--out", "bare", cwd=tmp_path, HOME="/dev/null", PATH="", TMPDIR="/none"
+        ),
+        "ascii": start(
+            *["-m", "fedsim", "compare", *QUICK, "rounds=1", *NO_PICTURES, "seed=0,1", "--jobs", "1", "--out", "grün"],
+            cwd=tmp_path,
+            COLUMNS="0",
+            **ascii_only,
+        ),
+        "help": start("-m", "fedsim", "run", "--help", cwd=tmp_path, COLUMNS="0", **ascii_only),
+    }
+    found = {name: (*program.communicate(timeout=120), program.returncode) for name, program in programs.items()}
+    for out, error, code in found.values():
+        assert code == 0, error
+        assert "Traceback" not in error
+        assert out
+    assert found["ascii"][1] == found["help"][1] == ""
+    assert found["ascii"][0].endswith("gr\\xfcn\n")
+    assert (tmp_path / "grün" / "summary.txt").is_file()
+    environment = json.loads((tmp_path / "bare" / "environment.json").read_text())
+    assert environment["git_commit"] is None
+    assert (tmp_path / "bare" / "curve.png").is_file()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_closed_streams_are_no_matter_and_no_record_takes_their_place(tmp_path):
+    words = f"{sys.executable} {' '.join(RUN)} {' '.join(NO_PICTURES)}"
+    closed = {"out": ">&-", "error": "2>&-", "all": "<&- >&- 2>&-"}
+    programs = {
+        name: start(
+            "-c",
+            "import os, sys; os.execv('/bin/sh', ['sh', '-c', sys.argv[1]])",
+            f"{words} --out {name} {redirection}",
+            cwd=tmp_path,
+        )
+        for name, redirection in closed.items()
+    }
+    for name, program in programs.items():
+        _, error = program.communicate(timeout=120)
+        assert (program.returncode, error) == (0, ""), name
+        content = (tmp_path / name / "metrics.jsonl").read_text()
+        assert len(read_history(tmp_path / name)) == content.count("\n") == 2
+
+
+def test_a_user_without_a_home_or_an_entry_among_the_users_is_no_matter(monkeypatch):
+    for name in ("HOME", "FEDSIM_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    with pytest.raises(RuntimeError):
+        Path.home()
+    assert default_root() == Path(".cache/fedsim/data")
+    assert len(fedsim.load_dataset("mnist5k")[0]) == 4000
+
+
+def test_a_system_without_proc_is_no_matter(tmp_path):
+    found, _ = outcomes(["run", *QUICK, "rounds=1", *NO_PICTURES], mounts=[(Path("/proc"), "size=4k")], cwd=tmp_path)
+    assert found[0][0] == 0, found
+    assert found[0][2] == ""
+
+
+def test_a_reader_that_has_seen_enough_ends_a_program_quietly(tmp_path):
+    command = f"{sys.executable} -m fedsim list | head -n 1"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("models (model.name)\n", "")
+
+
+def test_without_a_temporary_folder_processes_are_not_started(monkeypatch):
+    def none_usable():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none_usable)
+    with pytest.raises(WorkerError, match=r"^TMPDIR: processes meet at sockets in a temporary folder, .*, or do not$"):
+        require_short_temporary_folder("do not")
