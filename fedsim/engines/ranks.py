@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedsim.devices import card_of, default_backend, device_of_rank
+from fedsim.devices import card_of, default_backend, device_of_rank, summed_by_gloo
+from fedsim.engines.background import Background, ended
 from fedsim.engines.launch import Place, interface_towards, meeting_address, open_store
 from fedsim.engines.vigil import Vigil, ranks, wait_for_all
 from fedsim.errors import ExperimentError, WorkerError, one_line, show
@@ -36,7 +38,8 @@ class Ranks:
         device: what this rank computes on.
         backend: by which rows travel.
         reason: why it is not the device's own, where it is not.
-        sent: bytes that this rank has had to send, by what they were.
+        sent: bytes that this rank has had to send by the methods here, by what they were.
+        group: PyTorch's process group, for those who send by themselves; see `supervised`.
     """
 
     joined: ClassVar[Ranks | None] = None
@@ -55,7 +58,8 @@ class Ranks:
             raise WorkerError(f"{ranks(missing)} of {self.count} did not come within {timeout:g} s")
         self._people = self._introduce()
         self.backend, self.reason = _backend_for(backend, self.device, [card for *_, card in self._people])
-        self._group = self._start(place, init)
+        self.group = self._start(place, init)
+        self._background = Background(self.device)
         atexit.register(self.leave)
 
     @classmethod
@@ -128,7 +132,7 @@ class Ranks:
         self._meet()
         things: list[Any] = [None] * self.count
         with self._translated():
-            dist.all_gather_object(things, thing, group=self._group)
+            dist.all_gather_object(things, thing, group=self.group)
         return things
 
     def hear_first(self, thing: Any) -> Any:
@@ -136,8 +140,31 @@ class Ranks:
         self._meet()
         things = [thing]
         with self._translated():
-            dist.broadcast_object_list(things, 0, group=self._group)
+            dist.broadcast_object_list(things, 0, group=self.group)
         return things[0]
+
+    @property
+    def sums_where_rows_lie(self) -> bool:
+        """Whether the backend sums tensors of this device, and not copies of them on the host."""
+        return self.backend != HOST_BACKEND or summed_by_gloo(self.device)
+
+    def supervised(self, work: Callable[[], Any], waits: threading.Event) -> Any:
+        """What `work` gives, which exchanges something with the others by itself and may wait for them without end.
+
+        It is done in another thread, while this one looks after the others' signs of life.
+
+        Args:
+            waits: set by the work as soon as it has nothing left to do but to wait.
+        """
+        self.require_usable()
+        done = self._background.begin(work)
+        with self._translated(), self._vigil.waiting(waits.is_set) as silences:
+            while not ended(done, self._vigil.interval):
+                if cause := silences.look():
+                    raise WorkerError(cause)
+            if waits.is_set():
+                return done.result()
+        return done.result()  # if it has failed before that, the others are not to blame
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -236,13 +263,12 @@ class Ranks:
     def _do(self, collective: Callable[..., Any], wire: Tensor, *arguments: Any, **options: Any) -> None:
         """Call a collective, and wait for it as long as the others give signs of life."""
         with self._translated():
-            work = collective(wire, *arguments, group=self._group, async_op=True, **options)
+            work = collective(wire, *arguments, group=self.group, async_op=True, **options)
             done = self._done if wire.device.type == "cpu" else self._done_on_device
             with self._vigil.waiting() as silences:
                 while not done(work):
-                    silent = silences.look()
-                    if silent:
-                        raise WorkerError(silent)
+                    if cause := silences.look():
+                        raise WorkerError(cause)
 
     def _done(self, work: Any) -> bool:
         """Wait for an interval; whether it has come to its end."""

@@ -25,7 +25,8 @@ def main(cases: Path, out: Path) -> None:
             tables = {**tables, "engine": "distributed"}
             kept = out / name.replace(" ", "-") if tables.get("records") else None
             before = dict(Ranks.joined.sent) if Ranks.joined else {}
-            result = fedsim.run(tables, out=kept, workshop=workshop)
+            seen: list = []
+            result = fedsim.run(tables, out=kept, workshop=workshop, on_start=seen.append)
             sent = {what: count - before.get(what, 0) for what, count in Ranks.joined.sent.items()}
             results[name] = {
                 "row": result.global_row,
@@ -33,6 +34,7 @@ def main(cases: Path, out: Path) -> None:
                 "history": result.history,
                 "sent": sent,
                 "shapes": shapes(tables, workshop),
+                "how": seen[0].how,
             }
     torch.save(results, out / f"{os.environ['RANK']}.pt")
 
