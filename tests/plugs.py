@@ -382,3 +382,28 @@ def absent_on_rank(root):
     if os.environ.get("RANK") == "1":
         raise fedsim.errors.DataError("there is nothing here")
     return tiny(root)
+
+
+class Branching(nn.Module):
+    """Uses one of two layers, by what the batch holds: so which of them has a gradient is another for each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(784, 10), nn.Linear(784, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        return (self.first if flat[0].sum() > 100 else self.second)(flat)
+
+
+class Recurrent(nn.Module):
+    """A module that keeps references to its parameters beside those that are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(28, 8, batch_first=True), nn.Linear(8, 10)
+        self.listed = list(self.linear.parameters())
+
+    def forward(self, images: Tensor) -> Tensor:
+        weight, bias = self.listed
+        return self.lstm(images[:, 0])[0][:, -1] @ weight.T + bias

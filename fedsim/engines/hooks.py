@@ -9,8 +9,12 @@ be named by its import path. Its positional parameters take, by name,
     state          what the hook's method `start(process_group, seed)` has given at the start of the run, for hooks that
                    keep something; such a hook is a frozen dataclass
 
-and what is keyword-only, or a field, is its configuration. A hook that gives the mean as it is says so by an attribute
-`exact = True`; all others make results depend on the number of ranks, and on which worker is dealt to which.
+and what is keyword-only, or a field, is its configuration.
+
+`@hook(name, exact=True)` declares that it gives the mean as it is; with all others, results depend on the number of
+ranks, and on which worker is dealt to which. `at_once=True` declares that all that it sends for a bucket is begun
+before it returns. Where later parts are begun by earlier ones (P, then Q of PowerSGD) gloo, which does that in threads
+of its own, would mix up the parts of two buckets; so there the next bucket waits until the one before has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +32,24 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from fedsim.errors import ExperimentError
 from fedsim.registry import Plug, Registry
 
-hook = Registry("communication hook", given=("process_group", "bucket", "state"))
+
+class HookRegistry(Registry):
+    """A Registry whose decorator also takes `exact` and `at_once`."""
+
+    def __call__(
+        self, name: str, *, exact: bool = False, at_once: bool = False
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        register = super().__call__(name)
+
+        def mark(target: Callable[..., Any]) -> Any:
+            for mark in ["exact"] * exact + ["at_once"] * at_once:
+                setattr(target, mark, True)  # a user's imported hook can set it too
+            return register(target)
+
+        return mark
+
+
+hook = HookRegistry("communication hook", given=("process_group", "bucket", "state"))
 
 Mean = torch.futures.Future[Tensor]
 Count = Annotated[int, Field(ge=0)]
@@ -43,11 +64,8 @@ class BoundHook:
     function: Any
     name: str
     takes: tuple[str, ...]
-
-    @property
-    def exact(self) -> bool:
-        """Whether it gives the mean itself, which can be had by other ways too."""
-        return getattr(getattr(self.function, "func", self.function), "exact", False)
+    exact: bool = False
+    at_once: bool = False
 
     def start(self, process_group: dist.ProcessGroup, seed: int) -> Callable[[dist.GradBucket], Mean]:
         """What sends a bucket, from the first step of a run on."""
@@ -59,10 +77,16 @@ class BoundHook:
 
 def bind_hook(plug: Plug, params: dict[str, Any]) -> BoundHook:
     """The hook `plug` with checked `params`."""
-    return BoundHook(plug.bind(params), plug.name, tuple(plug.takes))
+    return BoundHook(
+        plug.bind(params),
+        plug.name,
+        tuple(plug.takes),
+        exact=getattr(plug.target, "exact", False),
+        at_once=getattr(plug.target, "at_once", False),
+    )
 
 
-@hook("allreduce")
+@hook("allreduce", exact=True, at_once=True)
 def allreduce(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Mean:
     """The mean, sent in the rows' own type: the same global rows as elsewhere, up to rounding.
 
@@ -71,10 +95,7 @@ def allreduce(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Mean
     return default_hooks.allreduce_hook(process_group, bucket)
 
 
-allreduce.exact = True  # type: ignore[attr-defined]
-
-
-@hook("fp16")
+@hook("fp16", at_once=True)
 def fp16(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Mean:
     """The mean, summed and sent as float16: half of the bytes of float32.
 
@@ -84,7 +105,7 @@ def fp16(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Mean:
     return default_hooks.fp16_compress_hook(process_group, bucket)
 
 
-@hook("bf16")
+@hook("bf16", at_once=True)
 def bf16(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Mean:
     """The mean, summed and sent as bfloat16: half of the bytes of float32, its range, and 8 bits of precision.
 
@@ -140,15 +161,3 @@ class PowerSGD:
 
     def __call__(self, state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> Mean:
         return powerSGD_hook.powerSGD_hook(state, bucket)
-
-
-@hook("batched_powersgd")
-@dataclass(frozen=True)
-class BatchedPowerSGD(PowerSGD):
-    """As `powersgd`, of a whole bucket as one square matrix: faster and coarser, worth it with rank 1 alone.
-
-    Sends 2 r sqrt(d) numbers of a bucket of d. Without regard to min_compression_rate.
-    """
-
-    def __call__(self, state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> Mean:
-        return powerSGD_hook.batched_powerSGD_hook(state, bucket)

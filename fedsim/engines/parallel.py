@@ -97,8 +97,9 @@ class ParallelTrainer(RowTrainer):
         self._sharing: list[RowModule] = []  # one for each member
         self._module_of(0).take(memory.global_row, self._gradient, memory.global_buffers)  # the parameters, into place
         self._exchanged = Exchanged(model.parameters)
-        self._send = task.hook.start(ranks.group, draw_key(task.seed, "hook") % 2**32)
-        self._waits = threading.Event()
+        self._send = task.hook.start(ranks.group_of_hooks, draw_key(task.seed, "hook") % 2**32)
+        self._one_by_one = not (task.hook.at_once or ranks.in_order)
+        self._waits, self._sent = threading.Event(), None
         self._parallel = DistributedDataParallel(
             self._exchanged,
             process_group=ranks.group,
@@ -171,10 +172,16 @@ class ParallelTrainer(RowTrainer):
         self._ranks.supervised(backward, self._waits)
 
     def _begin_to_send(self, bucket: GradBucket) -> Mean:
+        """Called in the order of the buckets, as soon as one is complete."""
         last = True
         try:
+            if self._sent is not None:
+                self._waits.set()
+                self._sent.wait()
+                self._waits.clear()
             mean = self._send(bucket)
             last = bucket.is_last()
+            self._sent = mean if self._one_by_one and not last else None
             return mean
         finally:
             if last:

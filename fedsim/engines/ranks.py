@@ -39,7 +39,7 @@ class Ranks:
         backend: by which rows travel.
         reason: why it is not the device's own, where it is not.
         sent: bytes that this rank has had to send by the methods here, by what they were.
-        group: PyTorch's process group, for those who send by themselves; see `supervised`.
+        group, group_of_hooks: PyTorch's process groups, for those who send by themselves; see `supervised`.
     """
 
     joined: ClassVar[Ranks | None] = None
@@ -58,7 +58,7 @@ class Ranks:
             raise WorkerError(f"{ranks(missing)} of {self.count} did not come within {timeout:g} s")
         self._people = self._introduce()
         self.backend, self.reason = _backend_for(backend, self.device, [card for *_, card in self._people])
-        self.group = self._start(place, init)
+        self.group, self.group_of_hooks = self._start(place, init)
         self._background = Background(self.device)
         atexit.register(self.leave)
 
@@ -144,6 +144,11 @@ class Ranks:
         return things[0]
 
     @property
+    def in_order(self) -> bool:
+        """Whether work that follows upon other work is begun in the same order in all ranks, as on a device's queue."""
+        return self.backend != HOST_BACKEND
+
+    @property
     def sums_where_rows_lie(self) -> bool:
         """Whether the backend sums tensors of this device, and not copies of them on the host."""
         return self.backend != HOST_BACKEND or summed_by_gloo(self.device)
@@ -158,7 +163,7 @@ class Ranks:
         """
         self.require_usable()
         done = self._background.begin(work)
-        with self._translated(), self._vigil.waiting(waits.is_set) as silences:
+        with self._translated("the ranks' exchange failed"), self._vigil.waiting(waits.is_set) as silences:
             while not ended(done, self._vigil.interval):
                 if cause := silences.look():
                     raise WorkerError(cause)
@@ -223,8 +228,11 @@ class Ranks:
             people.append((host, int(pid), f"{host} {card}" if card else None))
         return people
 
-    def _start(self, place: Place, init: str) -> dist.ProcessGroup:
-        """The process group. Two, in fact: the first finds out within the timeout whether they reach each other."""
+    def _start(self, place: Place, init: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The process groups. One more, in fact: the first finds out within the timeout if the ranks reach each other.
+
+        Gloo tells what belongs together by its order in a group, so what is begun in other threads has its own.
+        """
         host = meeting_address(init, place)[0]
         if name := interface_towards(host):  # or gloo listens wherever this host's own name leads to
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -240,7 +248,8 @@ class Ranks:
                 world_size=self.count,
                 timeout=timedelta(seconds=self.timeout),
             )
-            return dist.new_group(backend=backend, timeout=FOREVER)
+            group = dist.new_group(backend=backend, timeout=FOREVER)
+            return group, group if self.in_order else dist.new_group(backend=backend, timeout=FOREVER)
         except (RuntimeError, ValueError) as error:
             raise WorkerError(
                 f"rank {place.rank} of {place.count}: backend {self.backend}: the ranks do not reach each other: "
@@ -291,14 +300,15 @@ class Ranks:
         return True
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated(self, failure: str = "the connection to another rank was lost") -> Iterator[None]:
+        """Errors as what they mean; `failure` where nothing else is known of them."""
         self.require_usable()
         try:
             yield
         except WorkerError as error:
             raise WorkerError(self.give_up(str(error))) from None
         except RuntimeError as error:
-            cause = self.cause() or f"the connection to another rank was lost: {one_line(error)[:200]}"
+            cause = self.cause() or f"{failure}: {one_line(error)[:200]}"
             raise WorkerError(self.give_up(cause)) from error
 
     def _gone(self) -> str | None:
