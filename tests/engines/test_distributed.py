@@ -256,13 +256,15 @@ def test_a_hook_sends_fewer_bytes_and_training_still_learns(groups):
     for name in ("hook fp16", "hook bf16"):
         assert losses[name] == pytest.approx(losses["hook allreduce"], rel=0.02)
         assert not torch.equal(ranks[0][name]["row"], plain["row"])
-    if plain["wire"]:  # the kernel counts
-        wire = {name: sum(left[name]["wire"] for left in ranks) for name in HOOKS}
-        assert wire["hook allreduce"] == pytest.approx(steps * 2 * d * 4, rel=0.1)
-        for name in ("hook fp16", "hook bf16"):
-            assert wire[name] == pytest.approx(steps * 2 * d * 2, rel=0.1)
-        numbers = 4 * (784 + 200 + 200 + 200) + 200 + 10 * 200 + 200 + 10  # of which the last matrix is too small
-        assert wire["hook powersgd"] == pytest.approx((2 * d + (steps - 2) * numbers) * 2 * 4, rel=0.35)
+    wire = {name: sum(left[name]["wire"] for left in ranks) for name in HOOKS}
+    if not plain["wire"]:
+        pytest.skip("this system does not count what a connection has sent")
+    once = wire["hook allreduce"] - steps * 2 * d * 4  # at the start, whatever the hook
+    assert 0 < once < 0.1 * wire["hook allreduce"]
+    low_rank = 4 * (784 + 200 + 200 + 200 + 200 + 10) + 200 + 200 + 10  # factors of three matrices, and biases
+    numbers = {"hook fp16": steps * d / 2, "hook bf16": steps * d / 2, "hook powersgd": 2 * d + (steps - 2) * low_rank}
+    for name, count in numbers.items():
+        assert wire[name] - once == pytest.approx(2 * 4 * count, rel=0.05), name
 
 
 def test_a_hook_of_ones_own_is_told_what_it_asks_for(groups, serial):
