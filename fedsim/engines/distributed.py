@@ -25,7 +25,7 @@ from fedsim.engines.feed import Member
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.launch import Place
 from fedsim.engines.parallel import ParallelTrainer, SharedModel
-from fedsim.engines.ranks import Ranks
+from fedsim.engines.ranks import Ranks, no_beats
 from fedsim.engines.rehearsal import Rehearsal
 from fedsim.engines.stack_trainer import StackTrainer
 from fedsim.engines.station import MakeTrainer, Station, deal
@@ -123,7 +123,7 @@ class DistributedEngine(Engine):
 
     def leave(self) -> None:
         if self._station is not None:
-            self._station = None
+            self._station, self._model, self._ranks.beats = None, None, no_beats
             del self.memory
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from fedsim.engines.hooks import Mean
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.module import RowModule
 from fedsim.engines.ranks import Ranks
-from fedsim.engines.trainer import RowTrainer
+from fedsim.engines.trainer import Partaker, RowTrainer
 from fedsim.errors import one_line
 from fedsim.randomness import draw_key, random_state_kept, seed_everything
 from fedsim.training import Objective
@@ -61,7 +61,10 @@ class SharedModel:
             return [loss.detach(), *gradients, *module.buffers()]
 
         with random_state_kept(task.device), task.precision.training(task.device):
-            expected = step(self._make())
+            try:
+                expected = step(self._make())
+            except Exception:  # training will come to that, and say which worker's it was
+                return None
             try:
                 found = step(self.new_module())
             except Exception as error:
@@ -87,6 +90,40 @@ class Exchanged(nn.Module):
         return loss
 
 
+class Sending:
+    """Begins to send each bucket of gradients, in their order, as soon as it is complete.
+
+    PyTorch keeps it for good, so it knows nothing of whose gradients these are.
+
+    Args:
+        send: the hook at work.
+        one_by_one: whether a bucket has to wait until the one before has been exchanged.
+
+    Attributes:
+        waits: set while there is nothing to do but to wait for the other ranks.
+    """
+
+    def __init__(self, send: Callable[[GradBucket], Mean], *, one_by_one: bool) -> None:
+        self._send, self._one_by_one = send, one_by_one
+        self._before: Mean | None = None
+        self.waits = threading.Event()
+
+    def begin(self, bucket: GradBucket) -> Mean:
+        last = True  # whatever goes wrong
+        try:
+            if self._before is not None:
+                self.waits.set()
+                self._before.wait()
+                self.waits.clear()
+            mean = self._send(bucket)
+            last = bucket.is_last()
+            self._before = mean if self._one_by_one and not last else None
+            return mean
+        finally:
+            if last:
+                self.waits.set()
+
+
 class ParallelTrainer(RowTrainer):
     """Trains rows one after another; where gradients are averaged, all of a rank's together, see `mean_gradient`."""
 
@@ -97,16 +134,18 @@ class ParallelTrainer(RowTrainer):
         self._sharing: list[RowModule] = []  # one for each member
         self._module_of(0).take(memory.global_row, self._gradient, memory.global_buffers)  # the parameters, into place
         self._exchanged = Exchanged(model.parameters)
-        self._send = task.hook.start(ranks.group_of_hooks, draw_key(task.seed, "hook") % 2**32)
-        self._one_by_one = not (task.hook.at_once or ranks.in_order)
-        self._waits, self._sent = threading.Event(), None
+        self._active: list[Partaker] = []  # in the step in hand
+        self._sending = sending = Sending(
+            task.hook.start(ranks.group_of_hooks, draw_key(task.seed, "hook") % 2**32),
+            one_by_one=not (task.hook.at_once or ranks.in_order),
+        )
         self._parallel = DistributedDataParallel(
             self._exchanged,
             process_group=ranks.group,
             init_sync=False,  # the ranks have the same global row already, and come here at different times
             find_unused_parameters=True,  # which may be others in every rank and step
         )
-        self._parallel.register_comm_hook(None, lambda state, bucket: self._begin_to_send(bucket))
+        self._parallel.register_comm_hook(None, lambda state, bucket: sending.begin(bucket))
 
     def meet_at_global_row(self, members: Sequence[Member]) -> None:
         memory = self._memory
@@ -125,35 +164,33 @@ class ParallelTrainer(RowTrainer):
         Called by all ranks, of which some may have no such member.
         """
         self._gradient.zero_()
-        active = [partaker for partaker in self._partakers if partaker.member.slot in shares]
-        counted = [partaker for partaker in active if shares[partaker.member.slot]]
-        for partaker in active:
+        self._active = [partaker for partaker in self._partakers if partaker.member.slot in shares]
+        last = max((partaker.member.slot for partaker in self._active if shares[partaker.member.slot]), default=None)
+        for partaker in self._active:
+            slot = partaker.member.slot
             with self._seat.working_on(partaker.member.worker, partaker.member.round):
                 partaker.batch = next(partaker.batches)
-                with torch.set_grad_enabled(partaker in counted):
+                with torch.set_grad_enabled(shares[slot] != 0):  # who counts for nothing has buffers all the same
                     loss = self._loss_of(partaker, step)
                 partaker.count(loss.detach())
-                if partaker in counted:
-                    loss = loss * (shares[partaker.member.slot] * self._ranks.count)
-                if partaker in counted[:-1]:
+                if slot == last:
+                    self._exchange(loss * (shares[slot] * self._ranks.count))
+                elif shares[slot]:
                     with self._parallel.no_sync():
-                        loss.backward()
-                elif partaker in counted:
-                    self._exchange(loss)
-        if not counted:
+                        (loss * (shares[slot] * self._ranks.count)).backward()
+        if last is None:
             self._exchange(self._exchanged.none.sum() * 0)
         return self._gradient
 
     def not_finite(self, step: int) -> list[int]:
         """The slots of members whose own gradients, of the batches of this step once more, are not finite."""
         slots = []
-        for partaker in self._partakers:
-            if partaker.batch is not None:
-                self._gradient.zero_()
-                with self._parallel.no_sync():
-                    self._loss_of(partaker, step).backward()
-                if not self._gradient.isfinite().all():
-                    slots.append(partaker.member.slot)
+        for partaker in self._active:
+            self._gradient.zero_()
+            with self._parallel.no_sync():
+                self._loss_of(partaker, step).backward()
+            if not self._gradient.isfinite().all():
+                slots.append(partaker.member.slot)
         return slots
 
     def _module_of(self, place: int) -> RowModule:
@@ -163,29 +200,13 @@ class ParallelTrainer(RowTrainer):
 
     def _exchange(self, loss: Tensor) -> None:
         """A backward pass, to whose gradients those of the other ranks are added as it goes on."""
-        self._waits.clear()
+        self._sending.waits.clear()
 
         def backward() -> None:
             self._parallel(loss).backward()
             synchronize(self._task.device)
 
-        self._ranks.supervised(backward, self._waits)
-
-    def _begin_to_send(self, bucket: GradBucket) -> Mean:
-        """Called in the order of the buckets, as soon as one is complete."""
-        last = True
-        try:
-            if self._sent is not None:
-                self._waits.set()
-                self._sent.wait()
-                self._waits.clear()
-            mean = self._send(bucket)
-            last = bucket.is_last()
-            self._sent = mean if self._one_by_one and not last else None
-            return mean
-        finally:
-            if last:
-                self._waits.set()
+        self._ranks.supervised(backward, self._sending.waits)
 
 
 def _alike(one: Tensor, other: Tensor, rows: torch.dtype) -> bool:

@@ -28,6 +28,11 @@ LINGER = 1.0  # seconds for the others to hear why
 FOREVER = timedelta(days=30)  # the group's own timeout: whoever waits looks after the others' signs of life instead
 
 
+def no_beats() -> int:
+    """Of a rank that has nothing to do."""
+    return 0
+
+
 class Ranks:
     """The ranks of a run: PyTorch's process group, with the bytes it is given counted and its errors told in a line.
 
@@ -47,7 +52,7 @@ class Ranks:
     def __init__(self, place: Place, init: str, backend: str | None, timeout: float, device: str) -> None:
         self.index, self.count, self.timeout = place.rank, place.count, timeout
         self.device = device_of_rank(device, place.local_rank)
-        self.beats: Callable[[], int] = lambda: 0
+        self.beats: Callable[[], int] = no_beats
         self.sent: dict[str, int] = {}
         self._spoilt: str | None = None
         self._settings: tuple[Any, ...] = ()

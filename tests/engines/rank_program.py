@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ import torch
 
 import fedsim
 from fedsim.engines import DistributedEngine
+from fedsim.engines.parallel import ParallelTrainer
 from fedsim.engines.ranks import Ranks
 from fedsim.loading import load_experiment
 from fedsim.preparation import prepare
@@ -36,6 +38,8 @@ def main(cases: Path, out: Path) -> None:
             break
         if len(results) == 1 and Ranks.joined.count == 2:
             results[name]["post_local"] = post_local_row()
+    gc.collect()
+    results["trainers left"] = sum(isinstance(thing, ParallelTrainer) for thing in gc.get_objects())
     torch.save(results, out / f"{os.environ['RANK']}.pt")
 
 

@@ -277,9 +277,13 @@ def test_a_hook_of_ones_own_is_told_what_it_asks_for(groups, serial):
 def test_post_local_is_what_pytorchs_own_optimizer_does(groups, serial):
     """With equal shards and plain SGD: PostLocalSGDOptimizer over a PeriodicModelAverager, behind its hook of DDP."""
     ranks, _ = groups(2)
-    [reference] = [left["post_local"] for left in ranks[0].values() if "post_local" in left]
+    reference = next(iter(ranks[0].values()))["post_local"]  # made after the first case
     assert torch.allclose(ranks[0]["post-local"]["row"], reference, rtol=0, atol=ROUNDING)
     assert torch.allclose(serial(TABLES).global_row, reference, rtol=0, atol=ROUNDING)
+
+
+def test_nothing_is_left_of_a_run_that_pytorch_averaged_the_gradients_of(groups):
+    assert [left["trainers left"] for left in groups(2)[0]] == [0, 0]
 
 
 def test_workers_whose_gradients_are_not_finite_are_named_as_by_serial(groups, serial):

@@ -26,6 +26,15 @@ class ByClosure(nn.Module):
         return self.head(self.linear(images.flatten(1)))
 
 
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(784, 10)
+
+    def forward(self, images):
+        raise RuntimeError("not today")
+
+
 class NotCopied(nn.Linear):
     def __init__(self) -> None:
         super().__init__(784, 10)
@@ -88,6 +97,10 @@ def test_their_gradients_add_up_in_one_row():
     assert torch.equal(gradient, expected)
     assert all(parameter.grad.data_ptr() >= gradient.data_ptr() for parameter in model.parameters)
     assert not torch.equal(*buffers)
+
+
+def test_a_model_that_fails_by_itself_is_left_to_fail_in_training():
+    assert refusal(Failing) is None
 
 
 @pytest.mark.parametrize("make", [Normalised, Tied, Recurrent])
