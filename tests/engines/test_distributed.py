@@ -292,6 +292,7 @@ def test_workers_whose_gradients_are_not_finite_are_named_as_by_serial(groups, s
     assert [left["not finite"]["error"] for left in groups(2)[0]] == [str(raised.value)] * 2
 
 
+@pytest.mark.slow
 def test_a_hook_that_makes_the_mean_infinite_is_named(tmp_path, port):
     words = ["engine=distributed", "data=tests.plugs:tiny", "model=tests.plugs:Steep", "sync=gradients"]
     words += ["distributed.hook=fp16", "rounds=1", "local.batch_size=16"]
@@ -362,7 +363,9 @@ LINES = {
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        *((how, ()) for how in LINES),
+        pytest.param("kill", (), marks=pytest.mark.slow),  # of two ranks it is tested below
+        ("raise", ()),
+        ("hang", ()),
         ("kill", IN_BACKWARD),
         pytest.param("raise", IN_BACKWARD, marks=pytest.mark.slow),
         pytest.param("hang", IN_BACKWARD, marks=pytest.mark.slow),
