@@ -2,8 +2,9 @@
 
 Workers train `2nn` on random images of MNIST's size, in batches of 10, one thread to a process; a round's time is that
 of its phases without the test, the median of all rounds but the first. Strong scaling: 8 workers on 1, 2 and 4 ranks.
-Weak: 4 workers for each rank. Against: the engine `spawn` with as many processes. Before anything is timed, rows that
-the ranks give are compared with those of `serial`.
+Weak: 4 workers for each rank. Against: the engine `spawn` with as many processes. Then rounds of `sync = "gradients"`,
+averaged by DistributedDataParallel with each hook, against the same mean of rows of single workers. Before anything is
+timed, rows that the ranks give are compared with those of `serial`.
 
 Bytes are what the kernel counts at the loopback interface of a network namespace of the benchmark's own, where nobody
 else is (Linux, as root), of a run of six rounds less those of one of two: so without start and end. They are compared
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -41,7 +43,15 @@ TOLERANCE = 1e-9  # between rows of engines, in float64
 WORKERS, A_RANK = 8, 4  # in strong and in weak scaling
 SAMPLES = 100  # of each worker
 NAMESPACE = "fedsim-benchmark"
+BATCH = 10
 RULES = {"mean": {}, "median": {"aggregate": "median"}, "krum": {"aggregate": {"rule": "krum", "f": 1}}}
+RANK = 4  # of PowerSGD's factors
+HOOKS = {
+    "allreduce": {"name": "allreduce"},
+    "fp16": {"name": "fp16"},
+    "powersgd": {"name": "powersgd", "matrix_approximation_rank": RANK, "start_powerSGD_iter": 2},
+}
+AS_ROWS = {"sync": "gradients", "aggregate": {"nonfinite": "exclude"}}  # the same mean, of rows of single workers
 
 
 def images(root: str | None, *, n: int = 800) -> tuple[TensorData, TensorData]:
@@ -61,7 +71,7 @@ def experiment(workers: int, rounds: int, **changes: Any) -> dict[str, Any]:
         "rounds": rounds,
         "model": "2nn",
         "data": {"dataset": "distributed:images", "n": workers * SAMPLES},
-        "local": {"batch_size": 10, "lr": 0.05},
+        "local": {"batch_size": BATCH, "lr": 0.05},
         "records": {"curve": False},
         **changes,
     }
@@ -127,15 +137,49 @@ def formula(rule: str, n: int, d: int, ranks: int) -> float:
     return (n * d * (ranks - 1) / ranks + (ranks - 1) * d) * 4 + pairs
 
 
-def measured_bytes(rule: str, ranks: int, inside: list[str]) -> tuple[float, float]:
-    """Bytes of a round as the kernel has counted them, and their share of the formula."""
+def formula_of_hook(hook: str, shapes: list[tuple[int, ...]], ranks: int) -> float:
+    """The same of a step in which gradients of these shapes are averaged by DistributedDataParallel."""
+    d = sum(map(math.prod, shapes))
+    used = 8 * (ranks - 1) * (len(shapes) + 1)  # of each tensor, and of the one that nobody uses
+    if hook == "powersgd":
+        factors = sum(RANK * sum(shape) if len(shape) == 2 else math.prod(shape) for shape in shapes)
+        return 2 * (ranks - 1) * factors * 4 + used
+    return 2 * (ranks - 1) * d * (2 if hook == "fp16" else 4) + used
+
+
+def measured_bytes(changes: dict[str, Any], ranks: int, inside: list[str]) -> tuple[float, list[tuple[int, ...]]]:
+    """Bytes of a round as the kernel has counted them, and the shapes of the model's tensors."""
     rounds = {}
     for count in (2, 6):
-        tables = experiment(WORKERS, count, engine="distributed", **RULES[rule])
-        _, model, rounds[count] = run(tables, ranks, inside)
-    d = sum(tensor.numel() for tensor in model.values())
-    sent = (rounds[6] - rounds[2]) / 4
-    return sent, sent / formula(rule, WORKERS, d, ranks)
+        _, model, rounds[count] = run(experiment(WORKERS, count, engine="distributed", **changes), ranks, inside)
+    return (rounds[6] - rounds[2]) / 4, [tuple(tensor.shape) for tensor in model.values()]
+
+
+def by_hook(hook: str) -> dict[str, Any]:
+    return {"sync": "gradients", "distributed": {"hook": HOOKS[hook]}}
+
+
+def bytes_of_all(counts: list[int], inside: list[str]) -> dict[str, Any]:
+    """Bytes of a round under each rule, and of gradients by each hook, with their shares of the formulas."""
+    figures: dict[str, Any] = {}
+    cases = {**RULES, **{f"gradients_{hook}": by_hook(hook) for hook in HOOKS}}
+    for name, changes in cases.items():
+        for count in counts:
+            sent, shapes = measured_bytes(changes, count, inside)
+            if name in RULES:
+                expected = formula(name, WORKERS, sum(map(math.prod, shapes)), count)
+            else:
+                expected = SAMPLES / BATCH * formula_of_hook(name.removeprefix("gradients_"), shapes, count)
+            figures.setdefault(f"{name}_bytes", {})[str(count)] = round(sent)
+            figures.setdefault(f"{name}_of_formula", {})[str(count)] = round(sent / expected, 3)
+    return figures
+
+
+def seconds_of_gradients(counts: list[int], rounds: int) -> dict[str, Any]:
+    """Seconds of a round of gradients, by each hook and as rows of single workers."""
+    ways = {**{f"gradients_{hook}_seconds": by_hook(hook) for hook in HOOKS}, "gradients_as_rows_seconds": AS_ROWS}
+    tables = {name: experiment(WORKERS, rounds + 1, engine="distributed", **way) for name, way in ways.items()}
+    return {name: [round_seconds(run(each, count)[0]) for count in counts] for name, each in tables.items()}
 
 
 def main() -> None:
@@ -161,13 +205,12 @@ def main() -> None:
         if count <= cores
     )
     figures["allowed_ratio"], figures["holds"] = ALLOWED, worst <= ALLOWED
+    figures |= seconds_of_gradients(counts, options.rounds)
     with own_network() as inside:
         if inside is not None:
-            for rule in RULES:
-                found = {str(count): measured_bytes(rule, count, inside) for count in counts if count > 1}
-                figures[f"{rule}_bytes"] = {count: round(sent) for count, (sent, _) in found.items()}
-                figures[f"{rule}_of_formula"] = {count: round(share, 3) for count, (_, share) in found.items()}
-                figures["holds"] &= all(abs(share - 1) <= EXACT for _, share in found.values())
+            figures |= (found := bytes_of_all([count for count in counts if count > 1], inside))
+            shares = {name: found[name] for name in found if name.endswith("_of_formula") and "powersgd" not in name}
+            figures["holds"] &= all(abs(share - 1) <= EXACT for each in shares.values() for share in each.values())
     report("distributed", **figures)
 
 

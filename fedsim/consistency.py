@@ -90,7 +90,37 @@ def _problems_with_ranks(experiment: Experiment, engine_class: type[Engine]) -> 
         lines.append(
             f"batched.width = {experiment.batched.width}: {where} stacks no rows without distributed.inner=batched"
         )
+    lines.extend(_problems_with_hook(experiment))
     return lines
+
+
+def _problems_with_hook(experiment: Experiment) -> list[str]:
+    hook = experiment.distributed.hook
+    if hook.bind().exact:
+        return []
+    where = f"distributed.hook = {show(hook.name)}"
+    if not experiment.rounds_of_gradients:
+        return [f'{where}: is about gradients, and sync = "{experiment.sync}" averages none; leave it out']
+    reason = what_needs_rows(experiment)
+    return [f"{where}: ranks exchange rows of single workers here ({reason}); leave it out"] if reason else []
+
+
+def what_needs_rows(experiment: Experiment) -> str | None:
+    """What in an experiment keeps ranks from averaging gradients as they compute them, row by row or not at all."""
+    rule, precision = experiment.pipeline, PRECISIONS[experiment.precision]
+    if not (rule.columnwise and rule.rule.linear and rule.rule.takes.keys() <= {"updates", "weights"}):
+        return f"aggregate.rule = {show(rule.name)}"
+    if experiment.attack.name != "none":
+        return f"attack.name = {show(experiment.attack.name)}"
+    if experiment.aggregate.nonfinite == "exclude":
+        return 'aggregate.nonfinite = "exclude"'
+    if precision.scales_losses:
+        return f"precision = {show(precision.name)}, which scales each worker's loss"
+    if experiment.distributed.inner != "serial":
+        return f"distributed.inner = {show(experiment.distributed.inner)}"
+    if experiment.records.updates:
+        return "records.updates"
+    return None
 
 
 def _problems_with_rounds(experiment: Experiment) -> list[str]:

@@ -180,3 +180,8 @@ def card_of(device: torch.device) -> str | None:
 def default_backend(device: torch.device) -> str:
     """The backend of torch.distributed that PyTorch has for a device."""
     return str(torch.distributed.get_default_backend_for_device(device))
+
+
+def summed_by_gloo(device: torch.device) -> bool:
+    """Whether the backend gloo sums tensors that lie there."""
+    return device.type in ("cpu", "cuda")

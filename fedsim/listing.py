@@ -13,6 +13,7 @@ from fedsim.augmentation import augmentation
 from fedsim.byzantine import attack_strategy
 from fedsim.data import dataset, partition_strategy
 from fedsim.engines import engine
+from fedsim.engines.hooks import hook
 from fedsim.errors import show
 from fedsim.local import solver
 from fedsim.models import model
@@ -32,6 +33,7 @@ PLUGS: dict[str, tuple[str, Registry]] = {  # what `fedsim list` calls a kind: t
     "speeds": ("clock.speed.name", speed),
     "noises": ("clock.noise.name", noise),
     "engines": ("engine", engine),
+    "hooks": ("distributed.hook.name", hook),
 }
 
 WIDTH = 19  # of the column of names

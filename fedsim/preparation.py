@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.asynchronous.server import AsGradient
+from fedsim.consistency import what_needs_rows
 from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
 from fedsim.devices import describe_device, free_memory, shares_memory
 from fedsim.engines import Engine, Schedule, SpawnEngine, Task
@@ -141,6 +142,8 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
     """What every process needs to know of an experiment. Raises ExperimentError where the model cannot be made."""
     local, chosen, aggregate, rule = experiment.local, experiment.partition, experiment.aggregate, experiment.pipeline
     weights = aggregate.weights or ("samples" if rule.needs_weights else "uniform")
+    rows_for, ranked = what_needs_rows(experiment), engines.get(experiment.engine).target.ranks
+    by_hook = ranked and experiment.rounds_of_gradients > 0 and rows_for is None
     task = Task(
         seed=experiment.seed,
         rounds=experiment.rounds,
@@ -163,6 +166,8 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         cuda_graphs=experiment.cuda_graphs,
         width=experiment.batched.width,
         inner=experiment.distributed.inner,
+        hook=experiment.distributed.hook.bind() if by_hook else None,
+        rows_for=rows_for,
     )
     _check_model(experiment, task)
     return task

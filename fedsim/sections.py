@@ -16,6 +16,7 @@ from fedsim.asynchronous.policies import policy
 from fedsim.augmentation import augmentation
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
 from fedsim.data import dataset, partition_strategy
+from fedsim.engines.hooks import BoundHook, bind_hook, hook
 from fedsim.errors import ExperimentError, show
 from fedsim.local import solver
 from fedsim.models import model
@@ -199,6 +200,15 @@ class Batched(Table):
     width: Amount | None = None  # how many at most; None: what fits into memory
 
 
+class Hook(PlugTable):
+    place, named_by, registry = "distributed.hook", "name", hook
+
+    name: str = "allreduce"
+
+    def bind(self) -> BoundHook:
+        return bind_hook(self.plug, self.params)
+
+
 class Distributed(Table):
     """How the ranks of the engine `distributed` find each other, and what each of them does."""
 
@@ -206,6 +216,7 @@ class Distributed(Table):
     timeout: PositiveFloat = 60.0  # seconds without a sign of life after which another rank counts as lost
     init: Annotated[str, AfterValidator(_meeting_place)] = "env://"
     inner: Literal["serial", "batched"] = "serial"  # how a rank trains its rows: one by one, or stacked
+    hook: Hook = Hook()  # in what form gradients travel where DistributedDataParallel averages them
 
 
 class Checkpoint(Table):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fedsim
@@ -352,6 +353,16 @@ class FailsInRank(Fails):
             super().fail()
 
 
+class FailsInBackward(FailsInRank):
+    """Does it in the backward pass, when the ranks have begun to exchange gradients."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs = self.linear(images.flatten(1))
+        if self.training:
+            outputs.register_hook(lambda gradient: self.fail())
+        return outputs
+
+
 class Few(nn.Module):
     """So few parameters that, of four ranks, one has none of them."""
 
@@ -403,3 +414,67 @@ class FailsInRankOnce(FailsInRank):
     def fail(self) -> None:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             super().fail()
+
+
+class Branching(nn.Module):
+    """Uses one of two layers, by what the batch holds: so which of them has a gradient is another for each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(784, 10), nn.Linear(784, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        return (self.first if flat[0].sum() > 100 else self.second)(flat)
+
+
+class Recurrent(nn.Module):
+    """A module that keeps references to its parameters beside those that are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(28, 8, batch_first=True), nn.Linear(8, 10)
+        self.listed = list(self.linear.parameters())
+
+    def forward(self, images: Tensor) -> Tensor:
+        weight, bias = self.listed
+        return self.lstm(images[:, 0])[0][:, -1] @ weight.T + bias
+
+
+class OneIsTooFew(nn.Module):
+    """Has no finite gradient for a batch of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(784, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.linear(images.flatten(1)) / (len(images) - 1 if self.training else 1)
+
+
+class Steep(nn.Linear):
+    """Has gradients that float16 cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__(784, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.flatten(1) * 1e8)
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A communication hook with a state: a part of the mean, and how many buckets there have been."""
+
+    factor: float = 1.0
+
+    def start(self, process_group, seed):
+        assert isinstance(seed, int)
+        return {"group": process_group, "buckets": 0}
+
+    def __call__(self, state, bucket):
+        state["buckets"] += 1
+        part = bucket.buffer() * (self.factor / state["group"].size())
+        return (
+            dist.all_reduce(part, group=state["group"], async_op=True).get_future().then(lambda sent: sent.value()[0])
+        )

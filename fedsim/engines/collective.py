@@ -10,10 +10,10 @@ What travels, of n rows of d numbers on P ranks, goes by the rule (docs/scaling.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -142,7 +142,11 @@ class RankAveraging(Averaging):
         self._last_room = self.columns.room(memory.last) if task.keeps_last else None
         if self._last_room is not None:
             memory.last = self._last_room[: self.columns.d]
-        memory.states = {sync: task.stepper(sync).start(memory.global_row[own]) for sync in task.syncs}
+        self._whole = {"gradients"} if task.hook else set()  # every rank has the mean of those, and moves the whole row
+        memory.states = {
+            sync: task.stepper(sync).start(memory.global_row[slice(None) if sync in self._whole else own])
+            for sync in task.syncs
+        }
         self._linear = task.rule.columnwise and task.rule.rule.linear and task.rule.by_parts
         exchanges = not self._linear and task.rule.by_parts
         part = replace(
@@ -204,6 +208,9 @@ class RankAveraging(Averaging):
         memory = self._rank_memory
         whole = {name: kept for name, kept in memory.lasting.items() if name not in memory.state_names}
         for sync, state in memory.states.items():
+            if sync in self._whole:
+                whole |= {f"{sync}.{name}": tensor for name, tensor in state.items()}
+                continue
             for name, part in state.items():
                 room = self.columns.room(memory.global_row)
                 room[self.columns.part(self._ranks.index)] = part
@@ -213,8 +220,8 @@ class RankAveraging(Averaging):
 
     def take_back(self, lasting: dict[str, Tensor]) -> None:
         """Give the states, of this rank's columns, the values that they have there; the rest is in place already."""
-        own = self.columns.part(self._ranks.index)
         for sync, state in self._rank_memory.states.items():
+            own = slice(None) if sync in self._whole else self.columns.part(self._ranks.index)
             for name, part in state.items():
                 part.copy_(lasting[f"{sync}.{name}"][own])
 
@@ -231,6 +238,39 @@ class RankAveraging(Averaging):
             self._collector = self._new_collector()
         if self._collector is not None:
             self._collector.remember(state, has_last)
+
+    def shares(self, meeting: Meeting) -> list[float]:
+        """With what share each row of a meeting goes into a linear rule's result, before anybody has one."""
+        self._bad = []
+        shares = self._shares(meeting, self._cohort(meeting), [])
+        assert shares is not None
+        return shares.tolist()
+
+    def of_mine(self, meeting: Meeting, values: Sequence[float]) -> dict[int, float]:
+        """Of values for each place of a meeting those of this rank's members, by their rows."""
+        slots = {place: meeting.slots[place] for place in self.seating.places(meeting.slots)[self._ranks.index]}
+        return {self.seating.rows[slot][1]: values[place] for place, slot in slots.items()}
+
+    def move_along(self, mean: Tensor) -> None:
+        """Move the whole global row by the solver's step along a mean gradient [d] that every rank has."""
+        self._number += 1
+        self._sync = "gradients"
+        self._task.solver.step(self._rank_memory.global_row, mean, self._rank_memory.states["gradients"])
+        synchronize(self._task.device)
+
+    def refuse(self, meeting: Meeting, rows: Collection[int]) -> NoReturn:
+        """Raise ExperimentError in all ranks: their mean gradient is not finite, nor are these rows of this one's."""
+        bad = torch.zeros(len(meeting.slots), dtype=torch.double)
+        for place, slot in enumerate(meeting.slots):
+            rank, row = self.seating.rows[slot]
+            bad[place] = rank == self._ranks.index and row in rows
+        self._bad = self._ranks.all_reduce(bad, "facts").nonzero().flatten().tolist()
+        self._screened(meeting)
+        assert self._task.hook is not None
+        raise ExperimentError(
+            f"round {meeting.moment[0]}: the mean of the gradients is not finite, though each of them is "
+            f'(distributed.hook = "{self._task.hook.name}")'
+        )
 
     def begin_with_parameters(self) -> None:
         super().begin_with_parameters()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fedsim.data import TensorData
 from fedsim.engines.agreement import Agreement
-from fedsim.engines.averaging import Meeting
+from fedsim.engines.averaging import Account, Meeting
 from fedsim.engines.batched import stack_width
 from fedsim.engines.collective import RankAveraging, Seating
 from fedsim.engines.crew import Seat, worker_in_hand
@@ -21,14 +24,17 @@ from fedsim.engines.engine import Engine
 from fedsim.engines.feed import Member
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.launch import Place
-from fedsim.engines.ranks import Ranks
+from fedsim.engines.parallel import ParallelTrainer, SharedModel
+from fedsim.engines.ranks import Ranks, no_beats
 from fedsim.engines.rehearsal import Rehearsal
 from fedsim.engines.stack_trainer import StackTrainer
 from fedsim.engines.station import MakeTrainer, Station, deal
 from fedsim.engines.trainer import RowTrainer
 from fedsim.engines.vigil import TERMINATED
-from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
+from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, WorkerError, one_line, show
 from fedsim.snapshot import Snapshot
+
+SAMPLES = 8  # on which it is found out whether copies of a model can share its parameters
 
 
 class DistributedEngine(Engine):
@@ -90,10 +96,12 @@ class DistributedEngine(Engine):
 
     def allocate(self, task: Task, cohort: int, *data: Any) -> Memory:
         self._seats = cohort + task.rule.takes("root")
-        return Memory.allocate(task, cohort, *data, ranks=self._ranks.count)
+        self._model, self._refusal = _model_to_share(task, data[0], self._ranks) if task.hook else (None, None)
+        return Memory.allocate(self._settled(task), cohort, *data, ranks=self._ranks.count)
 
     def begin(self, task: Task, memory: Memory) -> None:
         assert self._agreement is not None
+        self._task = task = self._settled(task)
         self._agreement.settle(memory.train, memory.test)
         self.memory = memory
         ranks = self._ranks
@@ -104,7 +112,7 @@ class DistributedEngine(Engine):
 
     def facts(self) -> dict[str, Any]:
         width = {"width": self._width} if self._width else {}
-        return {"processes": self._ranks.count, **self._ranks.facts(), **width}
+        return {"processes": self._ranks.count, **self._ranks.facts(), **width, **self._how_gradients_are_averaged()}
 
     def train_loss(self, samples: Sequence[int]) -> float:
         assert self._station is not None
@@ -142,14 +150,28 @@ class DistributedEngine(Engine):
 
     def leave(self) -> None:
         if self._station is not None:
-            self._station = None
+            self._station, self._model, self._ranks.beats = None, None, no_beats
             del self.memory
 
     def close(self) -> None:
         self.leave()
         torch.set_num_threads(self._threads_before)
 
+    def _settled(self, task: Task) -> Task:
+        """The task as it can be done here."""
+        return replace(task, hook=None, rows_for=self._refusal) if self._refusal else task
+
+    def _how_gradients_are_averaged(self) -> dict[str, Any]:
+        task = self._task
+        if not task.gradient_rounds:
+            return {}
+        if task.hook is None:
+            return {"gradients": f"rows of single workers, by the rule: {task.rows_for}"}
+        return {"gradients": f"DistributedDataParallel, hook {task.hook.name}"}
+
     def _trainer(self, task: Task, memory: Memory) -> MakeTrainer:
+        if self._model is not None and task.hook is not None:
+            return partial(ParallelTrainer, ranks=self._ranks, model=self._model)
         if task.inner == "serial":
             return RowTrainer
         rehearsal = Rehearsal.of(task, memory)
@@ -178,6 +200,7 @@ class RankStation(Station):
     """
 
     averaging: RankAveraging
+    trainer: Any
 
     def __init__(self, ranks: Ranks, task: Task, memory: Memory, seats: int, make_trainer: MakeTrainer) -> None:
         self._ranks, self._seats = ranks, seats
@@ -220,6 +243,17 @@ class RankStation(Station):
         self.averaging.seating = Seating(hands)
         return [Member(row, everyone[slot], round) for row, slot in enumerate(hands[self._ranks.index])]
 
+    def _step_together(self, step: int, meeting: Meeting) -> Account:
+        if self.task.hook is None:
+            return super()._step_together(step, meeting)
+        averaging, shares = self.averaging, self.averaging.shares(meeting)
+        with self.in_precision():
+            mean = self.trainer.mean_gradient(step, averaging.of_mine(meeting, shares))
+            if self.task.nonfinite != "keep" and not math.isfinite(mean.sum()):
+                averaging.refuse(meeting, self.trainer.not_finite(step))
+        averaging.move_along(mean)
+        return Account(shares, [])
+
     def _meet(self) -> None:
         """What the ranks send each other makes them wait for each other."""
 
@@ -229,6 +263,24 @@ class RankStation(Station):
         hand = self.averaging.seating.hands[self._ranks.index]
         losses[hand] = self.memory.train_loss[: len(hand)]
         self.train_losses = self._ranks.all_reduce(losses, "facts")
+
+
+def _model_to_share(task: Task, train: TensorData, ranks: Ranks) -> tuple[SharedModel | None, str | None]:
+    """The model for DistributedDataParallel, or why it cannot have that; then ranks average rows of single workers.
+
+    Raises ExperimentError where those would not give what the hook gives.
+    """
+    assert task.hook is not None
+    model, refusal = None, None
+    if not ranks.sums_where_rows_lie:
+        refusal = f"{ranks.backend} sums no tensors of {ranks.device.type}"
+    else:
+        model = SharedModel(task.new_module)
+        samples = train.to(task.device, task.dtype).gather(torch.arange(min(SAMPLES, len(train))))
+        refusal = model.refusal(task, *samples)
+    if refusal and not task.hook.exact:
+        raise ExperimentError(f"distributed.hook = {show(task.hook.name)}: {refusal}")
+    return (None, refusal) if refusal else (model, None)
 
 
 def _how_to_meet(table: Mapping[str, Any]) -> dict[str, Any]:

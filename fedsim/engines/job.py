@@ -14,6 +14,7 @@ from fedsim.aggregation import Pipeline, ServerStep
 from fedsim.byzantine import BoundAttack
 from fedsim.data import Shards, TensorData
 from fedsim.devices import require_memory, wide_dtype
+from fedsim.engines.hooks import BoundHook
 from fedsim.errors import ExperimentError, show_bytes
 from fedsim.limits import told
 from fedsim.local import Solver, State
@@ -89,6 +90,8 @@ class Task:
     cuda_graphs: bool | None  # whether steps of stacks are captured and replayed; None: where that is safe
     width: int | None  # how many rows are stacked at most, where rows are stacked
     inner: Literal["serial", "batched"] = "serial"  # how a rank of several trains its rows: one by one, or stacked
+    hook: BoundHook | None = None  # how ranks average gradients; None: by the rule, of single rows
+    rows_for: str | None = None  # what that needs single rows for
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,6 +111,11 @@ class Task:
     def syncs(self) -> tuple[Sync, ...]:
         """What is aggregated in any round, first things first."""
         return tuple(dict.fromkeys(map(self.sync_in, (1, self.rounds))))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there are rows of single workers in any round."""
+        return self.hook is None or "parameters" in self.syncs
 
     def stepper(self, sync: Sync) -> Solver | ServerStep:
         """What moves the global row: the server optimizer along updates, or the solver along gradients."""
@@ -131,7 +139,7 @@ class Memory:
         root: positions of the server's own samples, int64, on the host; empty where it has none.
         global_row: [d], the global model.
         rows: [cohort, d], one row for each member of the cohort (its gradient where gradients are aggregated), and one
-            more for the server's own where the rule compares with it.
+            more for the server's own where the rule compares with it; [0, d] where nobody asks for any.
         global_buffers, buffers: the same for buffers, float64 [b] and [cohort, b].
         own_buffers: [workers, b], where workers keep their own (policy "local"), else [0, b].
         states: what the server optimizer ("parameters") and the solver ("gradients") keep of the global row, tensors
@@ -194,7 +202,7 @@ class Memory:
             shards=shards,
             root=torch.from_numpy(np.zeros(0, dtype=np.int64) if root is None else root),
             global_row=global_row,
-            rows=_rows_of_a_cohort(seats, layout.d, task),
+            rows=_rows_of_a_cohort(seats if task.has_rows else 0, layout.d, task),
             global_buffers=global_buffers,
             buffers=new_rows(seats, layout.n_buffer_values, wide, task.device),
             own_buffers=global_buffers.repeat(own + (own > 0 and root is not None), 1),

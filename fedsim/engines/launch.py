@@ -35,6 +35,7 @@ LAUNCHERS = {  # by what they say of rank and number of ranks: the place on this
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"): ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE"): ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 JOB_NUMBERS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
 
 
@@ -46,12 +47,14 @@ class Place:
         rank, count: which it is, of how many.
         local_rank: which it is of those on its host, as far as that is said; picks its card.
         address: host and port at which the ranks find each other.
+        attempt: how often torchrun has started them all again: what earlier ones have left where they met is void.
     """
 
     rank: int
     count: int
     local_rank: int
     address: tuple[str, int]
+    attempt: int = 0
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Place | None:
@@ -65,7 +68,8 @@ class Place:
                 if not 0 <= numbers[rank] < numbers[count]:
                     raise ExperimentError(f"{rank} = {numbers[rank]}: must be from 0 to {count} - 1, {numbers[count]}")
                 here = _number(environ, local_rank) if local_rank in environ else 0
-                return cls(numbers[rank], numbers[count], here, _address(environ, numbers[count], local_count))
+                attempt = _number(environ, RESTARTS) if RESTARTS in environ else 0
+                return cls(numbers[rank], numbers[count], here, _address(environ, numbers[count], local_count), attempt)
         return None
 
     @classmethod

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedsim.devices import card_of, default_backend, device_of_rank
+from fedsim.devices import card_of, default_backend, device_of_rank, summed_by_gloo
+from fedsim.engines.background import Background, ended
 from fedsim.engines.launch import Place, interface_towards, meeting_address, open_store
 from fedsim.engines.vigil import Vigil, ranks, wait_for_all
 from fedsim.errors import ExperimentError, WorkerError, one_line, show
@@ -24,6 +26,11 @@ from fedsim.errors import ExperimentError, WorkerError, one_line, show
 HOST_BACKEND = "gloo"  # what the ranks exchange of numbers that lie on the host
 LINGER = 1.0  # seconds for the others to hear why
 FOREVER = timedelta(days=30)  # the group's own timeout: whoever waits looks after the others' signs of life instead
+
+
+def no_beats() -> int:
+    """Of a rank that has nothing to do."""
+    return 0
 
 
 class Ranks:
@@ -36,7 +43,8 @@ class Ranks:
         device: what this rank computes on.
         backend: by which rows travel.
         reason: why it is not the device's own, where it is not.
-        sent: bytes that this rank has had to send, by what they were.
+        sent: bytes that this rank has had to send by the methods here, by what they were.
+        group, group_of_hooks: PyTorch's process groups, for those who send by themselves; see `supervised`.
     """
 
     joined: ClassVar[Ranks | None] = None
@@ -44,18 +52,19 @@ class Ranks:
     def __init__(self, place: Place, init: str, backend: str | None, timeout: float, device: str) -> None:
         self.index, self.count, self.timeout = place.rank, place.count, timeout
         self.device = device_of_rank(device, place.local_rank)
-        self.beats: Callable[[], int] = lambda: 0
+        self.beats: Callable[[], int] = no_beats
         self.sent: dict[str, int] = {}
         self._spoilt: str | None = None
         self._settings: tuple[Any, ...] = ()
-        self._store = dist.PrefixStore("fedsim", open_store(init, place, timeout))
+        self._store = dist.PrefixStore(f"fedsim/{place.attempt}", open_store(init, place, timeout))
         self._vigil = Vigil(self._store, self.index, self.count, lambda: self.beats(), timeout)
         missing = wait_for_all(self._store, self.count, timeout)
         if missing:
             raise WorkerError(f"{ranks(missing)} of {self.count} did not come within {timeout:g} s")
         self._people = self._introduce()
         self.backend, self.reason = _backend_for(backend, self.device, [card for *_, card in self._people])
-        self._group = self._start(place, init)
+        self.group, self.group_of_hooks = self._start(place, init)
+        self._background = Background(self.device)
         atexit.register(self.leave)
 
     @classmethod
@@ -128,7 +137,7 @@ class Ranks:
         self._meet()
         things: list[Any] = [None] * self.count
         with self._translated():
-            dist.all_gather_object(things, thing, group=self._group)
+            dist.all_gather_object(things, thing, group=self.group)
         return things
 
     def hear_first(self, thing: Any) -> Any:
@@ -136,8 +145,36 @@ class Ranks:
         self._meet()
         things = [thing]
         with self._translated():
-            dist.broadcast_object_list(things, 0, group=self._group)
+            dist.broadcast_object_list(things, 0, group=self.group)
         return things[0]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether work that follows upon other work is begun in the same order in all ranks, as on a device's queue."""
+        return self.backend != HOST_BACKEND
+
+    @property
+    def sums_where_rows_lie(self) -> bool:
+        """Whether the backend sums tensors of this device, and not copies of them on the host."""
+        return self.backend != HOST_BACKEND or summed_by_gloo(self.device)
+
+    def supervised(self, work: Callable[[], Any], waits: threading.Event) -> Any:
+        """What `work` gives, which exchanges something with the others by itself and may wait for them without end.
+
+        It is done in another thread, while this one looks after the others' signs of life.
+
+        Args:
+            waits: set by the work as soon as it has nothing left to do but to wait.
+        """
+        self.require_usable()
+        done = self._background.begin(work)
+        with self._translated("the ranks' exchange failed"), self._vigil.waiting(waits.is_set) as silences:
+            while not ended(done, self._vigil.interval):
+                if cause := silences.look():
+                    raise WorkerError(cause)
+            if waits.is_set():
+                return done.result()
+        return done.result()  # if it has failed before that, the others are not to blame
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -196,8 +233,11 @@ class Ranks:
             people.append((host, int(pid), f"{host} {card}" if card else None))
         return people
 
-    def _start(self, place: Place, init: str) -> dist.ProcessGroup:
-        """The process group. Two, in fact: the first finds out within the timeout whether they reach each other."""
+    def _start(self, place: Place, init: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The process groups. One more, in fact: the first finds out within the timeout if the ranks reach each other.
+
+        Gloo tells what belongs together by its order in a group, so what is begun in other threads has its own.
+        """
         host = meeting_address(init, place)[0]
         if name := interface_towards(host):  # or gloo listens wherever this host's own name leads to
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -213,7 +253,8 @@ class Ranks:
                 world_size=self.count,
                 timeout=timedelta(seconds=self.timeout),
             )
-            return dist.new_group(backend=backend, timeout=FOREVER)
+            group = dist.new_group(backend=backend, timeout=FOREVER)
+            return group, group if self.in_order else dist.new_group(backend=backend, timeout=FOREVER)
         except (RuntimeError, ValueError) as error:
             raise WorkerError(
                 f"rank {place.rank} of {place.count}: backend {self.backend}: the ranks do not reach each other: "
@@ -236,13 +277,12 @@ class Ranks:
     def _do(self, collective: Callable[..., Any], wire: Tensor, *arguments: Any, **options: Any) -> None:
         """Call a collective, and wait for it as long as the others give signs of life."""
         with self._translated():
-            work = collective(wire, *arguments, group=self._group, async_op=True, **options)
+            work = collective(wire, *arguments, group=self.group, async_op=True, **options)
             done = self._done if wire.device.type == "cpu" else self._done_on_device
             with self._vigil.waiting() as silences:
                 while not done(work):
-                    silent = silences.look()
-                    if silent:
-                        raise WorkerError(silent)
+                    if cause := silences.look():
+                        raise WorkerError(cause)
 
     def _done(self, work: Any) -> bool:
         """Wait for an interval; whether it has come to its end."""
@@ -265,14 +305,15 @@ class Ranks:
         return True
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated(self, failure: str = "the connection to another rank was lost") -> Iterator[None]:
+        """Errors as what they mean; `failure` where nothing else is known of them."""
         self.require_usable()
         try:
             yield
         except WorkerError as error:
             raise WorkerError(self.give_up(str(error))) from None
         except RuntimeError as error:
-            cause = self.cause() or f"the connection to another rank was lost: {one_line(error)[:200]}"
+            cause = self.cause() or f"{failure}: {one_line(error)[:200]}"
             raise WorkerError(self.give_up(cause)) from error
 
     def _gone(self) -> str | None:

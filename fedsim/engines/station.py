@@ -164,9 +164,7 @@ class Station:
         account = RoundAccount(cohort)
         self.trainer.meet_at_global_row(self._mine(cohort, round))
         for step, meeting in enumerate(self._meetings(cohort, round)):
-            with self.in_precision():
-                self.trainer.gradients(step)
-            account.add(meeting, self._average(meeting))
+            account.add(meeting, self._step_together(step, meeting))
         self.trainer.part()
         if round == self.task.gradient_rounds < self.task.rounds:
             self.averaging.begin_with_parameters()
@@ -249,6 +247,12 @@ class Station:
                 if weights is not None and not weights.any():
                     return  # those who still have data count for nothing
             yield Meeting(active, workers, weights, (round, step))
+
+    def _step_together(self, step: int, meeting: Meeting) -> Account:
+        """A step of synchronous SGD."""
+        with self.in_precision():
+            self.trainer.gradients(step)
+        return self._average(meeting)
 
     def _average(self, meeting: Meeting) -> Account:
         """Between two crossings of the barrier, each process moves its own columns of the global row."""

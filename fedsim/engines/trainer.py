@@ -57,6 +57,14 @@ class Partaker:
     loss_sum: Tensor
     scale: LossScale | None
     samples: int = 0
+    batch: tuple[Tensor, Tensor] | None = None  # of the step in hand
+
+    def count(self, loss: Tensor) -> None:
+        """Add what the step's batch has shown to what the round comes to."""
+        assert self.batch is not None
+        size = len(self.batch[1])
+        self.loss_sum.add_(loss, alpha=size)
+        self.samples += size
 
 
 class RowTrainer:
@@ -95,16 +103,13 @@ class RowTrainer:
             memory.train_loss[slot] = tally.loss
 
     def meet_at_global_row(self, members: Sequence[Member]) -> None:
-        memory, device = self._memory, self._task.device
+        memory = self._memory
         while len(self._modules) < len(members):
             self._modules.append(RowModule(self._task.new_module))
         self._partakers = []
         for member, module in zip(members, self._modules, strict=False):
             module.take(memory.global_row, self._rows[member.slot], memory.buffers[member.slot])
-            module.module.train()
-            loss_sum = torch.zeros((), dtype=wide_dtype(device), device=device)
-            batches = self._with_signs_of_life(self._feed.batches(member.worker, member.round))
-            self._partakers.append(Partaker(member, module, batches, loss_sum, self._new_scale()))
+            self._partakers.append(self._partaker(member, module))
 
     def gradients(self, step: int) -> None:
         for partaker in self._partakers:
@@ -119,18 +124,31 @@ class RowTrainer:
                 partaker.module.give(self._memory.buffers[partaker.member.slot])
             self._memory.train_loss[partaker.member.slot] = partaker.loss_sum.item() / partaker.samples
 
+    def _partaker(self, member: Member, module: RowModule) -> Partaker:
+        device = self._task.device
+        module.module.train()
+        loss_sum = torch.zeros((), dtype=wide_dtype(device), device=device)
+        batches = self._with_signs_of_life(self._feed.batches(member.worker, member.round))
+        return Partaker(member, module, batches, loss_sum, self._new_scale())
+
+    def _loss_of(self, partaker: Partaker, step: int) -> Tensor:
+        """The objective on a partaker's batch of this step, not yet differentiated."""
+        assert partaker.batch is not None
+        self._seed_layers(partaker.member, partaker.member.round, step)
+        return self._value(partaker.module.module, *partaker.batch)
+
     def _gradient_of(self, partaker: Partaker, step: int) -> None:
         slot, task = partaker.member.slot, self._task
-        inputs, targets = next(partaker.batches)
-        self._seed_layers(partaker.member, partaker.member.round, step)
+        partaker.batch = next(partaker.batches)
+        value = self._loss_of(partaker, step)
         self._rows[slot].zero_()
-        loss = self._backward(partaker.module.module, inputs, targets, scale=partaker.scale)
+        (value if partaker.scale is None else value * partaker.scale.of()).backward()
+        loss = value.detach()
         if partaker.scale is not None:
             zero_where_not(partaker.scale.unscale([self._rows[slot]]), [self._rows[slot]])
         if task.rule.takes("losses"):
             self._memory.losses[slot] = loss.item()
-        partaker.loss_sum.add_(loss, alpha=len(targets))
-        partaker.samples += len(targets)
+        partaker.count(loss)
 
     def _seed_layers(self, member: Member, round: int, *step: int) -> None:
         """What the layers of a model draw (dropout) goes by the worker and the moment."""
@@ -143,10 +161,13 @@ class RowTrainer:
         self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None, *, scale: LossScale | None
     ) -> Tensor:
         """Add the gradient of the objective, scaled, to the parameters' `.grad`; returns it without the scale."""
-        objective = self.compiled if self.compiled and len(inputs) == self._compiled_size else self._objective
-        value = objective(model, inputs, targets)
+        value = self._value(model, inputs, targets)
         (value if scale is None else value * scale.of()).backward()
         return value.detach()
+
+    def _value(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        objective = self.compiled if self.compiled and len(inputs) == self._compiled_size else self._objective
+        return objective(model, inputs, targets)
 
     def _compile(self) -> Compilation:
         """Compile for whole batches; others, as the last of an epoch may be, go uncompiled."""

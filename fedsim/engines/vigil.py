@@ -24,6 +24,14 @@ TERMINATED = "a rank was terminated"
 END = "end"  # key: why the first rank ended that did
 
 
+def always() -> bool:
+    return True
+
+
+def never() -> bool:
+    return False
+
+
 class Vigil:
     """A thread that publishes this rank's signs of life, and a look at those of the others.
 
@@ -43,7 +51,7 @@ class Vigil:
     def __init__(self, store: dist.Store, rank: int, count: int, beats: Callable[[], int], timeout: float) -> None:
         self.interval = min(SLOWEST, timeout / PULSES)
         self._store, self._rank, self._count, self._timeout = store, rank, count, timeout
-        self._beats, self._ticks, self._waits = beats, 0, False
+        self._beats, self._ticks, self._waits = beats, 0, never
         self._others = [other for other in range(count) if other != rank]
         self._stop = threading.Event()
         self._publish()
@@ -56,13 +64,18 @@ class Vigil:
         self._thread.join(2 * self.interval)
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[Silences]:
-        """While this rank waits for others; their silence counts from now on."""
-        self._waits = True
+    def waiting(self, now: Callable[[], bool] = always) -> Iterator[Silences]:
+        """While this rank waits for others, or will as soon as `now` says so; their silence counts from then on."""
+        self._waits = now
         try:
             yield Silences(self, self._others, self._timeout)
         finally:
-            self._waits = False
+            self._waits = never
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits for others."""
+        return self._waits()
 
     def pulses(self) -> dict[int, tuple[int, int, bool]]:
         """The others' latest: ticks, beats, and whether they wait for somebody."""
@@ -117,7 +130,7 @@ class Vigil:
 
     def _publish(self) -> None:
         self._ticks += 1
-        self._store.set(_key(self._rank), f"{self._ticks} {self._beats()} {int(self._waits)}")
+        self._store.set(_key(self._rank), f"{self._ticks} {self._beats()} {int(self.waits)}")
 
 
 class Silences:
@@ -130,12 +143,16 @@ class Silences:
         self._looked = time.monotonic()
 
     def look(self) -> str | None:
-        """To be called once an interval; says who has been silent for too long, if anybody has."""
+        """To be called once an interval; says why a rank has ended, or who has been silent for too long, if any has."""
+        return self._vigil.said() or self._too_long()
+
+    def _too_long(self) -> str | None:
+        """That nobody makes a step counts from when this rank waits for it."""
         now, pulses = time.monotonic(), self._vigil.pulses()
         seconds = min(2 * self._vigil.interval, now - self._looked)  # who was suspended has not been looking
         for rank, pulse in pulses.items():
-            for place in (0, 1):
-                same = rank in self._before and self._before[rank][place] == pulse[place]
+            for place, counts in ((0, True), (1, self._vigil.waits)):
+                same = counts and rank in self._before and self._before[rank][place] == pulse[place]
                 self._since[rank][place] = self._since[rank][place] + seconds if same else 0.0
         self._before, self._looked = pulses, now
         gone = [rank for rank, (without_tick, _) in self._since.items() if without_tick > self._timeout]

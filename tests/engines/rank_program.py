@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
+import socket
+import stat
+import struct
 import sys
 from pathlib import Path
 
@@ -11,30 +16,49 @@ import torch
 
 import fedsim
 from fedsim.engines import DistributedEngine
+from fedsim.engines.parallel import ParallelTrainer
 from fedsim.engines.ranks import Ranks
 from fedsim.loading import load_experiment
 from fedsim.preparation import prepare
+from tests.engines.torch_post_local import post_local_row
+
+MEASURED = ("an adaptive server", "uneven shards, by gradients")  # cases of which the shapes are looked at
+BYTES_ACKED = 120  # where Linux has it in what it tells of a connection
 
 
 def main(cases: Path, out: Path) -> None:
-    """Run the cases, tables by name, and leave what came of them in OUT/RANK.pt."""
+    """Run the cases, tables by name, and leave what came of them in OUT/RANK.pt; after one that fails no other can."""
     torch.set_num_threads(1)
     results = {}
     for name, tables in json.loads(cases.read_text()).items():
-        with fedsim.Workshop() as workshop:
-            tables = {**tables, "engine": "distributed"}
-            kept = out / name.replace(" ", "-") if tables.get("records") else None
-            before = dict(Ranks.joined.sent) if Ranks.joined else {}
-            result = fedsim.run(tables, out=kept, workshop=workshop)
-            sent = {what: count - before.get(what, 0) for what, count in Ranks.joined.sent.items()}
-            results[name] = {
-                "row": result.global_row,
-                "state": result.model.state_dict(),
-                "history": result.history,
-                "sent": sent,
-                "shapes": shapes(tables, workshop),
-            }
+        try:
+            results[name] = outcome({**tables, "engine": "distributed"}, out / name.replace(" ", "-"), name in MEASURED)
+        except fedsim.ExperimentError as error:
+            results[name] = {"error": str(error)}
+            break
+        if len(results) == 1 and Ranks.joined.count == 2:
+            results[name]["post_local"] = post_local_row()
+    gc.collect()
+    results["trainers left"] = sum(isinstance(thing, ParallelTrainer) for thing in gc.get_objects())
     torch.save(results, out / f"{os.environ['RANK']}.pt")
+
+
+def outcome(tables: dict, folder: Path, measured: bool) -> dict:
+    with fedsim.Workshop() as workshop:
+        settings: list = []
+        before, wire = dict(Ranks.joined.sent) if Ranks.joined else {}, acknowledged()
+        kept = folder if tables.get("records") else None
+        result = fedsim.run(tables, out=kept, workshop=workshop, on_start=settings.append)
+        sent = {what: count - before.get(what, 0) for what, count in Ranks.joined.sent.items()}
+        return {
+            "row": result.global_row,
+            "state": result.model.state_dict(),
+            "history": result.history,
+            "sent": sent,
+            "wire": acknowledged() - wire,
+            "how": settings[0].how,
+            "shapes": shapes(tables, workshop) if measured else None,
+        }
 
 
 def shapes(tables: dict, workshop: fedsim.Workshop) -> dict[str, list[int]]:
@@ -46,6 +70,20 @@ def shapes(tables: dict, workshop: fedsim.Workshop) -> dict[str, list[int]]:
             "rows": list(engine.memory.rows.shape),
             "states": [len(tensor) for state in states for tensor in state.values()],
         }
+
+
+def acknowledged() -> int:
+    """Bytes that this process has sent to others and they have acknowledged, by the kernel's count; 0 but on Linux."""
+    total = 0
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
+                    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += struct.unpack_from("Q", told, BYTES_ACKED)[0]
+    return total
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import fedsim
 from fedsim.records import METRICS, MODEL
 from tests.commands import ROOT, assert_none_left, start
 from tests.engines.test_contract import CASES, ROUNDING, assert_close, without_times
+from tests.engines.torch_post_local import TABLES
 
 PROGRAM = ROOT / "tests" / "engines" / "rank_program.py"
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -56,7 +57,48 @@ OF_FOUR = (
     *("one worker", "uneven shards", "partial cohorts of uneven shards", "a rule by distances, under attack"),
     *("a rule with data of the server's own", "an adaptive server"),
 )
-GRADIENTS = ("uneven shards", "buffers averaged", "a rule by distances, under attack", "momentum, weight decay")
+GRADIENTS = (  # averaged by DistributedDataParallel
+    *(
+        "uneven shards",
+        "partial cohorts of uneven shards",
+        "momentum, weight decay",
+        "adam",
+        "dropout",
+        "given weights",
+    ),
+    *("buffers averaged", "buffers kept by workers", "state that no row holds", "shared and unused parameters"),
+    *("several local epochs", "virtual shards"),
+)
+FURTHER_GRADIENTS = {
+    "a cohort smaller than the ranks": {"workers": 5, "cohort": 1, "rounds": 3},
+    "another layer for each batch": {"workers": 5, "model": "tests.plugs:Branching"},
+    "references beside parameters": {"model": "tests.plugs:Recurrent"},
+    "several buckets": {"model": {"name": "tests.plugs:sized", "hidden": [400, 330]}, "rounds": 1},
+    "all that PowerSGD can tell apart": {
+        **{"model": "logistic", "distributed": {"hook": {"name": "powersgd", "matrix_approximation_rank": 10}}},
+    },
+}
+FURTHER_GRADIENTS["all that PowerSGD can tell apart"]["distributed"]["hook"] |= {
+    "min_compression_rate": 0.0,
+    "start_powerSGD_iter": 2,
+}
+ROWS_OF_GRADIENTS = {  # averaged, or aggregated otherwise, as rows of single workers
+    "a rule by distances, under attack": CASES["a rule by distances, under attack"],
+    "rows that may be left out": {"partition": "tests.plugs:uneven", "aggregate": {"nonfinite": "exclude"}},
+    "stacked in each rank": FURTHER["stacked in each rank"],
+}
+LEARNING = {
+    **{"rounds": 3, "workers": 4, "model": "2nn", "data": "tests.plugs:tiny", "sync": "gradients"},
+    "local": {"batch_size": 10, "lr": 0.1, "epochs": 2},
+}
+HOOKS = {
+    "hook allreduce": {"name": "allreduce"},
+    "hook fp16": {"name": "fp16"},
+    "hook bf16": {"name": "bf16"},
+    "hook powersgd": {"name": "powersgd", "matrix_approximation_rank": 4, "start_powerSGD_iter": 2},
+    "a hook of one's own": {"name": "tests.plugs:Shrunk", "factor": 0.5},
+}
+NOT_FINITE = {"model": "tests.plugs:OneIsTooFew", "partition": "tests.plugs:ending_in_one", "sync": "gradients"}
 
 
 def cases_of(count):
@@ -65,12 +107,26 @@ def cases_of(count):
     cases = {name: {**TINY, **CASES[name]} for name in names}
     if count > 1:
         cases |= {name: {**TINY, **case} for name, case in FURTHER.items()}
-        cases |= {f"{name}, by gradients": {**TINY, **CASES[name], "sync": "gradients"} for name in GRADIENTS}
+        cases |= {
+            f"{name}, by gradients": {**TINY, **tables, "sync": "gradients"} for name, tables in gradients().items()
+        }
     return {name: {**tables, "precision": "float64"} for name, tables in cases.items()}
 
 
+def gradients():
+    return {**{name: CASES[name] for name in GRADIENTS}, **FURTHER_GRADIENTS, **ROWS_OF_GRADIENTS}
+
+
+def others_of(count):
+    """What else such a group does, which is held to something else; the last ends it."""
+    if count != 2:
+        return {}
+    hooked = {name: {**LEARNING, "distributed": {"hook": table}} for name, table in HOOKS.items()}
+    return {**hooked, "post-local": TABLES, "not finite": {**TINY, **NOT_FINITE}}
+
+
 def all_cases():
-    slow = {4: pytest.mark.slow}
+    slow = {1: pytest.mark.slow, 4: pytest.mark.slow}
     return [pytest.param(count, name, marks=slow.get(count, ())) for count in (1, 2, 4) for name in cases_of(count)]
 
 
@@ -82,11 +138,13 @@ def groups(tmp_path_factory):
     def run(count):
         if count not in found:
             folder = tmp_path_factory.mktemp(f"ranks{count}")
-            (folder / "cases.json").write_text(json.dumps(cases_of(count)))
+            (folder / "cases.json").write_text(json.dumps({**cases_of(count), **others_of(count)}))
             process = torchrun(count, str(PROGRAM), str(folder / "cases.json"), str(folder), cwd=ROOT)
             out, errors = process.communicate(timeout=300)
-            assert process.returncode == 0, out + errors
-            found[count] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)], folder
+            found[count] = out + errors  # once is enough, if it fails
+            if process.returncode == 0:
+                found[count] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)], folder
+        assert not isinstance(found[count], str), found[count]
         return found[count]
 
     return run
@@ -157,15 +215,92 @@ def test_ranks_agree_with_serial_up_to_rounding(count, name, groups, serial):
         assert without_times(left[name]["history"]) == without_times(ranks[0][name]["history"])
 
 
-def test_a_rank_keeps_its_own_rows_and_its_part_of_the_optimizers_state(groups):
-    ranks, _ = groups(4)
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_rank_keeps_its_own_rows_and_its_part_of_the_optimizers_state(count, groups):
+    ranks, _ = groups(count)
     d = len(ranks[0]["an adaptive server"]["row"])
     shapes = [left["an adaptive server"]["shapes"] for left in ranks]
-    assert [shape["rows"] for shape in shapes] == [[1, d]] * 4
+    assert [shape["rows"] for shape in shapes] == [[4 // count, d]] * count  # of 3: the larger half, or one
     assert {len(shape["states"]) for shape in shapes} == {4}  # m, v, and the weights of both
-    assert all(length <= d / 4 + 8 for shape in shapes for length in shape["states"])
+    assert all(length <= d / count + 8 for shape in shapes for length in shape["states"])
     assert sum(shape["states"][0] for shape in shapes) == d
-    assert groups(2)[0][0]["a rule on columns"]["shapes"]["rows"] == [2, d]  # of 3, the larger half
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gradients_are_averaged_by_pytorch_where_nobody_needs_single_rows(count, groups):
+    left = groups(count)[0][0]
+    for name in (*GRADIENTS, *FURTHER_GRADIENTS):
+        assert left[f"{name}, by gradients"]["how"]["gradients"].startswith("DistributedDataParallel, hook "), name
+        assert (
+            "aggregate" not in left[f"{name}, by gradients"]["sent"]
+            or not left[f"{name}, by gradients"]["sent"]["aggregate"]
+        )
+    told = {name: left[f"{name}, by gradients"]["how"]["gradients"] for name in ROWS_OF_GRADIENTS}
+    assert told["a rule by distances, under attack"] == 'rows of single workers, by the rule: aggregate.rule = "krum"'
+    assert told["rows that may be left out"].endswith('aggregate.nonfinite = "exclude"')
+    assert told["stacked in each rank"].endswith('distributed.inner = "batched"')
+    assert "gradients" not in left["uneven shards"]["how"]
+    d = len(left["uneven shards"]["row"])
+    assert left["uneven shards, by gradients"]["shapes"] == {"rows": [0, d], "states": [d]}
+
+
+def test_a_hook_sends_fewer_bytes_and_training_still_learns(groups):
+    ranks, _ = groups(2)
+    plain = ranks[0]["hook allreduce"]
+    d, steps = len(plain["row"]), 3 * 2 * 6
+    losses = {name: ranks[0][name]["history"][-1]["train_loss"] for name in HOOKS}
+    for name, table in HOOKS.items():
+        assert ranks[0][name]["how"]["gradients"] == f"DistributedDataParallel, hook {table['name']}"
+        assert torch.equal(ranks[0][name]["row"], ranks[1][name]["row"])
+        assert losses[name] < ranks[0][name]["history"][0]["train_loss"] / 1.5
+    for name in ("hook fp16", "hook bf16"):
+        assert losses[name] == pytest.approx(losses["hook allreduce"], rel=0.02)
+        assert not torch.equal(ranks[0][name]["row"], plain["row"])
+    wire = {name: sum(left[name]["wire"] for left in ranks) for name in HOOKS}
+    if not plain["wire"]:
+        pytest.skip("this system does not count what a connection has sent")
+    once = wire["hook allreduce"] - steps * 2 * d * 4  # at the start, whatever the hook
+    assert 0 < once < 0.1 * wire["hook allreduce"]
+    low_rank = 4 * (784 + 200 + 200 + 200 + 200 + 10) + 200 + 200 + 10  # factors of three matrices, and biases
+    numbers = {"hook fp16": steps * d / 2, "hook bf16": steps * d / 2, "hook powersgd": 2 * d + (steps - 2) * low_rank}
+    for name, count in numbers.items():
+        assert wire[name] - once == pytest.approx(2 * 4 * count, rel=0.05), name
+
+
+def test_a_hook_of_ones_own_is_told_what_it_asks_for(groups, serial):
+    """Half of the mean is half of the learning rate."""
+    halved = serial({**LEARNING, "local": {**LEARNING["local"], "lr": 0.05}})
+    row = groups(2)[0][0]["a hook of one's own"]["row"]
+    assert torch.allclose(row, halved.global_row, rtol=0, atol=1e-5)
+
+
+def test_post_local_is_what_pytorchs_own_optimizer_does(groups, serial):
+    """With equal shards and plain SGD: PostLocalSGDOptimizer over a PeriodicModelAverager, behind its hook of DDP."""
+    ranks, _ = groups(2)
+    reference = next(iter(ranks[0].values()))["post_local"]  # made after the first case
+    assert torch.allclose(ranks[0]["post-local"]["row"], reference, rtol=0, atol=ROUNDING)
+    assert torch.allclose(serial(TABLES).global_row, reference, rtol=0, atol=ROUNDING)
+
+
+def test_nothing_is_left_of_a_run_that_pytorch_averaged_the_gradients_of(groups):
+    assert [left["trainers left"] for left in groups(2)[0]] == [0, 0]
+
+
+def test_workers_whose_gradients_are_not_finite_are_named_as_by_serial(groups, serial):
+    with pytest.raises(fedsim.ExperimentError, match="rows of workers 2") as raised:
+        serial({**TINY, **NOT_FINITE})
+    assert [left["not finite"]["error"] for left in groups(2)[0]] == [str(raised.value)] * 2
+
+
+@pytest.mark.slow
+def test_a_hook_that_makes_the_mean_infinite_is_named(tmp_path, port):
+    words = ["engine=distributed", "data=tests.plugs:tiny", "model=tests.plugs:Steep", "sync=gradients"]
+    words += ["distributed.hook=fp16", "rounds=1", "local.batch_size=16"]
+    codes, _, errors = ends(ranks_of(1, *words, cwd=tmp_path, port=port))
+    assert codes == [2]
+    assert error_lines(errors[0]) == [
+        'error: round 1: the mean of the gradients is not finite, though each of them is (distributed.hook = "fp16")'
+    ]
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -217,16 +352,28 @@ FAILING = (
 )
 
 
+IN_BACKWARD = ("sync=gradients", "model=tests.plugs:FailsInBackward")
+LINES = {
+    "kill": "error: rank 1 of 3 ended without a word",
+    "raise": "error: worker 1 in round 2 failed (rank 1): ZeroDivisionError: this model divides by zero",
+    "hang": "error: rank 1 made no step for 5 s; a step that takes longer needs a larger distributed.timeout",
+}
+
+
 @pytest.mark.parametrize(
-    ("how", "line"),
+    ("how", "words"),
     [
-        ("kill", "error: rank 1 of 3 ended without a word"),
-        ("raise", "error: worker 1 in round 2 failed (rank 1): ZeroDivisionError: this model divides by zero"),
-        ("hang", "error: rank 1 made no step for 5 s; a step that takes longer needs a larger distributed.timeout"),
+        pytest.param("kill", (), marks=pytest.mark.slow),  # of two ranks it is tested below
+        ("raise", ()),
+        ("hang", ()),
+        ("kill", IN_BACKWARD),
+        pytest.param("raise", IN_BACKWARD, marks=pytest.mark.slow),
+        pytest.param("hang", IN_BACKWARD, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_fails_in_round_2_ends_the_others_with_one_line_each(how, line, tmp_path, port):
-    processes = ranks_of(3, *FAILING, f"model.how={how}", "--out", "run", cwd=tmp_path, port=port)
+def test_a_rank_that_fails_in_round_2_ends_the_others_with_one_line_each(how, words, tmp_path, port):
+    line = LINES[how]
+    processes = ranks_of(3, *FAILING, f"model.how={how}", *words, "--out", "run", cwd=tmp_path, port=port)
     codes, _, errors = ends(processes)
     assert codes[::2] == [1, 1]
     assert codes[1] == (-signal.SIGKILL if how == "kill" else 1)
@@ -295,6 +442,9 @@ def test_without_a_launcher_the_error_shows_the_command(cli, monkeypatch):
     assert "start it by a launcher: torchrun --standalone --nproc-per-node 2" in result.stderr
 
 
+BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}
+
+
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
@@ -304,6 +454,18 @@ def test_without_a_launcher_the_error_shows_the_command(cli, monkeypatch):
         ({"batched": {"width": 2}}, "stacks no rows without distributed.inner=batched"),
         ({"distributed": {"init": "here"}}, "must be env://, tcp://HOST:PORT or file:///PATH"),
         ({"engine": "serial", "distributed": {"timeout": 5.0}}, "goes with engine=distributed"),
+        ({"engine": "spawn", "sync": "gradients", "distributed": {"hook": "fp16"}}, "goes with engine=distributed"),
+        ({"distributed": {"hook": "fp16"}}, 'is about gradients, and sync = "parameters" averages none'),
+        ({**BY_BF16, "aggregate": "median"}, r'rows of single workers here \(aggregate.rule = "median"\)'),
+        ({**BY_BF16, "attack": {"name": "sign_flipping", "fraction": 0.3}}, r'here \(attack.name = "sign_flipping"\)'),
+        ({**BY_BF16, "aggregate": {"nonfinite": "exclude"}}, 'here .aggregate.nonfinite = "exclude"'),
+        ({**BY_BF16, "precision": "float16"}, "which scales each worker's loss"),
+        ({**BY_BF16, "records": {"updates": [1]}}, "here .records.updates.; leave it out"),
+        (
+            {"sync": "gradients", "distributed": {"hook": {"name": "powersgd", "start_powerSGD_iter": 1}}},
+            "distributed.hook.start_powerSGD_iter = 1: must be 2 at least with use_error_feedback or warm_start",
+        ),
+        ({"sync": "gradients", "distributed": {"hook": "fp32"}}, "no such communication hook"),
     ],
 )
 def test_settings_that_do_not_go_with_ranks_are_refused(tables, line):

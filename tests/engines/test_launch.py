@@ -17,6 +17,7 @@ OPENMPI = {
 
 def test_torchruns_environment_and_a_plain_one():
     assert Place.of(TORCHRUN) == Place(3, 4, 1, ("10.0.0.1", 400))
+    assert Place.of({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
     assert Place.of({"RANK": "0", "WORLD_SIZE": "2"}) == Place(0, 2, 0, (LOOPBACK, 29_500))
     assert Place.of({}) is None
 

@@ -12,9 +12,14 @@ class Peers:
     """What a look at the pulses of two other ranks gives: ticks, beats, and whether they wait."""
 
     interval = 0.5
+    waits = True  # the rank that looks
 
     def __init__(self):
         self.now = {1: (0, 0, False), 2: (0, 0, False)}
+        self.word = None
+
+    def said(self):
+        return self.word
 
     def pulses(self):
         return dict(self.now)
@@ -53,6 +58,23 @@ def test_where_nobody_makes_a_step_the_one_that_does_not_wait_is_named(clock):
     said, when = looks(Peers(), clock, 100, none_works)
     assert said == "rank 1 made no step for 3 s; a step that takes longer needs a larger distributed.timeout"
     assert 3 < when < 5
+
+
+def test_who_makes_no_step_does_not_count_before_this_rank_waits(clock):
+    def waits_from_look_20_on(peers, look):
+        peers.waits = look >= 20
+        peers.now = {1: (look, 7, False), 2: (look, 7, True)}
+
+    said, when = looks(Peers(), clock, 100, waits_from_look_20_on)
+    assert said.startswith("rank 1 made no step for 3 s")
+    assert 13 < when < 15
+
+
+def test_what_a_rank_has_ended_with_is_passed_on_at_once(clock):
+    def one_ends(peers, look):
+        peers.word = "rank 2: no space left" if look == 3 else None
+
+    assert looks(Peers(), clock, 100, one_ends) == ("rank 2: no space left", 2.0)
 
 
 def test_a_rank_whose_process_is_silent_is_lost_even_if_others_work(clock):

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from fedsim.engines.background import Background, ended
+
+CPU = torch.device("cpu")
+
+
+def test_things_are_done_one_after_another_in_another_thread():
+    background, seen = Background(CPU), []
+    futures = [background.begin(lambda k=k: seen.append(k) or threading.get_ident()) for k in range(5)]
+    threads = {future.result(timeout=5) for future in futures}
+    assert seen == list(range(5))
+    assert len(threads) == 1
+    assert threads != {threading.get_ident()}
+
+
+def test_what_a_thing_raises_comes_back_and_the_next_is_done_all_the_same():
+    background = Background(CPU)
+    failed, done = background.begin(lambda: 1 / 0), background.begin(lambda: 7)
+    assert ended(failed, 5)
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
+    assert done.result(timeout=5) == 7
+
+
+def test_a_thing_under_way_has_not_ended():
+    background, go_on = Background(CPU), threading.Event()
+    future = background.begin(go_on.wait)
+    assert not ended(future, 0.01)
+    go_on.set()
+    assert ended(future, 5)
+
+
+def test_it_keeps_no_program_from_ending():
+    background = Background(CPU)
+    background.begin(lambda: None).result(timeout=5)
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "fedsim-background"][-1]

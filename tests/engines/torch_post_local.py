@@ -1,0 +1,47 @@
+"""Post-local SGD by PyTorch's own classes, on ranks that have met: what `sync = "post_local"` is held to."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+import fedsim
+from fedsim.models import two_nn
+from fedsim.randomness import numpy_generator
+from fedsim.rows import Layout
+from tests import plugs
+from tests.test_simulation import start_of
+
+SAMPLES, BATCH, LR, SWITCH, ROUNDS = 200, 20, 0.1, 2, 4
+TABLES = {
+    **{"rounds": ROUNDS, "workers": 2, "model": "2nn", "data": {"dataset": "tests.plugs:tiny", "train": SAMPLES}},
+    **{"sync": "post_local", "gradient_rounds": SWITCH, "local": {"batch_size": BATCH, "lr": LR}},
+    **{"aggregate": "mean", "precision": "float64"},
+}
+
+
+def post_local_row() -> torch.Tensor:
+    """The averaged model [d] of as many workers as there are ranks, whose samples come as fedsim draws them."""
+    from torch.distributed.optim import PostLocalSGDOptimizer  # which warns, on import, of PyTorch's own code
+
+    rank, count = dist.get_rank(), dist.get_world_size()
+    train = plugs.tiny(None, train=SAMPLES)[0].to(torch.device("cpu"), torch.float64)
+    shard = fedsim.dataset_split(train, count, "iid", seed=0)[rank]
+    steps = SAMPLES // count // BATCH  # in a round
+    model = DistributedDataParallel(start_of(two_nn))
+    state = PostLocalSGDState(None, None, SWITCH * steps, post_local_gradient_allreduce=False)
+    model.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=steps, warmup_steps=SWITCH * steps + steps - 1)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=LR), averager)
+    for round in range(1, ROUNDS + 1):
+        order = torch.from_numpy(numpy_generator(0, "batches", round, rank).permutation(len(shard)))
+        for start in range(0, len(order), BATCH):
+            inputs, targets = train.gather(shard.indices[order[start : start + BATCH]])
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+    return Layout.of(model.module).read(model.module)
