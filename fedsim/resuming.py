@@ -20,6 +20,9 @@ from fedsim.records import EXPERIMENT, RoundRecord, RunFolder, describe_environm
 from fedsim.simulation import Loop
 from fedsim.snapshot import Snapshot
 
+# What a loop says to a state that is none of its own: it may come from a file that says anything.
+UNFIT = (RecordError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+
 State = tuple[int, Snapshot]  # after which round, and what it was
 
 
@@ -60,7 +63,7 @@ class Past:
             round, state = found
             try:
                 loop.resume(state)
-            except (RecordError, LookupError, TypeError, ValueError, AttributeError) as error:
+            except UNFIT as error:
                 loop.resume(start)
                 self._refuse(f"does not fit this run: {error}")
                 continue

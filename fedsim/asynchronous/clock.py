@@ -15,6 +15,7 @@ from fedsim.asynchronous.calendar import Calendar
 from fedsim.asynchronous.desk import Desk
 from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
+from fedsim.asynchronous.standing import ClockStanding, require_below
 from fedsim.engines.feed import Member
 from fedsim.errors import ExperimentError
 
@@ -97,32 +98,31 @@ class VirtualClock:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a state, with the server's tensors as they were then."""
-        members = [Member(*member) for member in state["under_way"]]
-        calendar = Calendar.restored(state["now"], map(tuple, state["pending"]))
-        self._check(members, calendar, state)
-        self._to_come += self.taken - state["taken"]
+        """Go on from such a state, with the server's tensors as they were. Raises ValueError where it cannot be."""
+        standing = ClockStanding.model_validate(state)
+        calendar = Calendar.restored(standing.now, standing.pending)
+        self._check(standing, calendar)
+        self._to_come += self.taken - standing.taken
         self._calendar = calendar
-        self.desk.roster.resume(state["roster"])
-        self._under_way = {member.slot: member for member in members}
-        self._untrained = {slot: self._under_way[slot] for slot in state["untrained"]}
-        self.desk.unfit = set(state["unfit"])
-        self._idle, self._waiting = list(state["idle"]), list(state["waiting"])
-        self._asked_at = None if state["asked_at"] is None else tuple(state["asked_at"])
-        self._leaving, self._left = set(state["leaving"]), state["left"]
-        self._begun, self.taken = Counter(dict(state["begun"])), state["taken"]
+        self.desk.resume(standing)
+        self._under_way = {member.slot: member for member in standing.members}
+        self._untrained = {slot: self._under_way[slot] for slot in standing.untrained}
+        self._idle, self._waiting, self._asked_at = standing.idle, standing.waiting, standing.asked_at
+        self._leaving, self._left = set(standing.leaving), standing.left
+        self._begun, self.taken = Counter(dict(standing.begun)), standing.taken
 
-    def _check(self, members: Sequence[Member], calendar: Calendar, state: Mapping[str, Any]) -> None:
-        """Raise ValueError where a state, which may come from a file, is none that a clock like this can have."""
-        slots = [member.slot for member in members]
-        at_rest = [*state["idle"], *state["waiting"]]
-        if not set(slots + at_rest) <= set(range(self._server.n)) or len(set(slots + at_rest)) < len(slots + at_rest):
-            raise ValueError("its slots are not those of this run, each once")
-        if sorted(calendar.soonest(len(calendar))) != sorted(slots):
+    def _check(self, standing: ClockStanding, calendar: Calendar) -> None:
+        """Whether it is one that this clock can have."""
+        n, at_work = self._server.n, {member.slot for member in standing.members}
+        require_below(n, "slots", [*at_work, *standing.idle, *standing.waiting])
+        require_below(self.desk.roster.n_workers, "workers", [worker for worker, _ in standing.begun])
+        if len(calendar) != len(standing.pending) or set(calendar.soonest(n)) != at_work:
             raise ValueError("those who are to arrive are not those who are at work")
-        if sorted(state["roster"]["busy"]) != sorted(member.worker for member in members):
-            raise ValueError("those who are busy are not those who are at work")
-        if not 0 <= state["taken"] <= self.taken + self._to_come:
+        if not at_work >= {*standing.untrained, *standing.unfit, *standing.leaving}:
+            raise ValueError("of those who are at work it knows some who are not")
+        if len(at_work) + len(standing.idle) + len(standing.waiting) + standing.left != n:
+            raise ValueError("not all are at work, at rest or gone")
+        if standing.taken > self.taken + self._to_come:
             raise ValueError("it has taken more work than there is in this run")
 
     def advance(self) -> int:

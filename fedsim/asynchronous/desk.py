@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fedsim.asynchronous.policy import Arrival
 from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
+from fedsim.asynchronous.standing import WorkStanding, require_below
 from fedsim.engines.feed import Member
 from fedsim.errors import ExperimentError
 
@@ -105,6 +106,13 @@ class Desk:
             journal.staleness[staleness] += 1
         server.end(slot, member.worker)
         policy.take(server, Arrival(slot, member.worker, unit, staleness))
+
+    def resume(self, standing: WorkStanding) -> None:
+        """Go on from a state, which the roster and the server must be able to have, else ValueError is raised."""
+        require_below(self.server.n, "slots", [member.slot for member in standing.members])
+        self.roster.resume(standing.roster, standing.members)
+        self.server.check()
+        self.unfit = set(standing.unfit)
 
     def _leave_out(self, member: Member) -> None:
         """Work that is not finite comes in: nobody gets to see it, and its worker goes on with its next."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedsim.asynchronous.delays import Delays, bind_noise, draw_speeds
+from fedsim.asynchronous.standing import RoundsStanding
 from fedsim.engines.job import Schedule
 from fedsim.experiment import Experiment
 from fedsim.preparation import Setting
@@ -53,7 +54,8 @@ class RoundClock:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state."""
-        self.now, self._begun = state["now"], Counter(dict(state["begun"]))
+        standing = RoundsStanding.model_validate(state)
+        self.now, self._begun = standing.now, Counter(dict(standing.begun))
 
     def _pass_together(self, work: Sequence[tuple[int, int]]) -> None:
         longest = 0.0

@@ -15,6 +15,7 @@ from fedsim.asynchronous.desk import Desk, Journal
 from fedsim.asynchronous.racelog import GIVEN_UP, LEFT, TAKEN, Entry
 from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
+from fedsim.asynchronous.standing import RosterStanding
 from fedsim.asynchronous.track import ENDED, FINISHED, HELD_BACK, IDLE, STATUS, WORKING, Measures, Track
 from fedsim.devices import synchronize
 from fedsim.engines.barrier import LOCK
@@ -78,7 +79,7 @@ class Racer(ABC):
         for run, state in progress:
             done = [(worker, count) for worker, count in state["done"] if worker in self._slots]
             if done:
-                self._roster(run).resume({**state, "done": done, "busy": []})
+                self._roster(run).resume(RosterStanding(done=done, busy=[], drawn=state["drawn"]), [])
 
     def _roster(self, run: int) -> Roster:
         if run not in self._rosters:

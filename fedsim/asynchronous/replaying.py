@@ -11,6 +11,7 @@ from fedsim.asynchronous.desk import Desk
 from fedsim.asynchronous.racelog import GIVEN_UP, LEFT, Entry
 from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
+from fedsim.asynchronous.standing import WorkStanding
 from fedsim.engines.feed import Member
 from fedsim.errors import ExperimentError, show
 
@@ -75,13 +76,12 @@ class LoggedOrder:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a state, with the server's tensors as they were then."""
-        self.desk.roster.resume(state["roster"])
-        members = [Member(*member) for member in state["under_way"]]
-        self._under_way = {member.slot: member for member in members}
-        self._untrained = {slot: self._under_way[slot] for slot in state["untrained"]}
-        self.desk.unfit = set(state["unfit"])
-        self.taken = state["taken"]
+        """Go on from such a state, with the server's tensors as they were. Raises ValueError where it cannot be."""
+        standing = WorkStanding.model_validate(state)
+        self.desk.resume(standing)
+        self._under_way = {member.slot: member for member in standing.members}
+        self._untrained = {slot: self._under_way[slot] for slot in standing.untrained}
+        self.taken = standing.taken
 
     def _begin(self, number: int, entry: Entry) -> None:
         slot = entry.worker

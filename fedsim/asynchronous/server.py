@@ -127,6 +127,14 @@ class Server:
     def version(self, version: int) -> None:
         self._version[0] = version
 
+    def check(self) -> None:
+        """Raise ValueError where the counts are none that a server can have."""
+        version, read = self.version, self.read
+        if version < 0 or read.min() < -1 or read.max() > version or self.units.min() < 0:
+            raise ValueError("its counts are none of a server")
+        if not np.isin(self.living, (0, 1)).all() or not (self.step_seconds > 0).all():
+            raise ValueError("its counts are none of a server")
+
     @property
     def alive(self) -> np.ndarray:
         """The slots of workers that have not left."""

@@ -140,10 +140,12 @@ class Engine(ABC):
 
     def resume(self, state: Snapshot) -> None:
         """Go back, or on, to where an engine was with the same task. Raises RecordError where it was another."""
-        lasting, begun = self._lasting(), state.facts["syncs"]
+        lasting, begun, has_last = self._lasting(), state.facts["syncs"], state.facts["has_last"]
+        if type(has_last) is not bool or begun not in (list(self.memory.states), ["gradients"]):
+            raise ValueError("is of another run")
         yet_to_come = tuple(f"{sync}." for sync in self.memory.states if sync not in begun)
         state.put_back({name: tensor for name, tensor in lasting.items() if not name.startswith(yet_to_come)})
-        self._remember(lasting, state.under("rule."), state.facts["has_last"])
+        self._remember(lasting, state.under("rule."), has_last)
         if yet_to_come:  # it ended with the last round of gradients, and now there are more rounds
             self._each("begin_with_parameters")
 
