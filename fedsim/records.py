@@ -26,6 +26,7 @@ from fedsim.loading import to_toml
 from fedsim.version import __version__
 
 EXPERIMENT, ENVIRONMENT, METRICS = "experiment.toml", "environment.json", "metrics.jsonl"
+EVENTS = "events.jsonl"
 MODEL, CURVE, PARTITION = "model.safetensors", "curve.png", "partition.json"
 UPDATES = "updates-{round:05d}.safetensors"
 
@@ -74,6 +75,7 @@ class RoundRecord(TypedDict):
     cohort: list[int]  # the workers that took part
     coefficients: list[float] | None  # with which each one's row went into the aggregate; None: the rule has no such
     excluded: list[int]  # workers whose rows were left out because they were not finite
+    lost: list[int]  # workers of the cohort who took no part, since their process was lost (on_worker_failure = "drop")
     attack_success: float | None  # fraction of what an attacker with a goal wants that the global model does
     bytes_up: int  # what a real network would have carried from workers to server
     bytes_down: int  # and from server to workers
@@ -133,6 +135,16 @@ class RunFolder:
         except OSError as error:
             raise RecordError(f"{self.path / METRICS}: cannot be written: {error.strerror}") from error
 
+    def event(self, kind: str, *, round: int, **facts: Any) -> None:
+        """Append a line on something that befell a round, beside what it came to, and flush it."""
+        path = self.path / EVENTS
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(to_json({"event": kind, "round": round, **facts}) + "\n")
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be written: {error.strerror}") from error
+        self._written.append(path)
+
     def partition(
         self, counts: np.ndarray, byzantine: list[int], workers: list[int] | None = None, population: int | None = None
     ) -> None:
@@ -177,7 +189,7 @@ class RunFolder:
         if not self._worth_keeping:
             with contextlib.suppress(OSError):
                 for path in self._written:
-                    path.unlink()
+                    path.unlink(missing_ok=True)  # some are written to more than once
                 for path in self._made:
                     path.rmdir()
 

@@ -15,6 +15,7 @@ from fedsim.experiment import Experiment
 from fedsim.loading import load_experiment
 from fedsim.preparation import Setting, finished_model, prepare
 from fedsim.records import RoundRecord, RunFolder
+from fedsim.recovery import recovering
 from fedsim.replay import kept_updates
 from fedsim.report import draw_curve
 from fedsim.scalarboard import ScalarBoard
@@ -66,7 +67,7 @@ def run(
         ExperimentError: the experiment cannot be run as described.
         DataError: its data is missing.
         RecordError: the folder holds something already, or cannot be written.
-        WorkerError: a worker failed, or the process that ran it.
+        WorkerError: a worker failed; or its process was lost, more often than the experiment bears.
     """
     experiment = load_experiment(experiment)
     history: list[RoundRecord] = []
@@ -83,6 +84,7 @@ def run(
         if on_start:
             on_start(setting)
         loop = loop_of(setting, engine, folder.race_log if folder else None)
+        loop = recovering(loop, setting, engine, folder.event if folder else None)
         for round in range(1, experiment.rounds + 1):
             record = loop.play(round)
             history.append(record)

@@ -20,7 +20,7 @@ TAKEN, GIVEN_UP, LEFT = range(3)  # what became of a piece of work, or that a wo
 
 # What an experiment may differ in from the one that is replayed.
 FREE = {"name", "engine", "processes", "threads_per_process", "timeout", "device", "mode", "rounds", "batched"} | {
-    *("clock", "race", "records", "compile", "cuda_graphs")
+    *("clock", "race", "records", "compile", "cuda_graphs", "on_worker_failure", "worker_retries")
 }
 
 

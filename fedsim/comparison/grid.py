@@ -32,7 +32,8 @@ from fedsim.preparation import task_of
 
 GRID, TARGET = "grid", "target"
 LONGEST_ID = 100  # characters; file systems allow 255 bytes
-HOW = ("engine", "processes", "timeout", "batched.width")  # keys that say how a run is done, not what comes of it
+# Keys that say how a run is done, not what comes of it:
+HOW = ("engine", "processes", "timeout", "batched.width", "on_worker_failure", "worker_retries")
 
 
 @dataclass(frozen=True)

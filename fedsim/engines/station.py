@@ -215,10 +215,12 @@ class Station:
     def _mine(self, cohort: Sequence[int], round: int = 0) -> list[Member]:
         """The members that this process trains: of the cohort, and the server where the rule compares with that."""
         everyone, steps = self._everyone(cohort)
-        return [Member(slot, everyone[slot], round) for slot in deal(steps, self.seat.count)[self.seat.index]]
+        slots = [*range(len(cohort)), len(self.memory.rows) - 1]  # the server's is the last, however many there are
+        hand = deal(steps, self.seat.count)[self.seat.index]
+        return [Member(slots[place], everyone[place], round) for place in hand]
 
     def _everyone(self, cohort: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Whoever trains in a round, by slot, and how many steps each of them takes."""
+        """Whoever trains in a round, the server last, and how many steps each of them takes."""
         everyone = [*cohort] if self.feed.root is None else [*cohort, self.feed.root]
         return everyone, [self.task.schedule.steps_for(n) for n in self._shard_sizes(everyone)]
 
