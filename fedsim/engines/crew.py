@@ -270,12 +270,14 @@ class Crew:
             index, f"process {index} {why} ({where}); a step that takes longer needs a larger `timeout`", why
         )
 
-    def _death(self, index: int) -> ProcessLostError:
+    def _death(self, index: int) -> WorkerError:
         child = self._children[index]
         child.wait(GRACE)
         if not self._ready:
             why = how_its_start_ended(child.exitcode, INSTEAD)
-            return self._lost(index, f"process {index} {why}", why)
+            line = f"process {index} {why}"
+            own_doing = (child.exitcode or 0) > 0  # it could not be imported, and neither could another
+            return WorkerError(line) if own_doing else self._lost(index, line, why)
         why = how_it_ended(child.exitcode) + HELD.get(self._board.read(index, HOLDING), "")
         return self._lost(index, f"process {index}, {whereabouts(self._board, index)}, {why}", why)
 

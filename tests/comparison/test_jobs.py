@@ -66,7 +66,7 @@ def test_the_death_of_a_job_fails_its_run_alone(quick, tmp_path):
             expected.extend(sorted(in_hand))
 
     look, expected = Look(kill), []
-    grid = load_grid({**quick, "rounds": 80}, {"seed": [0, 1, 2, 3]})
+    grid = load_grid({**quick, "rounds": 80, "on_worker_failure": "abort"}, {"seed": [0, 1, 2, 3]})
     comparison = run_grid(grid, tmp_path, 2, look)
     assert [run.id for run in comparison.failed] == expected
     for run in comparison.failed:
@@ -80,7 +80,7 @@ def test_the_death_of_a_job_fails_its_run_alone(quick, tmp_path):
 def test_what_a_model_does_to_its_process_fails_its_run_alone_and_slow_work_fails_none(quick, tmp_path):
     """The slow one takes longer than the timeout, but shows signs of life: 15 steps, from the fourth on of 0.2 s."""
     tables = {**quick, "rounds": 1, "workers": 1, "timeout": 2.0, "local": {"batch_size": 14}}
-    tables["model"] = {"name": "tests.plugs:Fails", "how": "never"}
+    tables["model"], tables["on_worker_failure"] = {"name": "tests.plugs:Fails", "how": "never"}, "abort"
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "
