@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -253,7 +254,10 @@ def test_neither_descriptors_nor_shared_memory_are_kept():
             crew.close()
         del tensor
         counts.append(open_things())
-    assert counts[0] == counts[1] == counts[2]
+    (descriptors, maps), *_, (after_failure, maps_after_failure) = counts
+    assert counts[0] == counts[1]
+    assert descriptors - 1 <= after_failure <= descriptors, "at most multiprocessing's own socket is closed"
+    assert maps == maps_after_failure
 
 
 def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_told_before_anything_starts(tmp_path, monkeypatch):
@@ -263,6 +267,47 @@ def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_told_before_an
         WorkerError, match=r'^TMPDIR = ".*": processes meet at sockets in it, for which its path must .* 75'
     ):
         Crew(1)
+
+
+class KillsItsReader:
+    """Kills the process that unpickles it."""
+
+    def __reduce__(self):
+        return kill_this, ()
+
+
+def kill_this():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def give_by_handle_and_die(seat):
+    threading.Timer(0.2, kill_this).start()  # after it has answered, and before
+    return Slow(), torch.zeros(2)
+
+
+class Slow:
+    """Takes its time to be unpickled."""
+
+    def __reduce__(self):
+        return time.sleep, (1.0,)
+
+
+def test_what_a_dead_process_had_not_fetched_is_let_go_of():
+    before = open_things()
+    with Crew(1) as crew:
+        crew.call(who)
+        tensors = [torch.zeros(2) for _ in range(5)]
+        assert "was killed by SIGKILL" in fails_within(5, crew, add_to, KillsItsReader(), tensors)
+        del tensors
+    descriptors, maps = open_things()
+    assert descriptors <= before[0] + 1, "multiprocessing's own socket"
+    assert maps <= before[1] + 1
+
+
+def test_a_process_that_dies_before_its_answer_has_been_fetched_has_died():
+    with Crew(1) as crew:
+        crew.call(who)
+        assert "was killed by SIGKILL (exit code -9)" in fails_within(10, crew, give_by_handle_and_die)
 
 
 def test_a_crew_that_was_never_asked_goes_too():
