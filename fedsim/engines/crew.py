@@ -35,6 +35,7 @@ from fedsim.engines.barrier import (
     AbortedError,
     Barrier,
     Board,
+    DeadlineError,
     Silence,
 )
 from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError, one_line
@@ -251,6 +252,8 @@ class Crew:
             return content
         if kind == "aborted":  # a peer has failed; its own message, or its sentinel, says how
             return None
+        if kind == "waited":
+            raise self._silence(list(range(self.count)), self._timeout)
         if kind == "refused":
             raise ExperimentError(*content)
         summary, trace = content
@@ -308,6 +311,8 @@ def _answer(seat: Seat, message: bytes) -> tuple[str, Any]:
         return "result", result
     except AbortedError:
         return "aborted", None
+    except DeadlineError:  # mostly the parent finds that out first
+        return "waited", None
     except ExperimentError as error:
         return "refused", error.lines
     except Exception as error:

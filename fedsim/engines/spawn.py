@@ -53,6 +53,7 @@ class SpawnEngine(Engine):
     def replace_processes(self) -> None:
         """All of them, since the others may be in the middle of anything; they start side by side, as fast as one."""
         self._crew.close()
+        forget_shared_memory(self.memory.global_row.device)
         self._crew = Crew(*self._staff)
         self.memory.unfit.zero_()  # new stations count aggregations from the first
         self._crew.call(_take_station, *self._work)

@@ -92,9 +92,7 @@ def test_a_run_whose_process_was_lost_is_done_again_and_comes_to_the_same(quick,
     axes, look = {"seed": [0, 1, 2]}, Look(kill)
     look.again = lambda run: again.append(run.id)
     again: list[str] = []
-    with pytest.warns(
-        FedsimWarning, match="by SIGKILL .* the run is done again .1 of at most 2 times"
-    ) as said:
+    with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is done again .1 of at most 2 times") as said:
         comparison = run_grid(load_grid({**quick, "rounds": 20}, axes), tmp_path, 2, look)
     assert not comparison.failed
     assert again

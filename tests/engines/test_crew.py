@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedsim.engines.barrier import Barrier
 from fedsim.engines.crew import Crew
 from fedsim.errors import ExperimentError, WorkerError
 from tests.commands import run_python, start
@@ -158,6 +159,21 @@ def test_a_process_that_hangs_is_found_out_and_named_and_not_one_that_shows_sign
         crew.call(work_for, 1.6)
         message = fails_within(10, crew, misbehave, how, 1)
     assert "process 1 has given no sign of life for 1 s (worker 7 in round 3)" in message
+
+
+def hang_at_the_barrier(seat):
+    """Process 1 never comes, and process 0 loses patience before the parent does."""
+    if seat.index == 1:
+        time.sleep(3600)
+    Barrier(seat.board, 0, timeout=0.5).wait()
+
+
+def test_a_process_that_waits_in_vain_is_not_taken_for_the_one_that_hangs(monkeypatch):
+    monkeypatch.setattr("fedsim.engines.crew.GRACE", 0.5)
+    with Crew(2) as crew:
+        crew.call(who)
+        message = fails_within(10, crew, hang_at_the_barrier)
+    assert message.startswith("process 1 has given no sign of life for 300 s")
 
 
 def test_a_death_between_calls_is_found_at_the_next_and_no_later_call_is_taken():
