@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import queue
 import random
 import re
 import signal
+import statistics
 import threading
 import time
 import warnings
+from itertools import pairwise
 from multiprocessing import active_children
 from types import SimpleNamespace
 
@@ -417,21 +420,31 @@ def test_drop_is_refused_where_there_is_nobody_to_go_on_with(tables, line):
 
 
 class Reaper(threading.Thread):
-    """Kills processes of a running experiment at random instants, until it has killed so many."""
+    """Kills processes of a running experiment at random instants after it is told to; ends when that is done."""
 
-    def __init__(self, rng, kills, mean_pause):
+    def __init__(self, rng):
         super().__init__(daemon=True)
-        self.killed, self._rng, self._kills, self._mean_pause = 0, rng, kills, mean_pause
-        self._over = threading.Event()
+        self.killed, self._rng, self._orders, self._over = 0, rng, queue.SimpleQueue(), False
 
     def run(self):
-        while self.killed < self._kills and not self._over.wait(self._rng.expovariate(1 / self._mean_pause)):
-            if victims := [child for child in active_children() if child.name.startswith("fedsim-")]:
+        for longest_pauses in iter(self._orders.get, None):
+            for seconds in longest_pauses:
+                time.sleep(self._rng.uniform(0, seconds))
+                while not (victims := [child for child in active_children() if child.name.startswith("fedsim-")]):
+                    if self._over:
+                        return
+                    time.sleep(0.01)  # all are gone, and the new ones have still to begin
                 self._rng.choice(victims).kill()
                 self.killed += 1
 
+    def kill(self, *longest_pauses):
+        """One process after each of these pauses, or rather a part of it."""
+        self._orders.put(longest_pauses)
+
     def end(self):
-        self._over.set()
+        """Do what has been ordered, as far as anybody is left: nobody is replaced meanwhile."""
+        self._over = True
+        self._orders.put(None)
         self.join()
 
 
@@ -447,25 +460,31 @@ SOAKED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOAKED)
 def test_ten_kills_at_random_instants_change_nothing_and_leave_nothing(kind):
-    """Together fifty. Deaths before the first round, which end a run, are kept out by beginning after it."""
+    """Together fifty: at some instant of the next rounds, and some while the processes are being replaced.
+
+    Deaths before the first round or after the last, which end a run, are none of them.
+    """
     tables = {**TABLES, **SPAWN, "model": "2nn", "rounds": 60, "worker_retries": 100, **SOAKED[kind]}
+    reaper, times = Reaper(random.Random(kind)), [time.monotonic()]
+
+    def on_round(record):
+        times.append(time.monotonic())
+        if record["round"] in range(7, 50, 7):
+            soon = 7 * statistics.median(after - before for before, after in pairwise(times))
+            reaper.kill(*([soon, 3.0] if record["round"] in (14, 28, 42) else [soon]))
+        if record["round"] == tables["rounds"] - 1:
+            reaper.end()
+
     with fedsim.Workshop() as workshop:
         whole = fedsim.run(tables, workshop=workshop)
-        before = open_things()
-        reaper, begun = Reaper(random.Random(kind), 10, 2.0), time.monotonic()
-
-        def begin(record):
-            if record["round"] == 1:
-                reaper.start()
-            if record["round"] == tables["rounds"] - 1:
-                reaper.end()  # or it would end the run after the last round
-
+        before, begun = open_things(), time.monotonic()
+        reaper.start()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FedsimWarning)
-            result = fedsim.run(tables, workshop=workshop, on_round=begin)
+            result = fedsim.run(tables, workshop=workshop, on_round=on_round)
         after = open_things()
         print(f"{kind}: {reaper.killed} kills in {time.monotonic() - begun:.0f} s; descriptors, maps {before} {after}")
-    assert reaper.killed > 0
+    assert reaper.killed >= 7, "the last ones may have found nobody"
     assert torch.equal(result.global_row, whole.global_row)
     assert untimed(result.history) == untimed(whole.history)
     assert after[0] <= before[0] + 1
