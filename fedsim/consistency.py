@@ -46,6 +46,7 @@ def problems_with(experiment: Experiment) -> list[str]:
             f'server.optimizer = "{experiment.server.optimizer}": with sync = "gradients" the local solver takes the '
             "step (local.*), so leave [server] out"
         )
+    lines.extend(_problems_with_dropping(experiment, engine_class))
     lines.extend(_problems_with_rounds(experiment))
     lines.extend(_problems_with_time(experiment))
     lines.extend(_problems_with_weights(experiment))
@@ -121,6 +122,21 @@ def what_needs_rows(experiment: Experiment) -> str | None:
     if experiment.records.updates:
         return "records.updates"
     return None
+
+
+def _problems_with_dropping(experiment: Experiment, engine_class: type[Engine]) -> list[str]:
+    """With rounds that go on without the workers of a process that was lost."""
+    if experiment.on_worker_failure != "drop":
+        return []
+    where = 'on_worker_failure = "drop"'
+    if engine_class.ranks:
+        return [f'{where}: with engine = "{experiment.engine}" the end of a rank ends the run; leave it out']
+    if not experiment.policy.bind().in_rounds:
+        return [
+            f"{where}: goes with synchronous rounds, and policy.name = {show(experiment.policy.name)} has no cohort to "
+            'go on with; use "retry" or "abort" (clock.departures makes workers leave)'
+        ]
+    return []
 
 
 def _problems_with_rounds(experiment: Experiment) -> list[str]:

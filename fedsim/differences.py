@@ -11,7 +11,7 @@ from fedsim.tables import leaves_of
 # Keys that say how a run is done, not what comes of it.
 HOW = (
     *("engine", "processes", "timeout", "batched.width", "data.verify"),
-    *("checkpoint.every", "checkpoint.keep"),
+    *("checkpoint.every", "checkpoint.keep", "on_worker_failure", "worker_retries"),
 )
 
 

@@ -56,6 +56,20 @@ class WorkerError(FedsimError, RuntimeError):
     """A worker, or the process that ran it, failed: says which worker, process and round, and how."""
 
 
+class ProcessLostError(WorkerError):
+    """A process in which workers train has died, or hangs: another one in its place could do its work again.
+
+    Attributes:
+        why: what became of it, as the end of a sentence of which it is the subject.
+        process, processes: its number, and how many there were.
+        worker: whom it was working on; None: on nobody, or on several together.
+    """
+
+    def __init__(self, line: str, why: str, process: int, processes: int, worker: int | None) -> None:
+        super().__init__(line)
+        self.why, self.process, self.processes, self.worker = why, process, processes, worker
+
+
 def show_warnings_as_lines() -> None:
     """Show fedsim's own warnings from now on as a line on stderr, `warning: ...`, and others as before."""
     show_other = warnings.showwarning

@@ -70,6 +70,8 @@ class Experiment(Table):
     processes: Processes | None = None  # None: by cores, and by free memory on a card
     threads_per_process: Processes = 1
     timeout: PositiveFloat = 300.0  # seconds without a sign of life after which a process counts as hanging
+    on_worker_failure: Literal["retry", "drop", "abort"] = "retry"  # what becomes of a round that loses a process
+    worker_retries: NonNegativeInt = 2  # how often one round is done again at most
     device: str = "auto"
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
     compile: bool = False  # forward pass and loss of training, by torch.compile

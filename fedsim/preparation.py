@@ -17,6 +17,7 @@ from fedsim.data import Shards, TensorData, label_counts, partition_shards, tran
 from fedsim.devices import describe_device, free_memory, shares_memory
 from fedsim.engines import Engine, Schedule, SpawnEngine, Task
 from fedsim.engines import engine as engines
+from fedsim.engines.shortage import shortage_told
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
 from fedsim.precision import PRECISIONS
@@ -105,8 +106,9 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
         _check_fit(experiment, task, train, test)
         shards = _shards(experiment, train)
         root = _root(experiment, train) if task.rule.takes("root") else None
-        memory = engine.allocate(task, experiment.cohort_size, train, test, shards, root)
-        engine.begin(task, memory)
+        with _room_on(task, processes):
+            memory = engine.allocate(task, experiment.cohort_size, train, test, shards, root)
+            engine.begin(task, memory)
         looked_at = _workers_to_look_at(shards, experiment.seed)
         known = range(len(shards)) if looked_at is None else looked_at
         counts = label_counts(train.targets.cpu().numpy(), [shards.of(worker) for worker in known], memory.classes)
@@ -125,6 +127,16 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             buffer_bytes=memory.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,
         )
         yield setting, engine
+
+
+@contextlib.contextmanager
+def _room_on(task: Task, processes: int) -> Iterator[None]:
+    """Refuse what does not fit into the memory of the device."""
+    try:
+        with shortage_told(task, processes):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise ExperimentError(f"device = {show(str(task.device))}: {error}") from error
 
 
 def _racing(experiment: Experiment) -> dict[str, Any]:

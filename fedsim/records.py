@@ -26,12 +26,23 @@ from fedsim.asynchronous.racelog import FILE as RACE_LOG
 from fedsim.bounds import problem_with_words
 from fedsim.errors import FedsimError, RecordError
 from fedsim.experiment import Experiment
-from fedsim.files import PART, append_whole, cannot_write, locked, read_bounded, remedy, to_json, write_whole
+from fedsim.files import (
+    PART,
+    append_whole,
+    cannot_write,
+    locked,
+    read_bounded,
+    remedy,
+    require_inside,
+    to_json,
+    write_whole,
+)
 from fedsim.loading import to_toml
 from fedsim.version import __version__
 
 EXPERIMENT, ENVIRONMENT, METRICS = "experiment.toml", "environment.json", "metrics.jsonl"
 ERROR = "error.txt"
+EVENTS = "events.jsonl"
 MODEL, CURVE, PARTITION = "model.safetensors", "curve.png", "partition.json"
 MOST_ENVIRONMENT_BYTES = 2**20
 UPDATES = "updates-{round:05d}.safetensors"
@@ -81,6 +92,7 @@ class RoundRecord(TypedDict):
     cohort: list[int]  # the workers that took part
     coefficients: list[float] | None  # with which each one's row went into the aggregate; None: the rule has no such
     excluded: list[int]  # workers whose rows were left out because they were not finite
+    lost: list[int]  # workers of the cohort who took no part, since their process was lost (on_worker_failure = "drop")
     attack_success: float | None  # fraction of what an attacker with a goal wants that the global model does
     bytes_up: int  # what a real network would have carried from workers to server
     bytes_down: int  # and from server to workers
@@ -171,6 +183,17 @@ class RunFolder:
         except OSError as error:
             raise cannot_write(self.path / METRICS, error) from error
 
+    def event(self, kind: str, *, round: int, **facts: Any) -> None:
+        """Append a line on something that befell a round, beside what it came to, and flush it."""
+        path = self.path / EVENTS
+        try:
+            require_inside(path, self.path)  # where a folder is gone on with, a link may lie there
+            with path.open("ab", buffering=0) as file:
+                append_whole(file, path, f"{to_json({'event': kind, 'round': round, **facts})}\n".encode())
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        self._written.append(path)
+
     def partition(
         self, counts: np.ndarray, byzantine: list[int], workers: list[int] | None = None, population: int | None = None
     ) -> None:
@@ -220,7 +243,7 @@ class RunFolder:
         if not self._worth_keeping:
             with contextlib.suppress(OSError):
                 for path in self._written:
-                    path.unlink()
+                    path.unlink(missing_ok=True)  # some are written to more than once
                 for path in self._made:
                     path.rmdir()
 

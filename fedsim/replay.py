@@ -290,7 +290,7 @@ def kept_updates(setting: Setting, engine: Engine, record: RoundRecord) -> dict[
         "byzantine": torch.tensor([worker in setting.task.byzantine for worker in cohort]),
     }
     if rule.takes("root"):
-        kept["root"] = rows[n]
+        kept["root"] = rows[-1]
     if rule.takes("losses"):
         kept["losses"] = losses[:n]
     return {name: tensor.cpu().clone() for name, tensor in kept.items()}

@@ -10,7 +10,7 @@ from fedsim.checkpoints import Checkpoints
 from fedsim.differences import HOW, differences_of
 from fedsim.engines import Engine
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, FedsimWarning, RecordError
+from fedsim.errors import ExperimentError, FedsimWarning, RecordError, one_line
 from fedsim.experiment import Experiment
 from fedsim.history import read_history
 from fedsim.loading import describe, experiment_of
@@ -65,7 +65,7 @@ class Past:
                 loop.resume(state)
             except UNFIT as error:
                 loop.resume(start)
-                self._refuse(f"does not fit this run: {error}")
+                self._refuse(f"does not fit this run: {one_line(error)}")
                 continue
             break
         else:

@@ -17,6 +17,7 @@ from fedsim.files import require_space
 from fedsim.loading import load_experiment
 from fedsim.preparation import Setting, finished_model, prepare
 from fedsim.records import RoundRecord, RunFolder
+from fedsim.recovery import recovering
 from fedsim.replay import kept_updates
 from fedsim.report import draw_curve
 from fedsim.resuming import Past, way_of
@@ -74,7 +75,7 @@ def run(
         ExperimentError: the experiment cannot be run as described.
         DataError: its data is missing.
         RecordError: the folder holds something else, or cannot be written.
-        WorkerError: a worker failed, or the process that ran it.
+        WorkerError: a worker failed; or its process was lost, more often than the experiment bears.
     """
     experiment = load_experiment(experiment, allow_imports=allow_imports)
     if resume and out is None:
@@ -89,6 +90,7 @@ def run(
         workshop = workshop or stack.enter_context(Workshop())
         setting, engine = stack.enter_context(prepare(past.as_before(experiment), workshop))
         loop = loop_of(setting, engine, folder.race_log if folder else None)
+        loop = recovering(loop, setting, engine, folder.event if folder else None)
         setting = replace(setting, done=past.restore(loop, engine) if resume else 0)
         books = stack.enter_context(Books(experiment, setting, folder))
         history = past.records

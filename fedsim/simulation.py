@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from fedsim.asynchronous.pace import RoundClock
@@ -45,10 +45,15 @@ class SynchronousLoop:
         self._setting, self._engine = setting, engine
         self._virtual = RoundClock.of(setting) if setting.experiment.mode == "clock" else None
 
-    def play(self, round: int) -> RoundRecord:
-        setting, engine, virtual = self._setting, self._engine, self._virtual
-        experiment, schedule = setting.experiment, setting.schedule
-        cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
+    def cohort(self, round: int) -> list[int]:
+        """The workers who are to take part in a round."""
+        experiment = self._setting.experiment
+        return sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
+
+    def play(self, round: int, lost: Collection[int] = ()) -> RoundRecord:
+        """One round, counted from 1, of its cohort without those who are `lost`."""
+        setting, engine, virtual, schedule = self._setting, self._engine, self._virtual, self._setting.schedule
+        cohort = [worker for worker in self.cohort(round) if worker not in lost]
         sync, clock = setting.task.sync_in(round), Stopwatch()
         with clock("pull_down"):
             engine.pull_down(cohort, round)
@@ -60,7 +65,7 @@ class SynchronousLoop:
         else:  # every step is a synchronisation, so the two cannot be told apart
             with clock("train"):
                 account = engine.train_on_averaged_gradients(cohort, round)
-        if experiment.aggregate.nonfinite != "keep":
+        if setting.task.nonfinite != "keep":
             require_finite(engine.memory.global_row, round)
         with clock("test"):
             test_loss, test_accuracy, attack_success = engine.test()
@@ -79,6 +84,7 @@ class SynchronousLoop:
             cohort=cohort,
             coefficients=account.shares,
             excluded=account.excluded or [],
+            lost=sorted(lost),
             attack_success=attack_success,
             bytes_up=sent,
             bytes_down=sent,

@@ -267,6 +267,7 @@ def test_a_dead_worker_never_hangs_the_program(tmp_path):
         ("hang", "parameters"): r"process \d has given no sign of life for 3 s \(worker \d in round 1\)",
     }
     words = [str(ROOT / "run_experiment.py"), "engine=spawn", "data=tests.plugs:tiny", "model.name=tests.plugs:Fails"]
+    words.append("on_worker_failure=abort")
     processes = [
         start(*words, f"model.how={how}", f"sync={sync}", "timeout=3", "--out", how, cwd=tmp_path)
         for how, sync in deaths

@@ -40,6 +40,19 @@ def test_metrics_are_the_history_one_object_a_line(finished):
     assert [json.loads(line) for line in lines] == finished.history
 
 
+def test_events_are_lines_beside_the_metrics_and_only_where_there_were_any(finished, tmp_path):
+    assert not (finished.folder / "events.jsonl").exists()
+    with RunFolder(tmp_path / "b") as folder:
+        folder.event("worker replaced", round=3, process=1, worker=None, why="was killed", attempt=1)
+        folder.event("worker replaced", round=4, process=0)
+        written = [json.loads(line) for line in (tmp_path / "b" / "events.jsonl").read_text().splitlines()]
+    assert written == [
+        {"event": "worker replaced", "round": 3, "process": 1, "worker": None, "why": "was killed", "attempt": 1},
+        {"event": "worker replaced", "round": 4, "process": 0},
+    ]
+    assert not (tmp_path / "b").exists(), "no round is on record"
+
+
 def test_the_environment_names_versions_device_and_commit(finished):
     environment = json.loads((finished.folder / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__

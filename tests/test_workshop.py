@@ -120,7 +120,7 @@ def test_on_a_card_runs_in_one_workshop_agree_with_single_ones_and_leave_no_memo
 
 
 def test_a_run_that_fails_harms_none_after_it(spawned):
-    spawned = {**spawned, "processes": 1}
+    spawned = {**spawned, "processes": 1, "on_worker_failure": "abort"}
     with Workshop() as workshop:
         for how in ("raise", "kill"):
             with pytest.raises(fedsim.WorkerError):

@@ -24,7 +24,7 @@ KINDS = TAKEN, GIVEN_UP, LEFT = range(3)  # what became of a piece of work, or t
 
 # What an experiment may differ in from the one that is replayed.
 FREE = {"name", "engine", "processes", "threads_per_process", "timeout", "device", "mode", "rounds", "batched"} | {
-    *("clock", "race", "records", "checkpoint", "compile", "cuda_graphs")
+    *("clock", "race", "records", "checkpoint", "compile", "cuda_graphs", "on_worker_failure", "worker_retries")
 }
 
 

@@ -140,7 +140,8 @@ class Course:
         return state
 
     def resume(self, state: Snapshot) -> None:
-        """Go back, or on, to such a state."""
+        """Go back, or on, to such a state; in processes that may have been started since."""
+        self._engine.call(_come_to_start, self._server, self._track)
         for run in range(self._runs):
             self.turn_to(run)
             state.put_back(self._tensors(), f"{run}.")
@@ -179,7 +180,8 @@ class RaceLoop:
     def state(self) -> Snapshot:
         state = self._course.state()
         state.facts["log"] = [(run, round) for run, round, _ in self._log]
-        state.keep({f"log.{number}": torch.from_numpy(entries) for number, (*_, entries) in enumerate(self._log)})
+        logged = enumerate(self._log)  # of which no copies are needed: entries never change
+        state.tensors |= {f"log.{number}": torch.from_numpy(entries) for number, (*_, entries) in logged}
         return state
 
     def resume(self, state: Snapshot) -> None:
@@ -218,6 +220,7 @@ def record_of(round: int, heats: Sequence[Heat], seconds: dict[str, float], mode
         cohort=cohort,
         coefficients=None,
         excluded=sorted(journal.excluded),
+        lost=[],
         attack_success=None if None in successes else statistics.fmean(successes),
         bytes_up=journal.up * model_bytes,
         bytes_down=journal.down * model_bytes,

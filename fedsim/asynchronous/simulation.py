@@ -65,6 +65,7 @@ class ClockLoop:
             cohort=cohort,
             coefficients=None,
             excluded=sorted(journal.excluded),
+            lost=[],
             attack_success=attack_success,
             bytes_up=journal.up * self._model_bytes,
             bytes_down=journal.down * self._model_bytes,

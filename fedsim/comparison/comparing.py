@@ -63,6 +63,9 @@ class Comparison:
 class Watcher:
     """Is told what happens in a comparison; this one does nothing about it."""
 
+    def again(self, run: PlannedRun) -> None:
+        """Where a run begins once more, since its process was lost."""
+
     def start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
         """Before the first run: the runs that are still to be done, and how many at once."""
 
@@ -203,6 +206,10 @@ def _run(grid: Grid, todo: Sequence[PlannedRun], jobs: int, folder: GridFolder, 
             folder.note_failure(run, error)
         watcher.end(run, folder.history(run), error)
 
+    def again(run: PlannedRun) -> None:
+        folder.make_ready(run)
+        watcher.again(run)
+
     for run in todo:
         folder.make_ready(run)
     if jobs == 1:
@@ -210,7 +217,7 @@ def _run(grid: Grid, todo: Sequence[PlannedRun], jobs: int, folder: GridFolder, 
         return
     alone = not grid.engine_chosen
     work = [(run, _in_one_process(run.experiment) if alone else run.experiment, folder.run_folder(run)) for run in todo]
-    run_in_jobs(work, jobs, watcher.round, end)
+    run_in_jobs(work, jobs, watcher.round, end, again)
 
 
 def _in_one_process(experiment: Experiment) -> Experiment:

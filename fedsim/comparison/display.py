@@ -42,6 +42,11 @@ class GridDisplay(Watcher):
         self._bar.set_postfix_str(f"{self._ended} of {self._total} runs", refresh=False)
         self._bar.update()
 
+    def again(self, run: PlannedRun) -> None:
+        assert self._bar is not None
+        self._bar.update(self._rounds[run.id] - run.experiment.rounds)
+        self._rounds[run.id] = run.experiment.rounds
+
     def end(self, run: PlannedRun, history: Sequence[RoundRecord], error: str | None) -> None:
         assert self._bar is not None
         self._bar.update(self._rounds.pop(run.id))  # rounds that a failed run has left

@@ -12,7 +12,8 @@ import math
 import signal
 import time
 import traceback
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -22,7 +23,7 @@ from typing import Any
 from fedsim.comparison.grid import PlannedRun
 from fedsim.engines.barrier import NOBODY, ROUND, WORKER, Board, Silence
 from fedsim.engines.crew import START_TIMEOUT, Seat, whereabouts
-from fedsim.errors import FedsimError, WorkerError, one_line
+from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line, plural
 from fedsim.experiment import Experiment
 from fedsim.limits import require_files
 from fedsim.preparation import Setting
@@ -45,6 +46,7 @@ INSTEAD = "jobs=1 with engine=serial, which start none"
 Work = tuple[PlannedRun, Experiment, Path]  # a run, the experiment that is run for it, and its folder
 OnRound = Callable[[PlannedRun, RoundRecord], object]
 OnEnd = Callable[[PlannedRun, "str | None"], object]
+OnAgain = Callable[[PlannedRun], object]
 
 
 def attempt(
@@ -71,16 +73,17 @@ def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
             on_end(planned, attempt(experiment, folder, workshop, functools.partial(on_round, planned)))
 
 
-def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd) -> None:
+def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd, on_again: OnAgain) -> None:
     """Carry out runs in `count` processes, each with one run at a time.
 
-    A process that dies fails the run it had in hand, and so does one that gives no sign of life for as long as that
-    run's `timeout` says; watching over a crew of its own is one. Another takes its place.
+    A process that dies is replaced by another, and so is one that gives no sign of life for as long as its run's
+    `timeout` says; watching over a crew of its own is one. Where `on_worker_failure` is "retry", the run that it had in
+    hand is done again, `worker_retries` times at most, after `on_again` has been told; else it has failed.
     Raises WorkerError where processes cannot be started at all.
     """
     require_importable_main(INSTEAD)
     require_files(count, INSTEAD)
-    waiting = deque(work)
+    waiting, losses = deque(work), Counter[str]()
     with Jobs() as jobs:
         while waiting or jobs.busy:
             jobs.grow(min(count, len(waiting) + len(jobs.busy)))
@@ -89,8 +92,24 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
             for job, kind, content in jobs.messages():
                 if kind == "round":
                     on_round(job.planned, content)
+                    continue
+                planned, *_ = one = job.end()
+                losses[planned.id] += kind == "lost"
+                if kind == "lost" and losses[planned.id] <= _retries(planned.experiment):
+                    often = f"{losses[planned.id]} of at most {plural(_retries(planned.experiment), 'time')}"
+                    line = f"{planned.id}: {content}; the run is done again ({often})"
+                    warnings.warn(line, FedsimWarning, stacklevel=2)
+                    on_again(planned)
+                    waiting.appendleft(one)
+                elif kind == "lost" and losses[planned.id] > 1:
+                    on_end(planned, f"{content}; the run has been tried {plural(losses[planned.id], 'time')}")
                 else:
-                    on_end(job.end(), content)
+                    on_end(planned, content)
+
+
+def _retries(experiment: Experiment) -> int:
+    """How often a run is done again at most whose process was lost."""
+    return experiment.worker_retries if experiment.on_worker_failure == "retry" else 0
 
 
 class Jobs:
@@ -116,7 +135,7 @@ class Jobs:
         return [job for job in self._jobs if job.planned is not None]
 
     def messages(self) -> Iterator[tuple[Job, str, Any]]:
-        """Wait a moment, and say what has come: ("round", record), or ("end", why it failed or None)."""
+        """Wait a moment, and say what has come: ("round", record), ("end", why it failed or None) or ("lost", why)."""
         interval = min(job.look_interval for job in self._jobs)
         wait([item for job in self._jobs for item in job.waitables], timeout=interval)
         for job in self._jobs:
@@ -139,10 +158,10 @@ class Jobs:
 
 
 class Job:
-    """One process that carries out one run after another; `planned` is the one in hand. Start it with Ctrl-C held."""
+    """One process that carries out one run after another. Start it with Ctrl-C held."""
 
     def __init__(self) -> None:
-        self.planned: PlannedRun | None = None
+        self._work: Work | None = None
         self.alive = True
         self._board = Board(1)
         self.started = False
@@ -159,17 +178,22 @@ class Job:
     def waitables(self) -> list[Any]:
         return [self._child.pipe, self._child.sentinel] if self.alive else []
 
+    @property
+    def planned(self) -> PlannedRun | None:
+        """The run that it has in hand."""
+        return None if self._work is None else self._work[0]
+
     def begin(self, planned: PlannedRun, experiment: Experiment, folder: Path) -> None:
         """Send it a run."""
-        self.planned, self._timeout = planned, planned.experiment.timeout
+        self._work, self._timeout = (planned, experiment, folder), planned.experiment.timeout
         with contextlib.suppress(OSError):  # it is dead, which will be noticed
             self._child.pipe.send((experiment, folder))
 
-    def end(self) -> PlannedRun:
-        """The run that it had in hand."""
-        planned, self.planned = self.planned, None
-        assert planned is not None
-        return planned
+    def end(self) -> Work:
+        """What it had in hand."""
+        work, self._work = self._work, None
+        assert work is not None
+        return work
 
     def messages(self) -> Iterator[tuple[str, Any]]:
         """What it has said; its death, or its silence, is the end of its run too."""
@@ -205,7 +229,7 @@ class Job:
             how = f", {whereabouts(self._board, 0)}, gave no sign of life for {self._limit:g} s"
         self.close(0.0)
         if self.planned is not None:
-            yield "end", f"its process{how}{hint}"
+            yield "lost", f"its process{how}{hint}"
 
     def dismiss(self) -> None:
         """Let it go, once it has ended what it does."""

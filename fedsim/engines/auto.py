@@ -163,6 +163,13 @@ class AutoEngine(Engine):
         return self._host._each(method, *arguments)
 
     @property
+    def can_lose_processes(self) -> bool:
+        return self._host.can_lose_processes
+
+    def replace_processes(self) -> None:
+        self._host.replace_processes()
+
+    @property
     def at_work(self) -> bool:
         return self._crew is None or self._crew.at_work
 

@@ -58,6 +58,13 @@ class BatchedEngine(Engine):
         return self._host._each(method, *arguments)
 
     @property
+    def can_lose_processes(self) -> bool:
+        return self._host.can_lose_processes
+
+    def replace_processes(self) -> None:
+        self._host.replace_processes()
+
+    @property
     def at_work(self) -> bool:
         return self._host.at_work
 

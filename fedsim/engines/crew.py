@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import resource_sharer, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
@@ -34,9 +35,10 @@ from fedsim.engines.barrier import (
     AbortedError,
     Barrier,
     Board,
+    DeadlineError,
     Silence,
 )
-from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line
+from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError, one_line
 from fedsim.limits import require_files
 from fedsim.processes import (
     DISMISSED,
@@ -141,8 +143,8 @@ class Crew:
         threads: threads that PyTorch uses in each.
         timeout: seconds without a sign of life after which a process counts as hanging.
 
-    The first failure (an exception in a process, its death, its silence) ends the whole crew with one WorkerError.
-    Use it in a `with` block, or call `close`; a crew whose parent dies goes by itself.
+    The first failure (an exception in a process, its death, its silence) ends the whole crew with one WorkerError, of
+    the last two a ProcessLostError. Use it in a `with` block, or call `close`; a crew whose parent dies goes by itself.
     """
 
     def __init__(self, count: int, threads: int = 1, timeout: float = 300.0) -> None:
@@ -151,6 +153,7 @@ class Crew:
         require_files(count, INSTEAD)
         self.count, self._timeout = count, timeout
         self._board = Board(count)
+        util.get_temp_dir()  # where processes put their sockets: ours, which we remove even if they are killed
         self._children: list[Child] = []
         self._ready = False
         try:
@@ -166,7 +169,8 @@ class Crew:
         """Run `function(seat, *arguments)` in every process; the results in order of the processes.
 
         `function` must be importable, `arguments` and results picklable (tensors travel by handle).
-        Raises WorkerError if any process fails, or the ExperimentError that one raised, and closes the crew.
+        Raises WorkerError if any process fails (ProcessLostError if one is gone, or hangs), or the ExperimentError that
+        one raised, and closes the crew.
         """
         if not self.at_work:
             raise WorkerError("the crew has been dismissed")
@@ -183,6 +187,7 @@ class Crew:
             return self._collect(self._timeout)
         except BaseException:
             self.close()
+            resource_sharer.stop(GRACE)  # of what was sent by handle, lets go of all that nobody will fetch any more
             raise
 
     @property
@@ -235,14 +240,22 @@ class Crew:
         return [answers[index] for index in range(self.count)]
 
     def _receive(self, index: int) -> Any:
+        child = self._children[index]
         try:
-            kind, content = self._children[index].pipe.recv()
+            kind, content = child.pipe.recv()
         except (EOFError, ConnectionResetError):
+            raise self._death(index) from None
+        except OSError:  # it died as it was sending, or before what it sent by handle had been fetched
+            child.wait(GRACE)
+            if child.exitcode is None:
+                raise
             raise self._death(index) from None
         if kind == "result":
             return content
         if kind == "aborted":  # a peer has failed; its own message, or its sentinel, says how
             return None
+        if kind == "waited":
+            raise self._silence(list(range(self.count)), self._timeout)
         if kind == "refused":
             raise ExperimentError(*content)
         summary, trace = content
@@ -250,24 +263,32 @@ class Crew:
         where = f"process {index}, {whereabouts(self._board, index)}, failed"
         raise WorkerError(f"{f'{worker} failed (process {index})' if worker else where}: {summary}\n{trace}")
 
-    def _silence(self, pending: list[int], timeout: float) -> WorkerError:
+    def _silence(self, pending: list[int], timeout: float) -> ProcessLostError:
         """All of `pending` are silent, and wait for the one that has come least far, and does not wait itself."""
         index = min(pending, key=lambda each: (self._board.read(each, ARRIVALS), self._board.read(each, WAITING)))
         if not self._ready:
-            return WorkerError(f"process {index} has not started within {timeout:g} s")
+            why = f"has not started within {timeout:g} s"
+            return self._lost(index, f"process {index} {why}", why)
         where = worker_in_hand(self._board, index) or whereabouts(self._board, index)
-        return WorkerError(
-            f"process {index} has given no sign of life for {timeout:g} s ({where}); "
-            "a step that takes longer needs a larger `timeout`"
+        why = f"has given no sign of life for {timeout:g} s"
+        return self._lost(
+            index, f"process {index} {why} ({where}); a step that takes longer needs a larger `timeout`", why
         )
 
     def _death(self, index: int) -> WorkerError:
         child = self._children[index]
         child.wait(GRACE)
         if not self._ready:
-            return WorkerError(f"process {index} {how_its_start_ended(child.exitcode, INSTEAD)}")
-        held = HELD.get(self._board.read(index, HOLDING), "")
-        return WorkerError(f"process {index}, {whereabouts(self._board, index)}, {how_it_ended(child.exitcode)}{held}")
+            why = how_its_start_ended(child.exitcode, INSTEAD)
+            line = f"process {index} {why}"
+            own_doing = (child.exitcode or 0) > 0  # it could not be imported, and neither could another
+            return WorkerError(line) if own_doing else self._lost(index, line, why)
+        why = how_it_ended(child.exitcode) + HELD.get(self._board.read(index, HOLDING), "")
+        return self._lost(index, f"process {index}, {whereabouts(self._board, index)}, {why}", why)
+
+    def _lost(self, index: int, line: str, why: str) -> ProcessLostError:
+        worker = self._board.read(index, WORKER)
+        return ProcessLostError(line, why, index, self.count, None if worker in (NOBODY, SEVERAL) else worker)
 
 
 def _serve(pipe: Connection, index: int, board: Board, threads: int, timeout: float) -> None:
@@ -292,6 +313,8 @@ def _answer(seat: Seat, message: bytes) -> tuple[str, Any]:
         return "result", result
     except AbortedError:
         return "aborted", None
+    except DeadlineError:  # mostly the parent finds that out first
+        return "waited", None
     except ExperimentError as error:
         return "refused", error.lines
     except Exception as error:

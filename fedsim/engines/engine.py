@@ -72,6 +72,18 @@ class Engine(ABC):
         """Whether it can take on a task: not after it was closed, or has lost its processes to a failure."""
         return True
 
+    @property
+    def can_lose_processes(self) -> bool:
+        """Whether processes train for it that may end while this one goes on (see ProcessLostError)."""
+        return False
+
+    def replace_processes(self) -> None:
+        """Start all its processes anew, after one was lost, on the task and the memory in hand, as that is.
+
+        Raises WorkerError where that fails.
+        """
+        raise NotImplementedError("it has no processes that can be lost")
+
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """For the run record: how the task in hand is computed, `processes` among it."""

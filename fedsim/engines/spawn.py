@@ -27,15 +27,17 @@ class SpawnEngine(Engine):
     racing: ClassVar[str] = "spawn"
 
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
-        self._crew = Crew(processes, threads, timeout)
+        self._staff = processes, threads, timeout
+        self._crew = Crew(*self._staff)
         self._began = False
 
     def begin(self, task: Task, memory: Memory, trainer: MakeTrainer = RowTrainer) -> None:
         self.leave()
         self.memory = memory.share()
         self._began = True
+        self._work = task, self.memory, trainer
         try:
-            self._crew.call(_take_station, task, self.memory, trainer)
+            self._crew.call(_take_station, *self._work)
         except RuntimeError as error:
             if isinstance(error, FedsimError) or task.device.type == "cpu":
                 raise
@@ -43,6 +45,18 @@ class SpawnEngine(Engine):
                 f"device = {show(str(task.device))}: its memory cannot be shared between processes here "
                 f"({one_line(error)}); use engine=serial"
             ) from error
+
+    @property
+    def can_lose_processes(self) -> bool:
+        return True
+
+    def replace_processes(self) -> None:
+        """All of them, since the others may be in the middle of anything; they start side by side, as fast as one."""
+        self._crew.close()
+        forget_shared_memory(self.memory.global_row.device)
+        self._crew = Crew(*self._staff)
+        self.memory.unfit.zero_()  # new stations count aggregations from the first
+        self._crew.call(_take_station, *self._work)
 
     def facts(self) -> dict[str, Any]:
         return {"processes": self._crew.count}
@@ -74,7 +88,7 @@ class SpawnEngine(Engine):
             if self._crew.at_work:
                 self._crew.call(_leave_station)
         finally:
-            del self.memory
+            del self.memory, self._work
         forget_shared_memory(device)
 
 

@@ -45,7 +45,7 @@ class StackTrainer:
 
     def __init__(self, seat: Seat, task: Task, memory: Memory, feed: Feed, *, width: int, rehearsal: Rehearsal) -> None:
         self._seat, self._task, self._memory, self._feed = seat, task, memory, feed
-        self._width, self._rehearsal = width, rehearsal
+        self.width, self._rehearsal = width, rehearsal
         self._module = StackedModule(task.new_module, task.precision, merged=rehearsal.merged)
         if task.compile:
             self._compile()
@@ -104,7 +104,7 @@ class StackTrainer:
         if not members:
             return []
         members = sorted(members, key=lambda member: -self._feed.steps_of(member))
-        count = -(-len(members) // self._width)
+        count = -(-len(members) // self.width)
         cuts = [len(members) * part // count for part in range(count + 1)]
         return [Stack(members[start:stop], self._task, self._feed) for start, stop in pairwise(cuts)]
 
@@ -207,7 +207,7 @@ class StackTrainer:
     def _usual_sizes(self) -> list[int]:
         """How many rows the stacks of a round have, the most first, where all workers take as many steps."""
         members = -(-len(self._memory.rows) // self._seat.count)
-        stacks = -(-members // self._width)
+        stacks = -(-members // self.width)
         return sorted({-(-members // stacks), members // stacks}, reverse=True)
 
     def _new_scale(self, stack: Stack) -> LossScale | None:

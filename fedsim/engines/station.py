@@ -20,6 +20,7 @@ from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Feed, Member
 from fedsim.engines.job import Memory, Task, test_batch_size
 from fedsim.engines.module import RowModule
+from fedsim.engines.shortage import shortage_told
 from fedsim.engines.trainer import Trainer
 from fedsim.precision import full_precision
 from fedsim.rows import new_rows, pull_down
@@ -60,7 +61,8 @@ class Station:
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
         self.feed = Feed(task, memory)
         self.averaging = self._new_averaging()
-        with self.in_precision():  # since what is captured or compiled keeps the precision in which that was done
+        told = shortage_told(task, seat.count)
+        with told, self.in_precision():  # since what is captured or compiled keeps the precision in which that was done
             self.trainer = make_trainer(seat, task, memory, self.feed)
 
     def _new_averaging(self) -> Averaging:
@@ -69,7 +71,7 @@ class Station:
 
     def do(self, method: str, *arguments: object) -> Any:
         """Call one of the methods below, in which nothing but training has a lower precision than the rows."""
-        with full_precision(self.task.device):
+        with shortage_told(self.task, self.seat.count, self.trainer.width), full_precision(self.task.device):
             return getattr(self, method)(*arguments)
 
     def pull_down(self, cohort: Sequence[int], round: int) -> None:
@@ -217,10 +219,12 @@ class Station:
     def _mine(self, cohort: Sequence[int], round: int = 0) -> list[Member]:
         """The members that this process trains: of the cohort, and the server where the rule compares with that."""
         everyone, steps = self._everyone(cohort)
-        return [Member(slot, everyone[slot], round) for slot in deal(steps, self.seat.count)[self.seat.index]]
+        slots = [*range(len(cohort)), len(self.memory.rows) - 1]  # the server's is the last, however many there are
+        hand = deal(steps, self.seat.count)[self.seat.index]
+        return [Member(slots[place], everyone[place], round) for place in hand]
 
     def _everyone(self, cohort: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Whoever trains in a round, by slot, and how many steps each of them takes."""
+        """Whoever trains in a round, the server last, and how many steps each of them takes."""
         everyone = [*cohort] if self.feed.root is None else [*cohort, self.feed.root]
         return everyone, [self.task.schedule.steps_for(n) for n in self._shard_sizes(everyone)]
 

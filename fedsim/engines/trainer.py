@@ -32,6 +32,7 @@ class Trainer(Protocol):
     """
 
     compiled: Compilation | None  # what is compiled of its work
+    width: int | None  # of stacks at most, if it has such
     replays: Any  # its steps that are captured, if it has such
 
     def train(self, members: Sequence[Member]) -> None:
@@ -70,7 +71,7 @@ class Partaker:
 class RowTrainer:
     """Trains one row after another, with a module that is bound to each in turn."""
 
-    replays = None
+    replays = width = None
 
     def __init__(self, seat: Seat, task: Task, memory: Memory, feed: Feed) -> None:
         self._seat, self._task, self._memory, self._feed = seat, task, memory, feed

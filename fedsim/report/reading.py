@@ -79,6 +79,7 @@ class Round(Lenient):
     bytes_down: Count | None = None
     coefficients: list[Number] | None = None  # one per member of the cohort; None: the rule has none
     excluded: list[Count] = []
+    lost: list[Count] = []  # whose process was lost, and who were left out for that
     attack_success: Number = None
     samples: list[Count] = []
     virtual_seconds: Number = None

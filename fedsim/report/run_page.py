@@ -171,4 +171,6 @@ def _columns(run: Run) -> list[tuple[str, Callable[[Round], str]]]:
     ]
     if any(record.excluded for record in run.rounds):
         columns.append(("screened out", lambda record: ", ".join(map(str, record.excluded)) or words.MISSING))
+    if any(record.lost for record in run.rounds):
+        columns.append(("lost", lambda record: ", ".join(map(str, record.lost)) or words.MISSING))
     return columns

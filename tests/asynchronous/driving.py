@@ -123,7 +123,9 @@ def driven(
         states={"parameters": optimizer.start(global_row)},
         train_loss=torch.zeros(slots, dtype=wide),
     )
-    task = SimpleNamespace(seed=seed, server=optimizer, buffers=buffers, dtype=dtype, device=torch.device("cpu"))
+    task = SimpleNamespace(
+        seed=seed, server=optimizer, buffers=buffers, nonfinite="error", dtype=dtype, device=torch.device("cpu")
+    )
     server = Server.of(chosen, solver or SGD(lr=0.1), task, memory)
     schedule = schedule or Schedule(BATCH)
     roster = Roster(seed, n_workers, slots, chosen.work, schedule, lambda worker: size)

@@ -35,6 +35,7 @@ KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \
 )
 def test_a_worker_that_fails_ends_the_run_with_a_line_and_never_hangs(tables, message):
     changes = {"mode": "race", "workers": 2, "rounds": 3, "model": "logistic", "data": "tests.plugs:tiny"}
+    changes["on_worker_failure"] = "abort"
     started: list[float] = []
     with pytest.raises(fedsim.WorkerError) as caught:
         fedsim.run({**changes, **tables}, on_start=lambda setting: started.append(time.monotonic()))

@@ -9,6 +9,7 @@ import pytest
 
 import fedsim
 from fedsim.comparison import Watcher, load_grid, run_grid
+from fedsim.errors import FedsimWarning
 from tests.commands import run_python
 from tests.comparison.test_comparing import without_times
 
@@ -71,7 +72,7 @@ def test_the_death_of_a_job_fails_its_run_alone(quick, tmp_path):
             expected.extend(sorted(in_hand))
 
     look, expected = Look(kill), []
-    grid = load_grid({**quick, "rounds": 80}, {"seed": [0, 1, 2, 3]})
+    grid = load_grid({**quick, "rounds": 80, "on_worker_failure": "abort"}, {"seed": [0, 1, 2, 3]})
     comparison = run_grid(grid, tmp_path, 2, look)
     assert [run.id for run in comparison.failed] == expected
     for run in comparison.failed:
@@ -82,10 +83,40 @@ def test_the_death_of_a_job_fails_its_run_alone(quick, tmp_path):
     assert not run_grid(grid, tmp_path, 1).failed, "and they are done again"
 
 
+def test_a_run_whose_process_was_lost_is_done_again_and_comes_to_the_same(quick, serial, tmp_path):
+    """Two runs at once; when both have begun their processes are killed."""
+    seen, killed = set(), []
+
+    def kill(run, record):
+        seen.add(run.id)
+        if len(seen) == 2 and not killed:
+            killed.extend(children())
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    axes, look = {"seed": [0, 1, 2]}, Look(kill)
+    look.again = lambda run: again.append(run.id)
+    again: list[str] = []
+    with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is done again .1 of at most 2 times") as said:
+        comparison = run_grid(load_grid({**quick, "rounds": 20}, axes), tmp_path, 2, look)
+    assert not comparison.failed
+    assert again
+    assert len(again) == len(said) <= 2
+    alone = fedsim.compare({**serial, "rounds": 20}, axes)
+    assert [without_times(run.history) for run in comparison.runs] == [without_times(run.history) for run in alone.runs]
+
+
+def test_a_run_that_loses_its_process_again_and_again_fails_and_says_how_often(quick, tmp_path):
+    tables = {**quick, "rounds": 1, "worker_retries": 1, "model": {"name": "tests.plugs:Fails", "how": "kill"}}
+    with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .1 of at most 1 time"):
+        comparison = run_grid(load_grid(tables, {"seed": [0, 1]}), tmp_path, 2, Look())
+    assert [run.error.rpartition("; ")[2] for run in comparison.failed] == ["the run has been tried 2 times"] * 2
+
+
 def test_what_a_model_does_to_its_process_fails_its_run_alone_and_slow_work_fails_none(quick, tmp_path):
     """The slow one takes longer than the timeout, but shows signs of life: 15 steps, from the fourth on of 0.2 s."""
     tables = {**quick, "rounds": 1, "workers": 1, "timeout": 2.0, "local": {"batch_size": 14}}
-    tables["model"] = {"name": "tests.plugs:Fails", "how": "never"}
+    tables["model"], tables["on_worker_failure"] = {"name": "tests.plugs:Fails", "how": "never"}, "abort"
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "

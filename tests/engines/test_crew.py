@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from fedsim.engines.barrier import Barrier
 from fedsim.engines.crew import Crew
 from fedsim.errors import ExperimentError, WorkerError
 from tests.commands import run_python, start
@@ -160,6 +162,21 @@ def test_a_process_that_hangs_is_found_out_and_named_and_not_one_that_shows_sign
     assert "process 1 has given no sign of life for 1 s (worker 7 in round 3)" in message
 
 
+def hang_at_the_barrier(seat):
+    """Process 1 never comes, and process 0 loses patience before the parent does."""
+    if seat.index == 1:
+        time.sleep(3600)
+    Barrier(seat.board, 0, timeout=0.5).wait()
+
+
+def test_a_process_that_waits_in_vain_is_not_taken_for_the_one_that_hangs(monkeypatch):
+    monkeypatch.setattr("fedsim.engines.crew.GRACE", 0.5)
+    with Crew(2) as crew:
+        crew.call(who)
+        message = fails_within(10, crew, hang_at_the_barrier)
+    assert message.startswith("process 1 has given no sign of life for 300 s")
+
+
 def test_a_death_between_calls_is_found_at_the_next_and_no_later_call_is_taken():
     with Crew(2) as crew:
         pid = crew.call(who)[1][2]
@@ -254,7 +271,10 @@ def test_neither_descriptors_nor_shared_memory_are_kept():
             crew.close()
         del tensor
         counts.append(open_things())
-    assert counts[0] == counts[1] == counts[2]
+    (descriptors, maps), *_, (after_failure, maps_after_failure) = counts
+    assert counts[0] == counts[1]
+    assert descriptors - 1 <= after_failure <= descriptors, "at most multiprocessing's own socket is closed"
+    assert maps == maps_after_failure
 
 
 def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_told_before_anything_starts(tmp_path, monkeypatch):
@@ -264,6 +284,47 @@ def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_told_before_an
         WorkerError, match=r'^TMPDIR = ".*": processes meet at sockets in it, for which its path must .* 75'
     ):
         Crew(1)
+
+
+class KillsItsReader:
+    """Kills the process that unpickles it."""
+
+    def __reduce__(self):
+        return kill_this, ()
+
+
+def kill_this():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def give_by_handle_and_die(seat):
+    threading.Timer(0.2, kill_this).start()  # after it has answered, and before
+    return Slow(), torch.zeros(2)
+
+
+class Slow:
+    """Takes its time to be unpickled."""
+
+    def __reduce__(self):
+        return time.sleep, (1.0,)
+
+
+def test_what_a_dead_process_had_not_fetched_is_let_go_of():
+    before = open_things()
+    with Crew(1) as crew:
+        crew.call(who)
+        tensors = [torch.zeros(2) for _ in range(5)]
+        assert "was killed by SIGKILL" in fails_within(5, crew, add_to, KillsItsReader(), tensors)
+        del tensors
+    descriptors, maps = open_things()
+    assert descriptors <= before[0] + 1, "multiprocessing's own socket"
+    assert maps <= before[1] + 1
+
+
+def test_a_process_that_dies_before_its_answer_has_been_fetched_has_died():
+    with Crew(1) as crew:
+        crew.call(who)
+        assert "was killed by SIGKILL (exit code -9)" in fails_within(10, crew, give_by_handle_and_die)
 
 
 def test_a_crew_that_was_never_asked_goes_too():

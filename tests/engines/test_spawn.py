@@ -24,6 +24,7 @@ DEATH = r"process \d, working on worker \d in round 1, "
 def test_a_death_ends_the_run_and_says_how_and_on_whom_it_worked(how, sync, message, tiny_experiment, monkeypatch):
     monkeypatch.setattr("fedsim.engines.crew.GRACE", 0.5)  # for those who hang; then they are killed
     tables = {**tiny_experiment, "engine": "spawn", "processes": 2, "sync": sync, "timeout": 2.0}
+    tables["on_worker_failure"] = "abort"
     with pytest.raises(fedsim.WorkerError) as failure:
         fedsim.run({**tables, "model": {"name": "tests.plugs:Fails", "how": how}})
     assert re.match(message, str(failure.value)), str(failure.value)

@@ -1,0 +1,140 @@
+"""Rounds that outlive the processes in which workers train.
+
+What a round comes to depends on what the round before has left, and on nothing else. So when a process is lost in the
+middle of a round, however little is known of what it has left half done, all of that is put back as it was before the
+round, new processes are started, and the round is done again: to the bit as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+
+from fedsim.engines import Engine
+from fedsim.engines.station import deal
+from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError, plural
+from fedsim.preparation import Setting
+from fedsim.records import RoundRecord
+from fedsim.simulation import Loop, SynchronousLoop
+from fedsim.snapshot import Snapshot
+
+Note = Callable[..., object]  # given the kind of an event, its round, and further facts; see `RunFolder.event`
+
+
+def recovering(loop: Loop, setting: Setting, engine: Engine, note: Note | None = None) -> Loop:
+    """The loop as `on_worker_failure` has it; the same one where its engine has no processes to lose.
+
+    note: is told of every process that was lost and replaced.
+    """
+    policy = setting.experiment.on_worker_failure
+    if policy == "abort" or not engine.can_lose_processes:
+        return loop
+    if policy == "drop":
+        assert isinstance(loop, SynchronousLoop)
+        return DroppingLoop(loop, setting, engine, note)
+    return RecoveringLoop(loop, setting, engine, note)
+
+
+class RecoveringLoop:
+    """A loop whose rounds are done again where they lose a process, `worker_retries` times each at most.
+
+    Keeps where the loop stood before the round in hand: a copy of what one round leaves to the next.
+    """
+
+    def __init__(self, loop: Loop, setting: Setting, engine: Engine, note: Note | None = None) -> None:
+        self._loop, self._engine, self._note = loop, engine, note
+        self._retries = setting.experiment.worker_retries
+        self._before: Snapshot | None = None
+
+    def play(self, round: int) -> RoundRecord:
+        """One round; raises WorkerError where it has lost a process once more than it may be done again."""
+        before = self.state()
+        for attempt in itertools.count(1):
+            try:
+                if attempt > 1:
+                    self._engine.replace_processes()
+                    self._loop.resume(before)
+                record = self._attempt(round)
+                self._before = self._loop.state()  # now, since processes may be lost between two rounds too
+                return record
+            except ProcessLostError as loss:
+                if attempt > self._retries:
+                    raise self._given_up(loss, round, attempt) from loss
+                self._tell(loss, round, attempt)
+        raise AssertionError("there is always one more attempt")
+
+    def state(self) -> Snapshot:
+        if self._before is None:
+            self._before = self._loop.state()
+        return self._before
+
+    def resume(self, state: Snapshot) -> None:
+        self._loop.resume(state)
+        self._before = state
+
+    def finish(self) -> None:
+        self._loop.finish()
+
+    def _attempt(self, round: int) -> RoundRecord:
+        return self._loop.play(round)
+
+    def _given_up(self, loss: ProcessLostError, round: int, attempts: int) -> WorkerError:
+        if attempts == 1:
+            return loss
+        return WorkerError(f"{loss}; round {round} has been tried {attempts} times (worker_retries = {self._retries})")
+
+    def _tell(self, loss: ProcessLostError, round: int, attempt: int) -> None:
+        """Say that the round is to be done again."""
+        self._announce("worker replaced", loss, round, attempt)
+
+    def _announce(self, kind: str, loss: ProcessLostError, round: int, attempt: int, without: str = "") -> None:
+        often = f"{attempt} of at most {plural(self._retries, 'time')}"
+        line = f"{loss}; a new one takes its place, and round {round} is done again{without} ({often})"
+        warnings.warn(line, FedsimWarning, stacklevel=4)
+        if self._note:
+            who = {"process": loss.process, "worker": loss.worker}
+            self._note(kind, round=round, **who, why=loss.why, attempt=attempt)
+
+
+class DroppingLoop(RecoveringLoop):
+    """The same, but a round is done again without those whose process was lost; they take part again in the next.
+
+    That is the worker it was working on or, where that was none or several, all who had been dealt to it.
+    """
+
+    _loop: SynchronousLoop
+
+    def __init__(self, loop: SynchronousLoop, setting: Setting, engine: Engine, note: Note | None = None) -> None:
+        super().__init__(loop, setting, engine, note)
+        self._schedule, self._has_root = setting.schedule, setting.task.rule.takes("root")
+        self._lost: list[int] = []
+
+    def play(self, round: int) -> RoundRecord:
+        """See `RecoveringLoop`; raises WorkerError too where nobody of the cohort is left."""
+        self._lost = []
+        return super().play(round)
+
+    def _attempt(self, round: int) -> RoundRecord:
+        return self._loop.play(round, self._lost)
+
+    def _tell(self, loss: ProcessLostError, round: int, attempt: int) -> None:
+        lost = self._in_hand(loss, round)
+        if not lost:  # as where it was still starting, or the server's own row was in hand
+            super()._tell(loss, round, attempt)
+            return
+        self._lost += lost
+        named = f"{'worker' if len(lost) == 1 else 'workers'} {', '.join(map(str, lost))}"
+        if len(self._lost) == len(self._loop.cohort(round)):
+            raise WorkerError(f"{loss}; without {named}, nobody is left of the cohort of round {round}") from loss
+        self._announce("worker dropped", loss, round, attempt, f" without {named}")
+
+    def _in_hand(self, loss: ProcessLostError, round: int) -> list[int]:
+        """The workers of the cohort who are lost with a process; see `Station`."""
+        cohort = [worker for worker in self._loop.cohort(round) if worker not in self._lost]
+        if loss.worker is not None:
+            return [worker for worker in cohort if worker == loss.worker]
+        memory = self._engine.memory
+        sizes = [memory.shards.size(worker) for worker in cohort] + [len(memory.root)] * self._has_root
+        hands = deal([self._schedule.steps_for(size) for size in sizes], loss.processes)
+        return [cohort[place] for place in hands[loss.process] if place < len(cohort)]

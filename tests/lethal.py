@@ -1,0 +1,68 @@
+"""Plugs that kill or stop the process they are in, when a test has ordered it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from multiprocessing import parent_process
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from fedsim.aggregation.fedopt import ServerAdam
+from fedsim.asynchronous.policies.gradients import Locked
+
+
+def order(folder, *orders):
+    """Have one process die for each order: `train`, `test`, `aggregate` or `take`, and after it -kill or -stop."""
+    for number, each in enumerate(orders):
+        (Path(folder) / f"{each}-{number}").touch()
+
+
+def obey(folder, phase):
+    """Carry out an order for this phase, if there is one: of several processes one does, and not the test's own."""
+    if parent_process() is None:
+        return
+    for each in sorted(Path(folder).glob(f"{phase}-*")):
+        try:
+            each.unlink()
+        except FileNotFoundError:  # another process was faster
+            continue
+        os.kill(os.getpid(), signal.SIGSTOP if "stop" in each.name else signal.SIGKILL)
+
+
+class Mortal(nn.Module):
+    """A model that obeys as it trains, and as it is tested."""
+
+    def __init__(self, *, folder: str) -> None:
+        super().__init__()
+        self.linear, self.folder = nn.Linear(784, 10), folder
+
+    def forward(self, images: Tensor) -> Tensor:
+        obey(self.folder, "train" if self.training else "test")
+        return self.linear(images.flatten(1))
+
+
+@dataclass(frozen=True)
+class MortalAdam(ServerAdam):
+    """A server optimizer that obeys when it has made its step, half of the row at least being moved then."""
+
+    folder: str = ""
+
+    def step(self, rows, update, state):
+        super().step(rows, update, state)
+        obey(self.folder, "aggregate")
+
+
+@dataclass(frozen=True)
+class MortalLocked(Locked):
+    """A policy that obeys in the middle of an update, with the lock in hand."""
+
+    folder: str = ""
+
+    def take(self, server, arrival):
+        server.global_row[: len(server.global_row) // 2] += 1.0
+        obey(self.folder, "take")
+        server.global_row[: len(server.global_row) // 2] -= 1.0
+        super().take(server, arrival)

@@ -1,0 +1,491 @@
+"""Processes that are killed or stopped in the middle of a round, and what the run comes to all the same."""
+
+from __future__ import annotations
+
+import json
+import queue
+import random
+import re
+import signal
+import statistics
+import threading
+import time
+import warnings
+from itertools import pairwise
+from multiprocessing import active_children
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.engines.auto import AutoEngine, Way
+from fedsim.engines.trainer import RowTrainer
+from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
+from fedsim.preparation import prepare
+from fedsim.recovery import RecoveringLoop, recovering
+from fedsim.simulation import SynchronousLoop, loop_of
+from fedsim.snapshot import Snapshot
+from tests.commands import ROOT, assert_none_left, start
+from tests.engines.test_crew import open_things
+from tests.lethal import order
+
+TABLES = {
+    **{"rounds": 4, "workers": 4, "data": "tests.plugs:tiny", "records": {"curve": False}},
+    "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
+}
+SPAWN = {"engine": "spawn", "processes": 2}
+
+
+@pytest.fixture(scope="module")
+def workshop():
+    """Shared, since starting processes takes long. (By this name the tests know that its processes are to stay.)"""
+    with fedsim.Workshop() as shared:
+        yield shared
+
+
+@pytest.fixture
+def mortal(tmp_path):
+    """An experiment whose model obeys orders."""
+    folder = tmp_path / "orders"
+    folder.mkdir()
+    return {**TABLES, "model": {"name": "tests.lethal:Mortal", "folder": str(folder)}}
+
+
+def folder_of(tables):
+    return tables["model"]["folder"]
+
+
+def untimed(history):
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
+
+
+def run_ordered(tables, orders, out=None, workshop=None):
+    """A run in whose rounds, by number, these orders are given; and the warnings."""
+    folder = folder_of(tables)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = fedsim.run(
+            tables,
+            out,
+            workshop=workshop,
+            on_start=lambda setting: order(folder, *orders.get(1, ())),
+            on_round=lambda record: order(folder, *orders.get(record["round"] + 1, ())),
+        )
+    assert {warning.category for warning in caught} <= {FedsimWarning}
+    return result, [str(warning.message) for warning in caught]
+
+
+def assert_as_without_faults(result, tables, workshop=None, **changes):
+    whole = fedsim.run({**tables, **changes}, workshop=workshop)
+    assert torch.equal(result.global_row, whole.global_row)
+    assert untimed(result.history) == untimed(whole.history)
+
+
+def events(out):
+    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+
+
+def test_deaths_in_training_and_in_aggregation_leave_no_trace_in_the_result(mortal, tmp_path, workshop):
+    server = {"optimizer": "tests.lethal:MortalAdam", "folder": folder_of(mortal)}
+    tables = {**mortal, **SPAWN, "server": server, "mode": "clock", "clock": {"speed": "lognormal"}}
+    out = tmp_path / "out"
+    orders = {1: ["train"], 3: ["aggregate"]}
+    result, said = run_ordered(tables, orders, out, workshop)
+    assert_as_without_faults(result, tables, engine="serial", processes=None)
+    told = events(out)
+    assert [(each["event"], each["round"], each["attempt"]) for each in told] == [
+        ("worker replaced", round, 1) for round in orders
+    ]
+    assert {each["why"] for each in told} == {"was killed by SIGKILL (exit code -9)"}
+    assert told[0]["worker"] in range(4)
+    assert told[1]["worker"] is None
+    assert {each["process"] for each in told} <= {0, 1}
+    assert re.fullmatch(
+        r"process \d, working on worker \d in round 1, was killed by SIGKILL \(exit code -9\); a new one takes its "
+        r"place, and round 1 is done again \(1 of at most 2 times\)",
+        said[0],
+    )
+    assert len(said) == 2
+    assert [len(record["cohort"]) for record in result.history] == [4] * 4
+    assert [record["lost"] for record in result.history] == [[]] * 4
+
+
+def test_a_round_that_loses_two_processes_is_done_a_third_time(mortal, workshop):
+    """One in training, one in the test; with a rule that has a state, which the first process alone keeps."""
+    tables = {**mortal, **SPAWN, "aggregate": "foolsgold", "rounds": 3}
+    result, said = run_ordered(tables, {2: ["train", "test"]}, workshop=workshop)
+    assert_as_without_faults(result, tables, engine="serial", processes=None)
+    assert [line.rpartition("again ")[2] for line in said] == ["(1 of at most 2 times)", "(2 of at most 2 times)"]
+
+
+@pytest.mark.slow
+def test_a_round_that_loses_more_than_worker_retries_ends_the_run_with_a_line(mortal, tmp_path, workshop):
+    tables = {**mortal, **SPAWN, "worker_retries": 1}
+    with pytest.raises(WorkerError) as caught:
+        run_ordered(tables, {2: ["train", "test"]}, tmp_path / "out", workshop)
+    assert re.fullmatch(
+        r"process \d, between workers, last in round 2, was killed by SIGKILL \(exit code -9\); round 2 has been tried "
+        r"2 times \(worker_retries = 1\)",
+        str(caught.value),
+    )
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_where_gradients_are_averaged_the_round_is_done_again_from_its_first_step(mortal, workshop):
+    tables = {**mortal, **SPAWN, "sync": "gradients", "rounds": 2}
+    result, said = run_ordered(tables, {2: ["train"]}, workshop=workshop)
+    assert_as_without_faults(result, tables, engine="serial", processes=None)
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("policy", ["fedbuff", pytest.param("asgd", marks=pytest.mark.slow)])
+def test_the_virtual_clock_is_put_back_too(policy, mortal, workshop):
+    tables = {**mortal, **SPAWN, "mode": "clock", "policy": policy, "clock": {"speed": "lognormal"}, "rounds": 3}
+    result, said = run_ordered(tables, {2: ["train"]}, workshop=workshop)
+    assert_as_without_faults(result, tables, engine="serial", processes=None)
+    assert len(said) == 1
+
+
+def test_a_drop_leaves_the_worker_out_of_the_round_and_says_so(mortal, tmp_path, workshop):
+    tables = {**mortal, **SPAWN, "on_worker_failure": "drop", "rounds": 3}
+    out = tmp_path / "out"
+    result, said = run_ordered(tables, {2: ["train"]}, out, workshop)
+    (lost,) = result.history[1]["lost"]
+    assert result.history[1]["cohort"] == [worker for worker in range(4) if worker != lost]
+    assert [result.history[round]["cohort"] for round in (0, 2)] == [[0, 1, 2, 3]] * 2
+    (told,) = events(out)
+    assert (told["event"], told["worker"], told["round"]) == ("worker dropped", lost, 2)
+    assert said[0].endswith(f"round 2 is done again without worker {lost} (1 of at most 2 times)")
+    on_disk = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["lost"] for record in on_disk] == [[], [lost], []]
+    with prepare(fedsim.Experiment(**{**tables, "engine": "serial", "processes": None}), workshop) as (setting, engine):
+        loop = loop_of(setting, engine)
+        assert isinstance(loop, SynchronousLoop)
+        records = [loop.play(1), loop.play(2, [lost]), loop.play(3)]
+        assert torch.equal(engine.memory.global_row, result.global_row)
+    assert untimed(records) == untimed(result.history)
+
+
+def test_a_race_goes_on_from_the_start_of_its_round_even_after_a_death_with_the_lock(mortal, workshop):
+    policy = {"name": "tests.lethal:MortalLocked", "folder": folder_of(mortal)}
+    tables = {**mortal, **SPAWN, "mode": "race", "policy": policy, "rounds": 3, "race": {"runs": 2}}
+    result, said = run_ordered(tables, {2: ["take"]}, workshop=workshop)
+    assert "was killed by SIGKILL (exit code -9) while it held a lock" in said[0]
+    assert len(said) == 1
+    updates = [record["asynchronous"]["updates"] for record in result.history]
+    assert updates == [updates[0], 2 * updates[0], 3 * updates[0]], "none is lost, and none is there twice"
+    half_written = result.global_row[: len(result.global_row) // 2]
+    assert abs(float(half_written.mean())) < 0.1, "1, to which it had been moved when the process died, is gone again"
+
+
+def test_a_stopped_process_is_replaced_once_it_has_been_silent_for_too_long(mortal, monkeypatch):
+    """In stacks, of which two processes have one each."""
+    monkeypatch.setattr("fedsim.engines.crew.GRACE", 0.5)  # after which it is killed
+    tables = {**mortal, "engine": "batched", "processes": 2, "timeout": 3.0, "rounds": 2}
+    with fedsim.Workshop() as workshop:
+        result, said = run_ordered(tables, {2: ["train-stop"]}, workshop=workshop)
+        assert_as_without_faults(result, tables, workshop)
+    assert re.match(r"process \d has given no sign of life for 3 s \(a stack of workers in round 2\); a step", said[0])
+    assert len(said) == 1
+
+
+@pytest.mark.slow
+def test_auto_replaces_the_processes_of_the_way_it_has_chosen(mortal, monkeypatch):
+    monkeypatch.setattr(AutoEngine, "_choose", lambda self, task, memory: (Way("spawn", 2, 1, RowTrainer), {}))
+    tables = {**mortal, "engine": "auto", "processes": 2}
+    result, said = run_ordered(tables, {3: ["train"]})
+    assert_as_without_faults(result, tables, engine="serial", processes=None)
+    assert len(said) == 1
+
+
+def test_an_interrupt_while_processes_are_replaced_ends_the_program_cleanly(mortal, tmp_path):
+    order(folder_of(mortal), "train")
+    words = ["engine=spawn", "processes=2", "data=tests.plugs:tiny", "model.name=tests.lethal:Mortal", "rounds=100000"]
+    process = start(
+        str(ROOT / "run_experiment.py"), *words, f"model.folder={folder_of(mortal)}", "--out", "x", cwd=tmp_path
+    )
+    line = process.stderr.readline()
+    assert line.startswith("warning: process")
+    assert line.endswith("round 1 is done again (1 of at most 2 times)\n")
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, "interrupted\n")
+    assert_none_left(process.pid)
+
+
+class Fake:
+    """A loop that adds 1 to a tensor in every round, an engine, and a setting; `losses` says what becomes of calls."""
+
+    can_lose_processes = True
+
+    def __init__(self, *losses, retries=2, policy="retry"):
+        self.row, self.losses, self.replaced = torch.zeros(1), list(losses), 0
+        experiment = SimpleNamespace(on_worker_failure=policy, worker_retries=retries)
+        self.setting = SimpleNamespace(experiment=experiment)
+        self.notes = []
+
+    def loop(self):
+        return recovering(self, self.setting, self, lambda *kind, **facts: self.notes.append((*kind, facts)))
+
+    def maybe(self, where):
+        if self.losses and self.losses[0] == where:
+            del self.losses[0]
+            raise ProcessLostError("process 1 is gone", "is gone", 1, 2, None)
+
+    def play(self, round):
+        self.row += 0.5
+        self.maybe("play")
+        self.row += 0.5
+        return {"round": round, "row": float(self.row)}
+
+    def state(self):
+        self.maybe("state")
+        state = Snapshot()
+        state.keep({"row": self.row})
+        return state
+
+    def resume(self, state):
+        self.maybe("resume")
+        state.put_back({"row": self.row})
+
+    def replace_processes(self):
+        self.replaced += 1
+        self.maybe("start")
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.mark.parametrize("where", ["play", "start", "resume"])
+def test_every_loss_counts_among_those_of_its_round_wherever_it_happens(where):
+    fake = Fake("play", where)
+    loop = fake.loop()
+    with pytest.warns(FedsimWarning):
+        assert [loop.play(round)["row"] for round in (1, 2)] == [1.0, 2.0]
+    assert fake.replaced == 2
+    assert [facts["attempt"] for _, facts in fake.notes] == [1, 2]
+    fake = Fake("play", where, where)
+    with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match="^process 1 is gone; round 1 has been tried 3 "):
+        fake.loop().play(1)
+    assert fake.replaced == 2
+
+
+def test_a_process_that_is_lost_after_its_round_costs_that_round_once_more_but_nothing_else():
+    fake = Fake()
+    loop = fake.loop()
+    loop.play(1)
+    fake.losses = ["state"]
+    with pytest.warns(FedsimWarning):
+        assert loop.play(2)["row"] == 2.0
+    assert loop.play(3)["row"] == 3.0
+    assert loop.state().tensors["row"].item() == 3.0
+
+
+def test_a_loss_before_the_first_round_ends_the_run():
+    fake = Fake("state")
+    with pytest.raises(WorkerError, match="^process 1 is gone$"):
+        fake.loop().play(1)
+    assert fake.replaced == 0
+
+
+def test_what_code_raises_is_no_loss():
+    fake = Fake()
+    fake.play = lambda round: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fake.loop().play(1)
+    assert fake.replaced == 0
+
+
+def test_without_retries_the_error_is_as_it_was():
+    with pytest.raises(WorkerError, match="^process 1 is gone$"):
+        Fake("play", retries=0).loop().play(1)
+
+
+def test_a_loop_without_processes_or_with_abort_is_left_as_it_is():
+    """So that nobody pays for snapshots that nobody needs."""
+    fake = Fake(policy="abort")
+    assert fake.loop() is fake
+    fake = Fake()
+    fake.can_lose_processes = False
+    assert fake.loop() is fake
+
+
+def test_a_loop_goes_on_from_a_state_that_it_is_given():
+    fake = Fake()
+    loop = fake.loop()
+    assert isinstance(loop, RecoveringLoop)
+    loop.play(1)
+    before = loop.state()
+    loop.play(2)
+    loop.resume(before)
+    assert loop.state() is before
+    assert loop.play(2)["row"] == 2.0
+    loop.finish()
+    assert fake.finished
+
+
+class FakeCohort(SynchronousLoop):
+    """A loop of which only the cohort is known."""
+
+    def __init__(self, *losses):
+        self.losses, self.left_out = list(losses), []
+
+    def cohort(self, round):
+        return [5, 6, 8, 9]
+
+    def play(self, round, lost=()):
+        self.left_out.append(list(lost))
+        if self.losses:
+            process, worker = self.losses.pop(0)
+            raise ProcessLostError("process is gone", "is gone", process, 2, worker)
+        return {"round": round}
+
+    def state(self):
+        return Snapshot()
+
+    def resume(self, state):
+        pass
+
+
+def dropping(tables, *losses):
+    """What a loop with these losses is played without, again and again, on the serial engine's memory."""
+    described = fedsim.Experiment(**{**TABLES, **tables, "workers": 10, "engine": "serial", "worker_retries": 9})
+    described = described.model_copy(update={"on_worker_failure": "drop"})
+    with fedsim.Workshop() as workshop, prepare(described, workshop) as (setting, engine):
+        loop = FakeCohort(*losses)
+        losing = SimpleNamespace(can_lose_processes=True, replace_processes=lambda: None, memory=engine.memory)
+        with pytest.warns(FedsimWarning):
+            recovering(loop, setting, losing).play(1)
+    return loop.left_out
+
+
+def test_who_is_lost_is_the_worker_in_hand_or_all_who_were_dealt_to_the_process():
+    """Shards of about one size: members are dealt in turn."""
+    assert dropping({}, (1, 8)) == [[], [8]]
+    assert dropping({}, (1, None)) == [[], [6, 9]]
+    assert dropping({}, (0, 5), (0, None)) == [[], [5], [5, 6, 9]], "what is left is dealt anew"
+    assert dropping({}, (0, 7)) == [[], []], "who is not of the cohort is not lost"
+
+
+def test_the_server_itself_is_never_dropped():
+    fltrust = {"aggregate": {"rule": "fltrust", "root_samples": 20}}
+    assert dropping(fltrust, (0, 10)) == [[], []], "its number is that after the last worker's"
+    assert dropping(fltrust, (0, None)) == [[], [5, 8]]
+
+
+def test_where_nobody_is_left_the_run_ends():
+    with pytest.raises(WorkerError, match="^process is gone; without workers? [0-9, ]+, nobody is left of the cohort"):
+        dropping({}, (0, None), (0, 6), (1, 9), (0, None), (1, None))
+
+
+def test_the_servers_own_row_is_found_whoever_is_left_out():
+    """A round of a cohort without one worker is that of an experiment in which it has no say."""
+    tables = {**TABLES, "engine": "serial", "model": "logistic", "aggregate": {"rule": "fltrust", "root_samples": 20}}
+    with fedsim.Workshop() as workshop, prepare(fedsim.Experiment(**tables), workshop) as (setting, engine):
+        loop = loop_of(setting, engine)
+        start = engine.memory.global_row.clone()
+        record = loop.play(1, [1])
+        rows = engine.memory.rows
+        moved = torch.stack([rows[0], rows[1], rows[2]]).double()
+        root = rows[-1].double()
+        trust = torch.clamp(torch.cosine_similarity(moved, root.expand_as(moved)), min=0)
+        scaled = moved * (root.norm() / moved.norm(dim=1, keepdim=True))
+        expected = start.double() + (trust / trust.sum()) @ scaled
+        assert record["cohort"] == [0, 2, 3]
+        assert record["lost"] == [1]
+        assert torch.allclose(engine.memory.global_row.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        (
+            {"mode": "clock", "policy": "fedbuff"},
+            'on_worker_failure = "drop": goes with synchronous rounds, and policy.name = "fedbuff" has no cohort',
+        ),
+        (
+            {"mode": "race", "policy": "hogwild"},
+            'on_worker_failure = "drop": goes with synchronous rounds, and policy.name = "hogwild" has no cohort',
+        ),
+        (
+            {"engine": "distributed"},
+            'on_worker_failure = "drop": with engine = "distributed" the end of a rank ends the run; leave it out',
+        ),
+    ],
+)
+def test_drop_is_refused_where_there_is_nobody_to_go_on_with(tables, line):
+    with pytest.raises(fedsim.ExperimentError, match=re.escape(line)):
+        fedsim.Experiment(on_worker_failure="drop", **tables)
+
+
+class Reaper(threading.Thread):
+    """Kills processes of a running experiment at random instants after it is told to; ends when that is done."""
+
+    def __init__(self, rng):
+        super().__init__(daemon=True)
+        self.killed, self._rng, self._orders, self._over = 0, rng, queue.SimpleQueue(), False
+
+    def run(self):
+        for longest_pauses in iter(self._orders.get, None):
+            for seconds in longest_pauses:
+                time.sleep(self._rng.uniform(0, seconds))
+                while not (victims := [child for child in active_children() if child.name.startswith("fedsim-")]):
+                    if self._over:
+                        return
+                    time.sleep(0.01)  # all are gone, and the new ones have still to begin
+                self._rng.choice(victims).kill()
+                self.killed += 1
+
+    def kill(self, *longest_pauses):
+        """One process after each of these pauses, or rather a part of it."""
+        self._orders.put(longest_pauses)
+
+    def end(self):
+        """Do what has been ordered, as far as anybody is left: nobody is replaced meanwhile."""
+        self._over = True
+        self._orders.put(None)
+        self.join()
+
+
+SOAKED = {
+    "parameters": {"aggregate": "foolsgold", "server": "adam"},
+    "gradients": {"sync": "gradients", "local": {"momentum": 0.9}},
+    "stacks": {"engine": "batched", "server": "yogi"},
+    "clock": {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}},
+    "gradients on the clock": {"mode": "clock", "policy": "asgd", "clock": {"speed": "lognormal"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SOAKED)
+def test_ten_kills_at_random_instants_change_nothing_and_leave_nothing(kind):
+    """Together fifty: at some instant of the next rounds, and some while the processes are being replaced.
+
+    Deaths before the first round or after the last, which end a run, are none of them.
+    """
+    tables = {**TABLES, **SPAWN, "model": "2nn", "rounds": 60, "worker_retries": 100, **SOAKED[kind]}
+    reaper, times = Reaper(random.Random(kind)), [time.monotonic()]
+
+    def on_round(record):
+        times.append(time.monotonic())
+        if record["round"] in range(7, 50, 7):
+            soon = 7 * statistics.median(after - before for before, after in pairwise(times))
+            reaper.kill(*([soon, 3.0] if record["round"] in (14, 28, 42) else [soon]))
+        if record["round"] == tables["rounds"] - 1:
+            reaper.end()
+
+    with fedsim.Workshop() as workshop:
+        whole = fedsim.run(tables, workshop=workshop)
+        before, begun = open_things(), time.monotonic()
+        reaper.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FedsimWarning)
+            result = fedsim.run(tables, workshop=workshop, on_round=on_round)
+        after = open_things()
+        print(f"{kind}: {reaper.killed} kills in {time.monotonic() - begun:.0f} s; descriptors, maps {before} {after}")
+    assert reaper.killed >= 7, "the last ones may have found nobody"
+    assert torch.equal(result.global_row, whole.global_row)
+    assert untimed(result.history) == untimed(whole.history)
+    assert after[0] <= before[0] + 1
+    assert after[1] <= before[1]
