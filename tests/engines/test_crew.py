@@ -316,6 +316,7 @@ def test_what_a_dead_process_had_not_fetched_is_let_go_of():
         tensors = [torch.zeros(2) for _ in range(5)]
         assert "was killed by SIGKILL" in fails_within(5, crew, add_to, KillsItsReader(), tensors)
         del tensors
+    del crew  # its board lies in memory of its own
     descriptors, maps = open_things()
     assert descriptors <= before[0] + 1, "multiprocessing's own socket"
     assert maps <= before[1] + 1

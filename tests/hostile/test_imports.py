@@ -30,6 +30,7 @@ NAMED = {  # for each kind of plug, tables that name one
     "speeds": {"mode": "clock", "clock": {"speed": {"name": "NAME"}}},
     "noises": {"mode": "clock", "clock": {"noise": {"name": "NAME"}}},
     "engines": {"engine": "NAME"},
+    "hooks": {"engine": "distributed", "sync": "gradients", "distributed": {"hook": {"name": "NAME"}}},
 }
 PLUGS_OF_ONES_OWN = """
 import os
