@@ -147,7 +147,7 @@ class Engine(ABC):
         rule, has_last = self._each("remembered")[0]
         state = Snapshot(facts={"has_last": has_last, "syncs": list(self.memory.states)})
         state.keep(self._lasting())
-        state.keep(rule, "rule.")
+        state.keep({name: torch.from_numpy(array) for name, array in rule.items()}, "rule.")
         return state
 
     def resume(self, state: Snapshot) -> None:
@@ -162,7 +162,7 @@ class Engine(ABC):
             self._each("begin_with_parameters")
 
     def _remember(self, lasting: dict[str, Tensor], rule: dict[str, Tensor], has_last: bool) -> None:
-        self._each("remember", rule, has_last)
+        self._each("remember", {name: tensor.numpy() for name, tensor in rule.items()}, has_last)
 
     def _lasting(self) -> dict[str, Tensor]:
         """What one round leaves to the next, by name and whole."""

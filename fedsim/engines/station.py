@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,13 +107,17 @@ class Station:
             self.trainer.train(members)
         synchronize(self.task.device)
 
-    def remembered(self) -> tuple[dict[str, Tensor], bool]:
-        """What rules keep from one aggregation to the next, beside the Memory: see `Averaging`."""
-        return self.averaging.remembered()
+    def remembered(self) -> tuple[dict[str, np.ndarray], bool]:
+        """What rules keep from one aggregation to the next, beside the Memory: see `Averaging`.
 
-    def remember(self, rule: dict[str, Tensor], has_last: bool) -> None:
+        By value: tensors would travel as shared memory, which a process that is killed on the way leaves behind.
+        """
+        state, has_last = self.averaging.remembered()
+        return {name: tensor.cpu().numpy() for name, tensor in state.items()}, has_last
+
+    def remember(self, rule: dict[str, np.ndarray], has_last: bool) -> None:
         """Go on from there; what is in the Memory has been put back by then."""
-        self.averaging.remember(rule, has_last)
+        self.averaging.remember({name: torch.from_numpy(array) for name, array in rule.items()}, has_last)
 
     def begin_with_parameters(self) -> None:
         """After the last round of gradients: what rule, attack and server keep begins here."""

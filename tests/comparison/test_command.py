@@ -109,7 +109,11 @@ def goes_on_where_it_stopped(cli, tmp_path, before):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "code", "word"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_everything_at_once_and_the_same_command_goes_on(cli, tmp_path, number, code, word):
     process = start(*LONG, *ENDLESS, cwd=tmp_path)

@@ -106,6 +106,7 @@ def test_a_run_whose_process_was_lost_is_done_again_and_comes_to_the_same(quick,
     assert [without_times(run.history) for run in comparison.runs] == [without_times(run.history) for run in alone.runs]
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_its_process_again_and_again_fails_and_says_how_often(quick, tmp_path):
     tables = {**quick, "rounds": 1, "worker_retries": 1, "model": {"name": "tests.plugs:Fails", "how": "kill"}}
     with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .1 of at most 1 time"):

@@ -365,7 +365,7 @@ LINES = {
     [
         pytest.param("kill", (), marks=pytest.mark.slow),  # of two ranks it is tested below
         ("raise", ()),
-        ("hang", ()),
+        pytest.param("hang", (), marks=pytest.mark.slow),
         ("kill", IN_BACKWARD),
         pytest.param("raise", IN_BACKWARD, marks=pytest.mark.slow),
         pytest.param("hang", IN_BACKWARD, marks=pytest.mark.slow),
@@ -395,12 +395,8 @@ def test_torchrun_ends_when_a_rank_is_killed(tmp_path):
     ("words", "own", "lines"),
     [
         (["rounds=4"], {1: ["rounds=5"]}, ["the ranks differ in the experiment: rounds = 4 on rank 0 and 5 on rank 1"]),
-        (
-            ["data=tests.plugs:tiny_on_rank"],
-            {},
-            ["the ranks differ in the data: training inputs = "],
-        ),
-        (["data=tests.plugs:absent_on_rank"], {}, ["rank 1: ", ""]),
+        (["data=tests.plugs:tiny_on_rank"], {}, ["the ranks differ in the data: training inputs = "]),
+        pytest.param(["data=tests.plugs:absent_on_rank"], {}, ["rank 1: ", ""], marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_differ_say_so_and_stop(words, own, lines, tmp_path, port):
