@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +21,7 @@ from fedsim.comparison import load_grid, run_grid
 from fedsim.comparison.axes import describe_point, split_at_commas
 from fedsim.comparison.display import GridDisplay
 from fedsim.comparison.gathering import Shard, gather
+from fedsim.display import Display
 from fedsim.engines import engine as engines
 from fedsim.engines.ranks import Ranks
 from fedsim.errors import (
@@ -29,7 +29,6 @@ from fedsim.errors import (
     FedsimError,
     WorkerError,
     nearest,
-    plural,
     printable,
     show,
     warnings_as_lines,
@@ -39,11 +38,10 @@ from fedsim.files import is_file
 from fedsim.limits import told
 from fedsim.listing import PLUGS, list_plugs
 from fedsim.loading import load_experiment, parse_value, to_toml
-from fedsim.preparation import Setting
-from fedsim.records import RoundRecord, experiment_of_run, new_folder_name
+from fedsim.records import experiment_of_run, new_folder_name
 from fedsim.replay import applicable_rules, load_round, replay_json, replay_table
 from fedsim.replay import replay as replay_rules
-from fedsim.report import columns_of, headline, table_header, table_line, write_report
+from fedsim.report import write_report
 
 tqdm.monitor_interval = 0  # no thread that looks after bars: each round moves them
 
@@ -263,64 +261,6 @@ def list_command(
         if kind is not None and kind not in PLUGS:
             raise ExperimentError(f"{show(kind)}: no such kind of plug; {nearest(kind, PLUGS)}")
         print(list_plugs([kind] if kind else list(PLUGS)))
-
-
-class Display:
-    """What a run shows: a headline, a line of a table per round, and a progress bar where somebody is watching."""
-
-    def __init__(self, rounds: int, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self._done = self._before = 0  # rounds; and of those, before this time
-        self._virtual_seconds: float | None = None
-        self._begun = time.perf_counter()
-        watched = not quiet and sys.stderr.isatty()
-        self._bar = tqdm(total=rounds, unit="round", leave=False, miniters=1, disable=not watched)
-
-    def start(self, setting: Setting) -> None:
-        self._print(headline(setting))
-        if setting.done:
-            self._done = self._before = setting.done
-            self._print(f"going on after round {setting.done} of {self._bar.total}")
-        self._columns = columns_of(setting.experiment)
-        self._print(table_header(self._columns))
-        self._started = time.perf_counter()
-        self._bar.reset()
-        self._bar.update(setting.done)
-
-    def round(self, record: RoundRecord) -> None:
-        self._done, self._virtual_seconds = record["round"], record["virtual_seconds"]
-        self._bar.set_postfix_str(f"accuracy {record['test_accuracy']:.4f}", refresh=False)
-        self._bar.update()
-        self._print(table_line(self._columns, record))
-
-    def finish(self, accuracy: float) -> None:
-        seconds = time.perf_counter() - self._started
-        virtual = "" if self._virtual_seconds is None else f" and {self._virtual_seconds:.1f} virtual seconds"
-        now = f", {self._bar.total - self._before} of them now," if self._before else ""
-        rounds = plural(self._bar.total, "round")
-        self._print(
-            f"final test accuracy {accuracy:.4f} after {rounds}{virtual}{now} in {seconds:.1f} s "
-            f"(and {self._started - self._begun:.1f} s to start)"
-        )
-
-    def leave(self, folder: Path) -> None:
-        """Say what an unfinished run has left behind."""
-        self._bar.close()
-        if self._done:
-            with contextlib.suppress(OSError):  # that stdout is closed may be what ended it
-                rounds = f"{self._done} of {plural(self._bar.total, 'round')}"
-                self._print(f"{rounds} are in {folder}; --resume {folder} goes on with it")
-
-    def _print(self, line: str) -> None:
-        if not self._quiet:
-            with tqdm.external_write_mode():
-                print(line, flush=True)
-
-    def __enter__(self) -> Display:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
 
 
 def _source_and_overrides(words: list[str], context: typer.Context) -> tuple[str | None, list[str]]:

@@ -18,7 +18,7 @@ from fedsim.data import TensorData
 from fedsim.engines.agreement import Agreement
 from fedsim.engines.averaging import Account, Meeting
 from fedsim.engines.batched import stack_width
-from fedsim.engines.collective import RankAveraging, Seating
+from fedsim.engines.collective import RankAveraging
 from fedsim.engines.crew import Seat, worker_in_hand
 from fedsim.engines.engine import Engine
 from fedsim.engines.feed import Member
@@ -27,6 +27,7 @@ from fedsim.engines.launch import Place
 from fedsim.engines.parallel import ParallelTrainer, SharedModel
 from fedsim.engines.ranks import Ranks, no_beats
 from fedsim.engines.rehearsal import Rehearsal
+from fedsim.engines.seating import Seating
 from fedsim.engines.stack_trainer import StackTrainer
 from fedsim.engines.station import MakeTrainer, Station, deal
 from fedsim.engines.trainer import RowTrainer

@@ -14,6 +14,7 @@ from fedsim.devices import default_processes, resolve_device
 from fedsim.engines.averaging import Account
 from fedsim.engines.feed import Member
 from fedsim.engines.job import Memory, Task
+from fedsim.errors import WorkerError
 from fedsim.snapshot import Snapshot
 
 
@@ -82,7 +83,7 @@ class Engine(ABC):
 
         Raises WorkerError where that fails.
         """
-        raise NotImplementedError("it has no processes that can be lost")
+        raise WorkerError(f"{type(self).__name__} has no processes that could be replaced")
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""What a single run shows on the terminal; `comparison/display.py` has what a comparison does."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fedsim.errors import plural
+from fedsim.preparation import Setting
+from fedsim.records import RoundRecord
+from fedsim.report import columns_of, headline, table_header, table_line
+
+
+class Display:
+    """What a run shows: a headline, a line of a table per round, and a progress bar where somebody is watching."""
+
+    def __init__(self, rounds: int, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._done = self._before = 0  # rounds; and of those, before this time
+        self._virtual_seconds: float | None = None
+        self._begun = time.perf_counter()
+        watched = not quiet and sys.stderr.isatty()
+        self._bar = tqdm(total=rounds, unit="round", leave=False, miniters=1, disable=not watched)
+
+    def start(self, setting: Setting) -> None:
+        self._print(headline(setting))
+        if setting.done:
+            self._done = self._before = setting.done
+            self._print(f"going on after round {setting.done} of {self._bar.total}")
+        self._columns = columns_of(setting.experiment)
+        self._print(table_header(self._columns))
+        self._started = time.perf_counter()
+        self._bar.reset()
+        self._bar.update(setting.done)
+
+    def round(self, record: RoundRecord) -> None:
+        self._done, self._virtual_seconds = record["round"], record["virtual_seconds"]
+        self._bar.set_postfix_str(f"accuracy {record['test_accuracy']:.4f}", refresh=False)
+        self._bar.update()
+        self._print(table_line(self._columns, record))
+
+    def finish(self, accuracy: float) -> None:
+        seconds = time.perf_counter() - self._started
+        virtual = "" if self._virtual_seconds is None else f" and {self._virtual_seconds:.1f} virtual seconds"
+        now = f", {self._bar.total - self._before} of them now," if self._before else ""
+        rounds = plural(self._bar.total, "round")
+        self._print(
+            f"final test accuracy {accuracy:.4f} after {rounds}{virtual}{now} in {seconds:.1f} s "
+            f"(and {self._started - self._begun:.1f} s to start)"
+        )
+
+    def leave(self, folder: Path) -> None:
+        """Say what an unfinished run has left behind."""
+        self._bar.close()
+        if self._done:
+            with contextlib.suppress(OSError):  # that stdout is closed may be what ended it
+                rounds = f"{self._done} of {plural(self._bar.total, 'round')}"
+                self._print(f"{rounds} are in {folder}; --resume {folder} goes on with it")
+
+    def _print(self, line: str) -> None:
+        if not self._quiet:
+            with tqdm.external_write_mode():
+                print(line, flush=True)
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
