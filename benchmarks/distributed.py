@@ -83,7 +83,8 @@ def run(tables: dict[str, Any], ranks: int = 0, inside: list[str] | None = None)
         path, out = Path(folder) / "experiment.toml", Path(folder) / "run"
         path.write_text(fedsim.loading.to_toml(fedsim.Experiment(**tables)))
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-        command = [sys.executable, *launcher, "run_experiment.py", str(path), "--quiet", "--out", str(out)]
+        command = [sys.executable, *launcher, "run_experiment.py", str(path), "--allow-imports", "--quiet"]
+        command += ["--out", str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # or torchrun tells of hosts without a name
         before = loopback_bytes(inside)
