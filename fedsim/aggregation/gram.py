@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import numpy as np
@@ -23,6 +24,8 @@ from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
 
 STRIP = 48  # columns of the product at once: with its symmetry, half of it need not be computed
+FEW = 32  # rows whose products NumPy makes in half of PyTorch's time
+UNSHARED = 2**18  # multiplications in one product, beyond which NumPy's BLAS would start threads of its own
 CANCELLED = 1e-7  # a squared distance this small beside what it is the difference of has lost half its digits
 TIED = 1e-12  # relative: sums that differ by less were equal before rounding
 
@@ -244,12 +247,29 @@ def _products(updates: Tensor, unit: float, reduce: Reduce) -> Tensor:
 
 def _add_products(total: Tensor, rows: Tensor) -> None:
     """total [n, n] += rows @ rows^T, of which only the lower triangle counts."""
+    if len(rows) <= FEW and rows.device.type == "cpu":
+        _add_few_products(total.numpy(), rows.numpy())
+        return
     if len(rows) <= STRIP:
         total.addmm_(rows, rows.t())
         return
     for start in range(0, len(rows), STRIP):
         end = start + STRIP
         total[start:, start:end].addmm_(rows[start:], rows[start:end].t())
+
+
+def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:
+    """The same, as a stack of products that are too small to be shared out."""
+    n, width = rows.shape
+    parts = math.ceil(width / min(512, UNSHARED // n**2))
+    step = width // parts
+    whole = parts * step
+    stack = rows[:, :whole].reshape(n, parts, step).transpose(1, 0, 2)
+    with np.errstate(all="ignore"):  # what overflows is dealt with by those who ask
+        # All rows by all but the last: for the product of a matrix with itself NumPy takes a slower way.
+        total[:, :-1] += np.matmul(stack, stack[:, :-1].transpose(0, 2, 1)).sum(0)
+        total[:, :-1] += rows[:, whole:] @ rows[:-1, whole:].T
+        total[-1, -1] += rows[-1] @ rows[-1]
 
 
 def stable_order(values: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -82,19 +81,17 @@ class Pipeline:
 
     def _by_columns(self, rows: Rows, cohort: Cohort) -> Tensor:
         d = cohort.updates.shape[1]
-        result = cohort.updates.new_empty(d)
-        blocks: Iterable[slice]
-        if not rows.are_updates:
-            blocks = small_blocks(d)
-        elif d < 2 * BLOCK:
-            blocks = [slice(0, d)]  # few columns, and nobody to share them with
-        else:
-            blocks = column_blocks(d)
-        for block in blocks:
-            part = rows.block(block)
-            result[block] = self.rule(
-                lambda name, part=part: part if name == "updates" else cohort.menu(name, rows), cohort.f_for(self.rule)
+
+        def applied_to(part: Tensor) -> Tensor:
+            return self.rule(
+                lambda name: part if name == "updates" else cohort.menu(name, rows), cohort.f_for(self.rule)
             )
+
+        if rows.are_updates and d < 2 * BLOCK:  # few columns, and nobody to share them with
+            return applied_to(cohort.updates)
+        result = cohort.updates.new_empty(d)
+        for block in column_blocks(d) if rows.are_updates else small_blocks(d):
+            result[block] = applied_to(rows.block(block))
         return result
 
     def shares(self, cohort: Cohort) -> Tensor | None:
