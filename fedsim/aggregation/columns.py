@@ -1,4 +1,4 @@
-"""Columns: how long rows are cut, and order statistics of each column.
+"""Columns: how long rows are cut, and what sums over them give.
 
 Everything here goes over blocks of columns that stay in cache, so that what a rule needs beyond its input is a small
 part of it, however long the rows are.
@@ -24,7 +24,6 @@ BLOCKS = 64  # at most, so that the number of calls stays small however long a r
 FEWEST, MOST = 256, 4_096  # columns that are worked on at once within a process
 SAMPLED = 512  # columns that stand for all
 RUN = 16  # of them side by side: a line of the cache, in float32
-SORTED_BY_NUMPY = (torch.float32, torch.float64)  # its sort of short runs is vectorised, PyTorch's is not
 
 
 def column_blocks(d: int, index: int = 0, count: int = 1) -> Iterator[slice]:
@@ -38,14 +37,18 @@ def column_blocks(d: int, index: int = 0, count: int = 1) -> Iterator[slice]:
         yield slice(start, min(start + size, d))
 
 
-def block_size(d: int) -> int:
-    """Columns of a small block of rows [n, d]."""
-    return min(MOST, max(FEWEST, d // 12))
+def block_size(d: int, device: torch.device, columns: int | None = None) -> int:
+    """Columns of a small block of rows [n, d], at least FEWEST; `columns` takes the place of a twelfth of them all.
+
+    On the CPU the block fits in cache; elsewhere every block costs a call or more, and there are only a few.
+    """
+    size = max(FEWEST, d // 12 if columns is None else columns)
+    return min(MOST, size) if device.type == "cpu" else size
 
 
-def small_blocks(d: int) -> Iterator[slice]:
-    """Blocks of columns of which a copy in float64 is at most a sixth of the rows in float32."""
-    size = block_size(d)
+def small_blocks(d: int, device: torch.device, columns: int | None = None) -> Iterator[slice]:
+    """Blocks of columns of which a copy in float64 is at most a sixth of the rows in float32; see `block_size`."""
+    size = block_size(d, device, columns)
     for start in range(0, d, size):
         yield slice(start, min(start + size, d))
 
@@ -56,12 +59,12 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
     The copy may be changed; the next one takes its place, in memory that is in cache by then.
     """
     n, d = updates.shape
-    widest = min(d, block_size(d))
+    widest = min(d, block_size(d, updates.device))
     room = torch.empty(n, widest, dtype=wide_dtype(updates.device), device=updates.device)
     # NumPy takes two thirds of the time of PyTorch for many short runs of numbers, but does not share them out.
     by_numpy = room.device.type == "cpu" and updates.dtype != torch.bfloat16 and torch.get_num_threads() == 1
     source, target = (updates.detach().numpy(), room.numpy()) if by_numpy else (updates, room)
-    for block in small_blocks(d):
+    for block in small_blocks(d, updates.device):
         width = block.stop - block.start
         if by_numpy:
             target[:, :width] = source[:, block]
@@ -79,55 +82,20 @@ def sampled_columns(updates: Tensor) -> Tensor:
     return updates[:, : d // runs * runs].unflatten(1, (runs, d // runs))[:, :, :RUN].reshape(n, SAMPLED)
 
 
-def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """[d], where `function` makes [columns] of a block [n, columns], which it gets in float32 at least."""
-    result = updates.new_empty(updates.shape[1])
-    narrow = updates.dtype in (torch.float16, torch.bfloat16)
-    for block in small_blocks(len(result)):
-        part = updates[:, block]
-        result[block] = function(part.float() if narrow else part).to(result.dtype)
-    return result
+def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
+    """[d], where `function` makes [columns] of a block [n, columns], which it gets in float32 at least.
 
-
-def map_sorted_columns(updates: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """[d], where `function` makes [columns] of the sorted values [columns, n] and the block [n, columns] itself."""
-    return map_columns(updates, lambda block: function(sorted_columns(block), block))
-
-
-def sorted_columns(block: Tensor) -> Tensor:
-    """The values of each column in ascending order: [n, columns] -> [columns, n], a new tensor."""
-    if block.device.type == "cpu" and block.dtype in SORTED_BY_NUMPY:
-        values = np.array(block.detach().numpy().T, order="C", copy=True)  # a copy even of what lies in order already
-        values.sort(axis=1)
-        return torch.from_numpy(values)
-    return block.t().sort(dim=1).values
-
-
-def middle(ascending: Tensor) -> Tensor:
-    """The median of each row [columns] of sorted values [columns, n]: between the two middle ones for even n."""
-    n = ascending.shape[1]
-    return (ascending[:, (n - 1) // 2] + ascending[:, n // 2]) / 2
-
-
-def mean_nearest(ascending: Tensor, block: Tensor, centre: Tensor, keep: int) -> Tensor:
-    """Per column the mean of the `keep` values nearest `centre` [columns]; of equally near ones the first rows count.
-
-    `ascending` [columns, n] are the sorted values of `block` [n, columns].
+    There are not many more `columns` in a block than said, where that is said.
     """
-    n = ascending.shape[1]
-    if keep == n:
-        return ascending.mean(1)
-    away = (ascending - centre.unsqueeze(1)).abs()
-    # The nearest values lie side by side; how far the farthest of them is, for each place where they may begin.
-    reach = torch.maximum(away[:, : n - keep + 1], away[:, keep - 1 :]).amin(1)
-    near = away <= reach.unsqueeze(1)
-    result = torch.where(near, ascending, 0).sum(1) / keep
-    tied = (near.sum(1) != keep).nonzero().flatten()
-    if len(tied):  # rare, unless rows repeat: now it matters which row a value comes from
-        values = block[:, tied]
-        order = (values - centre[tied]).abs().argsort(dim=0, stable=True)[:keep]
-        result[tied] = values.gather(0, order).mean(0)
+    result = updates.new_empty(updates.shape[1])
+    for block in small_blocks(len(result), updates.device, columns):
+        result[block] = function(widened(updates[:, block])).to(result.dtype)
     return result
+
+
+def widened(values: Tensor) -> Tensor:
+    """The same in float32 where they are narrower: sums and means of half precision lose too much."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def own_columns(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
@@ -205,7 +173,7 @@ def _rough_distances(updates: Tensor, point: Tensor | None) -> Tensor:
     if point is None:
         return torch.linalg.vector_norm(updates, dim=1)
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
-    for block in small_blocks(updates.shape[1]):
+    for block in small_blocks(updates.shape[1], updates.device):
         total += torch.linalg.vector_norm(updates[:, block] - point[block], dim=1).to(total.dtype).square()
     return total.sqrt()
 

@@ -177,7 +177,7 @@ class Gram:
         wide, total = wide_dtype(self._updates.device), 0.0
         weights = None if self._mixing is None else (self._mixing[i] - self._mixing[j]).to(self._updates.device, wide)
         factor = 1 / self.unit
-        for block in small_blocks(self._updates.shape[1]):
+        for block in small_blocks(self._updates.shape[1], self._updates.device):
             if weights is None:
                 away = self._updates[i, block].to(wide) - self._updates[j, block].to(wide)
             else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedsim.aggregation.columns import map_columns, map_sorted_columns, mean_nearest, middle
+from fedsim.aggregation.columns import map_columns
 from fedsim.aggregation.rule import Count, require, rule
+from fedsim.aggregation.sorting import map_sorted_columns, mean_nearest, middle, middle_places
 
 
 @rule("median", columnwise=True)
@@ -14,7 +15,7 @@ def median(updates: Tensor) -> Tensor:
 
     Any n >= 1. Cost: n log n comparisons per coordinate.
     """
-    return map_sorted_columns(updates, lambda ascending, _: middle(ascending))
+    return map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(len(updates)))
 
 
 @rule("trimmed_mean", columnwise=True)
@@ -25,7 +26,7 @@ def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
     """
     n = len(updates)
     require(2 * f < n, "trimmed_mean", "2f < n", f=f, n=n)
-    return map_sorted_columns(updates, lambda ascending, _: ascending[:, f : n - f].mean(1))
+    return map_sorted_columns(updates, lambda ascending, _: ascending.mean(0), range(f, n - f))
 
 
 @rule("meamed", columnwise=True)
@@ -51,7 +52,7 @@ def phocas(updates: Tensor, *, f: Count) -> Tensor:
     require(2 * f < n, "phocas", "2f < n", f=f, n=n)
 
     def around_trimmed_mean(ascending: Tensor, block: Tensor) -> Tensor:
-        return mean_nearest(ascending, block, ascending[:, f : n - f].mean(1), n - f)
+        return mean_nearest(ascending, block, ascending[f : n - f].mean(0), n - f)
 
     return map_sorted_columns(updates, around_trimmed_mean)
 

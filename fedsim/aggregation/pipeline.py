@@ -90,7 +90,7 @@ class Pipeline:
         if rows.are_updates and d < 2 * BLOCK:  # few columns, and nobody to share them with
             return applied_to(cohort.updates)
         result = cohort.updates.new_empty(d)
-        for block in column_blocks(d) if rows.are_updates else small_blocks(d):
+        for block in column_blocks(d) if rows.are_updates else small_blocks(d, result.device):
             result[block] = applied_to(rows.block(block))
         return result
 

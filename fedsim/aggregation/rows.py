@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from fedsim.aggregation.columns import Reduce, combine, own_columns, small_blocks, working_dtype
+from fedsim.aggregation.columns import Reduce, combine, own_columns, small_blocks, widened, working_dtype
 from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.rule import Mix
 
@@ -65,8 +65,9 @@ class Rows:
         matrix = self._ready(self._of_updates(mix.coefficients))
         result = self._updates.new_empty(self._updates.shape[1])
         chosen = matrix.any(0).nonzero().flatten()
-        for block in small_blocks(len(result)):
-            result[block] = mix.then(_matmul(matrix, chosen, self._updates[:, block]))
+        for block in small_blocks(len(result), result.device):
+            rows = widened(_matmul(matrix, chosen, self._updates[:, block]))
+            result[block] = mix.then(rows).to(result.dtype)
         return result
 
     def shares(self, mix: Mix) -> Tensor:

@@ -10,11 +10,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.aggregation.columns import distances_to, map_sorted_columns, mean_nearest, middle, norms
+from fedsim.aggregation.columns import distances_to, norms
 from fedsim.aggregation.diameter import least_diameter
 from fedsim.aggregation.gram import Gram, stable_order
 from fedsim.aggregation.order_statistics import median
 from fedsim.aggregation.rule import Count, Mix, average_of, require, rule
+from fedsim.aggregation.sorting import mean_nearest, middle, of_sorted_columns
 from fedsim.errors import ExperimentError
 
 
@@ -67,7 +68,7 @@ def bulyan(gram: Gram, *, f: Count) -> Mix:
     def around_median(ascending: Tensor, block: Tensor) -> Tensor:
         return mean_nearest(ascending, block, middle(ascending), keep)
 
-    return Mix(picked, then=lambda rows: map_sorted_columns(rows, around_median))
+    return Mix(picked, then=lambda rows: of_sorted_columns(rows, around_median))
 
 
 def _picked_by_krum(squared_distances: Tensor, f: int, count: int) -> Tensor:

@@ -10,7 +10,6 @@ from fedsim.aggregation.columns import (
     distances_to,
     products_with,
     sampled_columns,
-    sorted_columns,
     squared_distances_to,
     wide_blocks,
 )
@@ -118,11 +117,3 @@ def test_rows_are_bad_if_they_hold_what_is_not_finite_and_not_if_their_sum_overf
 def test_infinities_of_opposite_sign_do_not_hide_each_other():
     updates = torch.tensor([[float("inf"), 1.0], [-float("inf"), 1.0], [0.0, 1.0]])
     assert bad_rows(updates) == [0, 1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_sorted_columns_are_new_and_ascending(dtype):
-    block = normal(9, 4, dtype)
-    before = block.clone()
-    assert torch.equal(sorted_columns(block), before.t().sort(dim=1).values)
-    assert torch.equal(block, before)
