@@ -2,8 +2,8 @@
 
 Everything is timed on the same float32 updates, and the least of several times counts. What is compared is timed in
 turn: a rule, then byzfl's or the product that it needs, and again. Where byzfl has the same rule, both results must
-agree. Memory is what the process needed at its peak beyond what it had before, in terms of the updates' size; on Linux
-only.
+agree. Memory is what a process of its own, which gives back at once what it frees, needed at its peak beyond what it
+had before, in terms of the updates' size; on Linux only.
 
     python -m pip install byzfl
     python benchmarks/rules.py [--rows 20 100] [--columns 21840 1663370] [--repeats 3] [--threads 2]
@@ -12,7 +12,11 @@ only.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +34,7 @@ KRUM_FAMILY = ("krum", "multi_krum", "medoid")
 PRODUCTS = ("product_float64", "product_float32")
 PLAINLY = dict.fromkeys(KRUM_FAMILY, PRODUCTS) | {"median": ("torch_median",), "trimmed_mean": ("torch_sort",)}
 ENOUGH_TIME = 0.2  # seconds that a short measurement is repeated for
+STATUS = Path("/proc/self/status")
 
 
 def params_of(name: str, f: int) -> dict[str, Any]:
@@ -87,14 +92,11 @@ def seconds(*functions: Callable[[], object], repeats: int) -> list[float]:
     return least
 
 
-def memory(function: Callable[[], object], updates: Tensor) -> float | None:
+def memory(function: Callable[[], object], updates: Tensor) -> float:
     """Peak memory beyond what there was, over the updates' own size."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
 
     def kilobytes(field: str) -> int:
-        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
+        return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field))
 
     function()
     Path("/proc/self/clear_refs").write_text("5")  # starts the high-water mark anew
@@ -103,9 +105,30 @@ def memory(function: Callable[[], object], updates: Tensor) -> float | None:
     return round(max(0, kilobytes("VmHWM:") - before) * 1024 / updates.nbytes, 3)
 
 
+def memories(n: int, d: int) -> dict[str, float]:
+    """Of every rule, by another process: what this one has freed before would hide what a rule needs."""
+    if not STATUS.exists():
+        return {}
+    at_once = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    command = [sys.executable, __file__, "--memory-only", "--threads=1", f"--rows={n}", f"--columns={d}"]
+    return json.loads(subprocess.run(command, env=os.environ | at_once, check=True, capture_output=True).stdout)
+
+
+def memory_of_rules(n: int, d: int) -> dict[str, float]:
+    updates = some_updates(n, d)
+    return {plug.name: memory(ours(plug.name, updates, largest_f(plug.name, n)), updates) for plug in rule}
+
+
+def some_updates(n: int, d: int) -> Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(0)) * 0.01
+
+
+def largest_f(name: str, n: int) -> int:
+    return (n - 3) // 4 if name == "bulyan" else n // 5
+
+
 def measure(n: int, d: int, repeats: int) -> dict[str, Any]:
-    f = n // 5
-    updates = torch.randn(n, d, generator=torch.Generator().manual_seed(0)) * 0.01
+    updates = some_updates(n, d)
 
     def product64() -> Tensor:
         wide = updates.double()
@@ -117,9 +140,9 @@ def measure(n: int, d: int, repeats: int) -> dict[str, Any]:
         "torch_median": lambda: updates.median(0),
         "torch_sort": lambda: updates.sort(0),
     }
-    others, rules, times = theirs(f), {}, {}
+    others, rules, times, needed = theirs(n // 5), {}, {}, memories(n, d)
     for plug in rule:
-        function = ours(plug.name, updates, f if plug.name != "bulyan" else (n - 3) // 4)
+        function = ours(plug.name, updates, largest_f(plug.name, n))
         against = {name: baselines[name] for name in PLAINLY.get(plug.name, ())}
         if plug.name in others:
             against["byzfl"] = lambda other=others[plug.name]: other(updates)
@@ -128,7 +151,7 @@ def measure(n: int, d: int, repeats: int) -> dict[str, Any]:
                 assert away < 1e-5, f"{plug.name}: byzfl's result differs by {away}"
         took = seconds(function, *against.values(), repeats=repeats)
         times[plug.name] = dict(zip(("ours", *against), took, strict=True))
-        rules[plug.name] = {"ms": round(1e3 * took[0], 3), "memory": memory(function, updates)}
+        rules[plug.name] = {"ms": round(1e3 * took[0], 3), "memory": needed.get(plug.name)}
         if plug.name in others:
             rules[plug.name]["byzfl_over_ours"] = round(times[plug.name]["byzfl"] / took[0], 3)
     ratios = [figures["byzfl_over_ours"] for figures in rules.values() if "byzfl_over_ours" in figures]
@@ -159,8 +182,12 @@ def main() -> None:
     parser.add_argument("--columns", type=int, nargs="+", default=[21_840, 1_663_370])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--memory-only", action="store_true", help="of the first number of rows and columns")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.memory_only:
+        print(json.dumps(memory_of_rules(arguments.rows[0], arguments.columns[0])))
+        return
     figures = {f"n={n}, d={d}": measure(n, d, arguments.repeats) for n in arguments.rows for d in arguments.columns}
     report("rules", **figures, repeats=arguments.repeats, threads=arguments.threads)
 

@@ -227,6 +227,7 @@ def _products(updates: Tensor, unit: float, reduce: Reduce) -> Tensor:
     wide = wide_dtype(updates.device)
     sample = sampled_columns(updates).to(wide) / unit
     centre = int(reduce(torch.linalg.vecdot(sample, sample), "sum").argmin())
+    del sample  # before there are wide blocks as well
     total = torch.zeros(n, n, dtype=wide, device=updates.device)
     for _, rows in wide_blocks(updates):
         if unit != 1:

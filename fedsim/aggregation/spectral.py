@@ -19,6 +19,7 @@ from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
 
 ROUNDING = 1e-9  # 0.29 times 100 is 29
+PART = 512  # columns, of those that were drawn, to work on at once
 NORM_RANGE = (0.1, 3.0)  # SignGuard: of the median norm
 
 
@@ -78,10 +79,7 @@ def dnc(
     kept = torch.ones(n, dtype=torch.bool)
     for _ in range(iterations):
         columns = np.arange(d) if d <= b else np.sort(rng.choice(d, b, replace=False))
-        part = updates[:, torch.from_numpy(columns).to(updates.device)].to(wide_dtype(updates.device)).double().cpu()
-        part = part / unit_for(float(part.abs().max()), n * n * len(columns), part.dtype)
-        part = part - part.mean(0)
-        values, vectors = torch.linalg.eigh(part @ part.t())
+        values, vectors = torch.linalg.eigh(_centred_products(updates, columns))
         along = vectors[:, -1].square() * values[-1].clamp(min=0)
         good = torch.zeros(n, dtype=torch.bool)
         good[stable_order(along)[: n - dropped]] = True
@@ -91,6 +89,20 @@ def dnc(
             f"dnc: {iterations} iterations have no row in common (n = {n}, f = {f}, c = {c}); use fewer, or a smaller c"
         )
     return average_of(kept.nonzero().flatten(), n)
+
+
+def _centred_products(updates: Tensor, columns: np.ndarray) -> Tensor:
+    """Inner products of the rows less their mean at these columns, float64 [n, n], in a unit in which they fit."""
+    n = len(updates)
+    parts = torch.from_numpy(columns).to(updates.device).split(PART)
+    peak = max((float(torch.linalg.vector_norm(updates[:, part], torch.inf)) for part in parts), default=0.0)
+    unit = unit_for(peak, n * n * len(columns), torch.double)
+    products = torch.zeros(n, n, dtype=torch.double)
+    for part in parts:
+        rows = updates[:, part].to(wide_dtype(updates.device)).double().cpu().div_(unit)
+        rows -= rows.mean(0)
+        products.addmm_(rows, rows.t())
+    return products
 
 
 @rule("signguard")
@@ -119,7 +131,7 @@ def signguard(updates: Tensor, rng: np.random.Generator, *, fraction: Annotated[
 def _sign_shares(updates: Tensor, columns: np.ndarray) -> Tensor:
     """The shares of positive, zero and negative values of each row at these columns, [n, 3]."""
     counts = torch.zeros(len(updates), 3, dtype=torch.double)
-    for part in torch.from_numpy(columns).to(updates.device).split(4_096):
+    for part in torch.from_numpy(columns).to(updates.device).split(PART):
         signs = updates[:, part].sign()
         counts += torch.stack([(signs == value).sum(1) for value in (1, 0, -1)], dim=1).double().cpu()
     return counts / len(columns)
