@@ -12,7 +12,7 @@ from fedsim.devices import free_memory
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, show
 from fedsim.precision import PRECISIONS
-from fedsim.sections import Aggregate, Distributed, Server
+from fedsim.sections import Aggregate, Checkpoint, Distributed, Hook, Server
 
 if TYPE_CHECKING:
     from fedsim.experiment import Experiment
@@ -48,6 +48,7 @@ def problems_with(experiment: Experiment) -> list[str]:
             "step (local.*), so leave [server] out"
         )
     lines.extend(_problems_with_losses(experiment, engine_class))
+    lines.extend(_problems_with_idle_keys(experiment))
     lines.extend(_problems_with_rounds(experiment))
     lines.extend(_problems_with_time(experiment))
     lines.extend(_problems_with_weights(experiment))
@@ -98,7 +99,7 @@ def _problems_with_ranks(experiment: Experiment, engine_class: type[Engine]) -> 
 
 def _problems_with_hook(experiment: Experiment) -> list[str]:
     hook = experiment.distributed.hook
-    if hook.bind().exact:
+    if hook == Hook():
         return []
     where = f"distributed.hook = {show(hook.name)}"
     if not experiment.rounds_of_gradients:
@@ -123,6 +124,21 @@ def what_needs_rows(experiment: Experiment) -> str | None:
     if experiment.records.updates:
         return "records.updates"
     return None
+
+
+def _problems_with_idle_keys(experiment: Experiment) -> list[str]:
+    """With what is about something that the experiment does not have."""
+    lines, aggregate, checkpoint = [], experiment.aggregate, experiment.checkpoint
+    if aggregate.root_samples != Aggregate().root_samples and not experiment.pipeline.takes("root"):
+        lines.append(
+            f"aggregate.root_samples = {aggregate.root_samples}: the rule {experiment.pipeline.name} compares with no "
+            "samples of the server's; leave it out"
+        )
+    if checkpoint.every == 0 and checkpoint.keep != Checkpoint().keep:
+        lines.append(
+            f"checkpoint.keep = {checkpoint.keep}: with checkpoint.every = 0 there are none to keep; leave it out"
+        )
+    return lines
 
 
 def _problems_with_losses(experiment: Experiment, engine_class: type[Engine]) -> list[str]:
@@ -216,6 +232,8 @@ def _problems_with_race(experiment: Experiment, policy: Policy, named: str) -> l
     lines = []
     if engine.get(experiment.engine).target.racing is None:
         lines.append(f'engine = {show(experiment.engine)}: with mode="race" processes race; use engine=spawn or auto')
+    if experiment.batched.width is not None:
+        lines.append(f"batched.width = {experiment.batched.width}: nobody stacks rows in a race; leave it out")
     if experiment.compile and policy.locking == "nothing":
         lines.append(f"compile = true: {named} trains without, on a row that moves under it; leave it out")
     return lines
