@@ -272,6 +272,11 @@ def _problems_with_policy(experiment: Experiment, policy: Policy, named: str) ->
             f"attack.name = {show(experiment.attack.name)}: needs to see the rows of a cohort, which {named} has not; "
             "attacks on data work"
         )
+    elif experiment.attack.name != "none" and experiment.attack.bind().alters_rows:
+        lines.append(
+            f"attack.name = {show(experiment.attack.name)}: alters rows too, with these parameters, which {named} "
+            "takes as they were trained; leave it at attacks on data"
+        )
     if experiment.cohort_size < experiment.workers and not (policy.samples and experiment.mode == "clock"):
         lines.append(
             f"cohort = {experiment.cohort}: with mode={experiment.mode} and {named} all workers are at work; "

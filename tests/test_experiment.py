@@ -319,6 +319,10 @@ CLOCK = {"mode": "clock"}
             'attack.name = "alie": needs to see the rows of a cohort, which policy.name = "asgd" has not; attacks on',
         ),
         (
+            {"policy": "fedbuff", "attack": {"name": "backdoor", "gamma": 2.0, "fraction": 0.3}, **CLOCK},
+            'attack.name = "backdoor": alters rows too, with these parameters, which policy.name = "fedbuff" takes as',
+        ),
+        (
             {"policy": "asgd", "cohort": 2, **CLOCK},
             'cohort = 2: with mode=clock and policy.name = "asgd" all workers are at work; leave it out',
         ),
@@ -378,6 +382,7 @@ def test_what_does_not_go_with_a_mode_or_a_policy_is_one_line(tables, line):
         {"policy": "asgd", "clock": {"departures": {"0": 5, "3": 0}}},
         {"policy": "fedasync", "precision": "float16", "local": {"solver": "sgd"}},
         {"policy": "asgd", "attack": {"name": "label_flipping", "fraction": 0.3}},
+        {"policy": "asgd", "attack": {"name": "backdoor", "fraction": 0.3}},
         {"policy": "eamsgd", "local": {"momentum": 0.9, "nesterov": True}},
         {"policy": {"name": "ssp", "s": "inf"}},
         {"sync": "gradients", "aggregate": "median"},
