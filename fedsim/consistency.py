@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,7 @@ from fedsim.devices import free_memory
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, show
 from fedsim.precision import PRECISIONS
-from fedsim.sections import Aggregate, Distributed, Server
+from fedsim.sections import Aggregate, Checkpoint, Distributed, Hook, Server
 
 if TYPE_CHECKING:
     from fedsim.experiment import Experiment
@@ -31,7 +31,8 @@ def problems_with(experiment: Experiment) -> list[str]:
         lines.append(
             f'processes = {experiment.processes}: the engine "{experiment.engine}" works in one; engine=spawn has more'
         )
-    if engine_class.one_process and experiment.timeout != type(experiment).model_fields["timeout"].default:
+    alone = not engine_class.ranks and not engine_class.may_lose_processes(_most_processes(experiment))
+    if alone and _given(experiment, "timeout"):
         lines.append(f'timeout = {experiment.timeout}: the engine "{experiment.engine}" waits for nobody; leave it out')
     lines.extend(_problems_with_ranks(experiment, engine_class))
     if experiment.batched.width is not None and not engine_class.stacks:
@@ -46,7 +47,8 @@ def problems_with(experiment: Experiment) -> list[str]:
             f'server.optimizer = "{experiment.server.optimizer}": with sync = "gradients" the local solver takes the '
             "step (local.*), so leave [server] out"
         )
-    lines.extend(_problems_with_dropping(experiment, engine_class))
+    lines.extend(_problems_with_losses(experiment, engine_class))
+    lines.extend(_problems_with_idle_keys(experiment))
     lines.extend(_problems_with_rounds(experiment))
     lines.extend(_problems_with_time(experiment))
     lines.extend(_problems_with_weights(experiment))
@@ -83,7 +85,7 @@ def _problems_with_ranks(experiment: Experiment, engine_class: type[Engine]) -> 
     where, lines = f'engine = "{experiment.engine}"', []
     if experiment.processes not in (None, 1):
         lines.append(f"processes = {experiment.processes}: {where} has as many as the launcher starts; leave it out")
-    if experiment.timeout != type(experiment).model_fields["timeout"].default:
+    if _given(experiment, "timeout"):
         lines.append(f"timeout = {experiment.timeout}: {where} has distributed.timeout instead")
     if not experiment.policy.bind().in_rounds:
         lines.append(f"policy.name = {show(experiment.policy.name)}: {where} works in rounds; use another engine")
@@ -97,7 +99,7 @@ def _problems_with_ranks(experiment: Experiment, engine_class: type[Engine]) -> 
 
 def _problems_with_hook(experiment: Experiment) -> list[str]:
     hook = experiment.distributed.hook
-    if hook.bind().exact:
+    if hook == Hook():
         return []
     where = f"distributed.hook = {show(hook.name)}"
     if not experiment.rounds_of_gradients:
@@ -124,19 +126,51 @@ def what_needs_rows(experiment: Experiment) -> str | None:
     return None
 
 
-def _problems_with_dropping(experiment: Experiment, engine_class: type[Engine]) -> list[str]:
-    """With rounds that go on without the workers of a process that was lost."""
-    if experiment.on_worker_failure != "drop":
-        return []
-    where = 'on_worker_failure = "drop"'
+def _problems_with_idle_keys(experiment: Experiment) -> list[str]:
+    """With what is about something that the experiment does not have."""
+    lines, aggregate, checkpoint = [], experiment.aggregate, experiment.checkpoint
+    if aggregate.root_samples != Aggregate().root_samples and not experiment.pipeline.takes("root"):
+        lines.append(
+            f"aggregate.root_samples = {aggregate.root_samples}: the rule {experiment.pipeline.name} compares with no "
+            "samples of the server's; leave it out"
+        )
+    if checkpoint.every == 0 and checkpoint.keep != Checkpoint().keep:
+        lines.append(
+            f"checkpoint.keep = {checkpoint.keep}: with checkpoint.every = 0 there are none to keep; leave it out"
+        )
+    return lines
+
+
+def _problems_with_losses(experiment: Experiment, engine_class: type[Engine]) -> list[str]:
+    """With what becomes of a round that loses a process."""
+    policy, retries = experiment.on_worker_failure, experiment.worker_retries
+    given = _given(experiment, "on_worker_failure", "worker_retries")
     if engine_class.ranks:
-        return [f'{where}: with engine = "{experiment.engine}" the end of a rank ends the run; leave it out']
-    if not experiment.policy.bind().in_rounds:
+        why = f'with engine = "{experiment.engine}" the end of a rank ends the run'
+        return [f"{key} = {show(value)}: {why}; leave it out" for key, value in given.items()]
+    if not engine_class.may_lose_processes(_most_processes(experiment)):
+        why = f'the engine "{experiment.engine}" works in one process, and has none to lose'
+        return [f"{key} = {show(value)}: {why}; leave it out" for key, value in given.items()]
+    if policy == "abort" and "worker_retries" in given:
+        return [f'worker_retries = {retries}: with on_worker_failure = "abort" no round is done again; leave it out']
+    if policy == "drop" and not experiment.policy.bind().in_rounds:
         return [
-            f"{where}: goes with synchronous rounds, and policy.name = {show(experiment.policy.name)} has no cohort to "
-            'go on with; use "retry" or "abort" (clock.departures makes workers leave)'
+            'on_worker_failure = "drop": goes with synchronous rounds, and policy.name = '
+            f'{show(experiment.policy.name)} has no cohort to go on with; use "retry" or "abort" (clock.departures '
+            "makes workers leave)"
         ]
     return []
+
+
+def _given(experiment: Experiment, *keys: str) -> dict[str, Any]:
+    """Those of the keys whose values are not the defaults."""
+    fields, values = type(experiment).model_fields, {key: getattr(experiment, key) for key in keys}
+    return {key: value for key, value in values.items() if value != fields[key].default}
+
+
+def _most_processes(experiment: Experiment) -> int:
+    """With how many processes an engine may work at most: a cohort keeps no more of them busy."""
+    return min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
 
 
 def _problems_with_rounds(experiment: Experiment) -> list[str]:
@@ -182,7 +216,7 @@ def _problems_with_time(experiment: Experiment) -> list[str]:
     if experiment.mode == "race" and policy.in_rounds:
         lines.append(f'{named}: nobody races in rounds; give a policy, as policy=hogwild, with mode="race"')
     for table, mode in (("clock", "clock"), ("race", "race")):
-        if experiment.mode != mode and getattr(experiment, table) != type(experiment).model_fields[table].default:
+        if experiment.mode != mode and _given(experiment, table):
             lines.append(f"{table}: goes with mode={mode}; leave [{table}] out")
     if experiment.mode != "rounds" and not policy.in_rounds:
         lines.extend(_problems_with_policy(experiment, policy, named))
@@ -198,6 +232,8 @@ def _problems_with_race(experiment: Experiment, policy: Policy, named: str) -> l
     lines = []
     if engine.get(experiment.engine).target.racing is None:
         lines.append(f'engine = {show(experiment.engine)}: with mode="race" processes race; use engine=spawn or auto')
+    if experiment.batched.width is not None:
+        lines.append(f"batched.width = {experiment.batched.width}: nobody stacks rows in a race; leave it out")
     if experiment.compile and policy.locking == "nothing":
         lines.append(f"compile = true: {named} trains without, on a row that moves under it; leave it out")
     return lines
@@ -235,6 +271,11 @@ def _problems_with_policy(experiment: Experiment, policy: Policy, named: str) ->
         lines.append(
             f"attack.name = {show(experiment.attack.name)}: needs to see the rows of a cohort, which {named} has not; "
             "attacks on data work"
+        )
+    elif experiment.attack.name != "none" and experiment.attack.bind().alters_rows:
+        lines.append(
+            f"attack.name = {show(experiment.attack.name)}: alters rows too, with these parameters, which {named} "
+            "takes as they were trained; leave it at attacks on data"
         )
     if experiment.cohort_size < experiment.workers and not (policy.samples and experiment.mode == "clock"):
         lines.append(

@@ -67,7 +67,10 @@ class Setting:
         rows = records.model + len(records.updates) * self.experiment.cohort_size
         if self.experiment.checkpoint.every != 0:  # one more than stay, for a moment
             in_rounds = self.experiment.policy.bind().in_rounds
-            rows += (self.experiment.checkpoint.keep + 1) * (1 if in_rounds else self.experiment.cohort_size)
+            each = 1 if in_rounds else self.experiment.cohort_size
+            if self.task.hook is not None and self.task.hook.keeps:
+                each += self.how["ranks"]
+            rows += (self.experiment.checkpoint.keep + 1) * each
         return self.row_bytes * rows
 
     def facts(self) -> dict[str, Any]:

@@ -462,6 +462,15 @@ class Steep(nn.Linear):
         return super().forward(images.flatten(1) * 1e8)
 
 
+def plain_mean(process_group, bucket):
+    """A communication hook that gives the mean as it is."""
+    part = bucket.buffer() / process_group.size()
+    return dist.all_reduce(part, group=process_group, async_op=True).get_future().then(lambda sent: sent.value()[0])
+
+
+plain_mean.exact = True
+
+
 @dataclass(frozen=True)
 class Shrunk:
     """A communication hook with a state: a part of the mean, and how many buckets there have been."""

@@ -113,6 +113,29 @@ def lines_of(tables):
         ),
         ({"engine": "serial", "timeout": 5.0}, 'timeout = 5.0: the engine "serial" waits for nobody; leave it out'),
         (
+            {"engine": "batched", "processes": 1, "timeout": 5.0},
+            'timeout = 5.0: the engine "batched" waits for nobody; leave it out',
+        ),
+        (
+            {"aggregate": {"rule": ["nnm", "mean"], "f": 1, "root_samples": 50}},
+            "aggregate.root_samples = 50: the rule nnm + mean compares with no samples of the server's; leave it out",
+        ),
+        (
+            {"checkpoint": {"every": 0, "keep": 5}},
+            "checkpoint.keep = 5: with checkpoint.every = 0 there are none to keep; leave it out",
+        ),
+        (
+            {"engine": "distributed", "distributed": {"hook": "tests.plugs:plain_mean"}},
+            'distributed.hook = "tests.plugs:plain_mean": is about gradients, and sync = "parameters" averages none',
+        ),
+        (
+            {
+                **{"engine": "distributed", "sync": "gradients", "aggregate": "median"},
+                "distributed": {"hook": "tests.plugs:plain_mean"},
+            },
+            'distributed.hook = "tests.plugs:plain_mean": ranks exchange rows of single workers here',
+        ),
+        (
             {"engine": "spawn", "batched": {"width": 3}},
             'batched.width = 3: the engine "spawn" stacks no rows; leave it out, or use engine=batched',
         ),
@@ -142,6 +165,32 @@ def test_a_wrong_experiment_is_one_line_with_place_value_and_what_is_allowed(tab
     lines = lines_of(tables)
     assert any(each.startswith(line) for each in lines), lines
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"data": {"root": "/x"}},  # where downloads lie, whichever data set is taken
+        {"aggregate": {"rule": "fltrust", "root_samples": 50}},
+        {"checkpoint": {"every": 0}},
+        {
+            "checkpoint": {"every": 0, "keep": 2},
+            "aggregate": {"root_samples": 100},
+        },  # written out, as in a run's folder
+        {"checkpoint": {"keep": 5}},
+        {"engine": "distributed", "sync": "gradients", "distributed": {"hook": "tests.plugs:plain_mean"}},
+        {
+            "workers": 8,
+            "attack": {"fraction": 0.25},
+            "aggregate": "krum",
+        },  # how many krum is to withstand, and nobody attacks
+        {"aggregate": {"rule": "mean", "f": 1}},  # which goes by what a rule, and `fedsim replay`, has of it
+        {"rounds": 3, "records": {"updates": [7]}},  # for when there are more rounds
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_what_has_an_effect_or_may_come_to_have_one_is_allowed(tables):
+    assert Experiment(**Experiment(**tables).resolved()) == Experiment(**tables)
 
 
 def test_several_problems_are_told_at_once():
@@ -235,6 +284,10 @@ CLOCK = {"mode": "clock"}
         ({"race": {"runs": 3}, **CLOCK}, "race: goes with mode=race; leave [race] out"),
         ({"race": {"runs": 0}}, "race.runs = 0: must be greater than 0"),
         (
+            {"mode": "race", "policy": "hogwild", "batched": {"width": 3}},
+            "batched.width = 3: nobody stacks rows in a race; leave it out",
+        ),
+        (
             {"mode": "race", "policy": "hogwild", "clock": {"base": 2.0}},
             "clock: goes with mode=clock; leave [clock] out",
         ),
@@ -264,6 +317,10 @@ CLOCK = {"mode": "clock"}
         (
             {"policy": "asgd", "attack": {"name": "alie", "fraction": 0.3}, **CLOCK},
             'attack.name = "alie": needs to see the rows of a cohort, which policy.name = "asgd" has not; attacks on',
+        ),
+        (
+            {"policy": "fedbuff", "attack": {"name": "backdoor", "gamma": 2.0, "fraction": 0.3}, **CLOCK},
+            'attack.name = "backdoor": alters rows too, with these parameters, which policy.name = "fedbuff" takes as',
         ),
         (
             {"policy": "asgd", "cohort": 2, **CLOCK},
@@ -325,6 +382,7 @@ def test_what_does_not_go_with_a_mode_or_a_policy_is_one_line(tables, line):
         {"policy": "asgd", "clock": {"departures": {"0": 5, "3": 0}}},
         {"policy": "fedasync", "precision": "float16", "local": {"solver": "sgd"}},
         {"policy": "asgd", "attack": {"name": "label_flipping", "fraction": 0.3}},
+        {"policy": "asgd", "attack": {"name": "backdoor", "fraction": 0.3}},
         {"policy": "eamsgd", "local": {"momentum": 0.9, "nesterov": True}},
         {"policy": {"name": "ssp", "s": "inf"}},
         {"sync": "gradients", "aggregate": "median"},

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.comparison.grid import load_grid
 from fedsim.engines.auto import AutoEngine, Way
 from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
@@ -161,7 +162,8 @@ def test_a_drop_leaves_the_worker_out_of_the_round_and_says_so(mortal, tmp_path,
     assert said[0].endswith(f"round 2 is done again without worker {lost} (1 of at most 2 times)")
     on_disk = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["lost"] for record in on_disk] == [[], [lost], []]
-    with prepare(fedsim.Experiment(**{**tables, "engine": "serial", "processes": None}), workshop) as (setting, engine):
+    serial = {**mortal, "engine": "serial", "rounds": 3}
+    with prepare(fedsim.Experiment(**serial), workshop) as (setting, engine):
         loop = loop_of(setting, engine)
         assert isinstance(loop, SynchronousLoop)
         records = [loop.play(1), loop.play(2, [lost]), loop.play(3)]
@@ -353,8 +355,8 @@ class FakeCohort(SynchronousLoop):
 
 def dropping(tables, *losses):
     """What a loop with these losses is played without, again and again, on the serial engine's memory."""
-    described = fedsim.Experiment(**{**TABLES, **tables, "workers": 10, "engine": "serial", "worker_retries": 9})
-    described = described.model_copy(update={"on_worker_failure": "drop"})
+    described = fedsim.Experiment(**{**TABLES, **tables, "workers": 10, "engine": "serial"})
+    described = described.model_copy(update={"on_worker_failure": "drop", "worker_retries": 9})
     with fedsim.Workshop() as workshop, prepare(described, workshop) as (setting, engine):
         loop = FakeCohort(*losses)
         losing = SimpleNamespace(can_lose_processes=True, replace_processes=lambda: None, memory=engine.memory)
@@ -411,15 +413,76 @@ def test_the_servers_own_row_is_found_whoever_is_left_out():
             {"mode": "race", "policy": "hogwild"},
             'on_worker_failure = "drop": goes with synchronous rounds, and policy.name = "hogwild" has no cohort',
         ),
-        (
-            {"engine": "distributed"},
-            'on_worker_failure = "drop": with engine = "distributed" the end of a rank ends the run; leave it out',
-        ),
     ],
 )
 def test_drop_is_refused_where_there_is_nobody_to_go_on_with(tables, line):
     with pytest.raises(fedsim.ExperimentError, match=re.escape(line)):
         fedsim.Experiment(on_worker_failure="drop", **tables)
+
+
+LOSSES = [{"on_worker_failure": "abort"}, {"on_worker_failure": "drop"}, {"worker_retries": 0}]
+
+
+@pytest.mark.parametrize("given", LOSSES)
+@pytest.mark.parametrize(
+    ("tables", "why"),
+    [
+        ({"engine": "serial"}, 'the engine "serial" works in one process, and has none to lose'),
+        ({"engine": "serial", "mode": "clock"}, 'the engine "serial" works in one process, and has none to lose'),
+        ({"engine": "batched", "processes": 1}, 'the engine "batched" works in one process, and has none to lose'),
+        ({"engine": "batched", "workers": 1}, 'the engine "batched" works in one process, and has none to lose'),
+        ({"engine": "distributed"}, 'with engine = "distributed" the end of a rank ends the run'),
+    ],
+)
+def test_what_is_said_of_losses_is_refused_where_nothing_can_be_lost(tables, why, given):
+    (key, value), *_ = given.items()
+    shown = f'"{value}"' if isinstance(value, str) else value
+    with pytest.raises(fedsim.ExperimentError, match=f"^{re.escape(f'{key} = {shown}: {why}; leave it out')}$"):
+        fedsim.Experiment(**tables, **given)
+
+
+def test_each_of_both_keys_has_its_line():
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.Experiment(engine="serial", on_worker_failure="abort", worker_retries=5)
+    assert [line.partition(" = ")[0] for line in caught.value.lines] == ["on_worker_failure", "worker_retries"]
+
+
+@pytest.mark.parametrize("engine", ["auto", "spawn", "batched"])
+def test_whoever_aborts_retries_nothing(engine):
+    line = 'worker_retries = 5: with on_worker_failure = "abort" no round is done again; leave it out'
+    with pytest.raises(fedsim.ExperimentError, match=f"^{re.escape(line)}$"):
+        fedsim.Experiment(engine=engine, on_worker_failure="abort", worker_retries=5)
+
+
+@pytest.mark.parametrize("given", [{"on_worker_failure": "drop", "worker_retries": 0}, {"on_worker_failure": "abort"}])
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"processes": 1},  # which `auto` may be given, on a machine of one core
+        {"engine": "spawn", "processes": 1},
+        {"engine": "batched"},  # how many processes it has depends on the machine
+        {"engine": "batched", "processes": 2},
+    ],
+)
+def test_where_processes_may_be_lost_all_of_it_goes(tables, given):
+    fedsim.Experiment(**tables, **given)
+
+
+def test_defaults_that_are_written_out_are_no_wish():
+    fedsim.Experiment(engine="serial", on_worker_failure="retry", worker_retries=2)
+
+
+def test_in_a_grid_the_points_are_named_that_have_nothing_to_lose():
+    tables = {"worker_retries": 5, "workers": 3}
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        load_grid(tables, {"engine": ["serial", "spawn"], "seed": [0, 1]})
+    assert caught.value.lines == (
+        'engine=serial seed=0: worker_retries = 5: the engine "serial" works in one process, and has none to lose; '
+        "leave it out (and 1 more of 4 runs)",
+    )
+    variants = [{"label": "here", "engine": "serial"}, {"label": "there", "engine": "spawn", "worker_retries": 5}]
+    assert len(load_grid({"workers": 3}, {"variant": variants}).runs) == 2
 
 
 class Reaper(threading.Thread):

@@ -60,6 +60,10 @@ class Backdoor:
     poisoned: Annotated[float, Field(gt=0, le=1)] = 0.5
     gamma: PositiveFloat = 1.0
 
+    @property
+    def alters_rows(self) -> bool:
+        return self.gamma != 1
+
     def __call__(self, own: Tensor) -> Tensor:
         """gamma times each one's own row."""
         return own * self.gamma

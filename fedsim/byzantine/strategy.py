@@ -76,6 +76,14 @@ class BoundAttack:
     def goal(self) -> Goal | None:
         return getattr(self.function, "goal", None)
 
+    @property
+    def alters_rows(self) -> bool:
+        """Whether it makes other rows of what was trained, so that poisoned data is not all there is to it.
+
+        An attack on data does so where it has an attribute of this name that says so.
+        """
+        return getattr(self.function, "alters_rows", self.poison is None)
+
     def __call__(
         self,
         honest: Tensor,

@@ -221,8 +221,8 @@ def _run(grid: Grid, todo: Sequence[PlannedRun], jobs: int, folder: GridFolder, 
 
 
 def _in_one_process(experiment: Experiment) -> Experiment:
-    """The same experiment, run by the process that is asked; its parent watches over its timeout."""
-    of_other_engines = ("timeout", "batched")
+    """The same experiment, run by the process that is asked; its parent watches over it, and does it again."""
+    of_other_engines = ("timeout", "batched", "on_worker_failure", "worker_retries")
     defaults = {key: Experiment.model_fields[key].default for key in of_other_engines}
     return experiment.model_copy(update={"engine": ONE_PROCESS_ENGINE, **defaults})
 

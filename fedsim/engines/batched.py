@@ -31,6 +31,10 @@ class BatchedEngine(Engine):
 
     stacks = True
 
+    @classmethod
+    def may_lose_processes(cls, most: int) -> bool:
+        return most > 1
+
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         self._processes, self._threads = processes, threads
         self._host = (SerialEngine if processes == 1 else SpawnEngine)(processes, threads, timeout)

@@ -132,6 +132,11 @@ class RankAveraging(Averaging):
             for name, part in state.items():
                 part.copy_(lasting[f"{sync}.{name}"][own])
 
+    @property
+    def of_gradients(self) -> bool:
+        """Whether gradients have been aggregated last, or are to be first."""
+        return self._sync == "gradients"
+
     def remembered(self) -> tuple[dict[str, Tensor], bool]:
         """The state of the rule: of rows that one rank sees whole, that rank's; else all have the same."""
         state = super().remembered()[0]

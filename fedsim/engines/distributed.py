@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedsim.data import TensorData
+from fedsim.engines import handover
 from fedsim.engines.agreement import Agreement
 from fedsim.engines.averaging import Account, Meeting
 from fedsim.engines.batched import stack_width
@@ -123,6 +124,15 @@ class DistributedEngine(Engine):
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
         return self._each("round_rows", cohort, round)[0]
 
+    def state(self) -> Snapshot:
+        state = super().state()
+        self._each("keep_hook", state)
+        return state
+
+    def resume(self, state: Snapshot) -> None:
+        super().resume(state)
+        self._each("resume_hook", state)
+
     def _lasting(self) -> dict[str, Tensor]:
         return self._each("lasting")[0]
 
@@ -141,9 +151,12 @@ class DistributedEngine(Engine):
             name: found[1].tensors[name] if found and ranks.first else torch.empty(shape, dtype=dtype)
             for name, (shape, dtype) in forms.items()
         }
-        for tensor in tensors.values():
-            if tensor.numel():
+        for name, tensor in tensors.items():
+            owner = handover.owner_of(name)
+            if tensor.numel() and owner is None:
                 ranks.broadcast(tensor, "checkpoint")
+            elif tensor.numel() and owner is not None and owner < ranks.count:
+                ranks.send_from_first(tensor, owner, "checkpoint")
         return round, Snapshot(tensors, facts)
 
     def agree(self, due: bool) -> bool:
@@ -224,6 +237,16 @@ class RankStation(Station):
     def take_back(self, lasting: dict[str, Tensor]) -> None:
         """Take this rank's columns of the states; the rest is in place."""
         self.averaging.take_back(lasting)
+
+    def keep_hook(self, state: Snapshot) -> None:
+        """Add what the hook keeps to a state; see `handover`."""
+        if isinstance(self.trainer, ParallelTrainer):
+            handover.keep(state, self.trainer.hook, self._ranks, whole=self.averaging.of_gradients)
+
+    def resume_hook(self, state: Snapshot) -> None:
+        """Put what the hook keeps to what it was in a state."""
+        if isinstance(self.trainer, ParallelTrainer):
+            handover.resume(state, self.trainer.hook, self._ranks, self.trainer.buckets())
 
     def test(self) -> None:
         """Test the global model on this rank's share of the test batches; all ranks get the sums of all."""

@@ -57,6 +57,11 @@ class Engine(ABC):
         """How many processes are good for a cohort, where the experiment leaves that open."""
         return default_processes(device, cohort, threads)
 
+    @classmethod
+    def may_lose_processes(cls, most: int) -> bool:
+        """Whether `can_lose_processes` may be so, on any machine, where it has `most` processes at most."""
+        return not (cls.one_process or cls.ranks)
+
     @abstractmethod
     def __init__(self, processes: int, threads: int, timeout: float) -> None: ...
 

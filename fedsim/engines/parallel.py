@@ -135,10 +135,8 @@ class ParallelTrainer(RowTrainer):
         self._module_of(0).take(memory.global_row, self._gradient, memory.global_buffers)  # the parameters, into place
         self._exchanged = Exchanged(model.parameters)
         self._active: list[Partaker] = []  # in the step in hand
-        self._sending = sending = Sending(
-            task.hook.start(ranks.group_of_hooks, draw_key(task.seed, "hook") % 2**32),
-            one_by_one=not (task.hook.at_once or ranks.in_order),
-        )
+        self.hook = task.hook.start(ranks.group_of_hooks, draw_key(task.seed, "hook") % 2**32)
+        self._sending = sending = Sending(self.hook, one_by_one=not (task.hook.at_once or ranks.in_order))
         self._parallel = DistributedDataParallel(
             self._exchanged,
             process_group=ranks.group,
@@ -181,6 +179,10 @@ class ParallelTrainer(RowTrainer):
         if last is None:
             self._exchange(self._exchanged.none.sum() * 0)
         return self._gradient
+
+    def buckets(self) -> list[GradBucket]:
+        """Buckets of zeros, as many and as large as those in which gradients travel."""
+        return self._parallel.reducer._get_zeros_like_grad_buckets()
 
     def not_finite(self, step: int) -> list[int]:
         """The slots of members whose own gradients, of the batches of this step once more, are not finite."""

@@ -132,6 +132,20 @@ class Ranks:
         self._do(dist.all_to_all_single, got, wire, list(sizes), [part.numel() for part in parts])
         return list(got.to(given.device).split(list(sizes)))
 
+    def gather(self, own: Tensor, what: str) -> list[Tensor]:
+        """In the first rank every rank's tensor, all of one shape and dtype; nothing in the others."""
+        parts = [own] + [own.new_empty(0)] * (self.count - 1)
+        got = self.exchange(parts, [own.numel() if self.first else 0] * self.count, what)
+        return [part.view(own.shape) for part in got] if self.first else []
+
+    def send_from_first(self, values: Tensor, rank: int, what: str) -> Tensor:
+        """The first rank's values in another one, in place; what the others have stays as it is."""
+        none, here = values.new_empty(0), self.index == rank
+        parts = [values if self.first and place == rank else none for place in range(self.count)]
+        sizes = [values.numel() if here and place == 0 else 0 for place in range(self.count)]
+        got = self.exchange(parts, sizes, what)[0]
+        return values.copy_(got.view(values.shape)) if here else values
+
     def tell_all(self, thing: Any) -> list[Any]:
         """What every rank has to say, in their order; small things that pickle."""
         self._meet()

@@ -177,3 +177,12 @@ def test_a_bound_attack_travels_to_other_processes(plug):
     there = pickle.loads(pickle.dumps(bound(plug.name)))
     assert there.name == plug.name
     assert (there.poison is None) == (bound(plug.name).poison is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "alters"),
+    [("alie", {}, True), ("label_flipping", {}, False), ("backdoor", {}, False), ("backdoor", {"gamma": 2.0}, True)],
+)
+def test_it_is_known_which_attacks_alter_rows(name, params, alters):
+    plug = attack_strategy.get(name)
+    assert bind_attack(plug, plug.check(params)).alters_rows == alters

@@ -204,7 +204,7 @@ def test_by_default_an_experiment_that_names_its_engine_has_one_job(quick, machi
 
 
 def test_what_is_run_in_one_process_can_be_read_again():
-    wanted = fedsim.Experiment(timeout=5.0, batched={"width": 3})
+    wanted = fedsim.Experiment(timeout=5.0, batched={"width": 3}, on_worker_failure="drop", worker_retries=7)
     run = comparing._in_one_process(wanted).resolved()
     assert fedsim.Experiment(**run) == fedsim.Experiment(engine="serial")
 

@@ -143,6 +143,10 @@ class DelayCompensated(Policy):
     adaptive: bool = False
     m: Decay = 0.95
 
+    def __post_init__(self) -> None:
+        if not self.adaptive and self.m != DelayCompensated.m:
+            raise ExperimentError(f"policy.m = {self.m:g}: goes with policy.adaptive = true")
+
     @property
     def replicas(self) -> bool:
         return True

@@ -41,6 +41,12 @@ class FedAsync(Policy):
     a: NonNegative = 0.5
     b: NonNegativeInt = 4
 
+    def __post_init__(self) -> None:
+        if self.staleness == "constant" and self.a != FedAsync.a:
+            raise ExperimentError(f'policy.a = {self.a:g}: goes with policy.staleness = "hinge" or "polynomial"')
+        if self.staleness != "hinge" and self.b != FedAsync.b:
+            raise ExperimentError(f'policy.b = {self.b}: goes with policy.staleness = "hinge"')
+
     @property
     def replicas(self) -> bool:
         return False

@@ -297,6 +297,7 @@ def test_what_waits_is_told_and_not_touched_when_a_round_is_over():
         ("asgd", {"n_push": 1.5}, "n_push = 1.5: must be a valid integer"),
         ("dc_asgd", {"lam": -1.0}, "lam = -1.0: must be greater than or equal to 0"),
         ("dc_asgd", {"m": 1.0}, "m = 1.0: must be less than 1"),
+        ("dc_asgd", {"m": 0.5}, "policy.m = 0.5: goes with policy.adaptive = true"),
         ("ssp", {"s": -1}, "s = -1: must be"),
         ("ssp", {"s": "never"}, 's = "never": must be'),
         ("hogwild", {"momentum": "none"}, 'momentum = "none": must be "private" or "shared"'),

@@ -43,7 +43,8 @@ def test_weights_by_staleness_by_hand():
 
 @pytest.mark.parametrize("kind", WEIGHTINGS)
 def test_fedasync_is_its_formula(kind):
-    run = driven(policy_of("fedasync", alpha=0.6, staleness=kind, a=0.7, b=1), delays_of([1.0, 1.7123, 7.3219])).go(40)
+    own = {"constant": {}, "polynomial": {"a": 0.7}, "hinge": {"a": 0.7, "b": 1}}[kind]
+    run = driven(policy_of("fedasync", alpha=0.6, staleness=kind, **own), delays_of([1.0, 1.7123, 7.3219])).go(40)
 
     def rule(row, read, model, arrival):
         tau = arrival.staleness
@@ -177,6 +178,12 @@ def test_the_fastest_who_has_left_is_no_measure_any_more():
         ("fedasync", {"staleness": "linear"}, 'staleness = "linear": must be "constant", "hinge" or "polynomial"'),
         ("fedasync", {"a": -1.0}, "a = -1.0: must be greater than or equal to 0"),
         ("fedasync", {"b": -1}, "b = -1: must be greater than or equal to 0"),
+        ("fedasync", {"b": 1}, 'policy.b = 1: goes with policy.staleness = "hinge"'),
+        (
+            "fedasync",
+            {"staleness": "constant", "a": 2.0},
+            'policy.a = 2: goes with policy.staleness = "hinge" or "poly',
+        ),
         ("fedbuff", {"k": 0}, "k = 0: must be greater than 0"),
         ("fedbuff", {"exponent": -0.5}, "exponent = -0.5: must be greater than or equal to 0"),
         ("async_local_sgd", {"beta": 1.0}, "beta = 1.0: must be less than 1"),
