@@ -20,7 +20,7 @@ def _environment(**more):
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
-def run_python(*words, timeout=60, **options):
+def run_python(*words, timeout=300, **options):
     """`python *words`, to its end."""
     return subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=_environment(), **options

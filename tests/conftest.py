@@ -1,17 +1,26 @@
 from __future__ import annotations
 
+import compileall
 import multiprocessing
+import re
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import fedsim
 from fedsim.cli import app
 from tests.leftovers import left_behind, segments
 from tests.plugs import TINY_TEST, TINY_TRAIN
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it; the tests' must not
+# Where PYTHONDONTWRITEBYTECODE is set, each of the hundreds of processes that tests start would compile all for itself.
+sys.dont_write_bytecode = False
+for folder in (Path(fedsim.__file__).parent, Path(__file__).parent):
+    compileall.compile_dir(folder, quiet=2, rx=re.compile(r"/test_\w+\.py$"))
 torch.set_num_threads(1)  # tests that compute in several processes must not fight for the cores
 
 
@@ -26,11 +35,11 @@ def pytest_collection_modifyitems(items):
 def nothing_stays_behind(request):
     """Every test must leave as many processes and shared-memory segments as it found.
 
-    Processes that a fixture called `workshop` keeps from test to test are its own to end.
+    Processes that a fixture called `workshop`, or `workshop_of_...`, keeps from test to test are its own to end.
     """
     before, children = segments(), set(multiprocessing.active_children())
     yield
-    if "workshop" not in request.fixturenames:
+    if not any(name.startswith("workshop") for name in request.fixturenames):
         assert set(multiprocessing.active_children()) <= children
     assert left_behind(before) == set()
 

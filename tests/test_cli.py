@@ -182,19 +182,26 @@ def test_ctrl_c_while_modules_are_imported_is_told_in_one_word(tmp_path):
     assert (process.returncode, out, error) == (130, "", "interrupted\n")
 
 
-def test_a_stdout_that_cannot_be_written_is_one_line(tmp_path):
-    commands = (["run", "data=tests.plugs:tiny"], ["run", "--dry-run"], ["--version"], ["--help"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", *QUICK],
+        ["--version"],
+        *(pytest.param(words, marks=pytest.mark.slow) for words in (["run", "--dry-run"], ["--help"])),
+    ],
+    ids=" ".join,
+)
+def test_a_stdout_that_cannot_be_written_is_one_line(words, tmp_path):
     with Path("/dev/full").open("w") as full:
-        processes = [start("-m", "fedsim", *words, cwd=tmp_path, stdout=full) for words in commands]  # all at once
-    for process in processes:
-        _, error = process.communicate(timeout=60)
-        assert error == "error: standard output cannot be written: No space left on device\n"
-        assert process.returncode == 1
-        assert_none_left(process.pid)
+        process = start("-m", "fedsim", *words, cwd=tmp_path, stdout=full)
+    _, error = process.communicate(timeout=60)
+    assert error == "error: standard output cannot be written: No space left on device\n"
+    assert process.returncode == 1
+    assert_none_left(process.pid)
 
 
 def test_a_reader_that_goes_ends_the_program_without_a_word(tmp_path):
-    words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
+    words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
     process = start("-m", "fedsim", "run", *words, cwd=tmp_path)
     read_until(process, "    1")
     process.stdout.close()
@@ -206,7 +213,7 @@ def test_a_reader_that_goes_ends_the_program_without_a_word(tmp_path):
 
 @pytest.mark.parametrize("moment", ["starting", "training"])
 def test_ctrl_c_ends_all_processes_at_once_and_says_what_there_is(tmp_path, moment):
-    words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
+    words = ["engine=spawn", "processes=2", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
     process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
     if moment == "training":
         read_until(process, "    3")
@@ -234,7 +241,7 @@ def test_sigterm_ends_all_processes_and_leaves_no_temporary_folder(tmp_path):
 
 
 def _run_and_terminate(tmp_path, temporary):
-    words = ["engine=spawn", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
+    words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
     process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
     read_until(process, "    3")
     process.terminate()
@@ -246,7 +253,8 @@ def _run_and_terminate(tmp_path, temporary):
 
 
 def test_the_front_door_runs_the_engine_spawn_to_its_end_even_if_it_was_suspended(tmp_path):
-    words = ["engine=spawn", "data=tests.plugs:tiny", "timeout=1", "sync=gradients", "workers=3", "--out", "x"]
+    words = ["engine=spawn", "processes=2", "data=tests.plugs:tiny", "model=logistic", "timeout=1", "sync=gradients"]
+    words += ["workers=3", "--out", "x"]
     process = start(str(ROOT / "run_experiment.py"), *words, "rounds=30", cwd=tmp_path)
     read_until(process, "    2")
     for _ in range(2):
@@ -259,22 +267,24 @@ def test_the_front_door_runs_the_engine_spawn_to_its_end_even_if_it_was_suspende
     assert out.endswith("x\n")
 
 
-def test_a_dead_worker_never_hangs_the_program(tmp_path):
-    """Three programs at once; further deaths are in tests/engines/test_spawn.py."""
-    deaths = {
-        ("raise", "parameters"): r"worker \d in round 1 failed \(process \d\): ZeroDivisionError: this model",
-        ("kill", "gradients"): r"process \d, working on worker \d in round 1, was killed by SIGKILL \(exit code -9\)",
-        ("hang", "parameters"): r"process \d has given no sign of life for 3 s \(worker \d in round 1\)",
-    }
+DEATHS = {
+    ("raise", "parameters"): r"worker \d in round 1 failed \(process \d\): ZeroDivisionError: this model",
+    ("kill", "gradients"): r"process \d, working on worker \d in round 1, was killed by SIGKILL \(exit code -9\)",
+    ("hang", "parameters"): r"process \d has given no sign of life for 3 s \(worker \d in round 1\)",
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "sync"),
+    [pytest.param(*death, marks=() if death[0] == "kill" else pytest.mark.slow) for death in DEATHS],
+)
+def test_a_dead_worker_never_hangs_the_program(how, sync, tmp_path):
+    """The same deaths, and others, without the command around them are in tests/engines/test_spawn.py."""
     words = [str(ROOT / "run_experiment.py"), "engine=spawn", "data=tests.plugs:tiny", "model.name=tests.plugs:Fails"]
-    words.append("on_worker_failure=abort")
-    processes = [
-        start(*words, f"model.how={how}", f"sync={sync}", "timeout=3", "--out", how, cwd=tmp_path)
-        for how, sync in deaths
-    ]
-    for process, (how, _), message in zip(processes, deaths, deaths.values(), strict=True):
-        _, error = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert re.match(f"error: {message}", error), error
-        assert ("Traceback" in error) == (how == "raise")
-        assert_none_left(process.pid)
+    words += ["processes=2", "on_worker_failure=abort", f"model.how={how}", f"sync={sync}", "timeout=3"]
+    process = start(*words, "--out", how, cwd=tmp_path)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.match(f"error: {DEATHS[how, sync]}", error), error
+    assert ("Traceback" in error) == (how == "raise")
+    assert_none_left(process.pid)

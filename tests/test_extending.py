@@ -48,7 +48,7 @@ def test_the_command_of_the_document_runs_and_learns(my_plugs):
 
 
 def test_the_comparison_of_the_document_shows_which_rule_is_deaf_to_shouting(my_plugs):
-    done = CliRunner().invoke(app, [*commands()[1], "--jobs", "1", "--out", "grid"])
+    done = CliRunner().invoke(app, [*commands()[1], "--jobs", "1", "engine=serial", "--out", "grid"])
     assert done.exit_code == 0, done.output
     with Path("grid/summary.csv").open() as file:
         accuracy = {row["aggregate.rule"]: float(row["accuracy"]) for row in csv.DictReader(file)}
@@ -65,7 +65,7 @@ def test_the_virtual_partition_of_the_document_has_a_million_workers_and_learns(
 
 
 def test_the_policy_of_the_document_runs_beside_others_on_the_clock(my_plugs):
-    done = CliRunner().invoke(app, [*commands()[3], "--jobs", "1", "--out", "grid"])
+    done = CliRunner().invoke(app, [*commands()[3], "--jobs", "1", "engine=serial", "--out", "grid"])
     assert done.exit_code == 0, done.output
     with Path("grid/summary.csv").open() as file:
         asgd, fresh = csv.DictReader(file)

@@ -24,6 +24,13 @@ MODES = {
 }
 
 
+@pytest.fixture(scope="module")
+def workshop():
+    """The processes of races."""
+    with fedsim.Workshop() as workshop:
+        yield workshop
+
+
 @pytest.fixture
 def tables(tiny_experiment):
     """Worker 0 has samples that are NaN."""
@@ -39,14 +46,15 @@ def in_mode(tables, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_worker_brings_stops_the_run_with_worker_and_round(mode, tables, tmp_path):
+def test_what_a_worker_brings_stops_the_run_with_worker_and_round(mode, tables, tmp_path, workshop):
     with pytest.raises(fedsim.ExperimentError, match=r"round 1: .*worker(s|) 0.* NaN|round 1: .* NaN .*workers? 0"):
-        fedsim.run(in_mode(tables, mode), tmp_path / "run")
+        fedsim.run(in_mode(tables, mode), tmp_path / "run", workshop=workshop if "race" in mode else None)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_or_is_left_out_and_recorded(mode, tables):
-    result = fedsim.run({**in_mode(tables, mode), "aggregate": {"nonfinite": "exclude"}})
+def test_or_is_left_out_and_recorded(mode, tables, workshop):
+    tables = {**in_mode(tables, mode), "aggregate": {"nonfinite": "exclude"}}
+    result = fedsim.run(tables, workshop=workshop if "race" in mode else None)
     assert result.global_row.isfinite().all()
     excluded = [worker for record in result.history for worker in record["excluded"]]
     assert excluded

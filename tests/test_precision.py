@@ -230,16 +230,22 @@ def test_steps_that_overflow_are_no_steps_of_an_adaptive_solver(
     assert (found - expected).norm() < 5e-4 * expected.norm()  # one step more of decay is ten times that
 
 
-@pytest.mark.parametrize("precision", LOW)
-def test_every_engine_takes_every_precision(precision, tiny_experiment):
-    tables = {**tiny_experiment, "precision": precision}
-    serial, *others = (
-        fedsim.run({**tables, "engine": engine, "processes": processes}).global_row
-        for engine, processes in (("serial", None), ("spawn", 2), ("batched", 2), ("auto", 1))
-    )
-    assert torch.equal(serial, others[0])
-    for other in others[1:]:
-        assert torch.allclose(serial, other, rtol=0, atol=1e-3)
+def test_every_engine_takes_every_precision(tiny_experiment):
+    with fedsim.Workshop() as workshop:  # keeps the processes from precision to precision
+        serial, spawn, *others = (
+            {
+                precision: fedsim.run(
+                    {**tiny_experiment, "precision": precision, "engine": engine, "processes": processes},
+                    workshop=workshop,
+                ).global_row
+                for precision in LOW
+            }
+            for engine, processes in (("serial", None), ("spawn", 2), ("batched", 2), ("auto", 1))
+        )
+    for precision, row in serial.items():
+        assert torch.equal(row, spawn[precision])
+        for other in others:
+            assert torch.allclose(row, other[precision], rtol=0, atol=1e-3)
 
 
 @pytest.mark.gpu

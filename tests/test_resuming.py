@@ -18,7 +18,7 @@ import fedsim
 from fedsim import checkpoints
 from fedsim.asynchronous.policies import policy
 from fedsim.errors import FedsimWarning
-from tests.commands import run_python, start
+from tests.commands import assert_none_left, read_until, run_python, start
 
 ROUNDS = 5
 EVERY = {"checkpoint": {"every": 1, "keep": 100}}
@@ -373,18 +373,35 @@ def killed_at_random(words, folder, seconds):
         process.communicate()
 
 
-@pytest.mark.parametrize("engine", [["engine=spawn", "processes=2"]])
-@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=pytest.mark.slow)])
-def test_killed_at_random_instants_it_ends_the_same(kills, engine, tmp_path):
+def test_killed_with_all_its_processes_in_some_round_it_ends_the_same(cli, tmp_path):
+    (tmp_path / "long.toml").write_text("rounds = 100\n[local]\nsteps = 10\n[checkpoint]\nevery = 1\n")
+    words = ["run", "long.toml", "data=tests.plugs:tiny", "model=logistic", "workers=3"]
+    assert cli(*words, "engine=serial", "--out", "whole").exit_code == 0
+    round = random.randrange(1, 30)
+    process = start("-m", "fedsim", *words, "engine=spawn", "processes=2", "--out", "run", cwd=tmp_path)
+    read_until(process, f"{round:5} ")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert_none_left(process.pid)
+    assert round <= len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 100
+    done = cli(*words, "engine=serial", "--resume", "run")
+    assert done.exit_code == 0, done.output
+    assert "going on after round " in done.stdout
+    assert_the_same(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_killed_at_random_instants_it_ends_the_same(tmp_path):
     (tmp_path / "long.toml").write_text("rounds = 20\n[local]\nsteps = 10\n[checkpoint]\nevery = 1\n")
-    words = ["-m", "fedsim", "run", "long.toml", "data=tests.plugs:tiny", "model=logistic", "workers=3", *engine]
+    words = ["-m", "fedsim", "run", "long.toml", "data=tests.plugs:tiny", "model=logistic", "workers=3"]
+    words += ["engine=spawn", "processes=2"]
     run_python(*words, "--out", "whole", cwd=tmp_path, timeout=120)
     draw, killed, begun = random.Random(1), 0, time.perf_counter()
     run_python(*words, "rounds=2", "--out", "run", cwd=tmp_path)
     usual = time.perf_counter() - begun
     (tmp_path / "run" / "experiment.toml").unlink()
     shutil.rmtree(tmp_path / "run")
-    while killed < kills and killed_at_random([*words, "--resume", "run"], tmp_path, draw.uniform(0.3, 1.3) * usual):
+    while killed < 30 and killed_at_random([*words, "--resume", "run"], tmp_path, draw.uniform(0.3, 1.3) * usual):
         killed += 1
     ended = run_python(*words, "--resume", "run", cwd=tmp_path, timeout=120)
     assert ended.returncode == 0, ended.stderr

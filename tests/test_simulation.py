@@ -138,13 +138,13 @@ def test_train_loss_is_the_mean_per_sample_seen(tiny_experiment):
             assert loss == pytest.approx(F.cross_entropy(start_of(two_nn, dtype=torch.float32)(x), y).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["serial", "spawn"])
+@pytest.mark.parametrize("engine", [{}, {"engine": "spawn", "processes": 1}], ids=["serial", "spawn"])
 def test_a_run_leaves_global_state_as_it_was(engine, tiny_experiment):
     torch.manual_seed(5)
     np.random.seed(5)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     numpy_before = np.random.get_state()[1].copy()
-    fedsim.run({**tiny_experiment, "engine": engine, "model": "net", "threads_per_process": 2, "rounds": 1})
+    fedsim.run({**tiny_experiment, **engine, "model": "net", "threads_per_process": 2, "rounds": 1})
     assert torch.equal(before, torch.get_rng_state())
     assert np.array_equal(numpy_before, np.random.get_state()[1])
     assert torch.get_num_threads() == threads
@@ -178,7 +178,7 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
         ({"model": "tests.plugs:MovesFrozen"}, "model: changes slow.weight as it trains, a parameter without gradient"),
         ({"aggregate": "tests.plugs:refusing"}, "^aggregate.f = 5: needs more than 10 workers, not 3$"),
         (
-            {"engine": "spawn", "aggregate": "tests.plugs:refusing"},
+            {"engine": "spawn", "processes": 1, "aggregate": "tests.plugs:refusing"},
             "^aggregate.f = 5: needs more than 10 workers, not 3$",
         ),
         ({"aggregate": "tests.plugs:misplaced"}, r"takes \(value, factor\) by position, but what is given"),

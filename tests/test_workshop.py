@@ -86,6 +86,7 @@ def test_the_processes_are_the_same_from_run_to_run(spawned):
 
 
 def test_data_are_loaded_once_and_moved_to_shared_memory_once(spawned, loads):
+    spawned = {**spawned, "processes": 1}
     with Workshop() as workshop:
         fedsim.run(spawned, workshop=workshop)
         train, test = workshop.data("tests.plugs:tiny", None, {"train": 203}, CPU)

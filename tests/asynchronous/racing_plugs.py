@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedsim.asynchronous.policies import Policy
 from fedsim.asynchronous.policies.gradients import Hogwild, Locked
+from fedsim.asynchronous.track import ENDED
 from fedsim.data import TensorData
 
 TOKENS, TEXTS, CLASSES = 30, 60, 3
@@ -120,3 +121,17 @@ def disjoint_texts(root):
 
 def in_thirds(labels, n_workers, rng):
     return np.array_split(np.arange(len(labels)), 3)
+
+
+def add_to_track(seat, track, times, locked):
+    """What a race does with the canary at every update."""
+    ended = track.column(ENDED)
+    seat.barrier.wait()
+    for _ in range(times):
+        if locked:
+            track.locks.take([0])
+        track.add(seat.index)
+        ended[seat.index] += 1
+        if locked:
+            track.locks.give_back([0])
+    return track.locks.taken, track.locks.waited

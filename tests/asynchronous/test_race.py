@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import fedsim
 from fedsim.asynchronous.policies import policy
-from fedsim.asynchronous.track import ENDED, Track
+from fedsim.asynchronous.track import Track
 from fedsim.engines.crew import Crew
 from fedsim.randomness import draw_key, numpy_generator
 from fedsim.rows import Layout
@@ -30,6 +30,13 @@ RACING = [plug.name for plug in policy if not plug.target.in_rounds]
 @pytest.fixture(scope="module")
 def workshop():
     """Three processes, one for each of three workers, kept from test to test."""
+    with fedsim.Workshop() as workshop:
+        yield workshop
+
+
+@pytest.fixture(scope="module")
+def workshop_of_one():
+    """The process of a worker that races alone."""
     with fedsim.Workshop() as workshop:
         yield workshop
 
@@ -112,11 +119,6 @@ def test_shared_rows_keep_their_address_to_the_end(workshop):
     race(workshop, "hogwild", model=f"{PLUGS}:Pinned", rounds=2, race={"runs": 2})
 
 
-def test_a_model_that_lets_go_of_the_shared_row_is_told_so(workshop):
-    with pytest.raises(fedsim.ExperimentError, match=r"model: replaces the data of linear\.weight as it trains"):
-        race(workshop, "hogwild", model="tests.plugs:LetsGo")
-
-
 @pytest.mark.parametrize("sparse", [False, True])
 def test_workers_with_embedding_rows_of_their_own_arrive_exactly_where_they_would_in_turn(workshop, sparse):
     tables = {
@@ -182,12 +184,6 @@ def test_workers_with_less_to_do_hold_nobody_back(workshop):
         assert record["race"]["held_back"] == record["asynchronous"]["held"] == 0
 
 
-def test_where_nobody_may_ever_begin_a_line_says_so(workshop):
-    with pytest.raises(fedsim.ExperimentError) as caught:
-        race(workshop, f"{PLUGS}:NeverStarting")
-    assert caught.value.lines == ("policy: in round 1 of the race nobody is at work and nobody may begin",)
-
-
 def test_two_processes_can_have_three_workers(workshop):
     with fedsim.Workshop() as other:
         for name in ("hogwild", "k_sync", "ssp", "gossip", "fedasync"):
@@ -222,53 +218,48 @@ def plain_sgd(momentum_lasts):
     return Layout.of(model).read(model)
 
 
-def test_one_worker_alone_is_plain_sgd_to_the_bit():
+def test_one_worker_alone_is_plain_sgd_to_the_bit(workshop_of_one):
     expected = {lasts: plain_sgd(lasts) for lasts in (True, False)}
-    with fedsim.Workshop() as workshop:
-        for given in NEUTRAL:
-            name = given if isinstance(given, str) else given["name"]
-            local = {"batch_size": 16, "lr": 0.05, "momentum": 0.5}
-            model = {"name": "net", "dropout": 0.0}
-            tables = {"workers": 1, "rounds": 2, "local": local, "model": model, "policy": given}
-            row = race(workshop, name, **tables).global_row
-            lasts = policy.get(name).target.work == "gradient"
-            assert torch.equal(row, expected[lasts]), given
+    for given in NEUTRAL:
+        name = given if isinstance(given, str) else given["name"]
+        local = {"batch_size": 16, "lr": 0.05, "momentum": 0.5}
+        model = {"name": "net", "dropout": 0.0}
+        tables = {"workers": 1, "rounds": 2, "local": local, "model": model, "policy": given}
+        row = race(workshop_of_one, name, **tables).global_row
+        lasts = policy.get(name).target.work == "gradient"
+        assert torch.equal(row, expected[lasts]), given
 
 
-def test_one_worker_alone_has_the_dropout_and_the_buffers_of_the_clock():
+def test_one_worker_alone_has_the_dropout_and_the_buffers_of_the_clock(workshop_of_one):
     models = [("net", "average"), *(("tests.plugs:Normalised", buffers) for buffers in ("average", "local", "server"))]
-    with fedsim.Workshop() as workshop:
-        for model, buffers in models:
-            tables = {"workers": 1, "model": model, "buffers": buffers, "policy": {"name": "hogwild"}, "rounds": 2}
-            tables = {**tables, "data": "tests.plugs:tiny", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}
-            on_clock = fedsim.run({**tables, "mode": "clock", "engine": "serial"}).model.state_dict()
-            raced = race(workshop, "hogwild", **tables).model.state_dict()
-            assert all(torch.equal(raced[name], value) for name, value in on_clock.items()), (model, buffers)
+    for model, buffers in models:
+        tables = {"workers": 1, "model": model, "buffers": buffers, "policy": {"name": "hogwild"}, "rounds": 2}
+        tables = {**tables, "data": "tests.plugs:tiny", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}
+        on_clock = fedsim.run({**tables, "mode": "clock", "engine": "serial"}).model.state_dict()
+        raced = race(workshop_of_one, "hogwild", **tables).model.state_dict()
+        assert all(torch.equal(raced[name], value) for name, value in on_clock.items()), (model, buffers)
 
 
-def add(seat, track, times, locked):
-    """What a race does with the canary at every update."""
-    ended = track.column(ENDED)
-    seat.barrier.wait()
-    for _ in range(times):
-        if locked:
-            track.locks.take([0])
-        track.add(seat.index)
-        ended[seat.index] += 1
-        if locked:
-            track.locks.give_back([0])
-    return track.locks.taken, track.locks.waited
+def test_a_model_that_lets_go_of_the_shared_row_is_told_so():
+    with pytest.raises(fedsim.ExperimentError, match=r"model: replaces the data of linear\.weight as it trains"):
+        race(None, "hogwild", model="tests.plugs:LetsGo", workers=1)
+
+
+def test_where_nobody_may_ever_begin_a_line_says_so():
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        race(None, f"{PLUGS}:NeverStarting", workers=1)
+    assert caught.value.lines == ("policy: in round 1 of the race nobody is at work and nobody may begin",)
 
 
 def test_lost_updates_are_counted_and_under_a_lock_there_are_none():
     track = Track.of(2)
     with Crew(2) as crew:
-        counts = crew.call(add, track, 3000, True)
+        counts = crew.call(racing_plugs.add_to_track, track, 3000, True)
         assert track.lost() == 0
         assert float(track.canaries[0, 0]) == 6000
         assert all(taken == 3000 >= waited for taken, waited in counts)
         for _ in range(50):  # once is nearly always enough
-            crew.call(add, track, 20_000, False)
+            crew.call(racing_plugs.add_to_track, track, 20_000, False)
             if track.lost():
                 break
     assert 0 < track.lost() < 20_000 * 50

@@ -22,9 +22,10 @@ KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \
             {"policy": f"{PLUGS}:FailingHogwild"},
             KILLED + " in the middle of a write to the shared model, which may be half written",
         ),
-        (
+        pytest.param(
             {"policy": "hogwild", "model": {"name": "tests.plugs:Fails", "how": "kill"}},
             r"process [01], working on worker [01] in round 1, was killed by SIGKILL \(exit code -9\)",
+            marks=pytest.mark.slow,
         ),
         (
             {"policy": {"name": f"{PLUGS}:FailingLocked", "how": "stop"}, "timeout": 1.0},

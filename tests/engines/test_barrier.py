@@ -21,7 +21,13 @@ def meet(board, index, crossings, cells):
             os._exit(1)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+def test_who_is_alone_waits_for_nobody():
+    barrier = Barrier(Board(1), 0, timeout=1.0)
+    for _ in range(2000):
+        barrier.wait()
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_nobody_passes_before_all_have_come(count):
     context = multiprocessing.get_context("spawn")
     board, cells = Board(count), context.RawArray("q", count)

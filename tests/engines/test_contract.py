@@ -153,8 +153,15 @@ def test_a_run_repeats_itself_and_follows_its_seed(engine, tiny_experiment, work
     assert all(torch.equal(run.global_row, serial.global_row) for run, serial in zip(runs[:3], runs[3:], strict=True))
 
 
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-@pytest.mark.parametrize("case", CASES)
+def close_cases():
+    """Every case by parameters; by gradients, after which the server does what it does there, those of the workers."""
+    for case in CASES:
+        yield pytest.param(case, "parameters")
+        of_the_server = {"aggregate", "attack", "server"} & CASES[case].keys()
+        yield pytest.param(case, "gradients", marks=pytest.mark.slow if of_the_server else ())
+
+
+@pytest.mark.parametrize(("case", "sync"), list(close_cases()))
 @pytest.mark.parametrize("engine", CLOSE)
 def test_the_engine_agrees_with_serial_up_to_rounding(engine, case, sync, tiny_experiment):
     skip_what_needs_parameters(case, sync)
@@ -190,7 +197,7 @@ def test_processes_that_stack_rows_agree_with_serial(case, sync, tiny_experiment
 
 
 @pytest.mark.parametrize("engine", EXACT)
-@pytest.mark.parametrize("processes", [1, 5])
+@pytest.mark.parametrize("processes", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(engine, processes, tiny_experiment):
     """No more are started than a cohort has members; with both ways of synchronisation in the same processes."""
     with fedsim.Workshop() as workshop:

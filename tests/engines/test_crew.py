@@ -5,69 +5,34 @@ import os
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from fedsim.engines.barrier import Barrier
 from fedsim.engines.crew import Crew
 from fedsim.errors import ExperimentError, WorkerError
 from tests.commands import run_python, start
+from tests.engines.crew_calls import (
+    KillsItsReader,
+    OnlyHere,
+    add_to,
+    fail,
+    give_by_handle_and_die,
+    hang_at_the_barrier,
+    leave_a_note_at_the_end,
+    meet,
+    misbehave,
+    refuse,
+    remember,
+    threads,
+    unpicklable,
+    who,
+    work_for,
+    work_on,
+)
 from tests.leftovers import SHARED
-
-
-def who(seat):
-    return seat.index, seat.count, os.getpid()
-
-
-def threads(seat):
-    return torch.get_num_threads()
-
-
-def add_to(seat, tensor, value):
-    tensor[seat.index] += value
-
-
-def remember(seat, value=None):
-    if value is not None:
-        seat.belongings["value"] = value
-    return seat.belongings["value"]
-
-
-def meet(seat):
-    seat.barrier.wait()
-
-
-def misbehave(seat, how, index=0, meet_after=True):
-    """Process `index` does something terrible while the others wait for it at the barrier."""
-    if seat.index == index:
-        with seat.working_on(7, 3):
-            if how == "raise":
-                raise ZeroDivisionError("divided")
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if how == "exit":
-                os._exit(0)
-            if how == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if how == "sleep":
-                time.sleep(3600)
-    if meet_after:
-        seat.barrier.wait()
-
-
-def work_for(seat, seconds):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(0.05)
-        seat.beat()
-
-
-def unpicklable(seat):
-    return lambda: None
 
 
 @pytest.fixture(scope="module")
@@ -125,26 +90,14 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("how", ["raise", "kill", pytest.param("exit", marks=pytest.mark.slow)])
 def test_a_failure_ends_the_call_at_once_and_says_who_and_how(how):
     with Crew(2) as crew:
         crew.call(who)
         assert FAILURES[how] in fails_within(5, crew, misbehave, how, 1)
 
 
-class Note:
-    def __init__(self, path):
-        self.path = path
-
-    def __del__(self):
-        self.path.touch()
-
-
-def leave_a_note_at_the_end(seat, folder):
-    seat.belongings["note"] = Note(folder / str(seat.index))
-
-
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("how", ["raise", "exit", pytest.param("kill", marks=pytest.mark.slow)])
 def test_a_failure_when_others_are_done_does_so_too_and_survivors_let_go_of_what_they_have(how, tmp_path):
     """They are dismissed, not killed: a CUDA allocation that a killed process had open would never be freed."""
     with Crew(2) as crew:
@@ -153,20 +106,13 @@ def test_a_failure_when_others_are_done_does_so_too_and_survivors_let_go_of_what
     assert {path.name for path in tmp_path.iterdir()} == ({"0", "1"} if how == "raise" else {"0"})
 
 
-@pytest.mark.parametrize("how", ["sleep", "stop"])
+@pytest.mark.parametrize("how", ["stop", pytest.param("sleep", marks=pytest.mark.slow)])
 def test_a_process_that_hangs_is_found_out_and_named_and_not_one_that_shows_signs_of_life(how, monkeypatch):
     monkeypatch.setattr("fedsim.engines.crew.GRACE", 0.5)  # after which it is killed
     with Crew(2, timeout=1.0) as crew:
         crew.call(work_for, 1.6)
         message = fails_within(10, crew, misbehave, how, 1)
     assert "process 1 has given no sign of life for 1 s (worker 7 in round 3)" in message
-
-
-def hang_at_the_barrier(seat):
-    """Process 1 never comes, and process 0 loses patience before the parent does."""
-    if seat.index == 1:
-        time.sleep(3600)
-    Barrier(seat.board, 0, timeout=0.5).wait()
 
 
 def test_a_process_that_waits_in_vain_is_not_taken_for_the_one_that_hangs(monkeypatch):
@@ -178,19 +124,14 @@ def test_a_process_that_waits_in_vain_is_not_taken_for_the_one_that_hangs(monkey
 
 
 def test_a_death_between_calls_is_found_at_the_next_and_no_later_call_is_taken():
-    with Crew(2) as crew:
-        pid = crew.call(who)[1][2]
+    with Crew(1) as crew:
+        pid = crew.call(who)[0][2]
         assert crew.at_work
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
-        assert "process 1, before the first worker, was killed by SIGKILL" in fails_within(5, crew, who)
+        assert "process 0, before the first worker, was killed by SIGKILL" in fails_within(5, crew, who)
         assert not crew.at_work
         assert fails_within(1, crew, who) == "the crew has been dismissed"
-
-
-def work_on(seat, worker, round):
-    with seat.working_on(worker, round):
-        pass
 
 
 def test_a_death_between_workers_says_when_the_last_one_was():
@@ -200,10 +141,6 @@ def test_a_death_between_workers_says_when_the_last_one_was():
         os.kill(answer[2], signal.SIGKILL)
         message = fails_within(5, crew, who)
     assert message == "process 0, between workers, last in round 3, was killed by SIGKILL (exit code -9)"
-
-
-def fail(seat):
-    raise ZeroDivisionError("divided")
 
 
 def test_a_failure_between_workers_blames_no_worker():
@@ -221,30 +158,13 @@ def test_a_process_killed_as_it_starts_worked_on_nobody_and_lacks_no_guard():
 
 def test_a_result_that_cannot_be_sent_is_an_error_not_a_hang():
     with Crew(1) as crew:
-        assert "process 0" in fails_within(5, crew, unpicklable)
-
-
-class OnlyHere:
-    """Cannot be unpickled in another process."""
-
-    def __reduce__(self):
-        return import_missing, ()
-
-
-def import_missing():
-    raise ModuleNotFoundError("no module named here_only")
+        assert "process 0" in fails_within(60, crew, unpicklable)
 
 
 def test_a_call_that_cannot_be_unpickled_says_why():
     with Crew(1) as crew:
         message = fails_within(60, crew, remember, OnlyHere())
     assert "before the first worker, failed: ModuleNotFoundError: no module named here_only" in message
-
-
-def refuse(seat):
-    if seat.index == 1:
-        raise ExperimentError("f = 9: too many", "n = 3: too few")
-    seat.barrier.wait()
 
 
 def test_a_refusal_is_the_same_error_here_as_there():
@@ -264,7 +184,7 @@ def test_neither_descriptors_nor_shared_memory_are_kept():
     counts = []
     for _ in range(3):
         tensor = torch.zeros(2).share_memory_()
-        with Crew(2) as crew:
+        with Crew(1) as crew:
             crew.call(add_to, tensor, 1.0)
             if len(counts) == 2:
                 fails_within(5, crew, misbehave, "exit")
@@ -284,29 +204,6 @@ def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_told_before_an
         WorkerError, match=r'^TMPDIR = ".*": processes meet at sockets in it, for which its path must .* 75'
     ):
         Crew(1)
-
-
-class KillsItsReader:
-    """Kills the process that unpickles it."""
-
-    def __reduce__(self):
-        return kill_this, ()
-
-
-def kill_this():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def give_by_handle_and_die(seat):
-    threading.Timer(0.2, kill_this).start()  # after it has answered, and before
-    return Slow(), torch.zeros(2)
-
-
-class Slow:
-    """Takes its time to be unpickled."""
-
-    def __reduce__(self):
-        return time.sleep, (1.0,)
 
 
 def test_what_a_dead_process_had_not_fetched_is_let_go_of():
@@ -329,13 +226,13 @@ def test_a_process_that_dies_before_its_answer_has_been_fetched_has_died():
 
 
 def test_a_crew_that_was_never_asked_goes_too():
-    Crew(2).close()
+    Crew(1).close()
 
 
 SCRIPT = """
 import os, sys, time
 from fedsim.engines.crew import Crew
-from tests.engines.test_crew import who, work_for
+from tests.engines.crew_calls import who, work_for
 if __name__ == "__main__":
     with Crew(2) as crew:  # an interrupt may come as soon as the line is out, before the next call has begun
         print(*[answer[2] for answer in crew.call(who)], flush=True)
@@ -409,7 +306,7 @@ def test_an_impatient_second_ctrl_c_leaves_nothing_behind(program):
 def test_a_script_without_a_main_guard_is_told_so_once(tmp_path, from_stdin, message):
     script = tmp_path / "script.py"
     script.write_text(
-        "from fedsim.engines.crew import Crew\nfrom tests.engines.test_crew import who\nCrew(1).call(who)\n"
+        "from fedsim.engines.crew import Crew\nfrom tests.engines.crew_calls import who\nCrew(1).call(who)\n"
     )
     source = script.read_text() if from_stdin else ""
     done = run_python("-" if from_stdin else str(script), input=source)

@@ -395,7 +395,10 @@ def test_torchrun_ends_when_a_rank_is_killed(tmp_path):
     ("words", "own", "lines"),
     [
         (["rounds=4"], {1: ["rounds=5"]}, ["the ranks differ in the experiment: rounds = 4 on rank 0 and 5 on rank 1"]),
-        (["data=tests.plugs:tiny_on_rank"], {}, ["the ranks differ in the data: training inputs = "]),
+        pytest.param(
+            *(["data=tests.plugs:tiny_on_rank"], {}, ["the ranks differ in the data: training inputs = "]),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["data=tests.plugs:absent_on_rank"], {}, ["rank 1: ", ""], marks=pytest.mark.slow),
     ],
 )

@@ -23,7 +23,7 @@ def test_no_room_in_shared_memory_is_no_matter(tmp_path):
     commands = [
         ["run", *words, "--out", "one"],
         ["run", *words, "engine=spawn", "processes=2", "--out", "two"],
-        ["run", *words, "engine=spawn", "processes=2", "mode=race", "policy=hogwild", "--out", "race"],
+        ["run", *words, "engine=spawn", "processes=1", "mode=race", "policy=hogwild", "--out", "race"],
     ]
     shm = devices.SHARED_MEMORY
     found, _ = outcomes(*commands, mounts=[(shm, "ro,size=4k")], cwd=tmp_path)

@@ -38,7 +38,7 @@ def show(browser, tmp_path):
     def open_page(folder, width=1200, scheme="light"):
         path = write_report(folder, tmp_path / "page.html")
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        context.set_default_timeout(5_000)
+        context.set_default_timeout(60_000)  # a machine may be busy
         page = context.new_page()
         events = {"console": [], "errors": [], "requests": [], "dialogs": []}
         page.on("console", lambda message: events["console"].append(message.text))
