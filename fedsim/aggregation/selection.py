@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.aggregation.columns import distances_to, map_sorted_columns, mean_nearest, middle, norms
 from fedsim.aggregation.diameter import least_diameter
-from fedsim.aggregation.gram import Gram, stable_order
+from fedsim.aggregation.gram import TIED, Gram, stable_order
 from fedsim.aggregation.order_statistics import median
 from fedsim.aggregation.rule import Count, Mix, average_of, require, rule
 from fedsim.errors import ExperimentError
@@ -101,7 +101,14 @@ def medoid(gram: Gram) -> Mix:
 
     Any n >= 1. Cost: one n x n x d matrix product.
     """
-    return average_of(stable_order(gram.distances.sum(1))[:1], len(gram))
+    distances = gram.distances.numpy()
+    others = distances.copy()
+    np.fill_diagonal(others, math.inf if len(gram) > 1 else 0)
+    beyond = distances - others.min(0)  # of sums that hold an outlier's distance all would count as ties
+    sums = beyond.sum(1)
+    best = int(sums.argmin())
+    rounding = max(TIED * np.abs(beyond[best]).sum(), np.finfo(float).eps * distances[best].sum())
+    return average_of(torch.from_numpy(sums - sums[best] <= rounding).nonzero().flatten()[:1], len(gram))
 
 
 @rule("cge")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -108,6 +109,18 @@ def weiszfeld(x, nu=1e-6, tol=1e-10):
 def test_geometric_median_is_exact_however_far_the_outliers_are(size, shift):
     x = rows(size) + shift
     assert torch.allclose(fedsim.aggregate(x, rule="geometric_median"), weiszfeld(x), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1e6, 1e12])
+@pytest.mark.parametrize("n", [3, 5, 12])
+def test_an_outlier_does_not_make_all_other_rows_as_good_a_medoid(n, size):
+    for seed in range(20):
+        x = torch.from_numpy(np.random.default_rng(seed).standard_normal((n, 17)))
+        x[n // 2] *= size
+        exact = [[Decimal(float(value)) for value in row] for row in x]
+        sums = [sum(sum((p - q) ** 2 for p, q in zip(a, b, strict=True)).sqrt() for b in exact) for a in exact]
+        if sorted(sums)[1] - min(sums) > 1e-3:  # more than the outlier's distance has digits for
+            assert torch.equal(fedsim.aggregate(x, rule="medoid"), x[sums.index(min(sums))])
 
 
 @pytest.mark.parametrize("name", ["krum", "medoid", "caf", "geometric_median", "foolsgold"])
