@@ -12,7 +12,7 @@ from fedsim.aggregation.rule import Count, require, rule
 def median(updates: Tensor) -> Tensor:
     """The median of each coordinate; between the two middle values for even n (Yin et al. 2018).
 
-    Any n >= 1. Cost: n log n comparisons per coordinate.
+    Any n >= 1. Updates [n, d], result [d]. Cost: n log n comparisons per coordinate.
     """
     return map_sorted_columns(updates, lambda ascending, _: middle(ascending))
 
@@ -21,7 +21,7 @@ def median(updates: Tensor) -> Tensor:
 def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
     """Per coordinate the mean without the f largest and the f smallest values (Yin et al. 2018).
 
-    Needs 2f < n; f = 0 is the mean. Cost: n log n comparisons per coordinate.
+    Needs 2f < n; f = 0 is the mean. Updates [n, d], result [d]. Cost: n log n comparisons per coordinate.
     """
     n = len(updates)
     require(2 * f < n, "trimmed_mean", "2f < n", f=f, n=n)
@@ -32,7 +32,8 @@ def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
 def meamed(updates: Tensor, *, f: Count) -> Tensor:
     """Mean around median: per coordinate the mean of the n - f values nearest the median (Xie et al. 2018).
 
-    Needs 2f < n. Of equally near values those of the first rows count. Cost: n log n comparisons per coordinate.
+    Needs 2f < n. Of equally near values those of the first rows count. Updates [n, d], result [d]. Cost: n log n
+    comparisons per coordinate.
     """
     n = len(updates)
     require(2 * f < n, "meamed", "2f < n", f=f, n=n)
@@ -45,7 +46,8 @@ def meamed(updates: Tensor, *, f: Count) -> Tensor:
 def phocas(updates: Tensor, *, f: Count) -> Tensor:
     """Per coordinate the mean of the n - f values nearest the f-trimmed mean (Xie et al. 2018, "Phocas").
 
-    Needs 2f < n. Of equally near values those of the first rows count. Cost: n log n comparisons per coordinate.
+    Needs 2f < n. Of equally near values those of the first rows count. Updates [n, d], result [d]. Cost: n log n
+    comparisons per coordinate.
     """
     n = len(updates)
     require(2 * f < n, "phocas", "2f < n", f=f, n=n)

@@ -45,7 +45,8 @@ def foolsgold(updates: Tensor, workers: list[int], state: dict[str, Tensor] | No
     H_k is the sum of worker k's updates so far, cs_ij = cos(H_i, H_j) with cs_ii = 0, v_i = max_j cs_ij. Pardoning:
     where v_j > v_i, cs_ij is scaled by v_i / v_j. Then a_i = 1 - max_j cs_ij, clipped to [0, 1], is divided by the
     largest (what is below 1e-12 counts as 0), goes through logit(a) + 1/2, is clipped to [0, 1], and the rows are
-    averaged with these weights; the result is zero where all of them are. Needs n >= 2. Cost: an [n, d] history, and one n x n x d matrix product.
+    averaged with these weights; the result is zero where all of them are. Needs n >= 2. Cost: an [n, d] history, and
+    one n x n x d matrix product.
     """
     require(len(updates) >= 2, "foolsgold", "n >= 2", n=len(updates))
     history, state = _with_history(updates, workers, state)
