@@ -123,6 +123,26 @@ def test_an_outlier_does_not_make_all_other_rows_as_good_a_medoid(n, size):
             assert torch.equal(fedsim.aggregate(x, rule="medoid"), x[sums.index(min(sums))])
 
 
+@pytest.mark.parametrize("size", [1e6, 1e12])
+@pytest.mark.parametrize("f", [1, 2, 4])
+def test_beside_an_outlier_dnc_still_tells_the_other_rows_apart(f, size):
+    for seed in range(10):
+        x = np.random.default_rng(seed).standard_normal((6, 17))
+        x[2] *= size
+        centred = x - x.mean(0)
+        along = np.abs(centred @ np.linalg.svd(centred)[2][0])
+        kept, gap = np.argsort(along)[: 6 - f], np.diff(np.sort(along))[5 - f]
+        if gap < 0.01:  # fewer digits than the outlier leaves
+            continue
+        result = fedsim.aggregate(torch.from_numpy(x), rule="dnc", f=f)
+        assert np.allclose(result, x[np.sort(kept)].mean(0), rtol=0, atol=1e-9 * np.abs(x[kept]).max())
+
+
+def test_dnc_of_rows_that_lie_equally_far_along_keeps_the_first():
+    x = torch.tensor([[1.0, 0.1], [-1.0, -0.1], [1.0, -0.1], [-1.0, 0.1]], dtype=torch.double)
+    assert torch.equal(fedsim.aggregate(x, rule="dnc", f=2), x[:2].mean(0))
+
+
 @pytest.mark.parametrize("name", ["krum", "medoid", "caf", "geometric_median", "foolsgold"])
 def test_what_no_unit_of_length_can_hold_is_an_error_with_the_numbers(name):
     params = {"f": 2} if "f" in rule.get(name).parameters.model_fields else {}
