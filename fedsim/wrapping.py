@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 LEAST_ROOM = 20  # columns, however narrow the terminal
+NO_BREAK = "\N{NO-BREAK SPACE}"  # which textwrap leaves alone
 NOTES = 79  # columns of what is written to be read under a table
 
 
@@ -16,11 +17,15 @@ def terminal_columns() -> int | None:
 
 
 def hang(head: str, text: str, columns: int | None) -> str:
-    """`head` and behind it `text`, which goes on below where it began if both together need more columns."""
+    """`head` and behind it `text`, which goes on below where it began if both together need more columns.
+
+    What is in brackets stays with the word before it.
+    """
     if columns is None or len(head) + len(text) <= columns:
         return head + text
-    lines = textwrap.wrap(text, max(columns - len(head), LEAST_ROOM), break_on_hyphens=False)
-    return head + f"\n{' ' * len(head)}".join(lines)
+    tied = text.replace(" (", f"{NO_BREAK}(")
+    lines = textwrap.wrap(tied, max(columns - len(head), LEAST_ROOM), break_on_hyphens=False)
+    return head + f"\n{' ' * len(head)}".join(lines).replace(NO_BREAK, " ")
 
 
 def note(text: str) -> str:

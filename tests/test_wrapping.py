@@ -13,6 +13,10 @@ def test_text_goes_on_below_where_it_began():
     assert hang("head: ", "one two " * 50, None) == "head: " + "one two " * 50
 
 
+def test_what_is_in_brackets_stays_with_its_word():
+    assert hang("head: ", "1 (0.25), 2 (0.75)", 19) == "head: 1 (0.25),\n      2 (0.75)"
+
+
 def test_a_narrow_terminal_leaves_some_room():
     assert hang("x" * 70, "a" * 15 + " " + "b" * 15, 72).splitlines() == ["x" * 70 + "a" * 15, " " * 70 + "b" * 15]
 

@@ -31,7 +31,10 @@ def clip_factors(lengths: Tensor, c: float) -> Tensor:
 
 @pre_aggregator("norm_clipping")
 def norm_clipping(updates: Tensor, *, c: Positive) -> Mix:
-    """Each row x becomes x min(1, c / |x|). Cost: one pass over the [n, d] updates, or two where rows are clipped."""
+    """Each row x becomes x min(1, c / |x|).
+
+    Cost: one pass over the [n, d] updates, or two where rows are clipped.
+    """
     return Mix(torch.diag(clip_factors(distances_beyond(updates, None, c), c)))
 
 
