@@ -14,7 +14,7 @@ def test_text_goes_on_below_where_it_began():
 
 
 def test_what_is_in_brackets_stays_with_its_word():
-    assert hang("head: ", "1 (0.25), 2 (0.75)", 19) == "head: 1 (0.25),\n      2 (0.75)"
+    assert hang("head: ", "1 (0.25), 2 (0.5), 3 (0.25)", 26) == "head: 1 (0.25), 2 (0.5),\n      3 (0.25)"
 
 
 def test_a_narrow_terminal_leaves_some_room():
