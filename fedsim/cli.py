@@ -42,6 +42,7 @@ from fedsim.records import experiment_of_run, new_folder_name
 from fedsim.replay import applicable_rules, load_round, replay_json, replay_table
 from fedsim.replay import replay as replay_rules
 from fedsim.report import write_report
+from fedsim.wrapping import terminal_columns
 
 tqdm.monitor_interval = 0  # no thread that looks after bars: each round moves them
 
@@ -237,7 +238,7 @@ def replay(
             else applicable_rules(stored)
         )
         results = replay_rules(stored, chosen)
-        print(replay_json(stored, results) if json else replay_table(stored, results))
+        print(replay_json(stored, results) if json else replay_table(stored, results, terminal_columns()))
 
 
 @app.command()
@@ -260,7 +261,7 @@ def list_command(
     with _errors_as_lines():
         if kind is not None and kind not in PLUGS:
             raise ExperimentError(f"{show(kind)}: no such kind of plug; {nearest(kind, PLUGS)}")
-        print(list_plugs([kind] if kind else list(PLUGS)))
+        print(list_plugs([kind] if kind else list(PLUGS), terminal_columns()))
 
 
 def _source_and_overrides(words: list[str], context: typer.Context) -> tuple[str | None, list[str]]:

@@ -18,6 +18,7 @@ from fedsim.errors import show
 from fedsim.local import solver
 from fedsim.models import model
 from fedsim.registry import Plug, Registry
+from fedsim.wrapping import hang
 
 PLUGS: dict[str, tuple[str, Registry]] = {  # what `fedsim list` calls a kind: the key that names one, the registry
     "models": ("model.name", model),
@@ -91,14 +92,14 @@ def _configuration(plug: Plug) -> inspect.Signature:
     return inspect.Signature([p for p in parameters if p.name in plug.parameters.model_fields])
 
 
-def list_plugs(kinds: Iterable[str]) -> str:
-    """The plugs of these kinds, as lines."""
+def list_plugs(kinds: Iterable[str], columns: int | None = None) -> str:
+    """The plugs of these kinds, as lines, broken so as not to need more than so many columns."""
     blocks = []
     for kind in kinds:
         key, registry = PLUGS[kind]
         lines = [f"{kind} ({key})"]
         for plug in registry:
-            lines.append(f"  {plug.name:<{WIDTH}} {plug.summary}")
+            lines.append(hang(f"  {plug.name:<{WIDTH}} ", plug.summary, columns))
             if described := describe_parameters(plug):
                 lines.append(textwrap.indent(described, " " * (WIDTH + 3)))
         blocks.append("\n".join(lines))

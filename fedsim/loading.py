@@ -162,7 +162,12 @@ def split_word(word: str) -> tuple[list[str], str]:
 
 
 def parse_value(text: str, place: str) -> Any:
-    """A value as in TOML; a bare word is a string. Raises ExperimentError, with the place, for half a list or table."""
+    """A value as in TOML; a bare word is a string, even nan and inf: attacks go by these names, and no number is one.
+
+    Raises ExperimentError, with the place, for half a list or table.
+    """
+    if text.strip() in ("nan", "inf"):
+        return text.strip()
     try:
         refuse_long_chains(text)
         value = tomllib.loads(f"value = {text}")["value"]

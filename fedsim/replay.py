@@ -25,6 +25,7 @@ from fedsim.loading import load_experiment
 from fedsim.preparation import Setting
 from fedsim.randomness import numpy_generator
 from fedsim.records import EXPERIMENT, RoundRecord
+from fedsim.wrapping import hang
 
 FILE = re.compile(r"updates-(\d+)\.safetensors$")
 MOST_BYTES = 2**40  # of a file of updates, which is mapped, not read
@@ -167,12 +168,12 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
         pipeline.rehearse(len(stored.workers))
     gram: Gram | None = None
     results = []
-    for pipeline in pipelines:
+    for rule, pipeline in zip(rules, pipelines, strict=True):
         cohort, bad = screened(_cohort(stored, pipeline), "exclude")
         if pipeline.takes("gram"):
             gram = gram or Gram(cohort.updates)
             cohort.gram = gram
-        results.append(_measured(stored, pipeline, cohort, bad))
+        results.append(_measured(stored, pipeline, cohort, bad, _label(rule)))
     return results
 
 
@@ -198,6 +199,16 @@ def _pipeline(rule: Any, f: int) -> Pipeline:
     return make_pipeline(resolve(rule, params, background={"f": f}))
 
 
+def _label(rule: Any) -> str:
+    """A rule as it was asked for: `nnm + multi_krum (m = 2)`."""
+    if isinstance(rule, list):
+        return " + ".join(map(_label, rule))
+    if not isinstance(rule, dict):
+        return str(rule)
+    params = ", ".join(f"{name} = {show(value)}" for name, value in rule.items() if name != "rule")
+    return _label(rule["rule"]) + (f" ({params})" if params else "")
+
+
 def _cohort(stored: StoredRound, pipeline: Pipeline) -> Cohort:
     tensors, experiment = stored.tensors, stored.experiment
     weights = experiment.aggregate.weights or ("samples" if pipeline.needs_weights else "uniform")
@@ -218,7 +229,7 @@ def _cohort(stored: StoredRound, pipeline: Pipeline) -> Cohort:
     )
 
 
-def _measured(stored: StoredRound, pipeline: Pipeline, cohort: Cohort, bad: list[int]) -> Replayed:
+def _measured(stored: StoredRound, pipeline: Pipeline, cohort: Cohort, bad: list[int], label: str) -> Replayed:
     started = time.perf_counter()
     outcome = pipeline(cohort)
     seconds = time.perf_counter() - started
@@ -234,11 +245,11 @@ def _measured(stored: StoredRound, pipeline: Pipeline, cohort: Cohort, bad: list
     cosine = float(update @ honest / (update.norm() * honest.norm()))
     angle = float(torch.rad2deg(torch.tensor(cosine, dtype=torch.double).clamp(-1, 1).acos()))
     distance = float((update - honest).norm())
-    return Replayed(pipeline.name, outcome.update, shares, byzantine_share, distance, angle, seconds)
+    return Replayed(label, outcome.update, shares, byzantine_share, distance, angle, seconds)
 
 
-def replay_table(stored: StoredRound, results: Sequence[Replayed]) -> str:
-    """The results as lines of a table."""
+def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int | None = None) -> str:
+    """The results as lines of a table, broken so as not to need more than so many columns."""
     width = max(len("rule"), *(len(result.rule) for result in results))
     lines = [
         f"round {stored.round}: {len(stored.workers)} updates, of Byzantine workers {stored.byzantine or 'none'}; "
@@ -247,10 +258,11 @@ def replay_table(stored: StoredRound, results: Sequence[Replayed]) -> str:
     ]
     for result in results:
         byzantine = "" if result.byzantine_share is None else f"{100 * result.byzantine_share:.1f} %"
-        lines.append(
+        figures = (
             f"{result.rule:<{width}}  {result.distance:>10.4g}  {result.angle:>6.1f}°  {byzantine:>9}  "
-            f"{1000 * result.seconds:>8.2f}  {_described(result)}"
+            f"{1000 * result.seconds:>8.2f}  "
         )
+        lines.append(hang(figures, _described(result), columns))
     return "\n".join(lines)
 
 

@@ -34,6 +34,8 @@ def file(tmp_path):
         ("seed=0x10", lambda e: e.seed == 16),
         ("engine=serial", lambda e: e.engine == "serial"),
         ('engine="serial"', lambda e: e.engine == "serial"),
+        ("attack=nan", lambda e: e.attack.name == "nan"),
+        ("attack.name=inf", lambda e: e.attack.name == "inf"),
         ("model=2nn", lambda e: e.model.name == "2nn"),
         ("model.dropout=0.1", lambda e: e.model.params["dropout"] == 0.1),
         ("local.lr=1e-3", lambda e: e.local.params["lr"] == 1e-3),

@@ -11,7 +11,7 @@ import fedsim
 from fedsim.aggregation import Pipeline, gram
 from fedsim.cli import app
 from fedsim.errors import ExperimentError, RecordError
-from fedsim.replay import applicable_rules, load_round, replay, stored_rounds
+from fedsim.replay import applicable_rules, load_round, replay, replay_table, stored_rounds
 
 
 @pytest.fixture
@@ -95,6 +95,16 @@ def test_by_default_all_rules_that_can_do_with_what_there_is(run):
     assert not {"fltrust", "qfedavg", "norm_clipping", "bulyan"} & set(names)  # no root, no losses, no c, too few rows
 
 
+def test_the_table_goes_on_below_the_workers_where_the_terminal_is_narrow(run):
+    stored = load_round(run.folder, 1, allow_imports=True)
+    results = replay(stored, ["geometric_median", [{"rule": "bucketing", "s": 2}, "median"]])
+    whole, narrow = replay_table(stored, results), replay_table(stored, results, 80)
+    assert len(whole.splitlines()) == 4 < len(narrow.splitlines())
+    assert whole.split() == narrow.split()
+    assert "bucketing (s = 2) + median" in whole
+    assert max(map(len, narrow.splitlines())) <= 90  # 20 for the workers, however long the rules
+
+
 def test_the_command_shows_a_table_or_json(run):
     words = [
         "replay",
@@ -108,11 +118,11 @@ def test_the_command_shows_a_table_or_json(run):
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert [line.split("  ")[0] for line in done.stdout.splitlines()[2:]] == [
-        *("median", "krum", "nnm + median", "multi_krum")
+        *("median", "krum", "nnm + median", "multi_krum (m = 3)")
     ]
     told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert told["byzantine"] == [2, 5]
-    assert [rule["rule"] for rule in told["rules"]] == ["median", "krum", "nnm + median", "multi_krum"]
+    assert [rule["rule"] for rule in told["rules"]] == ["median", "krum", "nnm + median", "multi_krum (m = 3)"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,10 @@ LEAST_LOSS = 1e-10  # so that a loss of zero can be raised to a negative power
 
 @rule("mean", columnwise=True, linear=True)
 def mean(updates: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The plain average of the rows, or their weighted average where weights are given."""
+    """The plain average of the rows, or their weighted average where weights are given.
+
+    Updates [n, d], result [d]. Any n >= 1; all weights zero is an error. Cost: one pass over the updates.
+    """
     if weights is not None:
         return weighted_mean(updates, weights)
     if updates.element_size() < 4:  # sums of half precision may be too large for it

@@ -31,7 +31,10 @@ def clip_factors(lengths: Tensor, c: float) -> Tensor:
 
 @pre_aggregator("norm_clipping")
 def norm_clipping(updates: Tensor, *, c: Positive) -> Mix:
-    """Each row x becomes x min(1, c / |x|). Cost: one pass over the [n, d] updates, or two where rows are clipped."""
+    """Each row x becomes x min(1, c / |x|).
+
+    Cost: one pass over the [n, d] updates, or two where rows are clipped.
+    """
     return Mix(torch.diag(clip_factors(distances_beyond(updates, None, c), c)))
 
 
@@ -111,8 +114,8 @@ def geometric_median(
     """The point with the least sum of a_k |z - x_k|: RFA, by the smoothed Weiszfeld algorithm (Pillutla et al. 2022).
 
     a_k are the normalised weights. Each iteration takes z to the mean of the rows with weights
-    a_k / max(nu, |z - x_k|), until z moves by less than tol |z|, or `iterations` are done. Any n >= 1. Cost: one
-    n x n x d matrix product, since all iterates are combinations of the rows.
+    a_k / max(nu, |z - x_k|), until z moves by less than tol |z|, or `iterations` are done. Any n >= 1. Updates [n, d],
+    result [d]. Cost: one n x n x d matrix product, since all iterates are combinations of the rows.
     """
     n = len(gram)
     shares = torch.full((n,), 1 / n, dtype=torch.double) if weights is None else (weights / weights.sum()).cpu()

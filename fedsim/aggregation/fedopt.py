@@ -94,7 +94,7 @@ class ServerAdam(DecayingStep):
     """FedAdam: v = beta2 v + (1 - beta2) D^2; m the mean of D; w += lr m / (sqrt(v) + tau). Reddi et al. 2021.
 
     m = beta1 m + (1 - beta1) D. 0 <= beta1, beta2 < 1, tau > 0. `AdaptiveStep` says what lr, v0 and bias_correction
-    are; bias_correction needs v0 = 0.
+    are; bias_correction needs v0 = 0. Cost: a few passes over [d]; m and v [d] are kept.
     """
 
     def accumulate(self, v: Tensor, update: Tensor) -> None:
@@ -107,7 +107,7 @@ class ServerYogi(DecayingStep):
     """FedYogi: as adam with v -= (1 - beta2) D^2 sign(v - D^2), which grows and shrinks evenly. Reddi et al. 2021.
 
     m = beta1 m + (1 - beta1) D; w += lr m / (sqrt(v) + tau). 0 <= beta1, beta2 < 1, tau > 0. `AdaptiveStep` says what
-    lr, v0 and bias_correction are; bias_correction needs v0 = 0.
+    lr, v0 and bias_correction are; bias_correction needs v0 = 0. Cost: a few passes over [d]; m and v [d] are kept.
     """
 
     def accumulate(self, v: Tensor, update: Tensor) -> None:
@@ -122,6 +122,7 @@ class ServerAdagrad(AdaptiveStep):
 
     m = beta1 m + (1 - beta1) D; w += lr m / (sqrt(v) + tau). 0 <= beta1 < 1 (the paper's experiments have beta1 = 0
     here), tau > 0. `AdaptiveStep` says what lr, v0 and bias_correction are; the latter concerns m alone.
+    Cost: a few passes over [d]; m and v [d] are kept.
     """
 
     def accumulate(self, v: Tensor, update: Tensor) -> None:

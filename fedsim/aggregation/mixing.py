@@ -14,7 +14,7 @@ from fedsim.aggregation.rule import Count, Mix, pre_aggregator, require
 def nnm(gram: Gram, *, f: Count) -> Mix:
     """Nearest-neighbour mixing: each row becomes the mean of its n - f nearest, itself included (Allouah et al. 2023).
 
-    Needs f < n. Ties: the lowest index. Cost: one n x n x d matrix product.
+    Needs f < n. Ties: the lowest index. Updates [n, d], result [n, d]. Cost: one n x n x d matrix product.
     """
     n = len(gram)
     require(f < n, "nnm", "f < n", f=f, n=n)
@@ -29,7 +29,8 @@ def nnm(gram: Gram, *, f: Count) -> Mix:
 def bucketing(workers: list[int], rng: np.random.Generator, *, s: PositiveInt = 2) -> Mix:
     """Rows in random order, in runs of s, each of which becomes its mean (Karimireddy et al. 2022).
 
-    Gives ceil(n / s) rows; the last run may be shorter. The order is rng.permutation(n).
+    Gives ceil(n / s) rows; the last run may be shorter. The order is rng.permutation(n). Updates [n, d],
+    result [ceil(n / s), d]. Cost: n draws, and one pass over the updates.
     """
     order = torch.from_numpy(rng.permutation(len(workers)))
     runs = order.split(s)

@@ -13,7 +13,7 @@ from fedsim.aggregation.sorting import map_sorted_columns, mean_nearest, middle,
 def median(updates: Tensor) -> Tensor:
     """The median of each coordinate; between the two middle values for even n (Yin et al. 2018).
 
-    Any n >= 1. Cost: n log n comparisons per coordinate.
+    Any n >= 1. Updates [n, d], result [d]. Cost: n log n comparisons per coordinate.
     """
     return map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(len(updates)))
 
@@ -22,7 +22,7 @@ def median(updates: Tensor) -> Tensor:
 def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
     """Per coordinate the mean without the f largest and the f smallest values (Yin et al. 2018).
 
-    Needs 2f < n; f = 0 is the mean. Cost: n log n comparisons per coordinate.
+    Needs 2f < n; f = 0 is the mean. Updates [n, d], result [d]. Cost: n log n comparisons per coordinate.
     """
     n = len(updates)
     require(2 * f < n, "trimmed_mean", "2f < n", f=f, n=n)
@@ -33,7 +33,8 @@ def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
 def meamed(updates: Tensor, *, f: Count) -> Tensor:
     """Mean around median: per coordinate the mean of the n - f values nearest the median (Xie et al. 2018).
 
-    Needs 2f < n. Of equally near values those of the first rows count. Cost: n log n comparisons per coordinate.
+    Needs 2f < n. Of equally near values those of the first rows count. Updates [n, d], result [d]. Cost: n log n
+    comparisons per coordinate.
     """
     n = len(updates)
     require(2 * f < n, "meamed", "2f < n", f=f, n=n)
@@ -46,7 +47,8 @@ def meamed(updates: Tensor, *, f: Count) -> Tensor:
 def phocas(updates: Tensor, *, f: Count) -> Tensor:
     """Per coordinate the mean of the n - f values nearest the f-trimmed mean (Xie et al. 2018, "Phocas").
 
-    Needs 2f < n. Of equally near values those of the first rows count. Cost: n log n comparisons per coordinate.
+    Needs 2f < n. Of equally near values those of the first rows count. Updates [n, d], result [d]. Cost: n log n
+    comparisons per coordinate.
     """
     n = len(updates)
     require(2 * f < n, "phocas", "2f < n", f=f, n=n)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.aggregation.columns import distances_to, norms
 from fedsim.aggregation.diameter import least_diameter
-from fedsim.aggregation.gram import Gram, stable_order
+from fedsim.aggregation.gram import TIED, Gram, stable_order
 from fedsim.aggregation.order_statistics import median
 from fedsim.aggregation.rule import Count, Mix, average_of, require, rule
 from fedsim.aggregation.sorting import mean_nearest, middle, of_sorted_columns
@@ -23,7 +23,7 @@ from fedsim.errors import ExperimentError
 def krum(gram: Gram, *, f: Count) -> Mix:
     """The row with the least sum of squared distances to its n - f - 2 nearest others (Blanchard et al. 2017).
 
-    Needs n >= 2f + 3. Ties: the lowest index. Cost: one n x n x d matrix product.
+    Needs n >= 2f + 3. Ties: the lowest index. Updates [n, d], result [d]. Cost: one n x n x d matrix product.
     """
     n = len(gram)
     require(n >= 2 * f + 3, "krum", "n >= 2f + 3", f=f, n=n)
@@ -34,7 +34,8 @@ def krum(gram: Gram, *, f: Count) -> Mix:
 def multi_krum(gram: Gram, *, f: Count, m: Annotated[int, Field(ge=1)] | None = None) -> Mix:
     """The mean of the m rows with the best Krum scores, by default m = n - f (Blanchard et al. 2017).
 
-    Needs 1 <= m <= n and n >= f + 3, without which scores mean nothing. Cost: one n x n x d matrix product.
+    Needs 1 <= m <= n and n >= f + 3, without which scores mean nothing. Updates [n, d], result [d]. Cost: one n x n x d
+    matrix product.
     """
     n = len(gram)
     require(n >= f + 3, "multi_krum", "n >= f + 3", f=f, n=n)
@@ -57,8 +58,8 @@ def bulyan(gram: Gram, *, f: Count) -> Mix:
     """Krum repeated, then a mean around the median of what it picked (El Mhamdi et al. 2018).
 
     theta = n - 2f rows are picked by Krum one by one, scores recomputed without those picked before; then per
-    coordinate the mean of the theta - 2f picked values nearest their median. Needs n >= 4f + 3. Cost: one n x n x d
-    matrix product, n^3 log n for the scores, and n log n comparisons per coordinate.
+    coordinate the mean of the theta - 2f picked values nearest their median. Needs n >= 4f + 3. Updates [n, d], result
+    [d]. Cost: one n x n x d matrix product, n^3 log n for the scores, and n log n comparisons per coordinate.
     """
     n = len(gram)
     require(n >= 4 * f + 3, "bulyan", "n >= 4f + 3", f=f, n=n)
@@ -89,7 +90,8 @@ def mda(gram: Gram, *, f: Count) -> Mix:
     """Minimum diameter averaging: the mean of the n - f rows that lie closest together (El Mhamdi et al. 2021).
 
     Of all sets of n - f rows, the one whose greatest pairwise distance is least; the lexicographically first on ties.
-    Needs 2f < n. Cost: one n x n x d matrix product, and a search of at most 2^f branches, refused beyond 2^20.
+    Needs 2f < n. Updates [n, d], result [d]. Cost: one n x n x d matrix product, and a search of at most 2^f branches,
+    refused beyond 2^20.
     """
     n = len(gram)
     require(2 * f < n, "mda", "2f < n", f=f, n=n)
@@ -100,9 +102,16 @@ def mda(gram: Gram, *, f: Count) -> Mix:
 def medoid(gram: Gram) -> Mix:
     """The row with the least sum of distances to all others. Ties: the lowest index.
 
-    Any n >= 1. Cost: one n x n x d matrix product.
+    Any n >= 1. Updates [n, d], result [d]. After Kaufman and Rousseeuw 1987. Cost: one n x n x d matrix product.
     """
-    return average_of(stable_order(gram.distances.sum(1))[:1], len(gram))
+    distances = gram.distances.numpy()
+    others = distances.copy()
+    np.fill_diagonal(others, math.inf if len(gram) > 1 else 0)
+    beyond = distances - others.min(0)  # of sums that hold an outlier's distance all would count as ties
+    sums = beyond.sum(1)
+    best = int(sums.argmin())
+    rounding = max(TIED * np.abs(beyond[best]).sum(), np.finfo(float).eps * distances[best].sum())
+    return average_of(torch.from_numpy(sums - sums[best] <= rounding).nonzero().flatten()[:1], len(gram))
 
 
 @rule("cge")

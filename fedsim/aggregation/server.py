@@ -60,7 +60,10 @@ server_optimizer = ServerRegistry("server optimizer")
 @server_optimizer("sgd")
 @dataclass(frozen=True)
 class ServerSGD(ServerStep):
-    """w += lr D; with lr 1 the new global row is the aggregate of the workers' rows (McMahan et al. 2017)."""
+    """w += lr D; with lr 1 the new global row is the aggregate of the workers' rows (McMahan et al. 2017).
+
+    lr >= 0. Cost: one pass over [d], and no state.
+    """
 
     lr: NonNegative = 1.0
 
@@ -73,7 +76,7 @@ class ServerSGD(ServerStep):
 class ServerMomentum(ServerStep):
     """FedAvgM: v = beta v + D; w += lr v  (Nesterov: w += lr (D + beta v)). Hsu et al. 2019.
 
-    0 <= beta < 1. The same as `torch.optim.SGD` with the gradient -D.
+    0 <= beta < 1. The same as `torch.optim.SGD` with the gradient -D. Cost: a few passes over [d]; v [d] is kept.
     """
 
     lr: NonNegative = 1.0
@@ -93,6 +96,7 @@ class ServerDiLoCo(ServerStep):
     """DiLoCo's outer step, Nesterov momentum: v = beta v + D; w += lr (D + beta v). Douillard et al. 2023.
 
     0 <= beta < 1. It is `momentum` with `nesterov` and other defaults; workers are meant to train with AdamW for long.
+    Cost: a few passes over [d]; v [d] is kept.
     """
 
     lr: NonNegative = 0.7
@@ -117,6 +121,7 @@ class ServerSlowMo(ServerStep):
 
     0 <= beta < 1, lr > 0. With the constant rate there is here, lr cancels: whatever it is, the row moves as under
     `momentum` with lr = alpha (up to rounding), and only the state u is in other units, those of a gradient.
+    Cost: a few passes over [d]; u [d] is kept.
     """
 
     alpha: NonNegative = 1.0
@@ -140,6 +145,7 @@ class ServerBMUF(ServerStep):
     an optimizer does not know n, and the default is that of 10 workers.
 
     With `nesterov` the workers are sent w + bm delta, and D is measured from there; w is what is kept and tested.
+    Cost: a few passes over [d]; delta [d] is kept.
     """
 
     bm: Decay = 0.9

@@ -42,10 +42,11 @@ def _cosines(updates: Tensor, lengths: Tensor, root: Tensor, length: Tensor) -> 
 def foolsgold(updates: Tensor, workers: list[int], state: dict[str, Tensor] | None) -> tuple[Mix, dict[str, Tensor]]:
     """Workers whose updates have been alike over the rounds count for little (Fung et al. 2020).
 
-    H_k is the sum of worker k's updates so far, cs_ij = cos(H_i, H_j), v_i = max_j cs_ij. Pardoning: where v_j > v_i,
-    cs_ij is scaled by v_i / v_j. Then a_i = 1 - max_j cs_ij, clipped to [0, 1], is divided by the largest, goes
-    through logit(a) + 1/2, is clipped to [0, 1], and the rows are averaged with these weights; the result is zero
-    where all of them are. Needs n >= 2. Cost: an [n, d] history, and one n x n x d matrix product.
+    H_k is the sum of worker k's updates so far, cs_ij = cos(H_i, H_j) with cs_ii = 0, v_i = max_j cs_ij. Pardoning:
+    where v_j > v_i, cs_ij is scaled by v_i / v_j. Then a_i = 1 - max_j cs_ij, clipped to [0, 1], is divided by the
+    largest (what is below 1e-12 counts as 0), goes through logit(a) + 1/2, is clipped to [0, 1], and the rows are
+    averaged with these weights; the result is zero where all of them are. Needs n >= 2. Cost: an [n, d] history, and
+    one n x n x d matrix product.
     """
     require(len(updates) >= 2, "foolsgold", "n >= 2", n=len(updates))
     history, state = _with_history(updates, workers, state)

@@ -16,7 +16,10 @@ from fedsim.errors import ExperimentError
 
 @attack_strategy("none")
 def none(own: Tensor) -> Tensor:
-    """No attack: the Byzantine workers follow the protocol."""
+    """No attack: the Byzantine workers follow the protocol.
+
+    Rows [b, d] as they are. Cost: none.
+    """
     return own
 
 
@@ -35,7 +38,8 @@ def sign_flipping(
 def gaussian(own: Tensor, rng: np.random.Generator, *, s: NonNegativeFloat = 1.0) -> Tensor:
     """Noise N(0, s^2) in every coordinate, drawn anew for each Byzantine row (Blanchard et al. 2017).
 
-    Drawn in float64 and then rounded, so the noise is the same for every dtype and device. Cost: b d draws.
+    Drawn in float64 and then rounded, so the noise is the same for every dtype and device. Result [b, d]. Cost: b d
+    draws.
     """
     rows = torch.empty_like(own)
     for row in rows:
@@ -47,7 +51,8 @@ def gaussian(own: Tensor, rng: np.random.Generator, *, s: NonNegativeFloat = 1.0
 def mimic(honest: Tensor, *, epsilon: NonNegativeInt = 0) -> Tensor:
     """Copies of honest row `epsilon`, which so gets more than its share (Karimireddy et al. 2022).
 
-    `epsilon` is an index into the honest rows of this round, 0 <= epsilon < h; anything else is an error.
+    `epsilon` is an index into the honest rows of this round, 0 <= epsilon < h; anything else is an error. Honest rows
+    [h, d], result [d] for all attackers. Cost: one copy of it for each.
     """
     if epsilon >= len(honest):
         raise ExperimentError(f"attack.epsilon = {epsilon}: must be below the number of honest rows, {len(honest)}")
@@ -56,13 +61,19 @@ def mimic(honest: Tensor, *, epsilon: NonNegativeInt = 0) -> Tensor:
 
 @attack_strategy("nan")
 def nan(own: Tensor) -> Tensor:
-    """Rows of NaN: what a broken worker sends, and a test of whether rows are screened."""
+    """Rows of NaN: what a broken worker sends, and a test of whether rows are screened.
+
+    Result [b, d]. Cost: filling it.
+    """
     return torch.full_like(own, torch.nan)
 
 
 @attack_strategy("inf")
 def inf(own: Tensor) -> Tensor:
-    """Rows of +infinity: what an overflow sends, and a test of whether rows are screened."""
+    """Rows of +infinity: what an overflow sends, and a test of whether rows are screened.
+
+    Result [b, d]. Cost: filling it.
+    """
     return torch.full_like(own, torch.inf)
 
 
@@ -70,6 +81,7 @@ def inf(own: Tensor) -> Tensor:
 def free_rider(own: Tensor, last: Tensor | None, *, what: Literal["zero", "last"] = "zero") -> Tensor:
     """No work done: zero updates, or the aggregated update of the round before (Lin et al. 2019).
 
-    In the first round there is none before, and `what = "last"` sends zero too.
+    In the first round there is none before, and `what = "last"` sends zero too. Result [d] for all attackers. Cost: one
+    copy of it for each.
     """
     return last if what == "last" and last is not None else own.new_zeros(own.shape[1])

@@ -33,6 +33,8 @@ def opt_alie(
 
     z is found by `line_search`, which has the rule aggregate `evaluations` times; it is the best of the factors tried.
     Raises ExperimentError unless h > ddof, and where there is no `aggregate`. After Shejwalkar and Houmansadr 2021.
+    Honest rows [h, d], result [d] for all attackers. Cost: two passes over the honest rows, and `evaluations` times
+    that of the rule on [h + b, d].
     """
     mean, std = mean_and_std(honest, ddof)
     return _farthest(mean, mean, std.mul_(sign), honest, n_byzantine, aggregate, evaluations)
@@ -43,7 +45,9 @@ def opt_ipm(honest: Tensor, n_byzantine: int, aggregate: Aggregate, *, evaluatio
     """ipm with the eps >= 0 that moves the result of the rule in use farthest from the honest mean.
 
     eps is found by `line_search`, which has the rule aggregate `evaluations` times; it is the best of the factors
-    tried. Raises ExperimentError where there is no `aggregate`. After Shejwalkar and Houmansadr 2021.
+    tried. Raises ExperimentError where there is no `aggregate`. After Shejwalkar and Houmansadr 2021. Honest rows
+    [h, d], result [d] for all attackers. Cost: one pass over the honest rows, and `evaluations` times that of the rule
+    on [h + b, d].
     """
     mean = mean_of(honest)
     return _farthest(mean, torch.zeros_like(mean), -mean, honest, n_byzantine, aggregate, evaluations)

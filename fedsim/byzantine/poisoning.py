@@ -21,6 +21,7 @@ class LabelFlipping:
     """Training on labels turned round, y -> C - 1 - y; the rows are what comes of it (Fang et al. 2020).
 
     With an odd number of classes C the middle one stays as it is: it is poisoned to no effect, and not among the goals.
+    Rows [b, d] as they are. Cost: that of flipping the labels of each batch.
     """
 
     def __call__(self, own: Tensor) -> Tensor:
@@ -51,6 +52,8 @@ class Backdoor:
     al. 2017.
 
     Raises ExperimentError where inputs are not images that the patch fits into, or `target` is not one of the classes.
+
+    Rows [b, d], result [b, d]. Cost: a copy of each batch in training, and one pass over the rows.
     """
 
     size: PositiveInt = 3

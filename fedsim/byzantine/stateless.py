@@ -52,6 +52,8 @@ def attack(
     if not isinstance(n_byzantine, Integral) or isinstance(n_byzantine, bool) or n_byzantine < 0:
         raise ExperimentError(f"n_byzantine = {show(n_byzantine)}: must be a whole number >= 0")
     (h, d), b = honest.shape, int(n_byzantine)
+    if aggregate is not None and not callable(aggregate):
+        raise ExperimentError(f"aggregate = {show(aggregate)}: must be a callable of the matrix of all rows")
     if own is None:
         own = honest[torch.arange(b, device=honest.device) % h]
     return bound(

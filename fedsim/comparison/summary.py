@@ -11,6 +11,7 @@ from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import ATTACK_SUCCESS, CLOCK, TO_TARGET, RunResult, to_csv
 from fedsim.intervals import Estimate, estimate
 from fedsim.progress import ToTarget
+from fedsim.wrapping import note
 
 BEST, TIE = "*", "~"
 GAP = "  "
@@ -234,8 +235,7 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
             notes.append("where not all reached it, the mean is over those that did, and flatters")
     if failed:
         notes.append(f"{len(failed)} of {len(runs)} runs failed: they count in no mean, and rows with one have no mark")
-        notes += [f"  {describe_point(run.point)}: {run.error}" for run in failed]
-    return notes
+    return [*map(note, notes), *(f"  {describe_point(run.point)}: {run.error}" for run in failed)]
 
 
 def _aligned(table: list[list[str]]) -> list[str]:

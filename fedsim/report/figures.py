@@ -22,6 +22,7 @@ class Metric:
     label: str
     read: Callable[[Round], float | None]
     unit: str = ""
+    share: bool = False  # from 0 to 1, and no band goes beyond
 
 
 def total_seconds(record: Round) -> float | None:
@@ -37,10 +38,10 @@ def total_bytes(record: Round) -> int | None:
 
 
 METRICS = (
-    Metric("Test accuracy", lambda record: record.test_accuracy),
+    Metric("Test accuracy", lambda record: record.test_accuracy, share=True),
     Metric("Test loss", lambda record: record.test_loss),
     Metric("Train loss", lambda record: record.train_loss),
-    Metric("Attack success", lambda record: record.attack_success),
+    Metric("Attack success", lambda record: record.attack_success, share=True),
     Metric("Seconds", total_seconds, "s"),
     Metric("Bytes", total_bytes, "B"),
     Metric("Virtual seconds", lambda record: record.virtual_seconds, "s"),

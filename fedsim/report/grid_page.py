@@ -158,7 +158,7 @@ def grid_curves(grid: Grid, combined: list[Combination]) -> dict[str, Any]:
         for run in combination.begun
     ]
     return {
-        "metrics": [{"label": metric.label, "unit": metric.unit} for metric in metrics],
+        "metrics": [{"label": metric.label, "unit": metric.unit, "share": metric.share} for metric in metrics],
         "scales": [{"label": scale.label} for scale in scales],
         "curves": curves,
         "student_t": [student_quantile(dof) for dof in range(1, most)],

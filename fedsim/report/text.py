@@ -65,13 +65,16 @@ def headline(setting: Setting) -> str:
     seen = "" if setting.looked_at is None else f", as seen in {len(setting.looked_at):,} of them"
     at_work = "per round" if experiment.policy.bind().in_rounds else "at work at a time"
     cohort = f", {experiment.cohort_size} {at_work}" if experiment.cohort_size < experiment.workers else ""
+    byzantine = experiment.attack.count(experiment.workers)
+    attackers = f", {byzantine} of them Byzantine ({experiment.attack.name})" if byzantine else ""
     processes = f", {setting.how['processes']} processes" if setting.how["processes"] > 1 else ""
     width = f", stacks of {setting.how['width']} rows" if "width" in setting.how else ""
     samples = f"{setting.train_samples:,} train, {setting.test_samples:,} test"
     return (
         f"{experiment.name}: {experiment.data.dataset} ({samples}), "
         f"{experiment.model.name} ({setting.parameters:,} parameters)\n"
-        f"{experiment.workers} workers{cohort}, {shards} samples each ({experiment.partition.strategy}{seen}); "
+        f"{experiment.workers} workers{attackers}{cohort}, {shards} samples each "
+        f"({experiment.partition.strategy}{seen}); "
         f"{_what_happens(experiment)}; "
         f"{setting.how.get('engine', experiment.engine)}{processes}{width} "
         f"on {setting.device}"

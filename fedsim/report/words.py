@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedsim.errors import show_bytes
+from fedsim.loading import PLUG_TABLES
 
+PLUG_KEYS = {table.named_by for table in PLUG_TABLES.values()}  # whose values are names
 MISSING = "\N{EN DASH}"
 
 
 def label(value: Any) -> str:
-    """A value of an axis: `["nnm", "median"]` is `nnm + median`; `{rule = "krum", f = 2}` is `rule = krum, f = 2`.
+    """A value of an axis: `["nnm", "median"]` is `nnm + median`; `{rule = "krum", f = 2}` is `krum (f = 2)`.
 
     A table that has a `label` is called so.
     """
@@ -20,7 +22,9 @@ def label(value: Any) -> str:
     if isinstance(value, Mapping) and isinstance(value.get("label"), str):
         return value["label"]
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} = {label(item)}" for key, item in value.items())
+        names = [label(item) for key, item in value.items() if key in PLUG_KEYS]
+        others = ", ".join(f"{key} = {label(item)}" for key, item in value.items() if key not in PLUG_KEYS)
+        return " ".join([*names, f"({others})" if names and others else others]).strip()
     return setting(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -108,6 +109,38 @@ def weiszfeld(x, nu=1e-6, tol=1e-10):
 def test_geometric_median_is_exact_however_far_the_outliers_are(size, shift):
     x = rows(size) + shift
     assert torch.allclose(fedsim.aggregate(x, rule="geometric_median"), weiszfeld(x), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1e6, 1e12])
+@pytest.mark.parametrize("n", [3, 5, 12])
+def test_an_outlier_does_not_make_all_other_rows_as_good_a_medoid(n, size):
+    for seed in range(20):
+        x = torch.from_numpy(np.random.default_rng(seed).standard_normal((n, 17)))
+        x[n // 2] *= size
+        exact = [[Decimal(float(value)) for value in row] for row in x]
+        sums = [sum(sum((p - q) ** 2 for p, q in zip(a, b, strict=True)).sqrt() for b in exact) for a in exact]
+        if sorted(sums)[1] - min(sums) > 1e-3:  # more than the outlier's distance has digits for
+            assert torch.equal(fedsim.aggregate(x, rule="medoid"), x[sums.index(min(sums))])
+
+
+@pytest.mark.parametrize("size", [1e6, 1e12])
+@pytest.mark.parametrize("f", [1, 2, 4])
+def test_beside_an_outlier_dnc_still_tells_the_other_rows_apart(f, size):
+    for seed in range(10):
+        x = np.random.default_rng(seed).standard_normal((6, 17))
+        x[2] *= size
+        centred = x - x.mean(0)
+        along = np.abs(centred @ np.linalg.svd(centred)[2][0])
+        kept, gap = np.argsort(along)[: 6 - f], np.diff(np.sort(along))[5 - f]
+        if gap < 0.01:  # fewer digits than the outlier leaves
+            continue
+        result = fedsim.aggregate(torch.from_numpy(x), rule="dnc", f=f)
+        assert np.allclose(result, x[np.sort(kept)].mean(0), rtol=0, atol=1e-9 * np.abs(x[kept]).max())
+
+
+def test_dnc_of_rows_that_lie_equally_far_along_keeps_the_first():
+    x = torch.tensor([[1.0, 0.1], [-1.0, -0.1], [1.0, -0.1], [-1.0, 0.1]], dtype=torch.double)
+    assert torch.equal(fedsim.aggregate(x, rule="dnc", f=2), x[:2].mean(0))
 
 
 @pytest.mark.parametrize("name", ["krum", "medoid", "caf", "geometric_median", "foolsgold"])

@@ -191,3 +191,8 @@ def test_a_wrong_name_or_parameter_is_one_clear_line(name, params, message, hone
 def test_what_is_no_tensor_is_refused(name, given):
     with pytest.raises(ExperimentError, match=rf"^{given}: must be a tensor \(.*\), not a list$"):
         attack(torch.zeros(3, 2), 1, name, **{given: [0.0, 0.0]})
+
+
+def test_a_rule_in_use_that_cannot_be_called_is_refused(honest):
+    with pytest.raises(ExperimentError, match="^aggregate = 3: must be a callable of the matrix of all rows$"):
+        attack(honest, 2, "opt_ipm", aggregate=3)

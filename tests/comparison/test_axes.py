@@ -45,6 +45,8 @@ def test_words_with_commas_are_axes_and_the_others_are_left():
 
 
 def test_of_two_words_with_one_key_the_later_counts():
+    assert split_words(["attack.name=none,nan,inf"]) == ({"attack.name": ["none", "nan", "inf"]}, [])
+    assert split_words(["policy.s=0,inf"]) == ({"policy.s": [0, "inf"]}, [])
     assert split_words(["seed=0,1", "seed=2,3"]) == ({"seed": [2, 3]}, [])
     assert split_words(["seed=0,1", "seed=2"]) == ({}, ["seed=2"])
     assert split_words(["seed=2", "seed=0,1"]) == ({"seed": [0, 1]}, [])

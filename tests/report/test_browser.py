@@ -178,8 +178,9 @@ def test_the_controls_of_a_grid_change_what_is_plotted(show, grid_folder):
     rounds = len(named(page)["mean"])
     interval = final[0, 1]
     assert bands[0][rounds - 1 : rounds + 1] == pytest.approx(
-        [interval.mean + interval.half_width, interval.mean - interval.half_width], rel=1e-4
+        [min(interval.mean + interval.half_width, 1), max(interval.mean - interval.half_width, 0)], rel=1e-4
     )
+    assert all(0 <= value <= 1 for band in bands for value in band)
     page.get_by_label("Bands").uncheck()
     assert len(plotted(page)) == 2
 

@@ -58,6 +58,7 @@ def test_where_nothing_was_applied_there_is_no_staleness():
         ),
         ({"mode": "clock", "policy": "fedbuff", "cohort": 2}, "3 workers, 2 at work at a time, "),
         ({"cohort": 2}, "3 workers, 2 per round, "),
+        ({"attack": {"name": "ipm", "workers": [1]}}, "3 workers, 1 of them Byzantine (ipm), "),
     ],
 )
 def test_the_headline_names_mode_and_policy(tiny_experiment, change, words):

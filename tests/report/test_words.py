@@ -12,8 +12,10 @@ from fedsim.report import words
         (0.5, "0.5"),
         (True, "true"),
         (["nnm", "trimmed_mean"], "nnm + trimmed_mean"),
-        ({"rule": "krum", "f": 2}, "rule = krum, f = 2"),
-        (["nnm", {"rule": "krum", "f": 2}], "nnm + rule = krum, f = 2"),
+        ({"rule": "krum", "f": 2}, "krum (f = 2)"),
+        ({"rule": "krum"}, "krum"),
+        ({"lr": 0.1, "momentum": 0.9}, "lr = 0.1, momentum = 0.9"),
+        (["nnm", {"rule": "krum", "f": 2}], "nnm + krum (f = 2)"),
         (None, "none"),
     ],
 )

@@ -43,6 +43,8 @@ def dirichlet(
 
     Draws: for each try, for each class in ascending order, one `rng.dirichlet`; when a try is good, each class in
     ascending order is shuffled by `rng.permutation`.
+
+    Labels [n], result one index array per worker. Cost: O(n log n), and O(C n_workers) for each try.
     """
     by_class = samples_by_class(labels)
     class_sizes = [len(samples) for samples in by_class]
@@ -89,6 +91,8 @@ def dirichlet_workers(
     which those before the first draw of a class that has run out count, and so on for the rest with the smaller q.
     Then each class in ascending order is shuffled by `rng.permutation`. (Where the shares of all classes left are zero,
     as they may be for tiny alpha, one more `rng.dirichlet` draws them anew, which is the same distribution.)
+
+    Labels [n], result one index array per worker. Cost: O(n log n + C n_workers).
     """
     by_class = samples_by_class(labels)
     left = np.array([len(samples) for samples in by_class])

@@ -68,6 +68,8 @@ class FeatureNoise:
     after normalisation, and is drawn anew for every batch.
 
     Draws: those of `iid`; the noise comes from the generator that a transform is called with.
+
+    Labels [n], result one index array per worker. Cost: O(n), and in training one draw for each number of a batch.
     """
 
     sigma: NonNegativeFloat = 0.1
@@ -94,6 +96,8 @@ class FeatureRotation:
     Draws: those of `iid`.
 
     Raises ExperimentError where there are more groups than workers, or not as many angles as groups.
+
+    Labels [n], result one index array per worker. Cost: O(n), and in training one resampling of each image.
     """
 
     groups: PositiveInt = 4

@@ -22,6 +22,8 @@ def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: P
     Draws: one `rng.permutation(s * n_workers)`; worker i gets the runs with numbers i s to i s + s - 1 of it.
 
     Raises ExperimentError where s * n_workers exceeds the number of samples.
+
+    Labels [n], result one index array per worker. Cost: O(n log n).
     """
     if s * n_workers > len(labels):
         raise ExperimentError(
@@ -49,6 +51,8 @@ def label_k(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, k: 
     in ascending order is shuffled by `rng.permutation`; its holders take from it in their order.
 
     Raises ExperimentError where k > C or k * n_workers < C.
+
+    Labels [n], result one index array per worker. Cost: O(n log n + C n_workers).
     """
     by_class = samples_by_class(labels)
     n_classes = len(by_class)
@@ -96,6 +100,8 @@ def similarity(
     sizes differ by at most one. gamma = 1 is `iid`, to the sample; gamma = 0 leaves nothing to chance.
 
     Draws: one `rng.permutation(n)`, whose first round(gamma n) samples are the random part.
+
+    Labels [n], result one index array per worker. Cost: O(n log n).
     """
     n = len(labels)
     n_random = round(gamma * n)

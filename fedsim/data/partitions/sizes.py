@@ -15,7 +15,10 @@ from fedsim.errors import ExperimentError
 
 @partition_strategy("contiguous")
 def contiguous(labels: np.ndarray, n_workers: int) -> list[np.ndarray]:
-    """Equal runs in the data set's order; the remainder of the division goes to the last worker."""
+    """Equal runs in the data set's order; the remainder of the division goes to the last worker.
+
+    Labels [n], result one index array per worker. Cost: O(n).
+    """
     size = len(labels) // n_workers
     return np.split(np.arange(len(labels)), [size * worker for worker in range(1, n_workers)])
 
@@ -25,6 +28,8 @@ def iid(labels: np.ndarray, n_workers: int, rng: np.random.Generator) -> list[np
     """Shuffled, then cut into runs whose sizes differ by at most one.
 
     Draws: one `rng.permutation(n)`. The first workers have the larger runs.
+
+    Labels [n], result one index array per worker. Cost: O(n).
     """
     return np.array_split(rng.permutation(len(labels)), n_workers)
 
@@ -53,6 +58,8 @@ def quantity(
             or where min_size * n_workers > n, an ExperimentError names the numbers.
 
     Draws: for each try one `rng.dirichlet` or `rng.normal(0, sigma, n_workers)`; then one `rng.permutation(n)`.
+
+    Labels [n], result one index array per worker. Cost: O(n), and O(n_workers) for each try.
     """
     n = len(labels)
 
@@ -80,6 +87,8 @@ def natural(n_workers: int, ids: np.ndarray) -> list[np.ndarray]:
     (ties: the lowest number). Samples keep the data set's order. Nothing is drawn. Caldas et al. 2018 (LEAF).
 
     Raises ExperimentError where there are more workers than ids.
+
+    Ids [n], result one index array per worker. Cost: O(n log n).
     """
     names, id_of = np.unique(ids, return_inverse=True)
     if n_workers > len(names):

@@ -44,6 +44,8 @@ class Virtual:
     more than a twentieth is drawn: O(n)).
 
     Raises ExperimentError where samples > n.
+
+    Labels [n], result [samples].
     """
 
     samples: PositiveInt = 60

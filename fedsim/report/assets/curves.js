@@ -113,12 +113,14 @@ function gridSeries(data, metric, weight, across, colourBy, filters) {
   });
 }
 
-/** The band of a series, as a closed outline. On a log scale it stops where there is no logarithm. */
-function bandTrace(series, log, opacity) {
+/** The band of a series, as a closed outline. On a log scale it stops where there is no logarithm, a share's at 0 and 1. */
+function bandTrace(series, log, opacity, share) {
   const least = Math.min(...series.y.filter((value) => value > 0));
-  const low = series.low.map((value) => (log && value <= 0 ? least / 10 : value));
-  const [x, above, below] = series.held ? [corners(series.x, 1), corners(series.high, 0), corners(low, 0)]
-    : [series.x, series.high, low];
+  const within = (value) => (share ? Math.min(Math.max(value, 0), 1) : value);
+  const low = series.low.map(within).map((value) => (log && value <= 0 ? least / 10 : value));
+  const high = series.high.map(within);
+  const [x, above, below] = series.held ? [corners(series.x, 1), corners(high, 0), corners(low, 0)]
+    : [series.x, high, low];
   return {
     type: "scatter",
     mode: "lines",
@@ -220,14 +222,14 @@ function curvesSection(metrics, scales, seriesOf) {
   against?.replaceChildren(...["rounds", ...scales.map(({ label }) => label)].map((name, index) => new Option(name, index)));
 
   function redraw() {
-    const { label, unit } = metrics[metric.value];
+    const { label, unit, share } = metrics[metric.value];
     const across = Number(against?.value ?? 0);
     const series = seriesOf(Number(metric.value), Number(smoothing.value), across);
     const visible = series.filter(({ key }) => !hidden.has(key));
     const banded = bands?.checked ? visible.filter(({ seeds }) => seeds.some((n) => n > 1)) : [];
     const opacity = banded.length > 5 ? 0.1 : 0.18; // where many lie over each other, each shows less
     const traces = [
-      ...banded.map((one) => bandTrace(one, log.checked, opacity)),
+      ...banded.map((one) => bandTrace(one, log.checked, opacity, share)),
       ...visible.filter(({ raw }) => raw).map(rawTrace),
       ...visible.map(lineTrace),
     ];

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from fedsim import wrapping
+from fedsim.listing import PLUGS, list_plugs
+from fedsim.wrapping import hang, note, terminal_columns
+
+
+def test_text_goes_on_below_where_it_began():
+    assert hang("head: ", "one two three four five", 26) == "head: one two three four\n      five"
+    assert hang("head: ", "one two", 13) == "head: one two"
+    assert hang("head: ", "one two " * 50, None) == "head: " + "one two " * 50
+
+
+def test_what_is_in_brackets_stays_with_its_word():
+    assert hang("head: ", "1 (0.25), 2 (0.5), 3 (0.25)", 26) == "head: 1 (0.25), 2 (0.5),\n      3 (0.25)"
+
+
+def test_a_narrow_terminal_leaves_some_room():
+    assert hang("x" * 70, "a" * 15 + " " + "b" * 15, 72).splitlines() == ["x" * 70 + "a" * 15, " " * 70 + "b" * 15]
+
+
+def test_a_note_fits_into_80_columns():
+    lines = note("word " * 40).splitlines()
+    assert max(map(len, lines)) < 80
+    assert [line.startswith("  ") for line in lines] == [False, *[True] * (len(lines) - 1)]
+
+
+@pytest.mark.parametrize(("watched", "columns"), [(True, 123), (False, None)])
+def test_only_a_terminal_has_a_width(monkeypatch, watched, columns):
+    monkeypatch.setenv("COLUMNS", "123")
+    monkeypatch.setattr(wrapping.sys.stdout, "isatty", lambda: watched, raising=False)
+    assert terminal_columns() == columns
+
+
+def test_the_list_of_plugs_fits_into_a_terminal():
+    whole, narrow = list_plugs(PLUGS), list_plugs(PLUGS, 80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert narrow.split() == whole.split()
