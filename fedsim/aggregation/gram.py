@@ -97,7 +97,8 @@ class Gram:
         Made of distances, which loses what is small beside the longer of the two; of products where that keeps more.
         """
         squares = self.squared_distances.numpy()
-        middle = int(np.sort(squares, axis=1)[:, (len(self) - 1) // 2].argmin())
+        nearness = np.sort(squares, axis=1)[:, (len(self) - 1) // 2]
+        middle = int(np.lexsort((self._reach, nearness))[0])  # of two rows the shorter one, so that no outlier is it
         to_middle = squares[middle]
         reach = self._reach + self._reach[middle]
         with np.errstate(all="ignore"):

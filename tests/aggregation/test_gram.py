@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import fedsim
 from fedsim.aggregation import Gram
 from fedsim.aggregation.gram import STRIP, stable_order
 
@@ -62,3 +63,16 @@ def test_offsets_and_distances_to_a_point_are_those_of_the_rows_and_of_their_mix
         offsets = gram.offsets
         between = offsets.diagonal().unsqueeze(0) + offsets.diagonal().unsqueeze(1) - 2 * offsets
         assert torch.allclose(between, torch.cdist(rows, rows) ** 2, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("outlier", [0, 1])
+def test_of_two_rows_the_shorter_one_is_their_midst_whichever_comes_first(outlier):
+    updates = torch.tensor([[3.0, 4.0], [1.0, 2.0]], dtype=torch.double)
+    updates[outlier] *= 1e12
+    for steps in (1, 2, 3):
+        point = torch.zeros(2, dtype=torch.double)
+        for _ in range(steps):
+            pull = [1 / float(torch.linalg.vector_norm(row - point)) for row in updates]
+            point = (pull[0] * updates[0] + pull[1] * updates[1]) / sum(pull)
+        found = fedsim.aggregate(updates, rule="geometric_median", start="zeros", iterations=steps, tol=0.0)
+        assert torch.allclose(found, point, rtol=1e-9)
