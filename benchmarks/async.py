@@ -36,12 +36,12 @@ from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
 from fedsim.data import load_dataset, partition
 from fedsim.data.sources import default_root
-from fedsim.devices import usable_cores
 from fedsim.engines.feed import Member
 from fedsim.engines.job import Schedule
 from fedsim.models import Net
 from fedsim.preparation import prepare
 from fedsim.randomness import numpy_generator
+from fedsim.system.devices import usable_cores
 
 BATCH, LR, MOMENTUM = 64, 0.01, 0.5
 EVENTS = 200_000

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fedsim import Experiment
 from fedsim.data import TensorData, load_dataset, partition
-from fedsim.precision import PRECISIONS
 from fedsim.randomness import numpy_generator, sample_cohort, seed_everything
+from fedsim.system.precision import PRECISIONS
 
 TEST_BATCH = 1000
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from common import report
 from torch import Tensor
 
-from fedsim.devices import resolve_device, synchronize
 from fedsim.engines.stacked_convolution import Options, grouped, one_by_one
+from fedsim.system.devices import resolve_device, synchronize
 
 SECONDS = 0.15  # how long each timing takes, at least
 FORMATS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}

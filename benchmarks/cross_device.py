@@ -36,7 +36,7 @@ from common import ROOT, CommandRun, median, report, run_command
 from limits import Machine, round_cost
 
 from fedsim import Experiment, load_dataset, load_experiment
-from fedsim.devices import resolve_device, usable_cores
+from fedsim.system.devices import resolve_device, usable_cores
 
 WORKLOADS = {
     "w1": ("experiments/mnist_sync_sgd.toml",),

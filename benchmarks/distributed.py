@@ -198,7 +198,7 @@ def main() -> None:
             figures.setdefault(f"{name}_seconds", []).append(ranked)
             figures.setdefault(f"{name}_spawn_seconds", []).append(spawned)
             figures.setdefault(f"{name}_ratio", []).append(round(ranked / spawned, 3))
-    cores = fedsim.devices.usable_cores()
+    cores = fedsim.system.devices.usable_cores()
     worst = max(
         ratio
         for name in ("strong", "weak")

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedsim import Experiment
-from fedsim.devices import synchronize, usable_cores
+from fedsim.system.devices import synchronize, usable_cores
 
 VALUE = 4  # bytes of a float32
 TEST_BATCH = 1000

@@ -26,7 +26,7 @@ from fedsim.experiment import Experiment
 from fedsim.listing import attacks, noises, partitions, policies, pre_aggregators, rules, server_optimizers, speeds
 from fedsim.loading import load_experiment
 from fedsim.rows import Layout, bind, new_rows, pull_down
-from fedsim.running import Result, run
+from fedsim.runs.running import Result, run
 from fedsim.training import test, train_epoch
 from fedsim.version import __version__
 from fedsim.workshop import Workshop

@@ -34,14 +34,14 @@ from fedsim.errors import (
     warnings_as_lines,
 )
 from fedsim.experiment import keys_called
-from fedsim.files import is_file
-from fedsim.limits import told
 from fedsim.listing import PLUGS, list_plugs
 from fedsim.loading import load_experiment, parse_value, to_toml
 from fedsim.records import experiment_of_run, new_folder_name
-from fedsim.replay import applicable_rules, load_round, replay_json, replay_table
-from fedsim.replay import replay as replay_rules
 from fedsim.report import write_report
+from fedsim.runs.replay import applicable_rules, load_round, replay_json, replay_table
+from fedsim.runs.replay import replay as replay_rules
+from fedsim.system.files import is_file
+from fedsim.system.limits import told
 from fedsim.wrapping import terminal_columns
 
 tqdm.monitor_interval = 0  # no thread that looks after bars: each round moves them

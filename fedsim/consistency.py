@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fedsim.asynchronous.policies import Policy
-from fedsim.devices import free_memory
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, show
-from fedsim.precision import PRECISIONS
 from fedsim.sections import Aggregate, Checkpoint, Distributed, Hook, Server
+from fedsim.system.devices import free_memory
+from fedsim.system.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from fedsim.experiment import Experiment

@@ -23,7 +23,6 @@ from fedsim.aggregation import Pipeline
 from fedsim.consistency import problems_with
 from fedsim.engines import Engine, engine
 from fedsim.errors import LONGEST_NAME, ExperimentError, explain, show
-from fedsim.precision import PRECISIONS
 from fedsim.randomness import numpy_generator
 from fedsim.sections import (
     Aggregate,
@@ -42,6 +41,7 @@ from fedsim.sections import (
     Records,
     Server,
 )
+from fedsim.system.precision import PRECISIONS
 from fedsim.tables import PlugTable, Table
 
 Processes = Annotated[int, Field(gt=0, le=1024)]  # or threads: a file must not fill the machine with them

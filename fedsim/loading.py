@@ -15,9 +15,9 @@ from fedsim.bounds import DEEPEST, MOST_BITS, is_harmless, problem_with_words, r
 from fedsim.data.sources import lacks_files
 from fedsim.errors import LONGEST_TEXT, ExperimentError, cut, printable, show
 from fedsim.experiment import Experiment
-from fedsim.files import leads_out, read_bounded
 from fedsim.permission import is_strangers, words_of
 from fedsim.sections import Distributed
+from fedsim.system.files import leads_out, read_bounded
 from fedsim.tables import PlugTable, Table
 
 if sys.version_info >= (3, 11):

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from fedsim.asynchronous.server import AsGradient
 from fedsim.consistency import what_needs_rows
 from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
-from fedsim.devices import describe_device, free_memory, shares_memory
 from fedsim.engines import Engine, Schedule, SpawnEngine, Task
 from fedsim.engines import engine as engines
 from fedsim.engines.shortage import shortage_told
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
-from fedsim.precision import PRECISIONS
 from fedsim.randomness import numpy_generator, random_state_kept, sample_workers
 from fedsim.registry import Imported
 from fedsim.rows import Layout
+from fedsim.system.devices import describe_device, free_memory, shares_memory
+from fedsim.system.precision import PRECISIONS
 from fedsim.training import Objective, check_outputs
 from fedsim.workshop import Workshop
 

@@ -26,7 +26,8 @@ from fedsim.asynchronous.racelog import FILE as RACE_LOG
 from fedsim.bounds import problem_with_words
 from fedsim.errors import FedsimError, RecordError
 from fedsim.experiment import Experiment
-from fedsim.files import (
+from fedsim.loading import to_toml
+from fedsim.system.files import (
     PART,
     append_whole,
     cannot_write,
@@ -37,7 +38,6 @@ from fedsim.files import (
     to_json,
     write_whole,
 )
-from fedsim.loading import to_toml
 from fedsim.version import __version__
 
 EXPERIMENT, ENVIRONMENT, METRICS = "experiment.toml", "environment.json", "metrics.jsonl"

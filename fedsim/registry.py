@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.errors import MOST_PROBLEMS, ExperimentError, explain, nearest, one_line, show
 from fedsim.permission import ImportRefusedError, require_importable, require_own
-from fedsim.vision import import_torchvision
+from fedsim.system.vision import import_torchvision
 
 
 @dataclass(frozen=True)

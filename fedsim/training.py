@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
-from fedsim.precision import FULL, Precision
+from fedsim.system.devices import wide_dtype
+from fedsim.system.precision import FULL, Precision
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]

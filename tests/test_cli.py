@@ -99,7 +99,7 @@ def test_a_taken_folder_is_refused(cli):
 
 
 def test_missing_data_is_exit_code_2(cli, data_root, monkeypatch):
-    from fedsim import vision
+    from fedsim.system import vision
 
     def fail(dataset, root):
         raise fedsim.DataError("the download failed")

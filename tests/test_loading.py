@@ -34,8 +34,6 @@ def file(tmp_path):
         ("seed=0x10", lambda e: e.seed == 16),
         ("engine=serial", lambda e: e.engine == "serial"),
         ('engine="serial"', lambda e: e.engine == "serial"),
-        ("attack=nan", lambda e: e.attack.name == "nan"),
-        ("attack.name=inf", lambda e: e.attack.name == "inf"),
         ("model=2nn", lambda e: e.model.name == "2nn"),
         ("model.dropout=0.1", lambda e: e.model.params["dropout"] == 0.1),
         ("local.lr=1e-3", lambda e: e.local.params["lr"] == 1e-3),
@@ -49,6 +47,12 @@ def file(tmp_path):
 )
 def test_an_override_sets_one_key(word, read):
     assert read(load_experiment(None, [word]))
+
+
+@pytest.mark.parametrize("name", ["nan", "inf"])
+@pytest.mark.parametrize("key", ["attack", "attack.name"])
+def test_nan_and_inf_are_the_attacks_so_called_where_a_name_belongs(key, name):
+    assert load_experiment(None, [f"{key}={name}", "attack.fraction=0.25"]).attack.name == name
 
 
 def test_overrides_come_after_the_file_and_later_ones_win(file):

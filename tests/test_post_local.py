@@ -13,9 +13,9 @@ from fedsim.aggregation import ServerStep
 from fedsim.models import two_nn
 from fedsim.preparation import prepare
 from fedsim.randomness import sample_cohort
-from fedsim.replay import load_round
 from fedsim.report.text import headline
 from fedsim.rows import Layout
+from fedsim.runs.replay import load_round
 from fedsim.simulation import SynchronousLoop
 from tests import plugs
 from tests.engines.test_contract import without_times

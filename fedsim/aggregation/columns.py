@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedsim.aggregation.magnitude import in_range
-from fedsim.devices import wide_dtype
+from fedsim.system.devices import wide_dtype
 
 Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]  # over processes of which each has other columns
 

@@ -20,8 +20,8 @@ from fedsim.aggregation.columns import (
     wide_blocks,
 )
 from fedsim.aggregation.magnitude import limits, unit_for
-from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
+from fedsim.system.devices import wide_dtype
 
 STRIP = 48  # columns of the product at once: with its symmetry, half of it need not be computed
 FEW = 32  # rows whose products NumPy makes in half of PyTorch's time

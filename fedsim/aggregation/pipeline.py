@@ -12,8 +12,8 @@ from fedsim.aggregation.columns import BLOCK, column_blocks, small_blocks
 from fedsim.aggregation.rows import Rows
 from fedsim.aggregation.rule import BoundRule, Mix
 from fedsim.aggregation.threads import alone_if_small
-from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
+from fedsim.system.devices import wide_dtype
 
 MOST_REHEARSED = 500  # rows; of a thousand bulyan takes half a minute
 WHOLE = {"updates", "root", "last"}  # what is [d], or has rows [d]

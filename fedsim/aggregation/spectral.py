@@ -15,8 +15,8 @@ from fedsim.aggregation.columns import norms
 from fedsim.aggregation.gram import TIED, Gram
 from fedsim.aggregation.magnitude import unit_for
 from fedsim.aggregation.rule import Count, Mix, Positive, average_of, require, rule
-from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
+from fedsim.system.devices import wide_dtype
 
 ROUNDING = 1e-9  # 0.29 times 100 is 29
 PART = 512  # columns, of those that were drawn, to work on at once

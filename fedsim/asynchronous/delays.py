@@ -32,9 +32,9 @@ import numpy as np
 from pydantic import Field, PositiveFloat
 
 from fedsim.errors import ExperimentError, plural, show
-from fedsim.files import read_bounded
 from fedsim.randomness import numpy_generator, sample_workers
 from fedsim.registry import Plug, Registry
+from fedsim.system.files import read_bounded
 
 MOST_TRACE_BYTES = 256 * 2**20
 

@@ -12,13 +12,13 @@ from fedsim.asynchronous.policy import Arrival
 from fedsim.asynchronous.racer import Leg, Racer
 from fedsim.asynchronous.server import Server
 from fedsim.asynchronous.track import BEGUN, Track
-from fedsim.devices import synchronize, wide_dtype
 from fedsim.engines.barrier import HOLDING, NOTHING, PEN
 from fedsim.engines.crew import Seat
 from fedsim.engines.module import RowModule
 from fedsim.engines.station import Station
 from fedsim.errors import ExperimentError
 from fedsim.randomness import global_states, seed_everything
+from fedsim.system.devices import synchronize, wide_dtype
 from fedsim.training import Objective
 
 

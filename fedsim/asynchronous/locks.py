@@ -15,7 +15,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from fedsim.errors import ExperimentError
-from fedsim.sharing import memory_file
+from fedsim.system.sharing import memory_file
 
 try:
     import fcntl

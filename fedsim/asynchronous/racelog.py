@@ -12,7 +12,7 @@ import numpy as np
 
 from fedsim.bounds import problem_with_words
 from fedsim.errors import ExperimentError, show
-from fedsim.files import read_bounded
+from fedsim.system.files import read_bounded
 from fedsim.tables import leaves_of
 
 FILE = "race.csv"

@@ -17,12 +17,12 @@ from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
 from fedsim.asynchronous.standing import RosterStanding
 from fedsim.asynchronous.track import ENDED, FINISHED, HELD_BACK, IDLE, STATUS, WORKING, Measures, Track
-from fedsim.devices import synchronize
 from fedsim.engines.barrier import LOCK
 from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Member
 from fedsim.engines.station import Station
-from fedsim.precision import full_precision
+from fedsim.system.devices import synchronize
+from fedsim.system.precision import full_precision
 
 SERVER = 0  # number of the server's lock; that of slot i is 1 + i
 NAPS = 0.00005, 0.005  # seconds that a process sleeps whose workers may not begin: at first, and at most

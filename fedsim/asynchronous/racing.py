@@ -23,7 +23,6 @@ from fedsim.asynchronous.racer import Leg, LockedRacer, Racer
 from fedsim.asynchronous.server import Server
 from fedsim.asynchronous.sparse import tables_of
 from fedsim.asynchronous.track import Measures, Track
-from fedsim.devices import synchronize
 from fedsim.engines.crew import Seat
 from fedsim.engines.spawn import SpawnEngine
 from fedsim.engines.station import Station, deal
@@ -34,6 +33,7 @@ from fedsim.records import AsyncRecord, RaceRecord, RoundRecord
 from fedsim.rows import require_finite
 from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
+from fedsim.system.devices import synchronize
 
 KeepLog = Callable[[bytes], object]
 

@@ -17,7 +17,7 @@ from fedsim.asynchronous.sparse import Tables, step_where_touched
 from fedsim.engines.job import BufferPolicy, Memory, NonFinite, Task
 from fedsim.local import Solver, State
 from fedsim.rows import new_rows
-from fedsim.sharing import share
+from fedsim.system.sharing import share
 
 
 class AsGradient:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedsim.asynchronous.locks import Locks
 from fedsim.engines.barrier import LINE
-from fedsim.sharing import share
+from fedsim.system.sharing import share
 
 COORDINATES = 64  # of a canary
 

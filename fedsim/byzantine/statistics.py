@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from fedsim.aggregation import column_blocks
-from fedsim.devices import wide_dtype
 from fedsim.errors import ExperimentError
+from fedsim.system.devices import wide_dtype
 
 
 def wide_blocks(honest: Tensor) -> Iterator[tuple[slice, Tensor]]:

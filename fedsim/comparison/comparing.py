@@ -19,15 +19,15 @@ from fedsim.comparison.pictures import draw_accuracy, draw_accuracy_against, dra
 from fedsim.comparison.results import RunResult, results_csv
 from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
 from fedsim.data import load_dataset
-from fedsim.devices import free_memory, resolve_device, usable_cores
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, show
 from fedsim.experiment import Experiment
-from fedsim.precision import PRECISIONS
 from fedsim.preparation import task_of
-from fedsim.processes import leave_if_being_started
 from fedsim.records import RoundRecord
 from fedsim.rows import Layout
+from fedsim.system.devices import free_memory, resolve_device, usable_cores
+from fedsim.system.precision import PRECISIONS
+from fedsim.system.processes import leave_if_being_started
 
 ONE_PROCESS_ENGINE = "serial"
 JOB_BYTES = 0.6e9  # of one more process: PyTorch, data and activations, generously

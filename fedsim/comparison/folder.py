@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.bounds import problem_with_words
-from fedsim.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.comparison.axes import IS_ID, canonical
 from fedsim.comparison.grid import Grid, PlannedRun, common_tables
-from fedsim.differences import differences_of
 from fedsim.errors import ExperimentError, RecordError, show
-from fedsim.files import is_file, locked, read_bounded, remedy, require_inside, to_json, write_whole
-from fedsim.history import read_history
 from fedsim.loading import read_toml
 from fedsim.records import CURVE, ERROR, EXPERIMENT, MODEL, RoundRecord
 from fedsim.report.reading import MOST_ERROR_BYTES, MOST_GRID_BYTES
+from fedsim.runs.checkpoints import FOLDER as CHECKPOINTS
+from fedsim.runs.differences import differences_of
+from fedsim.runs.history import read_history
+from fedsim.system.files import is_file, locked, read_bounded, remedy, require_inside, to_json, write_whole
 
 GRID_FILE, RUNS = "grid.json", "runs"
 LONGEST_NAME_OF_A_FOLDER = 255  # characters

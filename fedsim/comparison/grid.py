@@ -25,12 +25,12 @@ from fedsim.comparison.axes import (
     readable_id,
     split_words,
 )
-from fedsim.devices import resolve_device
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.experiment import Experiment
 from fedsim.loading import Change, describe, experiment_of, file_of, override, parse_word
 from fedsim.permission import words_of
 from fedsim.preparation import task_of
+from fedsim.system.devices import resolve_device
 
 GRID, TARGET = "grid", "target"
 MOST_RUNS = 100_000  # all of which are checked, and kept, before the first begins

@@ -25,9 +25,11 @@ from fedsim.engines.barrier import NOBODY, ROUND, WORKER, Board, Silence
 from fedsim.engines.crew import START_TIMEOUT, Seat, whereabouts
 from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line, plural
 from fedsim.experiment import Experiment
-from fedsim.limits import require_files
 from fedsim.preparation import Setting
-from fedsim.processes import (
+from fedsim.records import RoundRecord
+from fedsim.runs.running import run
+from fedsim.system.limits import require_files
+from fedsim.system.processes import (
     DISMISSED,
     GRACE,
     Child,
@@ -37,8 +39,6 @@ from fedsim.processes import (
     interrupts_held,
     require_importable_main,
 )
-from fedsim.records import RoundRecord
-from fedsim.running import run
 from fedsim.workshop import Workshop
 
 INSTEAD = "jobs=1 with engine=serial, which start none"

@@ -15,8 +15,8 @@ from fedsim.comparison.axes import label
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.experiment import Experiment
-from fedsim.progress import Progress, mean_staleness, progress_of, reached
 from fedsim.records import RoundRecord
+from fedsim.runs.progress import Progress, mean_staleness, progress_of, reached
 
 ATTACK_SUCCESS = "attack_success"  # a key of records where there is an attack that has it
 CLOCK = ("virtual_seconds", "updates", "trips", "staleness")  # columns where there is a clock

@@ -10,7 +10,7 @@ from fedsim.comparison.axes import SEED, canonical, describe_point, label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import ATTACK_SUCCESS, CLOCK, TO_TARGET, RunResult, to_csv
 from fedsim.intervals import Estimate, estimate
-from fedsim.progress import ToTarget
+from fedsim.runs.progress import ToTarget
 from fedsim.wrapping import note
 
 BEST, TIE = "*", "~"

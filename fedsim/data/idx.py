@@ -1,7 +1,7 @@
 """MNIST's IDX files, where torchvision puts them.
 
 Reading them here spares every run the import of torchvision, which takes longer than reading the data; torchvision
-is asked only to download what is missing (see `fedsim.vision`).
+is asked only to download what is missing (see `fedsim.system.vision`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedsim.data.checksums import Known, check_content
 from fedsim.errors import DataError
-from fedsim.files import is_file, read_bounded
+from fedsim.system.files import is_file, read_bounded
 
 MOST_BYTES = 2**30  # of a file, packed or not; the images of MNIST have 47 million
 MOST_DIMENSIONS = 4

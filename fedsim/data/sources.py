@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedsim import vision
 from fedsim.data import checksums, idx
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimError, one_line, show
 from fedsim.registry import Registry
+from fedsim.system import vision
 
 dataset = Registry("data set", given=("root",))
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fedsim.devices import default_processes, shares_memory
 from fedsim.engines.batched import stack_width
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Schedule, Task
@@ -19,6 +18,7 @@ from fedsim.engines.stack_trainer import StackTrainer
 from fedsim.engines.station import MakeTrainer
 from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import ExperimentError, WorkerError
+from fedsim.system.devices import default_processes, shares_memory
 
 STEPS = 2  # of each row in a measurement
 ROWS_STACKED = 16  # at most, in a measurement

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fedsim.aggregation import Cohort, column_blocks, screened
 from fedsim.aggregation.averaging import mean
-from fedsim.devices import synchronize, wide_dtype
 from fedsim.engines.crew import Seat
 from fedsim.engines.job import Memory, Sync, Task
 from fedsim.errors import ExperimentError
 from fedsim.randomness import numpy_generator
+from fedsim.system.devices import synchronize, wide_dtype
 
 
 @dataclass

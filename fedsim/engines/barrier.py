@@ -12,7 +12,7 @@ import os
 import threading
 import time
 
-from fedsim.sharing import Counters
+from fedsim.system.sharing import Counters
 
 LINE = 16  # int64 a process: 128 bytes, so that no two processes write to one cache line
 ARRIVALS, BEATS, WORKER, ROUND, WAITING, HOLDING = range(6)  # places in a process's line

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fedsim.devices import default_processes, free_memory
 from fedsim.engines.engine import Engine
 from fedsim.engines.graphs import unsafe
 from fedsim.engines.job import Memory, Task
@@ -17,6 +16,7 @@ from fedsim.engines.serial import SerialEngine
 from fedsim.engines.spawn import SpawnEngine
 from fedsim.engines.stack_trainer import StackTrainer
 from fedsim.errors import ExperimentError
+from fedsim.system.devices import default_processes, free_memory
 
 MEMORY_SHARE = 0.5  # of what is free, for stacks
 WIDEST_ON_CPU = 32  # more rows share no more of a step's fixed cost

@@ -21,7 +21,6 @@ from torch import Tensor
 from fedsim.aggregation import Cohort, screened
 from fedsim.aggregation.averaging import mean
 from fedsim.aggregation.columns import bad_rows, combine
-from fedsim.devices import synchronize
 from fedsim.engines.averaging import Account, Averaging, Meeting
 from fedsim.engines.crew import Seat
 from fedsim.engines.job import Memory, Task
@@ -29,6 +28,7 @@ from fedsim.engines.ranks import Ranks
 from fedsim.engines.seating import Collector, Columns, Seating
 from fedsim.errors import ExperimentError
 from fedsim.rows import new_rows
+from fedsim.system.devices import synchronize
 
 
 class RankAveraging(Averaging):

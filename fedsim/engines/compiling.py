@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimWarning
-from fedsim.precision import Precision
 from fedsim.randomness import global_states, random_state_kept
+from fedsim.system.precision import Precision
 
 OPTIONS = {
     "fallback_random": True,  # dropout draws what it draws uncompiled

@@ -39,8 +39,8 @@ from fedsim.engines.barrier import (
     Silence,
 )
 from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError, one_line
-from fedsim.limits import require_files
-from fedsim.processes import (
+from fedsim.system.limits import require_files
+from fedsim.system.processes import (
     DISMISSED,
     GRACE,
     Child,

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedsim.devices import default_processes, resolve_device
 from fedsim.engines.averaging import Account
 from fedsim.engines.feed import Member
 from fedsim.engines.job import Memory, Task
 from fedsim.errors import WorkerError
 from fedsim.snapshot import Snapshot
+from fedsim.system.devices import default_processes, resolve_device
 
 
 class Engine(ABC):

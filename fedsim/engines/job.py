@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from fedsim.aggregation import Pipeline, ServerStep
 from fedsim.byzantine import BoundAttack
 from fedsim.data import Shards, TensorData
-from fedsim.devices import require_memory, wide_dtype
 from fedsim.engines.hooks import BoundHook
 from fedsim.errors import ExperimentError, show_bytes
-from fedsim.limits import told
 from fedsim.local import Solver, State
-from fedsim.precision import Precision
 from fedsim.randomness import random_state_kept, seed_everything
 from fedsim.rows import Layout, new_rows
-from fedsim.sharing import share
+from fedsim.system.devices import require_memory, wide_dtype
+from fedsim.system.limits import told
+from fedsim.system.precision import Precision
+from fedsim.system.sharing import share
 
 BufferPolicy = Literal["average", "local", "server", "error"]
 NonFinite = Literal["error", "exclude", "keep"]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedsim.engines.stacked_convolution import Convolution, Options, stacked_convolution
 from fedsim.engines.stacked_operations import EmbeddingOptions, PreparedDropout, StackedLinear
 from fedsim.local import Product
-from fedsim.precision import in_autocast_type
+from fedsim.system.precision import in_autocast_type
 
 # What a model decides by, which is a row's own affair.
 READINGS = {

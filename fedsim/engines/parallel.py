@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from fedsim.devices import synchronize
 from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Feed, Member
 from fedsim.engines.hooks import Mean
@@ -27,6 +26,7 @@ from fedsim.engines.ranks import Ranks
 from fedsim.engines.trainer import Partaker, RowTrainer
 from fedsim.errors import one_line
 from fedsim.randomness import draw_key, random_state_kept, seed_everything
+from fedsim.system.devices import synchronize
 from fedsim.training import Objective
 
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest number, by the type of rows

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedsim.devices import card_of, default_backend, device_of_rank, summed_by_gloo
 from fedsim.engines.background import Background, ended
 from fedsim.engines.launch import Place, interface_towards, meeting_address, open_store
 from fedsim.engines.vigil import Vigil, ranks, wait_for_all
 from fedsim.errors import ExperimentError, WorkerError, one_line, show
+from fedsim.system.devices import card_of, default_backend, device_of_rank, summed_by_gloo
 
 HOST_BACKEND = "gloo"  # what the ranks exchange of numbers that lie on the host
 LINGER = 1.0  # seconds for the others to hear why

@@ -19,9 +19,9 @@ from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.stacked_operations import OTHER_DROPOUTS, Dropout, Recording, not_stackable
 from fedsim.errors import ExperimentError, one_line
 from fedsim.local import Product, step_along
-from fedsim.precision import FULL, Precision, full_precision
 from fedsim.randomness import global_states, random_state_kept
 from fedsim.rows import Layout, new_rows
+from fedsim.system.precision import FULL, Precision, full_precision
 
 SAMPLES = 4
 WHOLE = 64  # samples of a batch at most, in which the first is looked at among the others

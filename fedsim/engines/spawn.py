@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from fedsim.devices import forget_shared_memory
 from fedsim.engines.crew import Crew, Seat
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.station import MakeTrainer, Station
 from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import ExperimentError, FedsimError, one_line, show
+from fedsim.system.devices import forget_shared_memory
 
 
 class SpawnEngine(Engine):

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.devices import wide_dtype
 from fedsim.engines.feed import Feed, Member
 from fedsim.engines.job import Task
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.local import Solver, State
 from fedsim.randomness import Stream
+from fedsim.system.devices import wide_dtype
 
 STEPS_AT_A_TIME = 256  # for so many steps the positions of samples go to the device at once
 

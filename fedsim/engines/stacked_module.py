@@ -15,8 +15,8 @@ from fedsim.engines.compiling import Compilation, Run
 from fedsim.engines.merged_operations import MergedBatch, NotMergeableError
 from fedsim.engines.stacked_operations import Substitutes, not_stackable
 from fedsim.local import Product
-from fedsim.precision import FULL, Precision
 from fedsim.rows import Entry, Layout
+from fedsim.system.precision import FULL, Precision
 
 Places = list[tuple[nn.Module, str]]
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedsim.errors import ExperimentError
 from fedsim.local import Product
-from fedsim.precision import in_autocast_type
+from fedsim.system.precision import in_autocast_type
 
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
 DROPOUTS = (F.dropout, *FEATURE_DROPOUTS)

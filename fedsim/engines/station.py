@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.devices import synchronize, wide_dtype
 from fedsim.engines.averaging import Account, Averaging, Meeting
 from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Feed, Member
@@ -23,8 +22,9 @@ from fedsim.engines.job import Memory, Task, test_batch_size
 from fedsim.engines.module import RowModule
 from fedsim.engines.shortage import shortage_told
 from fedsim.engines.trainer import Trainer
-from fedsim.precision import full_precision
 from fedsim.rows import new_rows, pull_down
+from fedsim.system.devices import synchronize, wide_dtype
+from fedsim.system.precision import full_precision
 from fedsim.training import test
 
 TIMINGS, PATIENCE = 3, 0.2  # how often a measurement is repeated, as long as that has taken few seconds

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedsim.devices import wide_dtype
 from fedsim.engines.compiling import Compilation
 from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Batches, Feed, Member
@@ -22,6 +21,7 @@ from fedsim.errors import ExperimentError
 from fedsim.local import RowOptimizer
 from fedsim.randomness import seed_everything
 from fedsim.rows import new_rows
+from fedsim.system.devices import wide_dtype
 from fedsim.training import Loss, Objective, train_epoch
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fedsim.intervals import Estimate, estimate
-from fedsim.progress import Progress, ToTarget, reached
 from fedsim.report.figures import byzantine_weight, mean_or_none, total_seconds
 from fedsim.report.reading import SEED, Grid, GridRun, Run
+from fedsim.runs.progress import Progress, ToTarget, reached
 
 
 @dataclass(frozen=True)

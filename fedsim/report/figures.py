@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedsim.progress import Progress
 from fedsim.report.reading import Partition, Round, Run
+from fedsim.runs.progress import Progress
 
 MOST_CELLS = 2_000_000  # of all heat maps of weights together; about 10 MB of page
 MOST_COLUMNS = 250  # of a heat map over rounds: more could not be told apart, and would only fill the file

@@ -14,11 +14,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedsim.extras import import_extra
-from fedsim.files import write_whole
 from fedsim.report.grid_page import grid_context
 from fedsim.report.reading import Run, read_records
 from fedsim.report.run_page import run_context
+from fedsim.system.extras import import_extra
+from fedsim.system.files import write_whole
 from fedsim.version import __version__
 
 PAGE = "report.html"

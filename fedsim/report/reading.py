@@ -17,10 +17,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fedsim.bounds import problem_with_words
 from fedsim.errors import RecordError, cut, printable
-from fedsim.files import is_file, read_bounded, require_inside
 from fedsim.loading import read_toml
-from fedsim.progress import Progress, mean_staleness, progress_of
 from fedsim.records import ENVIRONMENT, EXPERIMENT, METRICS
+from fedsim.runs.progress import Progress, mean_staleness, progress_of
+from fedsim.system.files import is_file, read_bounded, require_inside
 
 PARTITION, GRID, ERROR = "partition.json", "grid.json", "error.txt"
 SEED = "seed"  # the axis of a grid that repeats runs

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fedsim.progress import mean_staleness
 from fedsim.report import words
 from fedsim.report.comparison import best_accuracy
 from fedsim.report.figures import (
@@ -21,6 +20,7 @@ from fedsim.report.figures import (
     weights_picture,
 )
 from fedsim.report.reading import Round, Run
+from fedsim.runs.progress import mean_staleness
 
 MOST_ROWS = 1_000  # of the table of rounds
 

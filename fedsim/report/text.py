@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from fedsim.experiment import Experiment
 from fedsim.preparation import Setting
-from fedsim.progress import mean_staleness
 from fedsim.records import AsyncRecord, RoundRecord
+from fedsim.runs.progress import mean_staleness
 
 PHASES = ("pull_down", "train", "aggregate", "test")
 

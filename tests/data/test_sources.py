@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import fedsim
-from fedsim import vision
 from fedsim.data import sources
 from fedsim.data.idx import PARTS
 from fedsim.errors import DataError, ExperimentError
+from fedsim.system import vision
 
 
 def idx_bytes(array):

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fedsim
-from fedsim.checkpoints import _checksum_of, _sha256
 from fedsim.engines.ranks import Ranks
+from fedsim.runs.checkpoints import _checksum_of, _sha256
 
 TABLES = {
     "engine": "distributed",

@@ -12,7 +12,7 @@ import torch
 import fedsim
 from fedsim.engines.compiling import Compilation
 from fedsim.errors import FedsimWarning
-from fedsim.precision import PRECISIONS
+from fedsim.system.precision import PRECISIONS
 from tests.engines.test_contract import CASES, CLOSE, ROUNDING, assert_close
 
 CPU = torch.device("cpu")

@@ -323,7 +323,7 @@ def test_what_the_ranks_send_is_what_the_formulas_say(count, groups):
 
 def test_the_first_rank_keeps_the_updates_of_all(groups):
     _, folder = groups(2)
-    stored = fedsim.replay.load_round(folder / "updates-kept", allow_imports=True)
+    stored = fedsim.runs.replay.load_round(folder / "updates-kept", allow_imports=True)
     assert stored.tensors["updates"].shape[0] == 5
     assert bool(stored.tensors["updates"].any(1).all())
 

@@ -178,7 +178,7 @@ def test_steps_are_captured_in_the_precision_of_training(tiny_experiment, replay
         inside.pop()
 
     capture = graphs.capture
-    monkeypatch.setattr("fedsim.precision.Precision.training", training)
+    monkeypatch.setattr("fedsim.system.precision.Precision.training", training)
     monkeypatch.setattr(graphs, "capture", lambda step, device: seen.append(list(inside)) or capture(step, device))
     fedsim.run({**tiny_experiment, **BATCHED, "cuda_graphs": True})
     assert seen

@@ -13,8 +13,8 @@ from fedsim.engines.feed import Member
 from fedsim.engines.job import Schedule
 from fedsim.engines.station import TIMINGS, Station, deal
 from fedsim.engines.trainer import RowTrainer
-from fedsim.precision import Precision
 from fedsim.preparation import prepare
+from fedsim.system.precision import Precision
 
 
 def test_what_takes_long_once_is_not_measured_and_all_of_it_is_in_the_precision_of_training(

@@ -10,11 +10,11 @@ import shutil
 import pytest
 
 import fedsim
-from fedsim import files
 from fedsim.comparison.folder import read_history
 from fedsim.errors import RecordError
-from fedsim.files import append_whole, require_space
-from fedsim.scalarboard import ScalarBoard
+from fedsim.runs.scalarboard import ScalarBoard
+from fedsim.system import files
+from fedsim.system.files import append_whole, require_space
 from tests.environment.confined import QUICK, limited, one_line_of_error, outcomes
 
 NO_CURVE = ["records.curve=false"]

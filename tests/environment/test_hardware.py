@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim import devices
 from fedsim.errors import ExperimentError
+from fedsim.system import devices
 
 
 @pytest.fixture

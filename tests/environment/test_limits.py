@@ -10,8 +10,8 @@ import sys
 import pytest
 
 import fedsim
-from fedsim import limits
 from fedsim.errors import WorkerError
+from fedsim.system import limits
 from tests.environment.confined import QUICK, as_somebody_else, limited, one_line_of_error, surroundings
 
 SPAWN = [*QUICK, "engine=spawn", "workers=6", "rounds=1", "records.curve=false", "-q"]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fedsim
-from fedsim import devices
 from fedsim.errors import ExperimentError
-from fedsim.sharing import Counters, memory_file, share
+from fedsim.system import devices
+from fedsim.system.sharing import Counters, memory_file, share
 from tests.environment.confined import QUICK, limited, outcomes
 
 needs_files_in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")

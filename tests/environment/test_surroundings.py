@@ -13,7 +13,7 @@ import fedsim
 from fedsim.comparison.folder import read_history
 from fedsim.data.sources import default_root
 from fedsim.errors import WorkerError
-from fedsim.processes import require_short_temporary_folder
+from fedsim.system.processes import require_short_temporary_folder
 from tests.commands import start
 from tests.environment.confined import QUICK, outcomes
 

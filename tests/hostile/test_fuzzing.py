@@ -30,13 +30,13 @@ from fedsim.comparison.gathering import gather
 from fedsim.data.idx import read_images_and_labels
 from fedsim.errors import FedsimError
 from fedsim.experiment import Experiment, keys_of_tables
-from fedsim.history import read_history
 from fedsim.loading import load_experiment, parse_value, to_toml
-from fedsim.replay import load_round, replay, replay_json, replay_table
 from fedsim.report.grid_page import grid_context
 from fedsim.report.page import to_script_json
 from fedsim.report.reading import Run, read_records
 from fedsim.report.run_page import run_context
+from fedsim.runs.history import read_history
+from fedsim.runs.replay import load_round, replay, replay_json, replay_table
 from tests.hostile.mutations import DEEP, EXTREMES, edited, edits, mutated, mutations, without
 from tests.report.folders import invent_round, on_the_clock
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fedsim
 from fedsim.errors import FedsimError
 from fedsim.preparation import prepare
-from fedsim.resuming import UNFIT
+from fedsim.runs.resuming import UNFIT
 from fedsim.simulation import loop_of
 from fedsim.snapshot import Snapshot
 from tests.hostile.mutations import EXTREMES, mutated, mutations

@@ -14,7 +14,7 @@ from fedsim.comparison.gathering import gather
 from fedsim.data.idx import PARTS
 from fedsim.errors import ExperimentError
 from fedsim.listing import PLUGS
-from fedsim.replay import load_round
+from fedsim.runs.replay import load_round
 
 NAMED = {  # for each kind of plug, tables that name one
     "models": {"model": {"name": "NAME"}},

@@ -19,11 +19,11 @@ from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.gathering import gather
 from fedsim.data.idx import PARTS, read_images_and_labels
 from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError
-from fedsim.files import read_bounded, write_whole
-from fedsim.history import read_history
-from fedsim.replay import load_round
 from fedsim.report.page import render
 from fedsim.report.reading import read_records
+from fedsim.runs.history import read_history
+from fedsim.runs.replay import load_round
+from fedsim.system.files import read_bounded, write_whole
 from tests.report.folders import invent_run, write_points
 
 PACKAGE = Path(fedsim.__file__).parent

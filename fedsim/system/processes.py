@@ -15,7 +15,7 @@ from multiprocessing import current_process, get_context, parent_process, resour
 from typing import Any
 
 from fedsim.errors import WorkerError, show, show_warnings_as_lines
-from fedsim.limits import remedy_of_limit
+from fedsim.system.limits import remedy_of_limit
 
 GRACE = 2.0  # seconds for a process to go by itself before it is killed
 LONGEST_TEMPORARY_FOLDER = 75  # bytes; a socket's path has 107 at most, 32 of which multiprocessing adds

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedsim.files import read_bounded
 from fedsim.records import METRICS, RoundRecord
 from fedsim.report.reading import LARGEST, MOST_METRICS_BYTES, Round
+from fedsim.system.files import read_bounded
 
 LOSSES = ("test_loss", "train_loss")
 NUMBERS = ("attack_success", "virtual_seconds")  # of a record, where they are not null

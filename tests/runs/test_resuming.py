@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save
 
 import fedsim
-from fedsim import checkpoints
 from fedsim.asynchronous.policies import policy
 from fedsim.errors import FedsimWarning
+from fedsim.runs import checkpoints
 from tests.commands import assert_none_left, read_until, run_python, start
 
 ROUNDS = 5

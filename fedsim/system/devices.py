@@ -63,7 +63,7 @@ def shares_memory(device: torch.device) -> bool:
 def require_shared_memory(nbytes: int) -> None:
     """Raise ExperimentError unless the shared-memory file system has room for so many bytes.
 
-    For systems without files in memory: see `fedsim.sharing`.
+    For systems without files in memory: see `fedsim.system.sharing`.
     """
     if not SHARED_MEMORY.is_dir():
         return  # not Linux: there is no such limit to look up

@@ -11,7 +11,7 @@ import fedsim
 from fedsim.aggregation import Pipeline, gram
 from fedsim.cli import app
 from fedsim.errors import ExperimentError, RecordError
-from fedsim.replay import applicable_rules, load_round, replay, replay_table, stored_rounds
+from fedsim.runs.replay import applicable_rules, load_round, replay, replay_table, stored_rounds
 
 
 @pytest.fixture

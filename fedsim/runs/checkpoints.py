@@ -20,10 +20,10 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from fedsim.devices import free_memory
 from fedsim.errors import RecordError
-from fedsim.files import cannot_write, leads_out, read_bounded, write_whole
 from fedsim.snapshot import Snapshot
+from fedsim.system.devices import free_memory
+from fedsim.system.files import cannot_write, leads_out, read_bounded, write_whole
 from fedsim.version import __version__
 
 FOLDER, FORMAT = "checkpoints", 1

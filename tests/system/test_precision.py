@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.precision import PRECISIONS, in_autocast_type, tf32_allowed
 from fedsim.randomness import numpy_generator
+from fedsim.system.precision import PRECISIONS, in_autocast_type, tf32_allowed
 from tests.plugs import tiny
 
 CPU = torch.device("cpu")
@@ -70,11 +70,11 @@ def test_tf32_is_refused_on_a_cpu(tiny_experiment):
 
 
 def test_a_model_that_has_an_operation_without_that_type_is_refused_in_one_line(tiny_experiment):
-    tables = {**tiny_experiment, "precision": "bf16", "model": "tests.test_precision:Copying"}
+    tables = {**tiny_experiment, "precision": "bf16", "model": "tests.system.test_precision:Copying"}
     with pytest.raises(fedsim.ExperimentError) as caught:
         fedsim.run(tables)
     (line,) = caught.value.lines
-    assert line.startswith('precision = "bf16": on cpu the model "tests.test_precision:Copying" cannot be trained')
+    assert line.startswith('precision = "bf16": on cpu the model "tests.system.test_precision:Copying" cannot be trained')
     fedsim.run({**tables, "precision": "float32", "rounds": 1})
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.devices import require_memory, require_shared_memory
 from fedsim.errors import ExperimentError, one_line, show_bytes
-from fedsim.limits import remedy_of_limit
 from fedsim.rows import ALIGNMENT
+from fedsim.system.devices import require_memory, require_shared_memory
+from fedsim.system.limits import remedy_of_limit
 
 NOT_HERE = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # an old kernel, or a filter of system calls
 

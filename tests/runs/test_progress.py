@@ -5,7 +5,7 @@ import math
 import pytest
 
 import fedsim
-from fedsim.progress import Progress, ToTarget, mean_staleness, progress_of, reached
+from fedsim.runs.progress import Progress, ToTarget, mean_staleness, progress_of, reached
 
 
 def asynchronous(round, seconds, updates, trips, staleness):

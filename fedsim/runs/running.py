@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError
 from fedsim.experiment import Experiment
-from fedsim.files import require_space
 from fedsim.loading import load_experiment
 from fedsim.preparation import Setting, finished_model, prepare
 from fedsim.records import RoundRecord, RunFolder
-from fedsim.recovery import recovering
-from fedsim.replay import kept_updates
 from fedsim.report import draw_curve
-from fedsim.resuming import Past, way_of
-from fedsim.scalarboard import ScalarBoard
+from fedsim.runs.recovery import recovering
+from fedsim.runs.replay import kept_updates
+from fedsim.runs.resuming import Past, way_of
+from fedsim.runs.scalarboard import ScalarBoard
 from fedsim.simulation import loop_of
+from fedsim.system.files import require_space
 from fedsim.workshop import Workshop
 
 

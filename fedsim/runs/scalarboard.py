@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedsim.extras import import_extra
-from fedsim.files import append_whole, cannot_write
-from fedsim.progress import mean_staleness
 from fedsim.records import RoundRecord
+from fedsim.runs.progress import mean_staleness
+from fedsim.system.extras import import_extra
+from fedsim.system.files import append_whole, cannot_write
 
 # Where a number of the record stands in TensorBoard: what comes before the slash groups the charts.
 TAGS = {

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from fedsim import checkpoints
-from fedsim.checkpoints import FIRST_COST, SHARE, Checkpoints
 from fedsim.errors import RecordError
+from fedsim.runs import checkpoints
+from fedsim.runs.checkpoints import FIRST_COST, SHARE, Checkpoints
 from fedsim.snapshot import Snapshot
 
 

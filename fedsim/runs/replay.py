@@ -20,11 +20,11 @@ from fedsim.aggregation import rule as rules_by_name
 from fedsim.engines import Engine
 from fedsim.errors import ExperimentError, RecordError, cut, printable, show
 from fedsim.experiment import Experiment
-from fedsim.files import is_file, require_regular, to_json
 from fedsim.loading import load_experiment
 from fedsim.preparation import Setting
 from fedsim.randomness import numpy_generator
 from fedsim.records import EXPERIMENT, RoundRecord
+from fedsim.system.files import is_file, require_regular, to_json
 from fedsim.wrapping import hang
 
 FILE = re.compile(r"updates-(\d+)\.safetensors$")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim import vision
 from fedsim.errors import DataError
+from fedsim.system import vision
 
 
 def in_a_fresh_process(code: str) -> str:
@@ -25,7 +25,7 @@ def test_torchvision_imports_and_schemas_are_declared_where_they_are_missing_and
     code = """
 import torch
 {before}
-from fedsim import vision
+from fedsim.system import vision
 print(vision.import_torchvision().datasets.MNIST.__name__)
 print(vision._missing_operators is not None, hasattr(torch.ops.torchvision, "nms"))
 """

@@ -6,17 +6,17 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from fedsim.checkpoints import Checkpoints
-from fedsim.differences import HOW, differences_of
 from fedsim.engines import Engine
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, one_line
 from fedsim.experiment import Experiment
-from fedsim.history import read_history
 from fedsim.loading import describe, experiment_of
 from fedsim.permission import words_of
 from fedsim.preparation import Setting
 from fedsim.records import EXPERIMENT, RoundRecord, RunFolder, describe_environment
+from fedsim.runs.checkpoints import Checkpoints
+from fedsim.runs.differences import HOW, differences_of
+from fedsim.runs.history import read_history
 from fedsim.simulation import Loop
 from fedsim.snapshot import Snapshot
 

@@ -6,7 +6,7 @@ import pytest
 
 import fedsim
 from fedsim.errors import MissingPackageError
-from fedsim.scalarboard import scalars
+from fedsim.runs.scalarboard import scalars
 
 
 def read_back(folder):

@@ -24,7 +24,7 @@ from fedsim.engines.auto import AutoEngine, Way
 from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
 from fedsim.preparation import prepare
-from fedsim.recovery import RecoveringLoop, recovering
+from fedsim.runs.recovery import RecoveringLoop, recovering
 from fedsim.simulation import SynchronousLoop, loop_of
 from fedsim.snapshot import Snapshot
 from tests.commands import ROOT, assert_none_left, start

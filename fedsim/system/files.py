@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.errors import RecordError, show_bytes
-from fedsim.limits import remedy_of_limit
+from fedsim.system.limits import remedy_of_limit
 
 ELSEWHERE = "or name another place with --out"
 

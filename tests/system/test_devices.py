@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedsim import devices
 from fedsim.errors import ExperimentError
+from fedsim.system import devices
 
 
 def test_the_cpu_is_always_there():

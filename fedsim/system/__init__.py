@@ -1,0 +1,1 @@
+"""The machine: its hardware, processes, memory, files and libraries."""
