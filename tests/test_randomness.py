@@ -136,7 +136,7 @@ def test_a_cohort_is_distinct_workers_in_ascending_order(n, size):
 def test_a_cohort_of_a_large_population_costs_no_list_of_it():
     start = time.perf_counter()
     assert len(set(sample_cohort(0, 1, 10**15, 1000).tolist())) == 1000
-    assert time.perf_counter() - start < 30
+    assert time.perf_counter() - start < 1
 
 
 def test_cohorts_differ_by_round_and_reach_every_worker():

@@ -40,5 +40,5 @@ def test_a_worker_that_fails_ends_the_run_with_a_line_and_never_hangs(tables, me
     started: list[float] = []
     with pytest.raises(fedsim.WorkerError) as caught:
         fedsim.run({**changes, **tables}, on_start=lambda setting: started.append(time.monotonic()))
-    assert time.monotonic() - started[0] < 60
+    assert time.monotonic() - started[0] < 10
     assert re.fullmatch(message, str(caught.value)), str(caught.value)

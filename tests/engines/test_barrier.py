@@ -43,7 +43,7 @@ def test_a_peer_that_never_comes_ends_the_wait_at_the_deadline():
     started = time.monotonic()
     with pytest.raises(DeadlineError, match="process 1 has not come and has made no step for 0.3 s"):
         Barrier(Board(2), 0, timeout=0.3).wait()
-    assert 0.3 <= time.monotonic() - started < 60
+    assert 0.3 <= time.monotonic() - started < 5
 
 
 def test_a_peer_that_works_is_waited_for_past_the_deadline():
@@ -140,9 +140,9 @@ def test_a_process_killed_while_it_waits_leaves_nothing_taken():
     victim.join()
     started = time.monotonic()
     board.abort()
-    survivor.join(30)
+    survivor.join(10)
     assert survivor.exitcode == 1  # AbortedError
-    assert time.monotonic() - started < 30  # half of the time that a wait may last
+    assert time.monotonic() - started < 5
 
 
 def test_a_new_process_takes_over_where_its_predecessor_was():

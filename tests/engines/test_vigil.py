@@ -98,5 +98,5 @@ def test_ranks_that_have_not_come_are_named():
     store.set("pulse/1", "1 0 0")
     begun = time.monotonic()
     assert wait_for_all(store, 3, 0.1) == [0, 2]
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 5
     assert (ranks([1]), ranks([0, 2])) == ("rank 1", "ranks 0, 2")

@@ -53,7 +53,7 @@ def test_what_no_experiment_holds_is_one_short_line(tmp_path, text, message):
     (line,) = caught.value.lines
     assert message in line
     assert len(line) < 700
-    assert time.perf_counter() - started < 60
+    assert time.perf_counter() - started < 10
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_of_very_many_problems_some_are_told_and_soon(tmp_path, text):
         fedsim.load_experiment(tmp_path / "x.toml")
     assert len(caught.value.lines) <= 101
     assert len(str(caught.value)) < 50_000
-    assert time.perf_counter() - started < 60
+    assert time.perf_counter() - started < 20
 
 
 def test_so_it_is_with_words_of_the_command_line(cli):
@@ -128,7 +128,7 @@ def test_a_grid_has_only_so_many_combinations():
     started = time.perf_counter()
     with pytest.raises(ExperimentError, match="10 x 10 x 10 x 10 x 10 x 10 x 10 = 10,000,000 combinations; at most"):
         load_grid({}, axes)
-    assert time.perf_counter() - started < 60
+    assert time.perf_counter() - started < 5
 
 
 def test_a_heat_map_of_very_many_values_is_not_drawn():

@@ -126,7 +126,7 @@ def test_sixty_thousand_samples_go_to_a_thousand_workers_within_seconds():
     for strategy in sorted(set(STRATEGIES) - {"quantity"}):
         start = time.perf_counter()
         fedsim.partition(labels, 1000, strategy, ids=np.arange(60_000) % 3500)
-        assert time.perf_counter() - start < 30, strategy
+        assert time.perf_counter() - start < 2, strategy
 
 
 @pytest.mark.parametrize("n_workers", [None, "3", 2.5, 3.0, float("nan"), True])

@@ -94,7 +94,7 @@ def test_a_million_workers_take_no_time_until_they_are_asked_for():
     shards = partition_shards(np.arange(60_000) % 10, 10**9, "virtual", alpha=0.1)
     assert len(shards) == 10**9
     assert (shards.size(999_999_999), len(shards.of(999_999_999))) == (60, 60)
-    assert time.perf_counter() - start < 30
+    assert time.perf_counter() - start < 1
 
 
 def test_what_cannot_be_is_one_line():
