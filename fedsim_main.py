@@ -1,13 +1,11 @@
 """How the programs `fedsim` and `run_experiment.py` begin.
 
-A module beside the package, because importing the package takes a second or more, and Ctrl-C has to end a program as
-quietly then as later on.
+A module beside the package, so that what has to come before any import of the package comes before it.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 from types import ModuleType
 
 
@@ -24,16 +22,10 @@ def run_main() -> None:
 def _command_line() -> ModuleType:
     """The module `fedsim.cli`; Ctrl-C while it is imported ends the program, as nothing has begun yet."""
     _open_what_is_closed()
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler:  # somebody else looks after it, or nobody shall
-        from fedsim import cli
+    from fedsim.system.interrupts import exit_on_interrupt
 
-        return cli
-    signal.signal(signal.SIGINT, _end)
-    try:
+    with exit_on_interrupt():
         from fedsim import cli
-    finally:
-        signal.signal(signal.SIGINT, handler)
     return cli
 
 
@@ -47,9 +39,3 @@ def _open_what_is_closed() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
-
-
-def _end(*_: object) -> None:
-    """At once: an exception might be caught, or become another one, by whatever is being imported."""
-    os.write(2, b"interrupted\n")
-    os._exit(130)

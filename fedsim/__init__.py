@@ -4,32 +4,22 @@
     result = fedsim.run({"workers": 8, "rounds": 5})
 
 `fedsim.run` runs an experiment; the other names are the pieces it is made of, for use by themselves.
+
+
+A name is imported when it is first used: PyTorch takes a second or more, and `fedsim --help` does not need it.
 """
 
-from fedsim.aggregation import ServerOptimizer, aggregate, pre_aggregate
-from fedsim.byzantine import attack
-from fedsim.comparison import Comparison, compare
-from fedsim.data import (
-    CustomSubset,
-    Heterogeneity,
-    TensorData,
-    dataset_split,
-    draw_partition,
-    label_counts,
-    load_dataset,
-    partition,
-    partition_transforms,
-)
-from fedsim.data.heterogeneity import heterogeneity
-from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, WorkerError
-from fedsim.experiment import Experiment
-from fedsim.listing import attacks, noises, partitions, policies, pre_aggregators, rules, server_optimizers, speeds
-from fedsim.loading import load_experiment
-from fedsim.rows import Layout, bind, new_rows, pull_down
-from fedsim.runs.running import Result, run
-from fedsim.training import test, train_epoch
+# ruff: noqa: F403, F405
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fedsim.version import __version__
-from fedsim.workshop import Workshop
+
+if TYPE_CHECKING:
+    from fedsim.api import *
 
 __all__ = [
     "Comparison",
@@ -74,3 +64,22 @@ __all__ = [
     "test",
     "train_epoch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a module of the package, imported on first use."""
+    if name in __all__:
+        value = getattr(importlib.import_module("fedsim.api"), name)
+        globals()[name] = value
+        return value
+    path = f"fedsim.{name}"
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:  # the module exists, and a package that it needs does not
+            raise
+    raise AttributeError(f"module 'fedsim' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

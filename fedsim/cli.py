@@ -10,20 +10,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tqdm import tqdm
 
-import fedsim
-from fedsim.asynchronous.racing import caveat
-from fedsim.comparison import load_grid, run_grid
-from fedsim.comparison.axes import describe_point, split_at_commas
-from fedsim.comparison.display import GridDisplay
-from fedsim.comparison.gathering import Shard, gather
-from fedsim.display import Display
-from fedsim.engines import engine as engines
-from fedsim.engines.ranks import Ranks
 from fedsim.errors import (
     ExperimentError,
     FedsimError,
@@ -33,18 +23,15 @@ from fedsim.errors import (
     show,
     warnings_as_lines,
 )
-from fedsim.experiment import keys_called
 from fedsim.listing import PLUGS, list_plugs
-from fedsim.loading import load_experiment, parse_value, to_toml
-from fedsim.records import experiment_of_run, new_folder_name
-from fedsim.report import write_report
-from fedsim.runs.replay import applicable_rules, load_round, replay_json, replay_table
-from fedsim.runs.replay import replay as replay_rules
 from fedsim.system.files import is_file
+from fedsim.system.interrupts import exit_on_interrupt
 from fedsim.system.limits import told
+from fedsim.version import __version__
 from fedsim.wrapping import terminal_columns
 
-tqdm.monitor_interval = 0  # no thread that looks after bars: each round moves them
+if TYPE_CHECKING:
+    from fedsim.engines.ranks import Ranks
 
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
@@ -78,7 +65,7 @@ AllowImports = Annotated[
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"fedsim {fedsim.__version__}")
+        print(f"fedsim {__version__}")
         raise typer.Exit
 
 
@@ -113,6 +100,13 @@ def run(
 ) -> None:
     """Run an experiment and keep its records in a folder."""
     with _errors_as_lines():
+        import fedsim
+        from fedsim.asynchronous.racing import caveat
+        from fedsim.display import Display
+        from fedsim.engines import engine as engines
+        from fedsim.loading import load_experiment, to_toml
+        from fedsim.records import experiment_of_run, new_folder_name
+
         source, overrides = _source_and_overrides(words or [], context)
         if resume and out:
             raise ExperimentError("--resume and --out: the records go where they are; leave --out out")
@@ -178,6 +172,12 @@ def compare(
 ) -> None:
     """Run an experiment for every combination of some values, and compare: table, CSV and pictures."""
     with _errors_as_lines():
+        from fedsim.comparison import load_grid, run_grid
+        from fedsim.comparison.axes import describe_point
+        from fedsim.comparison.display import GridDisplay
+        from fedsim.comparison.gathering import Shard, gather
+        from fedsim.records import new_folder_name
+
         folders = [Path(word) for word in words or [] if _is_folder(word)]
         if folders:
             if len(folders) < len(words or []) or shard or dry_run:
@@ -231,6 +231,11 @@ def replay(
 ) -> None:
     """Take one kept round of a run (records.updates=[1,5]) through many rules, and show what each makes of it."""
     with _errors_as_lines():
+        from fedsim.comparison.axes import split_at_commas
+        from fedsim.loading import parse_value
+        from fedsim.runs.replay import applicable_rules, load_round, replay_json, replay_table
+        from fedsim.runs.replay import replay as replay_rules
+
         stored = load_round(folder, round, allow_imports=allow_imports)
         chosen = (
             [parse_value(text.strip(), "--rules") for text in split_at_commas(rules)]
@@ -250,6 +255,8 @@ def report(
 ) -> None:
     """Write one HTML page that shows a run or a comparison, and needs nothing else to be looked at."""
     with _errors_as_lines():
+        from fedsim.report import write_report
+
         print(write_report(folder, out))
 
 
@@ -284,6 +291,8 @@ def _is_folder(word: str) -> bool:
 
 def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
     """What to write instead of `--rounds 3`, or which option was meant."""
+    from fedsim.experiment import keys_called
+
     option, equals, value = word.partition("=")
     keys = keys_called(option.lstrip("-").replace("-", "_"))
     if not keys:
@@ -294,6 +303,18 @@ def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
     return f"{option}: no such option; did you mean {words}?"
 
 
+def _import_library() -> None:
+    """Import PyTorch and the library, which takes a second or more; the commands import from it what they need.
+
+    Not at the top of this module, so that `--help` and `--version` answer at once.
+    """
+    with exit_on_interrupt():
+        from tqdm import tqdm
+
+        import fedsim.api  # noqa: F401
+    tqdm.monitor_interval = 0  # no thread that looks after bars: each round moves them
+
+
 @contextlib.contextmanager
 def _errors_as_lines() -> Iterator[None]:
     """Errors as lines on stderr and an exit code, without a traceback of fedsim's own."""
@@ -301,6 +322,7 @@ def _errors_as_lines() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, _terminate) if main else None
     try:
         with warnings_as_lines():
+            _import_library()
             yield
     except WorkerError as error:
         print(f"error: {_shown(str(error))}", file=sys.stderr)
@@ -383,10 +405,16 @@ def _run_to_exit(program: typer.Typer) -> None:
     try:
         program()
     except SystemExit as leaving:
-        if Ranks.joined is not None and leaving.code:
+        if leaving.code and (ranks := _joined_ranks()) is not None:
             sys.stdout.flush()
-            Ranks.joined.end_program(leaving.code if isinstance(leaving.code, int) else FAILED)
+            ranks.end_program(leaving.code if isinstance(leaving.code, int) else FAILED)
         raise
+
+
+def _joined_ranks() -> Ranks | None:
+    """The ranks that this process has joined, if any; PyTorch is not imported only to find that there are none."""
+    module = sys.modules.get("fedsim.engines.ranks")
+    return None if module is None else module.Ranks.joined
 
 
 class Output(io.TextIOWrapper):

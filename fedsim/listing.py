@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import textwrap
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from fedsim.aggregation import pre_aggregator, rule, server_optimizer
-from fedsim.asynchronous.delays import noise, speed
-from fedsim.asynchronous.policies import policy
-from fedsim.augmentation import augmentation
-from fedsim.byzantine import attack_strategy
-from fedsim.data import dataset, partition_strategy
-from fedsim.engines import engine
-from fedsim.engines.hooks import hook
 from fedsim.errors import show
-from fedsim.local import solver
-from fedsim.models import model
-from fedsim.registry import Plug, Registry
 from fedsim.wrapping import hang
 
-PLUGS: dict[str, tuple[str, Registry]] = {  # what `fedsim list` calls a kind: the key that names one, the registry
-    "models": ("model.name", model),
-    "datasets": ("data.dataset", dataset),
-    "augmentations": ("data.augment", augmentation),
-    "partitions": ("partition.strategy", partition_strategy),
-    "solvers": ("local.solver", solver),
-    "attacks": ("attack.name", attack_strategy),
-    "rules": ("aggregate.rule", rule),
-    "pre-aggregators": ("aggregate.rule, before a rule", pre_aggregator),
-    "servers": ("server.optimizer", server_optimizer),
-    "policies": ("policy.name", policy),
-    "speeds": ("clock.speed.name", speed),
-    "noises": ("clock.noise.name", noise),
-    "engines": ("engine", engine),
-    "hooks": ("distributed.hook.name", hook),
+if TYPE_CHECKING:
+    from fedsim.registry import Plug, Registry
+
+PLUGS = {  # what `fedsim list` calls a kind: the key that names one, and where its registry is
+    "models": ("model.name", "fedsim.models:model"),
+    "datasets": ("data.dataset", "fedsim.data:dataset"),
+    "augmentations": ("data.augment", "fedsim.augmentation:augmentation"),
+    "partitions": ("partition.strategy", "fedsim.data:partition_strategy"),
+    "solvers": ("local.solver", "fedsim.local:solver"),
+    "attacks": ("attack.name", "fedsim.byzantine:attack_strategy"),
+    "rules": ("aggregate.rule", "fedsim.aggregation:rule"),
+    "pre-aggregators": ("aggregate.rule, before a rule", "fedsim.aggregation:pre_aggregator"),
+    "servers": ("server.optimizer", "fedsim.aggregation:server_optimizer"),
+    "policies": ("policy.name", "fedsim.asynchronous.policies:policy"),
+    "speeds": ("clock.speed.name", "fedsim.asynchronous.delays:speed"),
+    "noises": ("clock.noise.name", "fedsim.asynchronous.delays:noise"),
+    "engines": ("engine", "fedsim.engines:engine"),
+    "hooks": ("distributed.hook.name", "fedsim.engines.hooks:hook"),
 }
 
 WIDTH = 19  # of the column of names
@@ -44,42 +38,48 @@ Signatures = dict[str, inspect.Signature]
 
 def partitions() -> Signatures:
     """The names of all partition strategies, each with its parameters."""
-    return signatures(partition_strategy)
+    return signatures(registry_of("partitions"))
 
 
 def attacks() -> Signatures:
     """The names of all attacks, each with its parameters."""
-    return signatures(attack_strategy)
+    return signatures(registry_of("attacks"))
 
 
 def rules() -> Signatures:
     """The names of all aggregation rules, each with its parameters."""
-    return signatures(rule)
+    return signatures(registry_of("rules"))
 
 
 def pre_aggregators() -> Signatures:
     """The names of all pre-aggregators, each with its parameters."""
-    return signatures(pre_aggregator)
+    return signatures(registry_of("pre-aggregators"))
 
 
 def server_optimizers() -> Signatures:
     """The names of all server optimizers, each with its parameters."""
-    return signatures(server_optimizer)
+    return signatures(registry_of("servers"))
 
 
 def policies() -> Signatures:
     """The names of all asynchronous policies, each with its parameters."""
-    return signatures(policy)
+    return signatures(registry_of("policies"))
 
 
 def speeds() -> Signatures:
     """The names of all ways to say how fast workers are on the virtual clock, each with its parameters."""
-    return signatures(speed)
+    return signatures(registry_of("speeds"))
 
 
 def noises() -> Signatures:
     """The names of all ways in which the time of a piece of work varies on the clock, each with its parameters."""
-    return signatures(noise)
+    return signatures(registry_of("noises"))
+
+
+def registry_of(kind: str) -> Registry:
+    """The registry of a kind of plug, imported here, so that the names of the kinds can be had without PyTorch."""
+    module, _, attribute = PLUGS[kind][1].partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def signatures(registry: Registry) -> Signatures:
@@ -96,9 +96,8 @@ def list_plugs(kinds: Iterable[str], columns: int | None = None) -> str:
     """The plugs of these kinds, as lines, broken so as not to need more than so many columns."""
     blocks = []
     for kind in kinds:
-        key, registry = PLUGS[kind]
-        lines = [f"{kind} ({key})"]
-        for plug in registry:
+        lines = [f"{kind} ({PLUGS[kind][0]})"]
+        for plug in registry_of(kind):
             lines.append(hang(f"  {plug.name:<{WIDTH}} ", plug.summary, columns))
             if described := describe_parameters(plug):
                 lines.append(textwrap.indent(described, " " * (WIDTH + 3)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedsim
-from fedsim.listing import PLUGS
+from fedsim.listing import PLUGS, registry_of
 from tests.commands import ROOT, assert_none_left, processes_of_group, read_until, run_on_a_terminal, start
 
 QUICK = ["engine=serial", "model=2nn", "data=tests.plugs:tiny", "rounds=2"]
@@ -41,6 +41,19 @@ def test_nothing_but_the_result_is_printed_where_nobody_watches(cli):
     done = cli("run", *QUICK, "--quiet", "--out", "here")
     assert done.stdout == "here\n"
     assert done.stderr == ""
+
+
+def test_help_and_version_import_no_heavy_package(tmp_path):
+    code = (
+        "import sys; sys.argv = ['fedsim', sys.argv[1]]\n"
+        "from fedsim_main import main\n"
+        "try:\n    main()\n"
+        "finally:\n    print([m for m in ('torch', 'matplotlib', 'sklearn', 'scipy', 'numpy') if m in sys.modules])"
+    )
+    for option, expected in (("--help", "Usage: fedsim"), ("--version", f"fedsim {fedsim.__version__}")):
+        out, error = start("-c", code, option, cwd=tmp_path).communicate(timeout=60)
+        assert expected in out, error
+        assert out.endswith("\n[]\n")
 
 
 def test_a_file_and_overrides(cli, tmp_path):
@@ -120,9 +133,9 @@ def test_a_failed_worker_is_exit_code_1_with_its_traceback(cli):
 def test_list_shows_every_plug_with_parameters_and_description(cli):
     done = cli("list")
     assert done.exit_code == 0
-    for kind, (key, registry) in PLUGS.items():
+    for kind, (key, _) in PLUGS.items():
         assert f"{kind} ({key})" in done.stdout
-        for plug in registry:
+        for plug in registry_of(kind):
             assert plug.summary, f"{plug.name} has no description"
             assert re.search(rf"^  {re.escape(plug.name)} +{re.escape(plug.summary)}$", done.stdout, re.M)
             for parameter in plug.parameters.model_fields:

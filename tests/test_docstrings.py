@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from fedsim.listing import PLUGS
+from fedsim.listing import registry_of
 
 KINDS = ("partitions", "attacks", "rules", "pre-aggregators", "servers")
-PLUGS_OF_KINDS = [(kind, plug) for kind in KINDS for plug in PLUGS[kind][1]]
+PLUGS_OF_KINDS = [(kind, plug) for kind in KINDS for plug in registry_of(kind)]
 NOBODYS = {"mean", "norm_clipping", "none", "nan", "inf", "contiguous", "iid"}  # which no one paper has brought up
 
 every_plug = pytest.mark.parametrize(("kind", "plug"), PLUGS_OF_KINDS, ids=[f"{k}-{p.name}" for k, p in PLUGS_OF_KINDS])
