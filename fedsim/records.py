@@ -35,6 +35,7 @@ from fedsim.system.files import (
     read_bounded,
     remedy,
     require_inside,
+    require_unchanged,
     to_json,
     write_whole,
 )
@@ -121,6 +122,7 @@ class RunFolder:
     def __init__(self, folder: Path, *, resume: bool = False) -> None:
         self.path = folder
         self._metrics: io.FileIO | None = None
+        self._rounds = 0  # in it
         self._written: list[Path] = []
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
         self._lock = contextlib.ExitStack()
@@ -152,7 +154,7 @@ class RunFolder:
         with contextlib.suppress(OSError):
             (self.path / ERROR).unlink(missing_ok=True)  # of an earlier time
         try:
-            self._metrics = (self.path / METRICS).open("ab", buffering=0)
+            self._metrics, self._rounds = (self.path / METRICS).open("ab", buffering=0), len(history)
         except OSError as error:
             raise cannot_write(self.path / METRICS, error) from error
 
@@ -170,14 +172,17 @@ class RunFolder:
         return _read_json_object(self.path / ENVIRONMENT)
 
     def round(self, record: RoundRecord) -> None:
-        """Append one round, whole or not at all."""
+        """Append one round, whole or not at all. Raises RecordError if another program changed the file."""
         assert self._metrics is not None
+        require_unchanged(self._metrics, self.path / METRICS, f"after round {self._rounds}")
         append_whole(self._metrics, self.path / METRICS, _line(record).encode())
+        self._rounds += 1
         self._worth_keeping = True
 
     def settle(self) -> None:
-        """See to it that the rounds on record are there even if the machine goes down now."""
+        """Flush the recorded rounds to the disk. Raises RecordError if another program changed their file."""
         assert self._metrics is not None
+        require_unchanged(self._metrics, self.path / METRICS, f"after round {self._rounds}")
         try:
             os.fsync(self._metrics.fileno())
         except OSError as error:

@@ -163,6 +163,25 @@ def test_metrics_are_on_disk_as_they_happen(tiny_experiment, tmp_path):
     assert seen == [2, 3]
 
 
+def _replace(path):
+    path.with_name("other").write_bytes(path.read_bytes())
+    path.with_name("other").replace(path)
+
+
+@pytest.mark.parametrize("last", [2, 3], ids=["in the middle", "after the last round"])
+@pytest.mark.parametrize(
+    "harm", [lambda path: path.unlink(), _replace, lambda path: path.write_text("")], ids=["removed", "replaced", "cut"]
+)
+def test_metrics_that_somebody_else_removes_or_replaces_end_the_run(harm, last, tiny_experiment, tmp_path):
+    def on_round(record):
+        if record["round"] == last:
+            harm(tmp_path / "run" / "metrics.jsonl")
+
+    with pytest.raises(RecordError, match=rf"metrics\.jsonl: was removed or changed .* after round {last}"):
+        fedsim.run({**tiny_experiment, "rounds": 3}, tmp_path / "run", on_round=on_round)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
 def test_numbers_that_are_not_finite_become_null(tiny_experiment, tmp_path):
     fedsim.run({**tiny_experiment, "local": {"lr": 1e30}, "rounds": 2, "aggregate": {"nonfinite": "keep"}}, tmp_path)
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])

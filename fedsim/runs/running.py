@@ -146,12 +146,13 @@ class Books(contextlib.ExitStack):
             self._board.round(record)
 
     def settle(self) -> None:
-        """Before a checkpoint, which is nothing worth without the rounds that led there."""
+        """Flush the recorded rounds: before a checkpoint, which is useless without them, and at the end of the run."""
         if self._folder:
             self._folder.settle()
 
     def end(self, history: Sequence[RoundRecord], model: nn.Module) -> None:
         """After the last round."""
+        self.settle()
         if self._folder and self._experiment.records.model:
             self._folder.model(model)
         if self._folder and self._experiment.records.curve:

@@ -59,6 +59,20 @@ def append_whole(file: io.FileIO, path: Path, content: bytes) -> None:
         raise cannot_write(path, error, len(content)) from error
 
 
+def require_unchanged(file: io.FileIO, path: Path, when: str) -> None:
+    """Check that `path` still names the file that is open for appending, and that only this program appended to it.
+
+    Raises RecordError, with `when` in its line, if another program removed, replaced or changed the file.
+    """
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        if os.path.samestat(found, os.fstat(file.fileno())) and found.st_size == file.tell():
+            return
+    raise RecordError(
+        f"{path}: was removed or changed by another program {when}; the run stops, since rounds would be missing there"
+    )
+
+
 def cannot_write(path: Path, error: OSError, needed: int | None = None) -> RecordError:
     """What to raise where a file cannot be written: place, reason and remedy; `needed` is its size in bytes."""
     return RecordError(f"{path}: cannot be written: {error.strerror or error}{remedy(path, error, needed)}")
