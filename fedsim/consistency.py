@@ -27,12 +27,12 @@ def problems_with(experiment: Experiment) -> list[str]:
     if experiment.cohort is not None and experiment.cohort > experiment.workers:
         lines.append(f"cohort = {experiment.cohort}: must be at most workers, {experiment.workers}")
     engine_class = engine.get(experiment.engine).target
+    settings = engine_class.settings(_most_processes(experiment))
     if engine_class.one_process and experiment.processes not in (None, 1):
         lines.append(
             f'processes = {experiment.processes}: the engine "{experiment.engine}" works in one; engine=spawn has more'
         )
-    alone = not engine_class.ranks and not engine_class.may_lose_processes(_most_processes(experiment))
-    if alone and _given(experiment, "timeout"):
+    if "timeout" not in settings and not engine_class.ranks and _given(experiment, "timeout"):
         lines.append(f'timeout = {experiment.timeout}: the engine "{experiment.engine}" waits for nobody; leave it out')
     lines.extend(_problems_with_ranks(experiment, engine_class))
     if experiment.batched.width is not None and not engine_class.stacks:
@@ -40,7 +40,7 @@ def problems_with(experiment: Experiment) -> list[str]:
             f'batched.width = {experiment.batched.width}: the engine "{experiment.engine}" stacks no rows; leave it '
             "out, or use engine=batched"
         )
-    if experiment.cuda_graphs and experiment.engine != "batched":
+    if experiment.cuda_graphs and "cuda_graphs" not in settings:
         lines.append(f'cuda_graphs = true: goes with engine=batched, not with "{experiment.engine}"; leave it out')
     if experiment.sync == "gradients" and experiment.server != Server():
         lines.append(
@@ -148,7 +148,7 @@ def _problems_with_losses(experiment: Experiment, engine_class: type[Engine]) ->
     if engine_class.ranks:
         why = f'with engine = "{experiment.engine}" the end of a rank ends the run'
         return [f"{key} = {show(value)}: {why}; leave it out" for key, value in given.items()]
-    if not engine_class.may_lose_processes(_most_processes(experiment)):
+    if "worker_retries" not in engine_class.settings(_most_processes(experiment)):
         why = f'the engine "{experiment.engine}" works in one process, and has none to lose'
         return [f"{key} = {show(value)}: {why}; leave it out" for key, value in given.items()]
     if policy == "abort" and "worker_retries" in given:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ import tomli_w
 
 from fedsim.bounds import DEEPEST, MOST_BITS, is_harmless, problem_with_words, refuse_long_chains
 from fedsim.data.sources import lacks_files
+from fedsim.engines import Engine
+from fedsim.engines import engine as engines
+from fedsim.engines.engine import SETTINGS
 from fedsim.errors import LONGEST_TEXT, ExperimentError, cut, printable, show
 from fedsim.experiment import Experiment
 from fedsim.permission import is_strangers, words_of
@@ -82,12 +85,17 @@ def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict
 def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
     """Set keys of nested tables; the order of a plug's name and its parameters does not matter.
 
+    A change of the engine drops the settings of the description that only other engines use.
+
     Raises ExperimentError where the changes themselves are at odds, such as local.epochs with local.steps.
     """
     changes = sorted(changes, key=lambda change: not _names_a_plug(change[0]))
     _refuse_alternatives(changes)
+    before = _engine_named(description)
     for keys, value in changes:
         _override(description, keys, value)
+    if _engine_named(description) != before:
+        _drop_idle_settings(description, {keys[0] for keys, _ in changes})
 
 
 def experiment_of(description: Mapping[str, Any]) -> Experiment:
@@ -231,6 +239,23 @@ def _override(description: dict[str, Any], keys: list[str], value: Any) -> None:
     if of_plug and len(within) == 1:
         _make_room(table, of_plug, within[0], value)
     table[keys[-1]] = value
+
+
+def _engine_named(description: Mapping[str, Any]) -> Any:
+    return description.get("engine", Experiment.model_fields["engine"].default)
+
+
+def _drop_idle_settings(description: dict[str, Any], given: Collection[str]) -> None:
+    """Remove the settings that the engine does not use; those `given` beside its name stay, and are refused later."""
+    try:
+        target = engines.get(_engine_named(description), "engine").target
+    except ExperimentError:  # no such engine, which is refused later
+        return
+    sizes = [description.get(key) for key in ("processes", "cohort", "workers")]
+    sizes = [size for size in sizes if isinstance(size, int)] or [Experiment.model_fields["workers"].default]
+    if isinstance(target, type) and issubclass(target, Engine):
+        for key in SETTINGS - target.settings(min(sizes)) - set(given):
+            description.pop(key, None)
 
 
 def _make_room(table: dict[str, Any], plug_table: type[PlugTable], key: str, value: Any) -> None:

@@ -74,6 +74,39 @@ def test_naming_the_same_plug_keeps_its_parameters(file, word):
     assert load_experiment(file, [word]).server.params["beta"] == 0.8
 
 
+SPAWN = {"engine": "spawn", "processes": 3, "timeout": 50.0, "on_worker_failure": "drop", "worker_retries": 5}
+STACKS = {**SPAWN, "engine": "batched", "batched": {"width": 4}, "cuda_graphs": True}
+RANKS = {"engine": "distributed", "distributed": {"timeout": 8.0, "inner": "batched"}, "batched": {"width": 4}}
+RETRIES = {"processes", "timeout", "on_worker_failure", "worker_retries"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "words", "kept"),
+    [
+        (SPAWN, ["engine=serial"], set()),
+        (SPAWN, ["engine=batched"], RETRIES),
+        (SPAWN, ["engine=batched", "processes=1"], {"processes"}),
+        (SPAWN, ["engine=distributed"], set()),
+        (SPAWN, ["engine=spawn"], RETRIES),
+        (STACKS, ["engine=serial"], set()),
+        (STACKS, ["engine=auto"], {*RETRIES, "batched"}),
+        (STACKS, ["engine=distributed"], set()),
+        (RANKS, ["engine=spawn"], set()),
+        (RANKS, ["engine=batched"], {"batched"}),
+    ],
+)
+def test_naming_another_engine_drops_the_settings_that_it_does_not_use(tables, words, kept):
+    experiment, default = load_experiment({**tables, "workers": 4}, words), Experiment(workers=4)
+    settings = {*RETRIES, "batched", "cuda_graphs", "distributed"}
+    assert {key for key in settings if getattr(experiment, key) != getattr(default, key)} == kept
+
+
+@pytest.mark.parametrize("word", ["processes=2", "timeout=9", "batched.width=2", "distributed.timeout=9"])
+def test_a_setting_given_with_an_engine_that_does_not_use_it_is_refused(word):
+    with pytest.raises(ExperimentError, match=word.partition("=")[0].partition(".")[0]):
+        load_experiment(SPAWN, ["engine=serial", word])
+
+
 def test_a_tables_own_keys_stay_when_another_plug_is_named():
     source = {"aggregate": {"rule": "tests.plugs:clipped_mean", "c": 2.0}, "data": {"dataset": "mnist", "root": "/x"}}
     experiment = load_experiment(source, ["data.dataset=fashion_mnist", "aggregate.rule=mean"])

@@ -35,6 +35,10 @@ class BatchedEngine(Engine):
     def may_lose_processes(cls, most: int) -> bool:
         return most > 1
 
+    @classmethod
+    def settings(cls, most: int) -> set[str]:
+        return {*super().settings(most), "cuda_graphs"}
+
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         self._processes, self._threads = processes, threads
         self._host = (SerialEngine if processes == 1 else SpawnEngine)(processes, threads, timeout)

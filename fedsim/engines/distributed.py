@@ -55,6 +55,11 @@ class DistributedEngine(Engine):
         return 1
 
     @classmethod
+    def settings(cls, most: int) -> set[str]:
+        """`batched` is for distributed.inner = "batched" alone, which no other engine has set."""
+        return {"distributed"}
+
+    @classmethod
     def leads(cls) -> bool:
         return Ranks.joined.first if Ranks.joined else Place.here().rank == 0
 

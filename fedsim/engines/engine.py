@@ -18,6 +18,12 @@ from fedsim.snapshot import Snapshot
 from fedsim.system.devices import default_processes, resolve_device
 
 
+# Top-level keys of an experiment that only some engines use; see `Engine.settings`.
+SETTINGS = frozenset(
+    ("processes", "timeout", "on_worker_failure", "worker_retries", "batched", "cuda_graphs", "distributed")
+)
+
+
 class Engine(ABC):
     """Trains cohorts of rows. Made once, then given one task after another; a context manager that cleans up.
 
@@ -61,6 +67,13 @@ class Engine(ABC):
     def may_lose_processes(cls, most: int) -> bool:
         """Whether `can_lose_processes` may be so, on any machine, where it has `most` processes at most."""
         return not (cls.one_process or cls.ranks)
+
+    @classmethod
+    def settings(cls, most: int) -> set[str]:
+        """Which of SETTINGS this engine uses, if it has at most `most` processes."""
+        settings = set() if cls.one_process or cls.ranks else {"processes"}
+        settings |= {"batched"} if cls.stacks else set()
+        return settings | ({"timeout", "on_worker_failure", "worker_retries"} if cls.may_lose_processes(most) else set())
 
     @abstractmethod
     def __init__(self, processes: int, threads: int, timeout: float) -> None: ...

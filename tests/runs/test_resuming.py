@@ -18,6 +18,7 @@ import fedsim
 from fedsim.asynchronous.policies import policy
 from fedsim.errors import FedsimWarning
 from fedsim.runs import checkpoints
+from fedsim.runs.differences import differences_of
 from tests.commands import assert_none_left, read_until, run_python, start
 
 ROUNDS = 5
@@ -196,6 +197,24 @@ def test_how_it_is_done_may_change(tables, tmp_path):
     fedsim.run(tables, tmp_path / "run")
     again = {**tables, "rounds": 6, "engine": "spawn", "processes": 2, "timeout": 100.0, "checkpoint": {"every": 3}}
     assert len(fedsim.run(again, tmp_path / "run", resume=True).history) == 6
+
+
+def test_another_engine_resumes_a_run_without_the_settings_of_the_first(tmp_path, cli):
+    words = "data=tests.plugs:tiny", "model=logistic", "workers=4", "checkpoint.every=1", "rounds=4"
+    spawn = "engine=spawn", "processes=2", "timeout=100", "on_worker_failure=abort"
+    assert cli("run", *words, *spawn, "--out", "whole").exit_code == 0
+    broken_off(tmp_path / "whole", tmp_path / "again", 2)
+    resumed = cli("run", "--resume", "again", "engine=serial", "--allow-imports")
+    assert (resumed.exit_code, resumed.stderr) == (0, "")
+    assert_the_same(tmp_path / "again", tmp_path / "whole")
+    stored = fedsim.load_experiment(tmp_path / "again" / "experiment.toml", allow_imports=True)
+    assert (stored.engine, stored.processes, stored.timeout) == ("serial", None, 300.0)
+
+
+@pytest.mark.parametrize("change", [{"timeout": 8.0}, {"init": "tcp://127.0.0.1:29555"}, {"inner": "batched"}])
+def test_how_ranks_meet_is_no_difference_between_experiments(change):
+    ranks, serial = fedsim.Experiment(engine="distributed", distributed=change), fedsim.Experiment(engine="serial")
+    assert differences_of(ranks.resolved(), serial.resolved()) == []
 
 
 def test_a_folder_that_is_no_run_is_refused(tables, tmp_path):
