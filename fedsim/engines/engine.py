@@ -17,7 +17,6 @@ from fedsim.errors import WorkerError
 from fedsim.snapshot import Snapshot
 from fedsim.system.devices import default_processes, resolve_device
 
-
 # Top-level keys of an experiment that only some engines use; see `Engine.settings`.
 SETTINGS = frozenset(
     ("processes", "timeout", "on_worker_failure", "worker_retries", "batched", "cuda_graphs", "distributed")
@@ -73,7 +72,8 @@ class Engine(ABC):
         """Which of SETTINGS this engine uses, if it has at most `most` processes."""
         settings = set() if cls.one_process or cls.ranks else {"processes"}
         settings |= {"batched"} if cls.stacks else set()
-        return settings | ({"timeout", "on_worker_failure", "worker_retries"} if cls.may_lose_processes(most) else set())
+        settings |= {"timeout", "on_worker_failure", "worker_retries"} if cls.may_lose_processes(most) else set()
+        return settings
 
     @abstractmethod
     def __init__(self, processes: int, threads: int, timeout: float) -> None: ...
