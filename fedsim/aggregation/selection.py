@@ -58,7 +58,8 @@ def bulyan(gram: Gram, *, f: Count) -> Mix:
     """Krum repeated, then a mean around the median of what it picked (El Mhamdi et al. 2018).
 
     theta = n - 2f rows are picked by Krum one by one, scores recomputed without those picked before; then per
-    coordinate the mean of the theta - 2f picked values nearest their median. Needs n >= 4f + 3. Updates [n, d], result
+    coordinate the mean of the theta - 2f picked values nearest their median. A row is scored by at least one neighbour,
+    also where n' - f - 2 = 0 of the n' rows left (the last pick with f = 1). Needs n >= 4f + 3. Updates [n, d], result
     [d]. Cost: one n x n x d matrix product, n^3 log n for the scores, and n log n comparisons per coordinate.
     """
     n = len(gram)
@@ -73,13 +74,17 @@ def bulyan(gram: Gram, *, f: Count) -> Mix:
 
 
 def _picked_by_krum(squared_distances: Tensor, f: int, count: int) -> Tensor:
-    """The rows that Krum picks one by one, each time of those that are left, bool [n]."""
+    """The rows that Krum picks one by one, each time of those that are left, bool [n].
+
+    Of n' rows that are left each is scored by its n' - f - 2 nearest, but by at least one.
+    """
     n = len(squared_distances)
     others = squared_distances.clone().fill_diagonal_(math.inf).sort(dim=1)
     left = torch.ones(n, dtype=torch.bool)
     for size in range(n, n - count, -1):
         is_left = left[others.indices]  # sorted once: those that are left stay in order
-        nearest = is_left & (is_left.cumsum(1) <= max(0, size - f - 2))
+        neighbours = max(1, size - f - 2)
+        nearest = is_left & (is_left.cumsum(1) <= neighbours)
         scores = torch.where(nearest, others.values, 0).sum(1)[left]
         left[left.nonzero().flatten()[stable_order(scores)[0]]] = False
     return ~left

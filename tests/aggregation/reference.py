@@ -19,7 +19,7 @@ def nearest_mean(x, centre, keep):
 
 def krum_scores(x, f):
     squares, n = distances(x) ** 2, len(x)
-    return np.array([np.sort(np.delete(squares[i], i))[: max(0, n - f - 2)].sum() for i in range(n)])
+    return np.array([np.sort(np.delete(squares[i], i))[: max(1, n - f - 2)].sum() for i in range(n)])
 
 
 def first_least(values, count=1):

@@ -105,6 +105,14 @@ def test_columns_that_lie_in_order_in_memory_are_not_sorted_in_place(name, dtype
         assert torch.allclose(result, again, rtol=0, atol=1e-6)  # sums in another order
 
 
+def test_bulyan_with_f_1_scores_its_last_pick_by_one_neighbour():
+    """The first four picks are 13, 4, 10 and 18. Of 20, 1 and 9 that are left, 1 and 9 are nearest to another row."""
+    updates = torch.tensor([18.0, 10, 20, 13, 1, 9, 4], dtype=torch.double).unsqueeze(1)
+    picked = np.array([13.0, 4, 10, 18, 1])  # of 1 and 9 the first row; the three values nearest the median 10 remain
+    assert reference.nearest_mean(picked, np.median(picked), 3) == 9
+    assert fedsim.aggregate(updates, rule="bulyan", f=1).item() == pytest.approx(9)
+
+
 @pytest.mark.parametrize("pre", [{"rule": "norm_clipping", "c": 1e300}, {"rule": "nnm", "f": 2}])
 @pytest.mark.parametrize("name", ["geometric_median", "caf"])
 def test_an_outlier_in_the_first_row_costs_no_digits_behind_a_pre_aggregator(name, pre):
