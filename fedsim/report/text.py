@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from fedsim.errors import show
 from fedsim.experiment import Experiment
 from fedsim.preparation import Setting
 from fedsim.records import AsyncRecord, RoundRecord
@@ -43,7 +44,7 @@ RESULTS = (
     Column("train loss", 10, lambda record: f"{record['train_loss']:.4f}"),
 )
 TIMES = tuple(map(_phase, PHASES))
-VIRTUAL = (Column("virtual s", 11, lambda record: f"{record['virtual_seconds'] or 0.0:.1f}"),)
+VIRTUAL = (Column("virtual s", 11, lambda record: f"{record['virtual_seconds']:.1f}"),)
 ASYNCHRONOUS = (
     Column("updates", 9, _of_asynchronous(lambda work: work["updates"])),
     Column("staleness", 9, _staleness),
@@ -51,10 +52,11 @@ ASYNCHRONOUS = (
 
 
 def columns_of(experiment: Experiment) -> Sequence[Column]:
-    """What the table of an experiment's rounds shows: on the virtual clock its time, else that of the phases."""
+    """The columns of the table of rounds: the time of each phase, or virtual time, which a replay of a race has not."""
     if experiment.mode != "clock":
         return (*RESULTS, *TIMES)
-    return (*RESULTS, *VIRTUAL, *(() if experiment.policy.bind().in_rounds else ASYNCHRONOUS))
+    timed = VIRTUAL if experiment.clock.log is None else ()
+    return (*RESULTS, *timed, *(() if experiment.policy.bind().in_rounds else ASYNCHRONOUS))
 
 
 def headline(setting: Setting) -> str:
@@ -90,8 +92,12 @@ def _what_happens(experiment: Experiment) -> str:
         described = f"{experiment.aggregate.label} of {_what(experiment)}"
     if experiment.mode == "rounds":
         return described
-    where = {"clock": f"on the virtual clock ({clock.speed.name} speeds, {clock.noise.name} noise)"}
-    return f"{described} {where.get(experiment.mode, f'in mode {experiment.mode}')}"
+    if experiment.mode == "race":
+        return f"{described} in mode race"
+    source = f"{clock.speed.name} speeds, {clock.noise.name} noise"
+    if clock.log is not None:
+        source = f"order from clock.log = {show(clock.log)}"
+    return f"{described} on the virtual clock ({source})"
 
 
 def _what(experiment: Experiment) -> str:

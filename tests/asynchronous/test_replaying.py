@@ -8,6 +8,7 @@ import torch
 import fedsim
 from fedsim.asynchronous.racelog import FILE
 from fedsim.errors import show
+from fedsim.report import columns_of, headline
 
 POLICIES = {
     "locked": {},
@@ -41,10 +42,10 @@ def race(workshop, out, policy):
     return fedsim.run({**TABLES, "mode": "race", "policy": policy, "race": {"runs": 2}}, out, workshop=workshop)
 
 
-def again(log, **changes):
+def again(log, on_start=None, **changes):
     """The race on the clock, in one process."""
     tables = {**TABLES, "mode": "clock", "policy": "asgd", "engine": "serial", "clock": {"log": str(log)}}
-    return fedsim.run({**tables, **changes})
+    return fedsim.run({**tables, **changes}, on_start=on_start)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -66,6 +67,15 @@ def logged(workshop, tmp_path_factory):
     folder = tmp_path_factory.mktemp("races") / "run"
     race(workshop, folder, "asgd")
     return folder
+
+
+def test_the_headline_of_a_replay_names_the_log_and_its_table_has_no_virtual_time(logged):
+    shown = []
+    again(logged, on_start=lambda setting: shown.extend([headline(setting), columns_of(setting.experiment)]), rounds=1)
+    assert f"on the virtual clock (order from clock.log = {show(str(logged))}); " in shown[0]
+    assert "speeds" not in shown[0]
+    assert [column.head for column in shown[1]][-2:] == ["updates", "staleness"]
+    assert "virtual s" not in [column.head for column in shown[1]]
 
 
 def test_a_part_of_a_race_can_be_done_again_too_from_the_file_alone(workshop, logged):
