@@ -63,6 +63,28 @@ def test_or_is_left_out_and_recorded(mode, tables, workshop):
     assert all(math.isfinite(record["test_loss"]) for record in result.history)
 
 
+@pytest.mark.parametrize("mode", ["fedbuff", "locked race", "free race"])
+def test_the_train_loss_is_a_mean_over_the_work_that_was_not_left_out(mode, tables, workshop):
+    """Steps of length zero, so that every loss is one of the first model; all samples of worker 0 are NaN."""
+    tables = {**in_mode(tables, mode), "rounds": 1, "model": "2nn", "aggregate": {"nonfinite": "exclude"}}
+    tables.pop("clock", None)  # equal speeds: one round of each worker
+    tables["partition"] = {"strategy": "tests.plugs:same_last", "first": 60}
+    tables["local"] = {"batch_size": 16, "lr": 1e-30}
+    result = fedsim.run(tables, workshop=workshop if "race" in mode else None)
+    inputs, targets = fedsim.load_dataset(tables["data"])[0].gather(torch.arange(60, 203))
+    expected = torch.nn.functional.cross_entropy(result.model(inputs), targets).item()
+    assert result.history[0]["train_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_train_loss_is_no_number_where_all_work_was_left_out(tables):
+    """Worker 0, the fastest, brings all that a round has room for."""
+    clock = {"speed": {"name": "list", "values": [1.0, 100.0, 100.0]}}
+    tables = {**tables, **MODES["fedbuff"], "rounds": 1, "clock": clock, "aggregate": {"nonfinite": "exclude"}}
+    record = fedsim.run(tables).history[0]
+    assert record["excluded"] == [0, 0, 0]
+    assert math.isnan(record["train_loss"])
+
+
 @pytest.mark.parametrize("mode", ["rounds", "asgd", "fedbuff"])
 def test_or_is_kept_as_the_user_has_it(mode, tables):
     result = fedsim.run({**in_mode(tables, mode), "aggregate": {"nonfinite": "keep"}})

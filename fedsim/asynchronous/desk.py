@@ -22,7 +22,7 @@ class Journal:
     Attributes:
         samples: gone through, by worker, in work that has arrived.
         staleness: of what was applied, how often each.
-        loss_sum: of training, over those samples.
+        loss_sum: of training, over the `loss_samples` samples of the work that was not left out.
         up, down: models or gradients sent.
         wasted: pieces of work that came in after others had made them void, or were given up.
         excluded: workers whose work was left out because it held NaN or infinity, once for each piece.
@@ -31,16 +31,23 @@ class Journal:
     samples: Counter[int] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)
     loss_sum: float = 0.0
+    loss_samples: int = 0
     up: int = 0
     down: int = 0
     wasted: int = 0
     excluded: list[int] = field(default_factory=list)
+
+    @property
+    def train_loss(self) -> float:
+        """Mean training loss per sample of the work that was not left out; NaN if all of it was."""
+        return self.loss_sum / self.loss_samples if self.loss_samples else math.nan
 
     def add(self, other: Journal) -> None:
         """Add what has happened elsewhere in the same time."""
         self.samples.update(other.samples)
         self.staleness.update(other.staleness)
         self.loss_sum += other.loss_sum
+        self.loss_samples += other.loss_samples
         self.up += other.up
         self.down += other.down
         self.wasted += other.wasted
@@ -102,6 +109,7 @@ class Desk:
             self._leave_out(member)
             return
         journal.loss_sum += float(self._losses[slot]) * samples
+        journal.loss_samples += samples
         if up:
             journal.staleness[staleness] += 1
         server.end(slot, member.worker)

@@ -54,19 +54,23 @@ class LiveRacer(Racer):
         module.module.train()
         step_of = self._stepper(slot, round, module, leg)
         device = self._station.task.device
-        loss_sum, samples = torch.zeros((), dtype=wide_dtype(device), device=device), 0
+        loss_sum, samples, loss_samples = torch.zeros((), dtype=wide_dtype(device), device=device), 0, 0
         for step, (inputs, targets) in enumerate(islice(feed.batches(worker, round), feed.steps(worker, round))):
             with self._seat.working_on(worker, round):
-                loss_sum.add_(step_of(step, inputs, targets), alpha=len(targets))
+                loss = step_of(step, inputs, targets)
+            if loss is not None:
+                loss_sum.add_(loss, alpha=len(targets))
+                loss_samples += len(targets)
             samples += len(targets)
             yield step
         module.give(memory.buffers[slot])
         server.end(slot, worker)
         leg.journal.samples[worker] += samples
         leg.journal.loss_sum += loss_sum.item()
+        leg.journal.loss_samples += loss_samples
 
-    def _stepper(self, slot: int, round: int, module: RowModule, leg: Leg) -> Callable[..., torch.Tensor]:
-        """What takes one step of a worker; gives its loss."""
+    def _stepper(self, slot: int, round: int, module: RowModule, leg: Leg) -> Callable[..., torch.Tensor | None]:
+        """The function that takes one step of a worker and returns its loss; None if its gradient was left out."""
         server, policy, track, seat, task = self._server, self._policy, self._track, self._seat, self._station.task
         ended, begun, memory, journal, measures = self._ended, self._begun, server.memory, leg.journal, leg.measures
         gradient, objective, model, device = server.rows[slot], self._objective, module.module, task.device
@@ -74,7 +78,7 @@ class LiveRacer(Racer):
         gives_buffers = server.has_buffers and server.buffers != "server"
         draws, may_not_be_finite = True, server.nonfinite != "keep"
 
-        def step_of(step: int, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        def step_of(step: int, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
             nonlocal draws
             seat.beat()
             unit = int(server.units[slot])
@@ -106,7 +110,7 @@ class LiveRacer(Racer):
                         "aggregate.nonfinite=exclude leaves it out, and a smaller learning rate may help"
                     )
                 journal.excluded.append(slot)
-                return loss.detach()
+                return None
             begun[slot] += 1
             seat.board.write(seat.index, HOLDING, PEN)
             policy.take(server, Arrival(slot, slot, unit, staleness))

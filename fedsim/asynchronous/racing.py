@@ -67,10 +67,6 @@ class Heat:
         self.entries.append(leg.entries)
 
     @property
-    def train_loss(self) -> float:
-        return self.journal.loss_sum / max(1, self.samples)
-
-    @property
     def samples(self) -> int:
         return sum(self.journal.samples.values())
 
@@ -215,7 +211,7 @@ def record_of(round: int, heats: Sequence[Heat], seconds: dict[str, float], mode
         round=round,
         test_loss=statistics.fmean(losses),
         test_accuracy=statistics.fmean(accuracies),
-        train_loss=statistics.fmean(heat.train_loss for heat in heats),
+        train_loss=statistics.fmean(heat.journal.train_loss for heat in heats),
         seconds=seconds,
         cohort=cohort,
         coefficients=None,
@@ -248,7 +244,7 @@ def _measured(heats: Sequence[Heat]) -> RaceRecord:
         test_accuracies=accuracies,
         test_accuracy_half_width=spread.half_width if spread and len(heats) > 1 else None,
         test_losses=[heat.test[0] for heat in heats],
-        train_losses=[heat.train_loss for heat in heats],
+        train_losses=[heat.journal.train_loss for heat in heats],
         samples_per_second=[heat.samples / each.seconds for heat, each in zip(heats, measures, strict=True)],
         updates=total.updates,
         updates_lost=lost,

@@ -60,7 +60,7 @@ class ClockLoop:
             round=round,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
-            train_loss=journal.loss_sum / sum(samples),
+            train_loss=journal.train_loss,
             seconds=stopwatch.seconds,
             cohort=cohort,
             coefficients=None,
