@@ -217,10 +217,15 @@ class Server:
 
     def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
         """Move the server's buffers towards the mean of these workers', by a share; by default their part of all."""
-        if not self.has_buffers or self.buffers == "server":
+        if not self.has_buffers:
             return
         share = min(1.0, len(slots) / len(self.alive)) if share is None else share
-        self.memory.global_buffers.lerp_(self.memory.buffers[list(slots)].mean(0), share)
+        self.move_buffers(self.memory.buffers[list(slots)].mean(0), share)
+
+    def move_buffers(self, target: Tensor, share: float) -> None:
+        """Move the server's buffers towards `target` by a share, unless the policy `buffers` is "server"."""
+        if self.has_buffers and self.buffers != "server":
+            self.memory.global_buffers.lerp_(target, share)
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:

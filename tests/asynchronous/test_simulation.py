@@ -217,6 +217,15 @@ def test_fedbuff_of_all_at_equal_speeds_is_fedavg(server, precision):
         assert one["test_loss"] == pytest.approx(other["test_loss"], abs=1e-4)
 
 
+def test_fedbuff_of_all_at_equal_speeds_averages_buffers_as_fedavg_does():
+    changes = {"precision": "float64", "model": f"{__name__}:normalised", "rounds": 2}
+    together, apart = (
+        run(**changes, **chosen).model.state_dict() for chosen in ({"aggregate": "mean"}, {"policy": "fedbuff"})
+    )
+    for name, value in together.items():
+        assert torch.allclose(value.double(), apart[name].double(), rtol=0, atol=1e-12), name
+
+
 def test_virtual_time_does_not_touch_what_is_computed():
     """The synchronous run is the same with a clock and without; rounds last as long as their slowest member."""
     plain, timed = run(mode="rounds"), run(clock={"speed": {"name": "list", "values": [1.0, 2.0, 4.0, 3.0]}})

@@ -64,7 +64,8 @@ class FedBuff(Policy):
     """Deltas times 1 / sqrt(1 + tau) are summed up; every k of them, that over k is the update. Nguyen et al. 2022.
 
     How many workers are at work at a time, the paper's concurrency, is the key `cohort`. The server optimizer takes the
-    step along the update.
+    step along the update. Buffers (BatchNorm statistics) B of the server move with each update too: with the weights
+    s_i of the k workers' buffers b_i, B += sum s_i (b_i - B) / k.
 
     k: of the buffer; None: as many as are at work.
     exponent: of (1 + tau); 0 weights all alike.
@@ -77,17 +78,26 @@ class FedBuff(Policy):
 
     def start(self, server: Server) -> State:
         wide = server.memory.buffers.dtype
-        return {"sum": torch.zeros_like(server.global_row, dtype=wide), "held": torch.zeros(1, dtype=torch.int64)}
+        return {
+            "sum": torch.zeros_like(server.global_row, dtype=wide),
+            "held": torch.zeros(1, dtype=torch.int64),
+            "buffers": torch.zeros_like(server.memory.global_buffers),
+            "weight": torch.zeros(1, dtype=torch.double),  # of what `buffers` sums up
+        }
 
     def take(self, server: Server, arrival: Arrival) -> None:
-        total, held, k = server.remembered["sum"], server.remembered["held"], self.k or server.n
-        total.add_(server.delta(arrival.slot), alpha=(1 + arrival.staleness) ** -self.exponent / k)
+        total, held, buffers, weight = (server.remembered[name] for name in ("sum", "held", "buffers", "weight"))
+        k, slot = self.k or server.n, arrival.slot
+        share = (1 + arrival.staleness) ** -self.exponent / k
+        total.add_(server.delta(slot), alpha=share)
+        buffers.add_(server.memory.buffers[slot], alpha=share)
+        weight += share
         held += 1
-        server.mix_buffers([arrival.slot])
         if int(held) == k:
             server.update(total)
-            total.zero_()
-            held.zero_()
+            server.move_buffers(buffers / float(weight), float(weight))
+            for tensor in (total, held, buffers, weight):
+                tensor.zero_()
 
     def held(self, server: Server) -> int:
         return int(server.remembered["held"])

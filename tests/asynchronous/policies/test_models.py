@@ -95,13 +95,21 @@ def test_fedbuff_of_all_equal_workers_is_fedavg_under_every_server_optimizer(opt
 
 
 def test_a_buffer_by_hand():
-    """Workers of 1 and 2.5 s whose models are 1 more than they got; k = 2, staleness 1 counts 1 / sqrt(2)."""
-    run = driven(policy_of("fedbuff", k=2), delays_of([1.0 / 3, 2.5 / 3]), train=lambda row, member: row + 1)
-    run.go(3)
+    """Workers of 1 and 2.5 s whose models are 1 more than they got; k = 2, staleness 1 counts 1 / sqrt(2).
+
+    What worker 0 gets in its buffer it returns with 1 more, worker 1 with 2 more.
+    """
+    delays = delays_of([1.0 / 3, 2.5 / 3])
+    run = driven(policy_of("fedbuff", k=2), delays, train=lambda row, member: row + 1, global_buffers=[8.0])
+    run.go(1)
+    assert run.server.memory.global_buffers.item() == 8
+    run.go(2)
     assert same(run.row, START + 1)  # worker 0 twice
+    assert run.server.memory.global_buffers.item() == 9
     run.go(1)  # worker 1, from version 0, is the first of the second buffer and worker 0 its second
     assert [arrival.staleness for arrival in run.arrivals] == [0, 0, 1, 0]
     assert same(run.row, START + 1 + (1 + 0.5**0.5) / 2)
+    assert run.server.memory.global_buffers.item() == pytest.approx(9 + ((10 - 9) + 0.5**0.5 * (10 - 9)) / 2)
 
 
 # Asynchronous local SGD
