@@ -278,7 +278,7 @@ def describe_environment() -> dict[str, Any]:
 
 @functools.cache  # one of many short runs must not pay for it again, nor be said to be of a commit made since
 def _describe_process() -> dict[str, Any]:
-    packages = ("torchvision", "numpy", "pydantic", "safetensors", "mlxtend")
+    packages = ("torchvision", "numpy", "pydantic", "safetensors")
     return {
         "fedsim": __version__,
         "git_commit": _git_commit(),
