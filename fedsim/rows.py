@@ -145,6 +145,22 @@ def require_finite(global_row: Tensor, round: int) -> None:
         )
 
 
+def require_finite_buffers(global_buffers: Tensor, finite_at_start: Tensor, round: int) -> None:
+    """Raise ExperimentError, with the round, if a global buffer has become NaN or infinite.
+
+    Args:
+        global_buffers: [b].
+        finite_at_start: bool [b]; a model may start with infinite buffers, such as attention masks.
+    """
+    finite = global_buffers.isfinite() | ~finite_at_start
+    if not bool(finite.all()):
+        lost = f"{int((~finite).sum()):,} of their {len(finite):,} numbers are NaN or infinite"
+        raise ExperimentError(
+            f"round {round}: the global buffers (such as BatchNorm statistics) have diverged ({lost}); check the "
+            "inputs for NaN and infinity; aggregate.nonfinite=keep continues all the same"
+        )
+
+
 def pull_down(global_row: Tensor, rows: Tensor) -> None:
     """Give every worker the global model: rows[:] = global_row, a copy and never an alias.
 

@@ -9,11 +9,11 @@ from fedsim.asynchronous.pace import RoundClock
 from fedsim.asynchronous.racing import RaceLoop
 from fedsim.asynchronous.simulation import ClockLoop
 from fedsim.engines import Engine
+from fedsim.engines.job import FiniteCheck
 from fedsim.engines.spawn import SpawnEngine
 from fedsim.preparation import Setting
 from fedsim.randomness import sample_cohort
 from fedsim.records import RoundRecord
-from fedsim.rows import require_finite
 from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
 
@@ -43,6 +43,7 @@ class SynchronousLoop:
 
     def __init__(self, setting: Setting, engine: Engine) -> None:
         self._setting, self._engine = setting, engine
+        self._check_finite = FiniteCheck(setting.task, engine.memory)
         self._virtual = RoundClock.of(setting) if setting.experiment.mode == "clock" else None
 
     def cohort(self, round: int) -> list[int]:
@@ -65,8 +66,7 @@ class SynchronousLoop:
         else:  # every step is a synchronisation, so the two cannot be told apart
             with clock("train"):
                 account = engine.train_on_averaged_gradients(cohort, round)
-        if setting.task.nonfinite != "keep":
-            require_finite(engine.memory.global_row, round)
+        self._check_finite(round)
         with clock("test"):
             test_loss, test_accuracy, attack_success = engine.test()
         sizes = [engine.memory.shards.size(worker) for worker in cohort]

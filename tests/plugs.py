@@ -397,9 +397,18 @@ def absent_on_rank(root):
 
 def with_a_hole(root):
     """Images as numbers, of which the first 60 are NaN."""
-    train, test = tiny(root)
+    return with_nan_at(slice(60))
+
+
+def with_a_hole_at_the_end(root):
+    """Images as numbers, of which the last 60 are NaN."""
+    return with_nan_at(slice(-60, None))
+
+
+def with_nan_at(where):
+    train, test = tiny(None)
     inputs = train.inputs.float()
-    inputs[:60] = torch.nan
+    inputs[where] = torch.nan
     return replace(train, inputs=inputs), replace(test, inputs=test.inputs.float())
 
 

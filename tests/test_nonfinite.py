@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.randomness import numpy_generator
 from fedsim.rows import require_finite
+from tests import plugs
+from tests.test_simulation import start_of
 
 TIMED = {"mode": "clock", "clock": {"speed": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
 MODES = {
@@ -112,6 +115,75 @@ def test_a_global_row_that_diverges_stops_the_run_and_the_last_checkpoint_stays(
     assert not (tmp_path / "run" / "error.txt").exists()
     if len(lines) == 1:
         assert torch.equal(again.global_row, good.global_row)
+
+
+WITH_BUFFERS = {
+    "model": "tests.plugs:Normalised",
+    "precision": "float64",
+    "rounds": 2,
+    "data": "tests.plugs:with_a_hole_at_the_end",
+    "aggregate": {"nonfinite": "exclude", "weights": "samples"},
+    "local": {"batch_size": 16, "lr": 0.0},
+}
+ENGINES = {
+    "serial": {"engine": "serial"},
+    "spawn": {"engine": "spawn", "processes": 2},
+    "batched": {"engine": "batched", "processes": 1},
+}
+
+
+def statistics_of_sound_workers(policy, rounds):
+    """The mean of the BatchNorm buffers of workers 0 and 1, weighted by samples, of a model that never moves."""
+    train, _ = plugs.with_a_hole_at_the_end(None)
+    train = train.to(torch.device("cpu"), torch.float64)
+    shards, states = plugs.in_blocks(train.targets, 3), {}
+    average = {name: buffer.clone() for name, buffer in start_of(plugs.Normalised).named_buffers()}
+    for round in range(1, rounds + 1):
+        for worker in (0, 1):
+            model = start_of(plugs.Normalised).train()
+            model.load_state_dict(states[worker] if policy == "local" and worker in states else average, strict=False)
+            order = numpy_generator(0, "batches", round, worker).permutation(len(shards[worker]))
+            for batch in torch.from_numpy(shards[worker][order]).split(16):
+                model(train.gather(batch)[0])
+            states[worker] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        first, second = (len(shards[worker]) / (len(shards[0]) + len(shards[1])) for worker in (0, 1))
+        average = {name: first * states[0][name] + second * states[1][name] for name in average}
+    return average
+
+
+@pytest.mark.parametrize("policy", ["average", "local"])
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_buffers_of_an_excluded_worker_are_excluded(engine, sync, policy, tables, workshop):
+    change = {**WITH_BUFFERS, **ENGINES[engine], "sync": sync, "buffers": policy}
+    result = fedsim.run({**tables, **change}, workshop=workshop)
+    assert [record["excluded"] for record in result.history] == [[2], [2]]
+    for name, expected in statistics_of_sound_workers(policy, 2).items():
+        found = result.model.state_dict()[name].double()
+        assert torch.allclose(found, expected.double(), rtol=0, atol=1e-12), name
+
+
+class Overflowing(plugs.Normalised):
+    """Has finite gradients, and a buffer that overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([-math.inf, 0.0]))
+        self.register_buffer("growing", torch.ones(3))
+
+    def forward(self, images):
+        if self.training:
+            self.growing[1] *= 1e300
+        return super().forward(images)
+
+
+@pytest.mark.parametrize("mode", ["rounds", "gradients", "asgd", "locked race"])
+def test_global_buffers_that_become_infinite_stop_the_run(mode, tables, workshop):
+    tables = {**in_mode(tables, mode), "data": "tests.plugs:tiny", "model": "tests.test_nonfinite:Overflowing"}
+    with pytest.raises(fedsim.ExperimentError, match=r"round 1: .* buffers .*\(1 of their 38 numbers"):
+        fedsim.run(tables, workshop=workshop if "race" in mode else None)
+    kept = {**tables, "aggregate": {"nonfinite": "keep"}}
+    assert len(fedsim.run(kept, workshop=workshop if "race" in mode else None).history) == 3
 
 
 def test_the_line_says_how_much_has_diverged():

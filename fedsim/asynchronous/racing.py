@@ -24,13 +24,13 @@ from fedsim.asynchronous.server import Server
 from fedsim.asynchronous.sparse import tables_of
 from fedsim.asynchronous.track import Measures, Track
 from fedsim.engines.crew import Seat
+from fedsim.engines.job import FiniteCheck
 from fedsim.engines.spawn import SpawnEngine
 from fedsim.engines.station import Station, deal
 from fedsim.errors import ExperimentError
 from fedsim.intervals import estimate
 from fedsim.preparation import Setting
 from fedsim.records import AsyncRecord, RaceRecord, RoundRecord
-from fedsim.rows import require_finite
 from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
 from fedsim.system.devices import synchronize
@@ -77,6 +77,7 @@ class Course:
     def __init__(self, setting: Setting, engine: SpawnEngine) -> None:
         experiment = setting.experiment
         self._engine, self._memory, self._policy = engine, engine.memory, experiment.policy.bind()
+        self._check_finite = FiniteCheck(setting.task, engine.memory)
         solver = experiment.local.bind()
         self._server = Server.of(self._policy, solver, setting.task, engine.memory)
         if self._policy.locking == "nothing":
@@ -108,8 +109,7 @@ class Course:
         with stopwatch("aggregate"):
             self._policy.publish(server)
             synchronize(self._memory.global_row.device)
-        if server.nonfinite != "keep":
-            require_finite(self._memory.global_row, round)
+        self._check_finite(round)
         with stopwatch("test"):
             heat.test = self._engine.test()
         heat.lost, heat.held = self._track.lost(), self._policy.held(server)

@@ -14,9 +14,9 @@ from fedsim.asynchronous.roster import Roster
 from fedsim.asynchronous.server import Server
 from fedsim.engines import Engine
 from fedsim.engines.feed import Member
+from fedsim.engines.job import FiniteCheck
 from fedsim.preparation import Setting
 from fedsim.records import AsyncRecord, RoundRecord
-from fedsim.rows import require_finite
 from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
 
@@ -29,6 +29,7 @@ class ClockLoop:
         self._setting, self._engine = setting, engine
         self._policy = experiment.policy.bind()
         self._server = Server.of(self._policy, experiment.local.bind(), setting.task, memory)
+        self._check_finite = FiniteCheck(setting.task, memory)
         self._stopwatch = Stopwatch()
         roster = Roster(
             experiment.seed,
@@ -50,8 +51,7 @@ class ClockLoop:
             source.play(round)
             policy.publish(self._server)
         stopwatch.seconds["aggregate"] -= stopwatch.seconds["train"]
-        if self._setting.task.nonfinite != "keep":
-            require_finite(self._engine.memory.global_row, round)
+        self._check_finite(round)
         with stopwatch("test"):
             test_loss, test_accuracy, attack_success = self._engine.test()
         cohort = sorted(journal.samples)

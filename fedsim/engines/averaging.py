@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -240,15 +240,34 @@ class Averaging:
     def _state_of(self, block: slice) -> dict[str, Tensor]:
         return {name: tensor[block] for name, tensor in self._memory.states[self._sync].items()}
 
-    def combine_buffers(self, meeting: Meeting) -> None:
-        """What becomes of the cohort's buffers, by policy; their mean is weighted as the rows are. For one process."""
-        memory, policy = self._memory, self._task.buffers
-        if not memory.global_buffers.numel() or policy == "server":
-            return
-        buffers = memory.buffers[: len(meeting.slots)]
-        if policy == "local":
-            memory.own_buffers[meeting.workers] = buffers
-        memory.global_buffers.copy_(mean(buffers, meeting.weights))
+    def combine_buffers(self, meeting: Meeting, excluded: Collection[int]) -> None:
+        """Update the buffers from those of the whole cohort, by policy. Called in one process.
+
+        Args:
+            excluded: workers whose rows were left out; their buffers are left out too.
+        """
+        if self._keeps_buffers:
+            self._take_buffers(meeting, excluded, self._memory.buffers[: len(meeting.slots)])
+
+    @property
+    def _keeps_buffers(self) -> bool:
+        """Whether anything becomes of the workers' buffers."""
+        return self._memory.global_buffers.numel() > 0 and self._task.buffers != "server"
+
+    def _take_buffers(self, meeting: Meeting, excluded: Collection[int], buffers: Tensor) -> None:
+        """The global buffers become the mean of `buffers` [n, b], weighted as rows are; workers may keep their own.
+
+        Where no worker is left that counts, they stay as they are.
+        """
+        memory, workers, weights = self._memory, meeting.workers, meeting.weights
+        if excluded := set(excluded):
+            kept = [place for place, worker in enumerate(workers) if worker not in excluded]
+            workers, buffers = [workers[place] for place in kept], buffers[kept]
+            weights = None if weights is None else weights[kept]
+        if self._task.buffers == "local":
+            memory.own_buffers[workers] = buffers
+        if workers and (weights is None or weights.any()):
+            memory.global_buffers.copy_(mean(buffers, weights))
 
 
 def _rows_at(rows: Tensor, slots: list[int]) -> Tensor:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedsim.aggregation import Cohort, screened
-from fedsim.aggregation.averaging import mean
 from fedsim.aggregation.columns import bad_rows, combine
 from fedsim.engines.averaging import Account, Averaging, Meeting
 from fedsim.engines.crew import Seat
@@ -189,19 +188,16 @@ class RankAveraging(Averaging):
         if self._collector is not None:
             self._collector.forget()
 
-    def combine_buffers(self, meeting: Meeting) -> None:
-        """What becomes of the cohort's buffers, by policy, in every rank alike; called by all of them."""
-        memory, policy = self._rank_memory, self._task.buffers
-        if not memory.global_buffers.numel() or policy == "server":
+    def combine_buffers(self, meeting: Meeting, excluded: Collection[int]) -> None:
+        """Update the buffers from those of the whole cohort, in every rank alike. Called by all ranks."""
+        if not self._keeps_buffers:
             return
-        places = self.seating.places(meeting.slots)
+        memory, places = self._rank_memory, self.seating.places(meeting.slots)
         own = places[self._ranks.index]
         buffers = memory.buffers.new_zeros(len(meeting.slots), memory.buffers.shape[1])
         buffers[own] = memory.buffers[self._rows_of([meeting.slots[place] for place in own])]
         self._ranks.all_reduce(buffers, "buffers")
-        if policy == "local":
-            memory.own_buffers[meeting.workers] = buffers
-        memory.global_buffers.copy_(mean(buffers, meeting.weights))
+        self._take_buffers(meeting, excluded, buffers)
 
     def _rows_of(self, slots: Sequence[int]) -> list[int]:
         """Where this rank has its rows of these slots."""

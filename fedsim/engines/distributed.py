@@ -286,8 +286,8 @@ class RankStation(Station):
     def _meet(self) -> None:
         """What the ranks send each other makes them wait for each other."""
 
-    def _combine_buffers(self, meeting: Meeting) -> None:
-        self.averaging.combine_buffers(meeting)
+    def _combine_buffers(self, meeting: Meeting, account: Account) -> None:
+        self.averaging.combine_buffers(meeting, account.excluded or ())
         losses = torch.zeros(self._seats, dtype=torch.double)
         hand = self.averaging.seating.hands[self._ranks.index]
         losses[hand] = self.memory.train_loss[: len(hand)]

@@ -17,7 +17,7 @@ from fedsim.engines.hooks import BoundHook
 from fedsim.errors import ExperimentError, show_bytes
 from fedsim.local import Solver, State
 from fedsim.randomness import random_state_kept, seed_everything
-from fedsim.rows import Layout, new_rows
+from fedsim.rows import Layout, new_rows, require_finite, require_finite_buffers
 from fedsim.system.devices import require_memory, wide_dtype
 from fedsim.system.limits import told
 from fedsim.system.precision import Precision
@@ -237,6 +237,23 @@ class Memory:
         share([*self.train.tensors, *self.test.tensors])  # by themselves, since a workshop keeps them for later runs
         share([*tensors, *self.shards.tensors])
         return self
+
+
+class FiniteCheck:
+    """Checks after each round that neither the global row nor the global buffers have become NaN or infinite.
+
+    Made before the first round, when the memory holds the model's start.
+    """
+
+    def __init__(self, task: Task, memory: Memory) -> None:
+        self._wanted, self._memory = task.nonfinite != "keep", memory
+        self._finite_at_start = memory.global_buffers.isfinite()
+
+    def __call__(self, round: int) -> None:
+        """Raise ExperimentError, with the round, where they have, unless the task keeps such numbers."""
+        if self._wanted:
+            require_finite(self._memory.global_row, round)
+            require_finite_buffers(self._memory.global_buffers, self._finite_at_start, round)
 
 
 def _rows_of_a_cohort(n: int, d: int, task: Task) -> Tensor:

@@ -159,7 +159,7 @@ class Station:
         """Move the global row along the aggregate of the cohort's updates."""
         meeting = self._whole_cohort(cohort, round)
         account = self._average(meeting)
-        self._combine_buffers(meeting)
+        self._combine_buffers(meeting, account)
         return account
 
     def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> Account:
@@ -168,15 +168,16 @@ class Station:
         The rows hold gradients here, all of them at the global row. A worker whose data is used up is left out of
         the steps that remain.
         """
-        account = RoundAccount(cohort)
+        of_round = RoundAccount(cohort)
         self.trainer.meet_at_global_row(self._mine(cohort, round))
         for step, meeting in enumerate(self._meetings(cohort, round)):
-            account.add(meeting, self._step_together(step, meeting))
+            of_round.add(meeting, self._step_together(step, meeting))
         self.trainer.part()
         if round == self.task.gradient_rounds < self.task.rounds:
             self.averaging.begin_with_parameters()
-        self._combine_buffers(self._whole_cohort(cohort, round))
-        return account.total()
+        account = of_round.total()
+        self._combine_buffers(self._whole_cohort(cohort, round), account)
+        return account
 
     def test(self) -> None:
         """Test the global model on this process's share of the test batches."""
@@ -270,11 +271,11 @@ class Station:
         self._meet()
         return account
 
-    def _combine_buffers(self, meeting: Meeting) -> None:
-        """One process does that, when all have given theirs."""
+    def _combine_buffers(self, meeting: Meeting, account: Account) -> None:
+        """The first process does that, whose account says who was left out, when all have given theirs."""
         self.seat.barrier.wait()
         if self.seat.index == 0:
-            self.averaging.combine_buffers(meeting)
+            self.averaging.combine_buffers(meeting, account.excluded or ())
             synchronize(self.task.device)
 
     def _meet(self) -> None:

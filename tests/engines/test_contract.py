@@ -67,6 +67,10 @@ CASES = {
         "attack": {"name": "inf", "workers": [0]},
         "aggregate": {"rule": "multi_krum", "nonfinite": "exclude"},
     },
+    "buffers of rows left out": {
+        **{**ATTACKED, "model": "tests.plugs:Normalised", "buffers": "local"},
+        **{"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}},
+    },
     "a server that broadcasts something else": {"server": {"optimizer": "bmuf", "nesterov": True}, "rounds": 3},
     "an adaptive server": {"server": {"optimizer": "adam", "bias_correction": True}, "rounds": 3},
     "virtual shards": {

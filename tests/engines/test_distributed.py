@@ -50,7 +50,12 @@ OF_TWO = (
     *("a rule on columns", "a rule by distances, under attack", "pre-aggregators", "a rule with a state"),
     *("a rule that starts where it ended", "a rule that draws", "a rule with data of the server's own"),
     *("a rule that asks for losses", "an attack tuned to the rule", "an attack that remembers", "an attack on data"),
-    *("rows left out", "rows left out of a rule by distances", "a server that broadcasts something else"),
+    *(
+        "rows left out",
+        "rows left out of a rule by distances",
+        "buffers of rows left out",
+        "a server that broadcasts something else",
+    ),
     *("an adaptive server", "virtual shards of uneven sizes, under attack"),
 )
 OF_FOUR = (
@@ -85,6 +90,7 @@ FURTHER_GRADIENTS["all that PowerSGD can tell apart"]["distributed"]["hook"] |= 
 ROWS_OF_GRADIENTS = {  # averaged, or aggregated otherwise, as rows of single workers
     "a rule by distances, under attack": CASES["a rule by distances, under attack"],
     "rows that may be left out": {"partition": "tests.plugs:uneven", "aggregate": {"nonfinite": "exclude"}},
+    "buffers of rows left out": CASES["buffers of rows left out"],
     "stacked in each rank": FURTHER["stacked in each rank"],
 }
 LEARNING = {
