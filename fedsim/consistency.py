@@ -111,7 +111,7 @@ def _problems_with_hook(experiment: Experiment) -> list[str]:
 def what_needs_rows(experiment: Experiment) -> str | None:
     """What in an experiment keeps ranks from averaging gradients as they compute them, row by row or not at all."""
     rule, precision = experiment.pipeline, PRECISIONS[experiment.precision]
-    if not (rule.columnwise and rule.rule.linear and rule.rule.takes.keys() <= {"updates", "weights"}):
+    if not rule.linear_by_weights:
         return f"aggregate.rule = {show(rule.name)}"
     if experiment.attack.name != "none":
         return f"attack.name = {show(experiment.attack.name)}"

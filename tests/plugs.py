@@ -160,6 +160,20 @@ def clipped_mean(updates: Tensor, *, c: float = 1.0) -> Tensor:
     return (updates * (c / norms).clamp(max=1)).mean(0)
 
 
+def drawn_mean(updates: Tensor, rng: np.random.Generator) -> Tensor:
+    """A linear rule whose coefficients are drawn."""
+    return torch.from_numpy(rng.dirichlet(np.ones(len(updates)))).to(updates) @ updates
+
+
+def lossy_mean(updates: Tensor, losses: Tensor) -> Tensor:
+    """A linear rule whose coefficients are in proportion to the losses."""
+    return (losses / losses.sum()).to(updates) @ updates
+
+
+for function in (drawn_mean, lossy_mean):
+    function.columnwise = function.linear = True
+
+
 class Normalised(nn.Module):
     """A network with BatchNorm, so with float and integer buffers."""
 

@@ -75,6 +75,22 @@ def test_coefficients_are_those_of_the_aggregate(tables):
     assert fedsim.run({**tables, "aggregate": "median"}).history[0]["coefficients"] is None
 
 
+@pytest.mark.parametrize("engine", ["serial", "spawn"])
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_a_linear_rule_may_draw_its_coefficients(sync, engine, tables):
+    """On a model of several blocks of columns, which processes share; a new draw for each aggregation."""
+    tables = {**tables, "workers": 3, "model": "2nn", "local": {"steps": 1, "batch_size": 16, "lr": 0.1}}
+    start, updates = updates_of({**tables, "precision": "float64", "sync": sync})
+    change = {"aggregate": "tests.plugs:drawn_mean", "precision": "float64", "sync": sync, "engine": engine}
+    moment = {"parameters": lambda round: (round,), "gradients": lambda round: (round, 0)}[sync]
+    drawn = [numpy_generator(0, "aggregate", *moment(round)).dirichlet(np.ones(3)) for round in (1, 2)]
+    first = fedsim.run({**tables, **change})
+    assert torch.allclose(first.global_row, start + torch.from_numpy(drawn[0]) @ updates, rtol=0, atol=1e-12)
+    history = fedsim.run({**tables, **change, "rounds": 2}).history
+    for record, expected in zip(history, drawn, strict=True):
+        assert record["coefficients"] == pytest.approx(expected.tolist(), abs=1e-12)
+
+
 @pytest.mark.parametrize("rule", ["mean", "median", "krum"])
 def test_rows_that_are_not_finite_stop_the_run_or_are_left_out(rule, tables):
     attacked = {**tables, "attack": {"name": "nan", "workers": [2, 5]}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,6 +66,19 @@ class Cohort:
         if value is None and name == "losses":
             raise ExperimentError("this rule needs losses [n], each worker's loss at the global row")
         return value
+
+    def menu_of_columns(self, rows: Rows, part: Tensor) -> Callable[[str], Any]:
+        """What a columnwise rule takes whose updates are `part`, some columns [n, columns] of `rows`.
+
+        The rule draws the same numbers for every part.
+        """
+
+        def menu(name: str) -> Any:
+            if name == "updates":
+                return part
+            return copy.deepcopy(self.menu(name, rows)) if name == "rng" else self.menu(name, rows)
+
+        return menu
 
 
 def screened(cohort: Cohort, nonfinite: Nonfinite, bad: list[int] | None = None) -> tuple[Cohort, list[int]]:

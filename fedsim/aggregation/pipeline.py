@@ -45,6 +45,11 @@ class Pipeline:
         return self.takes_weights and self.rule.takes["weights"]
 
     @property
+    def linear_by_weights(self) -> bool:
+        """Whether it is linear, with coefficients that depend on the number of rows and their weights alone."""
+        return self.columnwise and self.rule.linear and self.rule.takes.keys() <= {"updates", "weights"}
+
+    @property
     def by_parts(self) -> bool:
         """Whether it can be applied to columns by several processes that share nothing but products of pairs.
 
@@ -83,9 +88,7 @@ class Pipeline:
         d = cohort.updates.shape[1]
 
         def applied_to(part: Tensor) -> Tensor:
-            return self.rule(
-                lambda name: part if name == "updates" else cohort.menu(name, rows), cohort.f_for(self.rule)
-            )
+            return self.rule(cohort.menu_of_columns(rows, part), cohort.f_for(self.rule))
 
         if rows.are_updates and d < 2 * BLOCK:  # few columns, and nobody to share them with
             return applied_to(cohort.updates)
@@ -102,7 +105,7 @@ class Pipeline:
         if not self.rule.linear:
             return None
         units = torch.eye(len(rows), dtype=wide_dtype(cohort.updates.device), device=cohort.updates.device)
-        shares = self.rule(lambda name: units if name == "updates" else cohort.menu(name, rows))
+        shares = self.rule(cohort.menu_of_columns(rows, units), cohort.f_for(self.rule))
         return rows.shares(Mix(shares.double().cpu()))
 
     def rehearse(self, n: int) -> None:

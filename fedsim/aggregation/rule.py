@@ -19,8 +19,9 @@ A rule that gives a Mix instead of a row says which workers count for how much, 
 pre-aggregator is the same, but its Mix has a matrix [m, n] and makes m rows of n.
 
 `@rule(name, columnwise=True)` declares that each column of the result depends on that column of the updates alone.
-Such rules run on blocks of columns, several processes at a time. `linear=True` declares that they are one and the same
-linear combination of the rows in all columns, so that it can be told which row counts for how much.
+Such rules run on blocks of columns, several processes at a time; `rng` draws the same numbers in every block.
+`linear=True` declares that they are one and the same linear combination of the rows in all columns, so that it can be
+told which row counts for how much.
 """
 
 from __future__ import annotations

@@ -201,18 +201,15 @@ class Averaging:
     def _move_by_columns(self, meeting: Meeting) -> Account:
         """A rule that looks at columns: each process applies it to its own, and moves the global row there."""
         cohort, bad = self._screened(meeting)
+        rule, rows = self._task.rule.rule, cohort.rows()
         for block in self._blocks:
-            part = cohort.updates[:, block]
-            update = self._task.rule.rule(
-                lambda name, part=part: part if name == "updates" else getattr(cohort, name),
-                cohort.f_for(self._task.rule.rule),
-            )
-            self._step(block, update)
+            menu = cohort.menu_of_columns(rows, cohort.updates[:, block])
+            self._step(block, rule(menu, cohort.f_for(rule)))
         return self._account(meeting, bad, self._shares(meeting, cohort, bad) if self._first else None)
 
     def _shares(self, meeting: Meeting, cohort: Cohort, bad: list[int]) -> Tensor | None:
-        """The shares of a linear rule; at every step of synchronous SGD they are those of the step before."""
-        if bad:
+        """The shares of a linear rule. Those of the step before are used again if only the weights decide on them."""
+        if bad or not self._task.rule.linear_by_weights:
             return self._task.rule.shares(cohort)
         weights, n, shares = self._shared
         if meeting.weights is not weights or len(meeting.slots) != n:

@@ -2,7 +2,7 @@
 
 What travels, of n rows of d numbers on P ranks, goes by the rule (docs/scaling.md has the formulas):
 
-    linear in all columns       each rank's weighted sum of its rows is summed over the ranks
+    linear by weights alone     each rank's weighted sum of its rows is summed over the ranks
     by columns, or by products  every rank gets its columns of all rows [n, d / P]; products of pairs are summed
     by whole rows, and attacks  the first rank gets the rows, and does what the first process of other engines does
 """
@@ -53,7 +53,7 @@ class RankAveraging(Averaging):
             sync: task.stepper(sync).start(memory.global_row[slice(None) if sync in self._whole else own])
             for sync in task.syncs
         }
-        self._linear = task.rule.columnwise and task.rule.rule.linear and task.rule.by_parts
+        self._linear = task.rule.linear_by_weights
         exchanges = not self._linear and task.rule.by_parts
         part = replace(
             memory,
@@ -102,7 +102,7 @@ class RankAveraging(Averaging):
     def _move(self, meeting: Meeting, places: list[list[int]]) -> Account:
         """Aggregate rows that are ready, in the way that asks for the least."""
         rule = self._task.rule
-        if self._linear and not self._memory.states[self._sync] and not rule.takes("losses"):
+        if self._linear and not self._memory.states[self._sync]:
             return self._move_by_one_sum(meeting, places)
         self._bad = self._agree_on_facts(meeting, places)
         if self._linear:

@@ -41,6 +41,8 @@ FURTHER = {
     "geometric median, weighted": {"workers": 5, "aggregate": {"rule": "geometric_median", "weights": "samples"}},
     "rows of equal workers": {"workers": 6, "attack": {"name": "mimic", "fraction": 0.4}, "aggregate": "medoid"},
     "stacked in each rank": {"workers": 5, "distributed": {"inner": "batched"}, "partition": "tests.plugs:uneven"},
+    "a linear rule that draws": {"aggregate": "tests.plugs:drawn_mean"},
+    "a linear rule that asks for losses": {"aggregate": "tests.plugs:lossy_mean"},
     "an empty part of the columns": {"model": "tests.plugs:Few", "data": "tests.plugs:few", "aggregate": "median"},
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
 }
@@ -91,6 +93,7 @@ ROWS_OF_GRADIENTS = {  # averaged, or aggregated otherwise, as rows of single wo
     "a rule by distances, under attack": CASES["a rule by distances, under attack"],
     "rows that may be left out": {"partition": "tests.plugs:uneven", "aggregate": {"nonfinite": "exclude"}},
     "buffers of rows left out": CASES["buffers of rows left out"],
+    "a linear rule that draws": FURTHER["a linear rule that draws"],
     "stacked in each rank": FURTHER["stacked in each rank"],
 }
 LEARNING = {
