@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -276,10 +277,33 @@ def _source_and_overrides(words: list[str], context: typer.Context) -> tuple[str
     for word, next_word in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
             raise ExperimentError(_no_such_option(word, next_word, context))
-    paths = [word for word in words if "=" not in word or is_file(Path(word))]
+    others = [word for word in words if not is_file(Path(word))]
+    _refuse_spaces(others)
+    paths = [word for word in words if "=" not in word or word not in others]
     if len(paths) > 1:
-        raise ExperimentError(f"{show(paths[1])}: expected key=value, since {paths[0]} is the experiment already")
+        raise ExperimentError(f"{show(paths[1])}: expected key=value; the experiment is {show(paths[0])} already")
     return (paths[0] if paths else None), [word for word in words if word not in paths]
+
+
+def _refuse_spaces(words: list[str]) -> None:
+    """Raise ExperimentError for key=value with spaces in it, which a shell takes apart: `rounds = 3`, `x=[0, 1]`."""
+    for index, word in enumerate(words):
+        rest = " ".join(words[index:])
+        apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", rest)
+        if "=" not in word.removesuffix("=") and apart and (keys := keys_called(apart[1])):
+            wanted = " or ".join(f"{key}={apart[2]}" for key in keys)
+            raise ExperimentError(f"{show(apart[0])}: write {wanted}, without spaces")
+        if "=" not in word and keys_called(word) and not Path(word).exists():
+            raise ExperimentError(f"{word}: this key needs a value, as in {word}=VALUE")
+        for end in range(index + 2, len(words) + 1):
+            joined = " ".join(words[index:end])
+            if _is_open(word) and not _is_open(joined):
+                raise ExperimentError(f"{joined}: has spaces; put it in quotes, as in '{joined}'")
+
+
+def _is_open(word: str) -> bool:
+    """Whether a list or table is not closed in it."""
+    return sum(word.count(each) for each in "[{") > sum(word.count(each) for each in "]}")
 
 
 def _is_folder(word: str) -> bool:
@@ -297,7 +321,7 @@ def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
     keys = keys_called(option.lstrip("-").replace("-", "_"))
     if not keys:
         options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
-        return f"{option}: no such option; {nearest(option, [*options, '--help'])}"
+        return f"{option}: no such option; {nearest(option.lstrip('-'), [*options, '--help'])}"
     value = value if equals else next_word
     words = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
     return f"{option}: no such option; did you mean {words}?"

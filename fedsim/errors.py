@@ -13,7 +13,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-CLOSE = 0.65  # difflib's ratio from which on a name may be a slip of the other
+from fedsim.synonyms import KEYS, NAMES, NOTES
+
+SHORT = 4  # characters; in a name of fewer, one wrong letter is a large part of it
+CLOSE, CLOSE_OF_SHORT = 0.75, 0.65  # difflib's ratio from which on a name may be a slip of the other
 MOST_PROBLEMS = 100  # of an experiment that are told; nobody reads more
 LONGEST_TEXT = 300  # characters of a path, or of somebody else's message, in an error line
 LONGEST_NAME = 100  # characters; nothing that has a name is called by more, and difflib would take long over them
@@ -139,26 +142,57 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def nearest(name: str, allowed: Iterable[str], elsewhere: Mapping[str, Sequence[str]] | None = None) -> str:
-    """`did you mean "x"? allowed: ...` for a name that is not among `allowed`.
-
-    `elsewhere` are names that would be right in another place, each with what to write instead.
-    """
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """The hint for a name that is not among `allowed`: `did you mean "x"?`, or else what is allowed."""
     allowed = list(allowed)
-    meant = {**(elsewhere or {}), **{each: [each] for each in allowed}}
-    match = closest(name, meant) if len(name) <= LONGEST_NAME else None
-    guess = f"did you mean {' or '.join(map(show, meant[match]))}? " if match else ""
-    return f"{guess}allowed: {', '.join(allowed) or 'none'}"
+    known = [each for each in NAMES.get(_form(name), ()) if each in allowed]
+    return _hint(name, known, {each: [each] for each in allowed}, allowed)
 
 
-def closest(name: str, allowed: Iterable[str]) -> str | None:
-    """Which of `allowed` was probably meant: one and the same but for - and _, an abbreviation (`lr`), a slip."""
-    forms = {each.lower().replace("-", "_"): each for each in allowed}
-    name = name.lower().replace("-", "_")
-    abbreviated = [form for form in forms if _initials(form) == name or _initials(name) == form]
-    exact = [name] if name in forms else []
-    found = exact or abbreviated or difflib.get_close_matches(name, forms, n=1, cutoff=CLOSE)
-    return forms[found[0]] if found else None
+def nearest_key(
+    name: str, allowed: Iterable[str], place: str = "", elsewhere: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """The hint for a key that is not among `allowed`, the keys of the table `place` of an experiment.
+
+    `elsewhere` are keys of other tables, each with what to write instead; with neither, `allowed` is all there is.
+    """
+    from fedsim.experiment import keys_called  # which imports this module
+
+    allowed, form = list(dict.fromkeys(allowed)), _form(name)
+    known = keys_called(form) if place else list(KEYS.get(form, ())) if elsewhere else []
+    if place and known == [form]:
+        return f"{form} is a top-level key: in a file it stands above the first [table]"
+    if here := [each.removeprefix(f"{place}.") for each in known if each.startswith(f"{place}.")]:
+        known = [each for each in here if each in allowed]  # else it is a key of another plug, which the line says
+    return _hint(name, known, {**(elsewhere or {}), **{each: [each] for each in allowed}}, allowed)
+
+
+def _hint(name: str, known: Sequence[str], meant: Mapping[str, Sequence[str]], allowed: Sequence[str]) -> str:
+    """The hint for a name: what is known to be meant by it, or else what `meant` has for the name closest to it."""
+    if not known and _form(name) in NOTES:
+        return NOTES[_form(name)]
+    if not known and len(name) <= LONGEST_NAME:
+        known = [each for match in closest(name, meant) for each in meant[match]]
+    return f"did you mean {' or '.join(map(show, known))}?" if known else f"allowed: {', '.join(allowed) or 'none'}"
+
+
+def closest(name: str, allowed: Iterable[str]) -> list[str]:
+    """Which of `allowed` were probably meant: the same but for - and _, an abbreviation, part of it, a slip."""
+    forms = {_form(each): each for each in allowed}
+    form = _form(name)
+    if form in forms:
+        return [forms[form]]
+    found = [each for each in forms if _initials(each) == form or _initials(form) == each]
+    if not found and len(form) >= SHORT:
+        found = [each for each in forms if any(word.startswith(form) for word in each.split("_"))]
+    cutoff = CLOSE if len(form) >= SHORT else CLOSE_OF_SHORT
+    found = found or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=cutoff)  # MyNet is not net
+    return [forms[each] for each in found]
+
+
+def _form(name: str) -> str:
+    """A name as it is compared: in lower case, with underscores."""
+    return re.sub(r"[\s-]", "_", name.strip().lower())
 
 
 def _initials(name: str) -> str | None:
@@ -174,7 +208,7 @@ def explain(
 ) -> list[str]:
     """One line per problem that pydantic found in `model`, whose keys stand under `place` in the experiment.
 
-    `elsewhere` are keys that belong in another table, for hints; see `nearest`.
+    `elsewhere` are keys that belong in another table, for hints; see `nearest_key`.
     """
     lines: list[str] = []
     wanted: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and what would do instead of it
@@ -192,7 +226,8 @@ def explain(
             continue
         if unknown:
             allowed = _keys_at(model, location[:-1])
-            hint = nearest(str(location[-1]), allowed, elsewhere if len(location) == 1 else None)
+            table = _dotted([place, *location[:-1]])
+            hint = nearest_key(str(location[-1]), allowed, table, None if table else elsewhere)
             lines.append(f"{where} = {show(problem['input'])}: unknown key; {hint}")
         elif problem["type"] == "missing":
             lines.append(f"{where}: is required")

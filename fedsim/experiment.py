@@ -41,6 +41,7 @@ from fedsim.sections import (
     Records,
     Server,
 )
+from fedsim.synonyms import KEYS
 from fedsim.system.precision import PRECISIONS
 from fedsim.tables import PlugTable, Table
 
@@ -157,10 +158,10 @@ class Experiment(Table):
 
 
 def keys_called(name: str) -> list[str]:
-    """The keys of an experiment, in dotted form, that `name` is, or is the last part of; [] where there is none."""
+    """The keys of an experiment, in dotted form, that `name` is, is the last part of, or is another word for; or []."""
     if name.partition(".")[0] in Experiment.model_fields:
         return [name]
-    return keys_of_tables({}).get(name, [])
+    return list(KEYS.get(name) or keys_of_tables({}).get(name, []))
 
 
 def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:

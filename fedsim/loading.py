@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -137,11 +139,53 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}; expected an experiment (TOML)") from None
     except RecursionError:
         raise ExperimentError(f"{where}: more than {DEEPEST} tables and lists in one another") from None
-    except ValueError as error:  # not UTF-8, not TOML, or a number of too many digits
+    except tomllib.TOMLDecodeError as error:
+        raise ExperimentError(f"{where}: {cut(printable(_why_not_toml(text, error)))}") from None
+    except ValueError as error:  # not UTF-8, or a number of too many digits
         raise ExperimentError(f"{where}: cannot be read as TOML: {cut(printable(str(error)))}") from None
     if problem := problem_with_words(tables):
         raise ExperimentError(f"{where}: {problem}")
     return tables
+
+
+def _why_not_toml(text: str, error: ValueError) -> str:
+    """What is wrong with a text that is not TOML and, for common mistakes, what to write instead."""
+    if text.lstrip().startswith("{"):
+        return 'experiments are TOML files, not JSON: write rounds = 3 for "rounds": 3, and [local] for "local": {...}'
+    lines, place = text.split("\n"), re.search(r"at line (\d+)", str(error))
+    number = int(place[1]) if place else len(lines)  # it says so where it is the end of the text
+    line, where = lines[number - 1].strip(), f"line {number}"
+    if len(line) > LONGEST_TEXT:
+        return f"cannot be read as TOML: {error}"
+    if str(error).startswith("Cannot overwrite") or "twice" in str(error):
+        return f"{where}: {line.partition('=')[0].strip()} is there twice"
+    if re.match(r"---|[\w.-]+\s*:", line):
+        return f"{where}: experiments are TOML files, not YAML: write rounds = 3 for rounds: 3, and [local] for local:"
+    pair = re.fullmatch(r"([\w.-]+)\s*=\s*([^#]*?)([,;]?)\s*(#.*)?", line)
+    if pair and pair[2] in ("None", "null"):
+        return f"{where}: TOML cannot express {pair[2]}; omit the key {pair[1]}"
+    for value in _right_values(pair[2], pair[3]) if pair else ():
+        with contextlib.suppress(ValueError):
+            tomllib.loads(f"{pair[1]} = {value}")
+            return f"{where}: {show(line)} is not TOML; write {pair[1]} = {value}"
+    return f"cannot be read as TOML: {error}"
+
+
+def _right_values(value: str, end: str) -> Iterator[str]:
+    """What may be meant by a value that is not TOML: without what ends it, in lower case, quoted, in brackets."""
+    quoted = re.sub(r"[A-Za-z_][\w.:/-]*(?![\w.:/-]|\s*=)", r'"\g<0>"', value.replace(": ", " = "))
+    if end:
+        yield value
+    if value != value.lower():
+        yield value.lower()
+    if value.startswith("."):
+        yield f"0{value}"
+    if value != quoted:
+        yield quoted
+    if "," in value:
+        yield from (f"[{value}]", f"[{quoted}]")
+    if re.fullmatch(r"[^\s,={}\[\]\"']*[A-Za-z/][^\s,={}\[\]\"']*", value):
+        yield f'"{value}"'
 
 
 def to_toml(experiment: Experiment) -> str:

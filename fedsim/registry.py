@@ -26,7 +26,7 @@ from typing import Any, get_type_hints
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from fedsim.errors import MOST_PROBLEMS, ExperimentError, explain, nearest, one_line, show
+from fedsim.errors import MOST_PROBLEMS, ExperimentError, explain, nearest, nearest_key, one_line, show
 from fedsim.permission import ImportRefusedError, require_importable, require_own
 from fedsim.system.vision import import_torchvision
 
@@ -58,9 +58,8 @@ class Plug:
         accepts_any = self.parameters.model_config.get("extra") == "allow"
         unknown = [] if accepts_any else [name for name in values if name not in known]
         lines = [
-            f"{where}{name} = {show(values[name])}: unknown key (the {self.kind} is {self.name}"
-            f"{goes_with(name, self.siblings)}); "
-            f"{nearest(name, dict.fromkeys([*beside, *self.parameters.model_fields]))}"
+            f"{where}{name} = {show(values[name])}: unknown key (the {self.kind} is {self.name}); "
+            + (goes_with(name, self.siblings) or nearest_key(name, [*beside, *self.parameters.model_fields], place))
             for name in unknown[:MOST_PROBLEMS]
         ]
         try:
@@ -99,9 +98,9 @@ class Plug:
 
 
 def goes_with(name: str, plugs: Iterable[Plug]) -> str:
-    """`; m goes with multi_krum`, of a parameter that some of the plugs have; else nothing."""
+    """`m goes with multi_krum`, of a parameter that some of the plugs have; else nothing."""
     those = dict.fromkeys(plug.name for plug in plugs if name in plug.parameters.model_fields)
-    return f"; {name} goes with {', '.join(those)}" if those else ""
+    return f"{name} goes with {', '.join(those)}" if those else ""
 
 
 class Imported:
@@ -162,14 +161,23 @@ class Registry:
         if name in self._plugs:
             return self._plugs[name]
         if ":" not in name:
-            hint = nearest(name, self._plugs)
-            raise ExperimentError(f'{where}: no such {self.kind}; {hint}, or your own as "package.module:name"')
+            raise ExperimentError(f"{where}: no such {self.kind}; {self._nearest(name)}")
         try:
             return self._plug(name, import_object(name))
         except ImportRefusedError as error:
             raise ImportRefusedError(f"{where}: {error}") from None
         except Exception as error:
             raise ExperimentError(f"{where}: cannot be imported: {one_line(error)}") from error
+
+    def _nearest(self, name: str) -> str:
+        """The hint for a name that this registry does not have."""
+        hint = nearest(name, self._plugs)
+        if not hint.startswith("allowed"):
+            return hint
+        from fedsim.listing import PLUGS  # which imports all that registers plugs
+
+        others = [key for key, registry in PLUGS.values() if name in registry.names()]
+        return f"{name} goes with {' or '.join(others)}" if others else f'{hint}, or your own as "package.module:name"'
 
     def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
         if not self._given:

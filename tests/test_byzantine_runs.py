@@ -182,7 +182,10 @@ def test_bmuf_with_nesterov_sends_workers_the_row_it_looks_ahead_to(tables):
         ({"aggregate": {"rule": []}}, r"aggregate.rule = \[\]: needs a rule"),
         ({"aggregate": {"rule": [{"name": "krum"}]}}, "a stage is a name or a table with the key rule"),
         ({"aggregate": {"rule": 3}}, "aggregate.rule = 3: must be a name, or a list"),
-        ({"aggregate": {"rule": ["nnm", "krum"], "tau": 3}}, r"tau = 3: unknown key \(the rule is nnm \+ krum; "),
+        (
+            {"aggregate": {"rule": ["nnm", "krum"], "tau": 3}},
+            r"tau = 3: unknown key \(the rule is nnm \+ krum\); tau goes",
+        ),
         ({"aggregate": {"f": -1}}, "aggregate.f = -1: must be greater than or equal to 0"),
     ],
 )
@@ -196,7 +199,7 @@ def test_what_is_impossible_is_one_clear_line(change, message, tables):
     [
         (["nnm", {"rule": "krum", "fe": 2}], r'rule\[1\].fe = 2: unknown key \(.* krum\); did you mean "f"\?'),
         ([{"rule": "bucketing", "s": 0}, "krum"], r"rule\[0\].s = 0: must be greater than 0"),
-        (["nnm", {"rule": "krum", "m": 2}], r"rule\[1\].m = 2: unknown key \(.* krum; m goes with multi_krum\)"),
+        (["nnm", {"rule": "krum", "m": 2}], r"rule\[1\].m = 2: unknown key \(.* krum\); m goes with multi_krum"),
         (["nnm", {"rul": "krum"}], r'rule\[1\] = \{rul = "krum"\}: a stage is a name or a table with the key rule'),
         (["nnm", "krumm"], r'rule\[1\] = "krumm": no such aggregation rule; did you mean "krum"\?'),
         (["nmn", "krum"], r'rule\[0\] = "nmn": no such pre-aggregator; did you mean "nnm"\?'),
@@ -230,7 +233,7 @@ def test_a_parameter_of_all_stages_is_named_by_its_own_place(tables):
     ],
 )
 def test_a_parameter_of_another_rule_is_said_to_be_that_ones(table, other, tables):
-    with pytest.raises(ExperimentError, match=rf"^aggregate.. = 2: unknown key \(the rule is .*; {other}\); allowed: "):
+    with pytest.raises(ExperimentError, match=rf"^aggregate.. = 2: unknown key \(the rule is .*\); {other}$"):
         fedsim.Experiment(**{**tables, "aggregate": table})
 
 

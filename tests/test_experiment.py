@@ -61,8 +61,6 @@ def lines_of(tables):
         ),
         ({"name": ""}, 'name = "": must be one or more of a-z'),
         ({"name": "a\nb"}, 'name = "a\\nb": must be one or more of a-z'),
-        ({"lr": 0.1}, 'lr = 0.1: unknown key; did you mean "local.lr" or "server.lr"?'),
-        ({"learning_rate": 0.1}, 'learning_rate = 0.1: unknown key; did you mean "local.lr" or "server.lr"?'),
         ({"epochs": 2}, 'epochs = 2: unknown key; did you mean "local.epochs"?'),
         ({"batch-size": 2}, 'batch-size = 2: unknown key; did you mean "local.batch_size"?'),
         ({"rule": "krum"}, 'rule = "krum": unknown key; did you mean "aggregate.rule"?'),
@@ -70,7 +68,7 @@ def lines_of(tables):
         ({"alpha": 1.0}, 'alpha = 1.0: unknown key; did you mean "partition.alpha" or "server.alpha" or "policy.'),
         (
             {"alpha": 1.0, "partition": "dirichlet"},
-            'alpha = 1.0: unknown key; did you mean "partition.alpha"? allowed: name',
+            'alpha = 1.0: unknown key; did you mean "partition.alpha"?',
         ),
         ({"xyzzy": {"a": [True]}}, "xyzzy = {a = [true]}: unknown key; allowed: name"),
         (
@@ -93,7 +91,7 @@ def lines_of(tables):
         ),
         (
             {"partition": {"strategy": "iid", "alpha": 1}},
-            "partition.alpha = 1: unknown key (the partition strategy is iid; alpha goes with dirichlet, ",
+            "partition.alpha = 1: unknown key (the partition strategy is iid); alpha goes with dirichlet, ",
         ),
         ({"local": {"lr": "fast"}}, 'local.lr = "fast": must be a valid number'),
         ({"local": {"lr": -1.0}}, "local.lr = -1.0: must be greater than or equal to 0"),
@@ -276,7 +274,7 @@ CLOCK = {"mode": "clock"}
         ({"policy": "asdg", **CLOCK}, 'policy.name = "asdg": no such policy; did you mean "asgd"'),
         (
             {"policy": {"name": "asgd", "k": 2}, **CLOCK},
-            "policy.k = 2: unknown key (the policy is asgd; k goes with k_sync, k_async, fedbuff)",
+            "policy.k = 2: unknown key (the policy is asgd); k goes with k_sync, k_async, fedbuff",
         ),
         ({"clock": {"base": 2.0}}, "clock: goes with mode=clock; leave [clock] out"),
         ({"clock": {"noise": "lognormal"}}, "clock: goes with mode=clock; leave [clock] out"),

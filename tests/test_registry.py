@@ -88,7 +88,7 @@ def test_a_wrong_parameter_is_one_line_with_place_and_value(registry, values, me
 def test_a_parameter_of_other_plugs_names_them(registry):
     registry("other")(lambda value, *, lots: value)
     with pytest.raises(
-        ExperimentError, match=r"x.lots = 1: unknown key \(the gadget is double; lots goes with other\);"
+        ExperimentError, match=r"x.lots = 1: unknown key \(the gadget is double\); lots goes with other"
     ):
         registry.get("double").check({"times": 1, "lots": 1}, "x")
 

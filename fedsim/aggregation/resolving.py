@@ -8,7 +8,7 @@ from typing import Any
 
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.rule import bind_rule, pre_aggregator, rule
-from fedsim.errors import MOST_PROBLEMS, ExperimentError, nearest, show
+from fedsim.errors import MOST_PROBLEMS, ExperimentError, nearest_key, show
 from fedsim.registry import Plug, goes_with
 
 Stage = str | dict[str, Any]
@@ -73,8 +73,8 @@ def _refuse_unknown(params: dict[str, Any], plugs: list[Plug], place: str, besid
     keys = list(dict.fromkeys([*beside, *sorted(known)]))
     lines = []
     for name in unknown[:MOST_PROBLEMS]:
-        others = goes_with(name, [*rule, *pre_aggregator])
-        lines.append(f"{name} = {show(params[name])}: unknown key ({kind}{others}); {nearest(name, keys)}")
+        hint = goes_with(name, [*rule, *pre_aggregator]) or nearest_key(name, keys, place)
+        lines.append(f"{name} = {show(params[name])}: unknown key ({kind}); {hint}")
     raise ExperimentError(*(f"{place}.{line}" if place else line for line in lines))
 
 

@@ -231,7 +231,7 @@ def test_a_policy_axis_takes_names_and_tables():
     ("variant", "message"),
     [
         ({"polcy": "asgd"}, 'variant=b: polcy = "asgd": unknown key; did you mean "policy"?'),
-        ({"policy": {"name": "ssp", "k": 3}}, "variant=b: policy.k = 3: unknown key (the policy is ssp; k goes with"),
+        ({"policy": {"name": "ssp", "k": 3}}, "variant=b: policy.k = 3: unknown key (the policy is ssp); k goes with"),
         ({"local": {"steps": 3, "epochs": 1}}, "variant=b: local: give epochs or steps, not both"),
         ({"local": {"lr": -1.0}}, "variant=b: local.lr = -1.0: must be"),
         ({"workers": 3}, "variant=b workers=2: workers: is set by two axes"),

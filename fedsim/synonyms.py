@@ -1,0 +1,146 @@
+"""What other libraries and papers call the keys and names of an experiment, for the hints of error messages.
+
+`fedsim.errors.nearest` looks words up here, in lower case and with underscores.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+Meaning = TypeVar("Meaning")
+
+
+def _each(table: dict[str, Meaning]) -> dict[str, Meaning]:
+    """A table with one entry for each of the words that a key lists."""
+    return {word: meaning for words, meaning in table.items() for word in words.split()}
+
+
+# Words for keys, each with the dotted keys that may be meant.
+KEYS: dict[str, tuple[str, ...]] = _each(
+    {
+        "clients num_clients n_clients nb_clients number_of_clients total_clients client_num "
+        "num_workers n_workers nb_workers nodes num_nodes users num_users participants parties agents "
+        "world_size num_supernodes nb_honest n": ("workers",),
+        "clients_per_round num_clients_per_round users_per_round workers_per_round cohort_size": ("cohort",),
+        "num_rounds n_rounds nb_rounds num_server_rounds communication_rounds comm_rounds "
+        "global_rounds global_epochs iterations num_iterations iters nb_steps max_rounds": ("rounds",),
+        "max_epochs": ("rounds", "local.epochs"),
+        "num_epochs n_epochs local_epochs epoch client_epochs": ("local.epochs",),
+        "num_steps local_steps local_iterations local_updates max_steps": ("local.steps",),
+        "bs batch batchsize minibatch minibatch_size local_batch_size client_batch_size train_batch_size local_bs": (
+            "local.batch_size",
+        ),
+        "learning_rate learningrate step_size stepsize eta": ("local.lr", "server.lr"),
+        "local_lr client_lr client_learning_rate local_learning_rate": ("local.lr",),
+        "server_lr global_lr server_learning_rate": ("server.lr",),
+        "optimizer optimiser optim opt": ("local.solver", "server.optimizer"),
+        "local_optimizer client_optimizer": ("local.solver",),
+        "wd l2 l2_reg weight_decay_rate": ("local.weight_decay",),
+        "aggregator aggregation aggregation_rule agg gar defense defence robust_aggregator": ("aggregate.rule",),
+        "algorithm fl_algorithm method": ("aggregate.rule", "local.solver", "policy.name"),
+        "strategy": ("aggregate.rule", "partition.strategy"),
+        "byzantine_fraction malicious_fraction attack_fraction attacker_ratio byz_ratio": ("attack.fraction",),
+        "attack_name attack_type byzantine_attack": ("attack.name",),
+        "tolerance num_tolerated nb_declared_byz": ("aggregate.f",),
+        "split splitter partitioner data_distribution heterogeneity data_split": ("partition.strategy",),
+        "dirichlet_alpha dirichlet_beta dir_alpha": ("partition.alpha",),
+        "data_dir data_path datadir data_folder root_dir": ("data.root",),
+        "dataset_name datasets": ("data.dataset",),
+        "augmentation augmentations transform transforms": ("data.augment",),
+        "net network architecture arch backbone model_name": ("model.name",),
+        "num_classes n_classes": ("model.classes",),
+        "random_seed random_state manual_seed rng_seed": ("seed",),
+        "num_processes n_processes nproc n_jobs num_cpus cores": ("processes",),
+        "threads num_threads n_threads": ("threads_per_process",),
+        "dtype amp mixed_precision autocast": ("precision",),
+        "save_every save_interval checkpoint_every checkpoint_interval": ("checkpoint.every",),
+        "save_model": ("records.model",),
+        "tb use_tensorboard": ("records.tensorboard",),
+        "torch_compile": ("compile",),
+        "delay delays network_delay": ("clock.latency",),
+    }
+)
+
+# Words for names of models, rules, attacks and so on, each with the names that may be meant; those of another kind than
+# the one asked for do not count.
+NAMES: dict[str, tuple[str, ...]] = _each(
+    {
+        "fedavg federated_averaging": ("weighted_mean", "sync", "sgd"),
+        "avg average averaging": ("mean",),
+        "comed cwmed coordinate_median coordinatewise_median": ("median",),
+        "geomed geometric gm rfa": ("geometric_median",),
+        "tm trmean cwtm": ("trimmed_mean",),
+        "cc clipping": ("centered_clipping", "norm_clipping"),
+        "mlp dnn fc": ("2nn",),
+        "lenet lenet5 convnet conv": ("cnn", "net"),
+        "linear softmax logreg logistic_regression": ("logistic",),
+        "lda noniid non_iid niid dir hetero heterogeneous": ("dirichlet",),
+        "pathological sort_and_partition": ("shards",),
+        "random uniform homogeneous": ("iid",),
+        "fashion fmnist fashionmnist": ("fashion_mnist",),
+        "signflip signflipping sf reverse_sign": ("sign_flipping",),
+        "labelflip labelflipping lf": ("label_flipping",),
+        "noise random_noise": ("gaussian",),
+        "little a_little_is_enough lie": ("alie",),
+        "foe inner_product inner_product_manipulation": ("ipm",),
+        "zero zeros lazy": ("free_rider",),
+        "vmap vectorized": ("batched",),
+        "multiprocessing parallel processes ray": ("spawn",),
+        "ddp torchrun": ("distributed",),
+        "single sequential": ("serial",),
+        "async asynchronous fedasgd": ("asgd", "fedasync"),
+    }
+)
+
+# Words for what is written in another form, or does not exist.
+NOTES: dict[str, str] = _each(
+    {
+        "gpu gpus cuda use_cuda use_gpu num_gpus accelerator devices": "write device=cuda",
+        "cpu use_cpu no_cuda": "write device=cpu",
+        "fp16 half": "write precision=float16",
+        "bfloat16": "write precision=bf16",
+        "iid is_iid": "write partition=iid, or partition=dirichlet partition.alpha=0.1",
+        "noniid non_iid niid": "write partition=dirichlet partition.alpha=0.1",
+        "fraction_fit fraction_train client_fraction sample_fraction participation frac "
+        "participation_rate client_rate": "write cohort=N, a number of workers",
+        "byzantine num_byzantine n_byzantine nb_byz nb_byzantine byz n_byz byzantines byzantine_workers "
+        "malicious num_malicious malicious_clients attackers num_attackers adversaries "
+        "num_adversaries": "write attack.fraction=0.2 or attack.workers=[0,1]; aggregate.f is what the rule withstands",
+        "pre_aggregators pre_aggregator preagg pre_agg": 'write aggregate.rule=["nnm","median"]',
+        "fedprox proximal_mu": "write local.solver=fedprox local.mu=0.01",
+        "fedsgd": "write sync=gradients",
+        "fedadam": "write server=adam",
+        "fedyogi": "write server=yogi",
+        "fedadagrad": "write server=adagrad",
+        "fedavgm": "write server=momentum",
+        "async_mode is_async": "write mode=clock policy=fedbuff",
+        "out output output_dir outdir out_dir save_dir save_path log_dir logdir results_dir": "write --out FOLDER",
+        "resume resume_from ckpt checkpoint_path load_from": "write --resume FOLDER",
+        "save": "records.model=false leaves the model out, and --out FOLDER says where the records go",
+        "quiet silent": "write --quiet",
+        "verbose log_every log_interval print_every": "every round is one line; --quiet prints none",
+        "target target_accuracy": "fedsim compare --target 0.97 says how long a run takes to reach an accuracy",
+        "patience early_stopping early_stop": "there is no early stopping; set rounds",
+        "test_every eval_every eval_interval eval_freq test_interval test_freq evaluate_every "
+        "test_step": "the model is tested after every round; there is no key for it",
+        "scheduler lr_scheduler lr_schedule warmup cosine lr_step": "there is no learning-rate schedule",
+        "grad_clip clip max_grad_norm clip_grad_norm gradient_clipping clip_norm": (
+            "there is no gradient clipping; aggregate.rule=norm_clipping clips the updates"
+        ),
+        "dp differential_privacy noise_multiplier target_epsilon": "there is no differential privacy",
+        "secure_aggregation secagg encryption": "there is no secure aggregation",
+        "compression compressor quantization sparsification": "there is no compression of updates",
+        "wandb use_wandb mlflow": "in Python, fedsim.run(..., on_round=f) calls f after every round",
+        "loss criterion loss_fn loss_function": "there is no key for the loss",
+        "metric metrics": "there is no key for metrics; loss and accuracy are recorded",
+        "shuffle": "there is no key for it; samples are shuffled in every epoch",
+        "config config_file": "name the file itself: fedsim run CONFIG.toml",
+        "callback callbacks on_round": "in Python, fedsim.run(..., on_round=f) calls f after every round",
+        "scaffold feddyn fednova moon ditto fedbn pfedme": "it is not part of fedsim",
+        "cifar cifar10 cifar_10 cifar100 emnist femnist svhn imagenet shakespeare celeba": (
+            'write a function that returns it, data="package.module:function"'
+        ),
+        "resnet resnet18 resnet20 resnet50 vgg vgg11 vgg16 mobilenet transformer lstm rnn gru vit "
+        "bert": 'write your own, model="package.module:Class"',
+    }
+)

@@ -1,0 +1,101 @@
+"""Mistakes that newcomers make, and the one line that each of them gets."""
+
+from __future__ import annotations
+
+import pytest
+
+ALLOWED = "allowed: "
+
+WORDS = [
+    # keys, by the names that other libraries have for them
+    ("roundz=3", 'roundz = 3: unknown key; did you mean "rounds"?'),
+    ("learning-rate=0.1", 'did you mean "local.lr" or "server.lr"?'),
+    ("local.learning_rate=0.1", 'did you mean "lr"?'),
+    ("partition.alpha=0.1", "alpha goes with dirichlet, dirichlet_workers, virtual"),
+    ("clients=10", 'did you mean "workers"?'),
+    ("clients_per_round=3", 'did you mean "cohort"?'),
+    ("batch=3", 'did you mean "local.batch_size"?'),
+    ("optimizer=adam", 'did you mean "local.solver" or "server.optimizer"?'),
+    ("local.optimizer=adam", 'did you mean "solver"?'),
+    ("model.lr=0.1", 'did you mean "local.lr" or "server.lr"?'),
+    ("byzantine=2", "write attack.fraction=0.2 or attack.workers=[0,1]"),
+    ("attack.num_byzantine=2", "write attack.fraction=0.2 or attack.workers=[0,1]"),
+    ("gpu=true", "write device=cuda"),
+    ("patience=3", "there is no early stopping"),
+    ("save=false", "records.model=false"),
+    ("test_every=5", "the model is tested after every round"),
+    ("local.workers=8", "workers is a top-level key"),
+    ("xyzzy=3", f"xyzzy = 3: unknown key; {ALLOWED}name, seed, rounds"),
+    # names
+    ("aggregate.rule=medain", 'no such aggregation rule; did you mean "median"?'),
+    ("aggregate=fedavg", 'did you mean "weighted_mean"?'),
+    ("aggregate=trimmed", 'did you mean "trimmed_mean"?'),
+    ("aggregate=fedprox", "write local.solver=fedprox"),
+    ("aggregate=fedbuff", "fedbuff goes with policy.name"),
+    ("partition=noniid", 'did you mean "dirichlet"?'),
+    ("partition=lda", 'did you mean "dirichlet"?'),
+    ("model=mlp", 'did you mean "2nn"?'),
+    ("model=MyNet", f'{ALLOWED}net, cnn, 2nn, logistic, or your own as "package.module:name"'),
+    ("data=emnist", 'write a function that returns it, data="package.module:function"'),
+    # options that are keys
+    ("--rounds 3", "--rounds: no such option; did you mean rounds=3?"),
+    ("--lr=0.1", "--lr: no such option; did you mean local.lr=0.1 or server.lr=0.1?"),
+    ("--clients 10", "--clients: no such option; did you mean workers=10?"),
+    ("--batch-size 3", "did you mean local.batch_size=3?"),
+    ("--gpu", "--gpu: no such option; write device=cuda"),
+    ("--dryrun", 'did you mean "--dry-run"?'),
+    ("-v", f"{ALLOWED}--out, --resume"),
+    # what a shell takes apart
+    ("rounds 3", '"rounds 3": write rounds=3, without spaces'),
+    ("rounds = 3", '"rounds = 3": write rounds=3, without spaces'),
+    ("rounds: 3", '"rounds: 3": write rounds=3, without spaces'),
+    ("rounds:3", '"rounds:3": write rounds=3, without spaces'),
+    ("rounds", "this key needs a value"),
+    ("attack.workers=[0, 1]", "put it in quotes, as in 'attack.workers=[0, 1]'"),
+    ("aggregate.rule=[nnm,median]", """names in it need double quotes, and a shell single ones around it: '["nnm","""),
+    ('model={name="net"', "is neither a list nor a table of TOML"),
+    ("nothere.toml", "no such file"),
+    ("a.toml b.toml", '"b.toml": expected key=value; the experiment is "a.toml" already'),
+    (".", "cannot be read: Is a directory"),
+]
+
+FILES = [
+    ("rounds: 3", "line 1: experiments are TOML files, not YAML: write rounds = 3 for rounds: 3"),
+    ("local:\n  lr: 0.1", "line 1: experiments are TOML files, not YAML"),
+    ("---\nrounds: 3", "line 1: experiments are TOML files, not YAML"),
+    ('{"rounds": 3}', "experiments are TOML files, not JSON"),
+    ("model = net", 'line 1: "model = net" is not TOML; write model = "net"'),
+    ("rounds = 3\nmodel = 2nn  # small", 'write model = "2nn"'),
+    ("compile = True", "write compile = true"),
+    ("aggregate.rule = [nnm, median]", 'write aggregate.rule = ["nnm", "median"]'),
+    ("partition = {strategy: iid}", 'write partition = {strategy = "iid"}'),
+    ("attack.workers = 0,1", "write attack.workers = [0,1]"),
+    ("local.lr = .1;", "write local.lr = 0.1"),
+    ("cohort = None", "TOML cannot express None; omit the key cohort"),
+    ("rounds = 3\nrounds = 4", "line 2: rounds is there twice"),
+    ("rounds = [1, 2", "cannot be read as TOML: Unclosed array"),
+    ("[local]\nlr = 0.1\nworkers = 8", "workers is a top-level key: in a file it stands above the first [table]"),
+]
+
+
+def line_of(done, code=2):
+    assert done.exit_code == code, done.output
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(("words", "hint"), WORDS, ids=lambda value: value[:40])
+def test_a_mistake_on_the_command_line_is_one_line_that_helps(cli, words, hint):
+    line = line_of(cli("run", *words.split(), "--dry-run"))
+    assert hint in line
+    assert ALLOWED in hint or ALLOWED not in line, "a list only where there is no better hint"
+
+
+@pytest.mark.parametrize(("text", "hint"), FILES, ids=lambda value: value[:40])
+def test_a_mistake_in_a_file_is_one_line_that_helps(cli, tmp_path, text, hint):
+    (tmp_path / "mine.toml").write_text(text)
+    line = line_of(cli("run", "mine.toml", "--dry-run"))
+    assert line.startswith("error: mine.toml: ")
+    assert hint in line
