@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from fedsim.errors import (
     ExperimentError,
     FedsimError,
     WorkerError,
+    cut,
     nearest,
     printable,
     show,
@@ -287,18 +289,19 @@ def _source_and_overrides(words: list[str], context: typer.Context) -> tuple[str
 
 def _refuse_spaces(words: list[str]) -> None:
     """Raise ExperimentError for key=value with spaces in it, which a shell takes apart: `rounds = 3`, `x=[0, 1]`."""
+    from fedsim.experiment import keys_called
+
     for index, word in enumerate(words):
-        rest = " ".join(words[index:])
-        apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", rest)
+        rest = words[index:]
+        apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
         if "=" not in word.removesuffix("=") and apart and (keys := keys_called(apart[1])):
             wanted = " or ".join(f"{key}={apart[2]}" for key in keys)
             raise ExperimentError(f"{show(apart[0])}: write {wanted}, without spaces")
-        if "=" not in word and keys_called(word) and not Path(word).exists():
+        if "=" not in word and not _is_folder(word) and keys_called(word):
             raise ExperimentError(f"{word}: this key needs a value, as in {word}=VALUE")
-        for end in range(index + 2, len(words) + 1):
-            joined = " ".join(words[index:end])
-            if _is_open(word) and not _is_open(joined):
-                raise ExperimentError(f"{joined}: has spaces; put it in quotes, as in '{joined}'")
+        pieces = itertools.accumulate(rest, "{} {}".format) if _is_open(word) else ()
+        if whole := next((piece for piece in pieces if not _is_open(piece)), None):
+            raise ExperimentError(f"{cut(whole)}: has spaces; put it in quotes, as in '{cut(whole)}'")
 
 
 def _is_open(word: str) -> bool:

@@ -174,9 +174,9 @@ class Registry:
         hint = nearest(name, self._plugs)
         if not hint.startswith("allowed"):
             return hint
-        from fedsim.listing import PLUGS  # which imports all that registers plugs
+        from fedsim.listing import PLUGS, registry_of  # which imports all that registers plugs
 
-        others = [key for key, registry in PLUGS.values() if name in registry.names()]
+        others = [key for kind, (key, _) in PLUGS.items() if name in registry_of(kind).names()]
         return f"{name} goes with {' or '.join(others)}" if others else f'{hint}, or your own as "package.module:name"'
 
     def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
