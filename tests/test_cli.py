@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import tempfile
 import time
 from pathlib import Path
 
@@ -230,23 +229,38 @@ def test_ctrl_c_ends_all_processes_at_once_and_says_what_there_is(tmp_path, mome
         assert not (tmp_path / "x").exists()
 
 
-def test_sigterm_ends_all_processes_and_leaves_no_temporary_folder(tmp_path):
-    with tempfile.TemporaryDirectory() as folder:  # whose path is short enough for sockets
-        temporary = Path(folder)
-        _run_and_terminate(tmp_path, temporary)
-        assert list(temporary.iterdir()) == []
-
-
-def _run_and_terminate(tmp_path, temporary):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_program_leaves_no_process_and_nothing_in_the_temporary_folder(number, tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
     process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
     read_until(process, "    3")
-    process.terminate()
+    process.send_signal(number)
     out, error = process.communicate(timeout=20)
-    assert process.returncode == 143
-    assert error.strip() == "terminated"
-    assert re.search(r"\d+ of 100000 rounds are in x; --resume x goes on with it\n$", out)
+    if number == signal.SIGTERM:
+        assert (process.returncode, error.strip()) == (143, "terminated")
+        assert re.search(r"\d+ of 100000 rounds are in x; --resume x goes on with it\n$", out)
     assert_none_left(process.pid)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_process_is_replaced_after_the_temporary_folder_was_removed(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "model=logistic", "rounds=200", "--out", "x"]
+    process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
+    read_until(process, "    3")
+    temporary.rmdir()
+    (worker,) = (pid for pid in processes_of_group(process.pid) if b"spawn_main" in _command(pid))
+    os.kill(worker, signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert re.fullmatch("warning: process 0, .* was killed by SIGKILL .* done again .*", error.strip())
+
+
+def _command(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_the_front_door_runs_the_engine_spawn_to_its_end_even_if_it_was_suspended(tmp_path):

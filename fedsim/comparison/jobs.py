@@ -16,7 +16,6 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ from fedsim.preparation import Setting
 from fedsim.records import RoundRecord
 from fedsim.runs.running import run
 from fedsim.system.limits import require_files
+from fedsim.system.messages import Channel
 from fedsim.system.processes import (
-    DISMISSED,
     GRACE,
     Child,
     begin_as_child,
@@ -202,7 +201,7 @@ class Job:
         dead = self._child.exitcode is not None  # looked at first, so that what it said before is still heard
         try:
             while self._child.pipe.poll():
-                kind, content = self._child.pipe.recv()
+                kind, content = self._child.pipe.receive().load()
                 self._heard(kind)
                 if kind in ("round", "end"):
                     yield kind, content
@@ -247,13 +246,14 @@ def _serve(pipe: Connection, board: Board) -> None:
     """The life of a job."""
     begin_as_child()
     Seat.watched = board
-    pipe.send(("started", None))
+    channel = Channel(pipe)
+    channel.send(("started", None))
     with Workshop() as workshop, contextlib.suppress(EOFError, OSError):  # of the pipe: the parent is gone
-        while (message := pipe.recv_bytes()) != DISMISSED:
+        while (message := channel.receive()) is not None:
             board.write(0, WORKER, NOBODY)
             board.write(0, ROUND, 0)
             try:
-                experiment, folder = ForkingPickler.loads(message)
+                experiment, folder = message.load()
             except Exception as error:  # it refers to what cannot be imported here
                 failure: str | None = f"{one_line(error)}\n{traceback.format_exc()}"
             else:
@@ -261,7 +261,7 @@ def _serve(pipe: Connection, board: Board) -> None:
                     experiment,
                     folder,
                     workshop,
-                    on_start=lambda setting: pipe.send(("begun", None)),
-                    on_round=lambda record: pipe.send(("round", record)),
+                    on_start=lambda setting: channel.send(("begun", None)),
+                    on_round=lambda record: channel.send(("round", record)),
                 )
-            pipe.send(("end", failure))
+            channel.send(("end", failure))

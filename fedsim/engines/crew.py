@@ -13,9 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import resource_sharer, util
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
 import torch
@@ -40,8 +38,8 @@ from fedsim.engines.barrier import (
 )
 from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError, one_line
 from fedsim.system.limits import require_files
+from fedsim.system.messages import Channel, Message, ReceivedMessage
 from fedsim.system.processes import (
-    DISMISSED,
     GRACE,
     Child,
     begin_as_child,
@@ -49,7 +47,6 @@ from fedsim.system.processes import (
     how_its_start_ended,
     interrupts_held,
     require_importable_main,
-    require_short_temporary_folder,
 )
 
 START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and report for work
@@ -149,11 +146,9 @@ class Crew:
 
     def __init__(self, count: int, threads: int = 1, timeout: float = 300.0) -> None:
         require_importable_main(INSTEAD)
-        require_short_temporary_folder(INSTEAD)
         require_files(count, INSTEAD)
         self.count, self._timeout = count, timeout
         self._board = Board(count)
-        util.get_temp_dir()  # where processes put their sockets: ours, which we remove even if they are killed
         self._children: list[Child] = []
         self._ready = False
         try:
@@ -178,7 +173,7 @@ class Crew:
             if not self._ready:
                 self._collect(START_TIMEOUT)  # each process reports for work once
                 self._ready = True
-            message = (function, arguments)
+            message = Message((function, arguments))
             for index, child in enumerate(self._children):
                 try:
                     child.pipe.send(message)
@@ -187,7 +182,6 @@ class Crew:
             return self._collect(self._timeout)
         except BaseException:
             self.close()
-            resource_sharer.stop(GRACE)  # of what was sent by handle, lets go of all that nobody will fetch any more
             raise
 
     @property
@@ -242,13 +236,8 @@ class Crew:
     def _receive(self, index: int) -> Any:
         child = self._children[index]
         try:
-            kind, content = child.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            raise self._death(index) from None
-        except OSError:  # it died as it was sending, or before what it sent by handle had been fetched
-            child.wait(GRACE)
-            if child.exitcode is None:
-                raise
+            kind, content = child.pipe.receive().load()
+        except (EOFError, ConnectionResetError):  # it died, perhaps as it was sending
             raise self._death(index) from None
         if kind == "result":
             return content
@@ -297,20 +286,19 @@ def _serve(pipe: Connection, index: int, board: Board, threads: int, timeout: fl
     torch.set_num_threads(threads)
     gc.freeze()  # what is imported by now stays: collections, of which each task's end is one, need not look at it
     seat = Seat(index, board.count, board, Barrier(board, index, timeout + GRACE))  # the parent speaks up first
-    pipe.send(("result", None))  # reports for work
+    channel = Channel(pipe)
+    channel.send(("result", None))  # reports for work
     with contextlib.suppress(EOFError, OSError):  # of the pipe: the parent is gone
-        while (message := pipe.recv_bytes()) != DISMISSED:
-            pipe.send(_answer(seat, message))
+        while (message := channel.receive()) is not None:
+            channel.send(_answer(seat, message))
     seat.belongings.clear()
 
 
-def _answer(seat: Seat, message: bytes) -> tuple[str, Any]:
+def _answer(seat: Seat, message: ReceivedMessage) -> Message | tuple[str, Any]:
     """Carry out a call, and say what came of it."""
     try:
-        function, arguments = ForkingPickler.loads(message)
-        result = function(seat, *arguments)
-        ForkingPickler.dumps(result)  # what cannot be sent is this call's failure too
-        return "result", result
+        function, arguments = message.load()
+        return Message(("result", function(seat, *arguments)))  # what cannot be pickled is this call's failure too
     except AbortedError:
         return "aborted", None
     except DeadlineError:  # mostly the parent finds that out first

@@ -7,19 +7,17 @@ import ctypes
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import current_process, get_context, parent_process, resource_tracker
 from typing import Any
 
-from fedsim.errors import WorkerError, show, show_warnings_as_lines
+from fedsim.errors import WorkerError, show_warnings_as_lines
 from fedsim.system.limits import remedy_of_limit
+from fedsim.system.messages import Channel
 
 GRACE = 2.0  # seconds for a process to go by itself before it is killed
-LONGEST_TEMPORARY_FOLDER = 75  # bytes; a socket's path has 107 at most, 32 of which multiprocessing adds
-DISMISSED = b""  # in place of a pickled message
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 
 
@@ -27,7 +25,8 @@ class Child:
     """A spawn process and the parent's end of a pipe to it. Start it inside `interrupts_held`.
 
     Args:
-        serve: what it does, `serve(pipe, *arguments)`: `begin_as_child`, and then answer messages until DISMISSED.
+        serve: what it does, `serve(pipe, *arguments)`, with a Connection: `begin_as_child`, and then answer the
+            messages of a Channel until it is dismissed.
         arguments: picklable, or what multiprocessing hands to processes as they start.
         name: of the process.
         daemon: whether it may have no processes of its own, and is ended where the parent forgets to.
@@ -38,7 +37,8 @@ class Child:
     def __init__(self, serve: Callable[..., object], *arguments: Any, name: str, daemon: bool) -> None:
         context = get_context("spawn")
         with _refusals_as_errors():
-            self.pipe, theirs = context.Pipe()
+            ours, theirs = context.Pipe()
+            self.pipe = Channel(ours)
             with theirs:
                 self._process = context.Process(target=serve, args=(theirs, *arguments), name=name, daemon=daemon)
                 self._process.start()
@@ -63,7 +63,7 @@ class Child:
     def dismiss(self) -> None:
         """Ask it to go once it has ended what it does; one that is gone already is not asked."""
         with contextlib.suppress(OSError):
-            self.pipe.send_bytes(DISMISSED)
+            self.pipe.dismiss()
 
     def close(self, deadline: float) -> None:
         """Wait until it is gone; kill it where it has not gone by then, a time of `time.monotonic`."""
@@ -127,26 +127,6 @@ def require_importable_main(instead: str) -> None:
         raise WorkerError(
             f"processes cannot import a program that comes from {path}: it needs to be a file, with "
             f'`if __name__ == "__main__":` around what it does, or else {instead}'
-        )
-
-
-def require_short_temporary_folder(instead: str) -> None:
-    """Before processes are started, which hand tensors to each other through sockets in the temporary folder.
-
-    Raises WorkerError, with what to do `instead`, where there is none that can be written, or where its path is too
-    long for the name of a socket.
-    """
-    try:
-        folder = tempfile.gettempdir()
-    except FileNotFoundError:
-        raise WorkerError(
-            "TMPDIR: processes meet at sockets in a temporary folder, and none can be written here (TMPDIR = "
-            f"{show(os.environ.get('TMPDIR', ''))}, /tmp, /var/tmp, the working folder); name one, or {instead}"
-        ) from None
-    if os.name == "posix" and len(os.fsencode(folder)) > LONGEST_TEMPORARY_FOLDER:
-        raise WorkerError(
-            f"TMPDIR = {show(folder)}: processes meet at sockets in it, for which its path must have at most "
-            f"{LONGEST_TEMPORARY_FOLDER} bytes, not {len(os.fsencode(folder))}; name a shorter one, or {instead}"
         )
 
 

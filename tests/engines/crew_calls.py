@@ -25,6 +25,11 @@ def add_to(seat, tensor, value):
     tensor[seat.index] += value
 
 
+def add_to_all(seat, tensors):
+    for tensor in tensors:
+        tensor[seat.index] += 1
+
+
 def remember(seat, value=None):
     if value is not None:
         seat.belongings["value"] = value

@@ -1,0 +1,145 @@
+"""Messages between two processes: what is pickled, and the open files that it refers to, through one pipe.
+
+Tensors in shared memory, and `Counters`, are pickled as the descriptors of their files. multiprocessing would pass
+these through a socket in a folder of the temporary folder, and that folder stays if the process is killed. Here they
+follow their message through its own pipe (SCM_RIGHTS), so nothing needs a name in a file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from contextvars import ContextVar
+from multiprocessing.connection import Connection
+from multiprocessing.context import get_spawning_popen, set_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+PASSES_FILES = hasattr(socket, "send_fds")  # not on Windows, where multiprocessing passes handles by itself
+COUNT_BYTES = 4  # of the number of files, at the start of a message
+MOST_FILES = 200  # in one system call; Linux allows 253
+DISMISSED = b""  # in place of a message: the receiver is to end
+
+_received: ContextVar[list[int]] = ContextVar("fedsim_received")  # descriptors of the message that is being unpickled
+
+
+class Message:
+    """A picklable object as bytes, with the descriptors of the files that it refers to.
+
+    The object is kept, since its files have to stay open until the message is sent.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self.content, self.descriptors = content, list[int]()
+        with _collecting(self):
+            self.data = bytes(ForkingPickler.dumps(content))
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        """What multiprocessing calls for each file while it pickles; see `_collecting`."""
+        if descriptor not in self.descriptors:
+            self.descriptors.append(descriptor)
+        return self.descriptors.index(descriptor)
+
+    def DupFd(self, index: int) -> _File:  # noqa: N802  # multiprocessing's name
+        """What stands for a file in the pickled data."""
+        return _File(index)
+
+
+class ReceivedMessage:
+    """A message as it came out of a pipe; call `load` once."""
+
+    def __init__(self, data: bytes, descriptors: list[int]) -> None:
+        self._data, self._descriptors = data, descriptors
+
+    def load(self) -> Any:
+        """The object; raises what unpickling it raises."""
+        token = _received.set(self._descriptors)
+        try:
+            return ForkingPickler.loads(self._data)
+        finally:
+            _received.reset(token)
+            while self._descriptors:
+                os.close(self._descriptors.pop())
+
+
+class Channel:
+    """One end of a duplex pipe of multiprocessing; `multiprocessing.connection.wait` takes it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, content: Any) -> None:
+        """Send an object, or a `Message`. Raises what pickling raises, and OSError where the other end is closed."""
+        message = content if isinstance(content, Message) else Message(content)
+        descriptors = message.descriptors
+        self._connection.send_bytes(len(descriptors).to_bytes(COUNT_BYTES, "big") + message.data)
+        with self._socket(needed=bool(descriptors)) as pipe:
+            for start in range(0, len(descriptors), MOST_FILES):
+                socket.send_fds(pipe, [b"\0"], descriptors[start : start + MOST_FILES])
+
+    def dismiss(self) -> None:
+        """Tell the other end that no further message comes."""
+        self._connection.send_bytes(DISMISSED)
+
+    def receive(self) -> ReceivedMessage | None:
+        """The next message; None if the other end dismisses this one. Raises EOFError or OSError if it is gone."""
+        data = self._connection.recv_bytes()
+        if data == DISMISSED:
+            return None
+        count, descriptors = int.from_bytes(data[:COUNT_BYTES], "big"), list[int]()
+        with self._socket(needed=count > 0) as pipe:
+            while len(descriptors) < count:
+                mark, some, *_ = socket.recv_fds(pipe, 1, MOST_FILES)
+                if not mark or not some:
+                    raise EOFError
+                descriptors += some
+        return ReceivedMessage(data[COUNT_BYTES:], descriptors)
+
+    def poll(self) -> bool:
+        """Whether something is there to be received, be it the end."""
+        return self._connection.poll()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @contextlib.contextmanager
+    def _socket(self, *, needed: bool) -> Iterator[Any]:
+        """The pipe as a socket, which it is where files can be passed."""
+        if not needed:
+            yield None
+            return
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
+            yield pipe
+
+
+class _File:
+    """A file of a message, by its number there."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def detach(self) -> int:
+        """A descriptor of its own, for whoever unpickles the file."""
+        return os.dup(_received.get()[self._index])
+
+
+@contextlib.contextmanager
+def _collecting(message: Message) -> Iterator[None]:
+    """While an object is pickled: have multiprocessing give its files to `message`.
+
+    It asks whoever is set here for each file that is pickled, as it does when it starts a process.
+    """
+    if not PASSES_FILES:
+        yield
+        return
+    before = get_spawning_popen()
+    set_spawning_popen(message)
+    try:
+        yield
+    finally:
+        set_spawning_popen(before)
