@@ -6,7 +6,7 @@ Its tables stand in `sections.py`, what goes together in `consistency.py`, what 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -62,7 +62,7 @@ class Experiment(Table):
     `Experiment(workers=8, local={"lr": 0.1})` takes nested tables. Raises ExperimentError, one line per problem.
     """
 
-    name: Annotated[str, AfterValidator(_name_of_a_folder)] = "mnist5k_sync_sgd"
+    name: Annotated[str, AfterValidator(_name_of_a_folder)] = ""  # by default from model, data and rule
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     rounds: Amount = 10
     workers: Amount = 4
@@ -111,6 +111,12 @@ class Experiment(Table):
         return name
 
     @model_validator(mode="after")
+    def _name_by_content(self) -> Experiment:
+        if not self.name:
+            object.__setattr__(self, "name", default_name(self))  # the model is frozen
+        return self
+
+    @model_validator(mode="after")
     def _check_as_a_whole(self) -> Experiment:
         if lines := problems_with(self):
             raise ExperimentError(*lines)
@@ -155,6 +161,29 @@ class Experiment(Table):
     def resolved(self) -> dict[str, Any]:
         """All keys with their values, defaults included, as nested tables; keys that are unset are left out."""
         return self.model_dump(mode="json", exclude_none=True)
+
+
+def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
+    """`net-mnist5k-weighted_mean`, `net-mnist5k-asgd`, `net-mnist5k-hogwild-race`: an experiment named by its content.
+
+    Model, data, and the rule, or the policy if that is asynchronous; then `race` for a race.
+
+    Args:
+        experiment: whose tables are checked.
+        varied: dotted keys that a comparison varies; the parts that depend on them are left out.
+    """
+    policy, rule = experiment.policy, experiment.aggregate.rule
+    stages = rule if isinstance(rule, list) else [rule]
+    rules = [stage if isinstance(stage, str) else stage["rule"] for stage in stages]
+    parts = [
+        ({"model.name"}, [experiment.model.name]),
+        ({"data.dataset"}, [experiment.data.dataset]),
+        ({"aggregate.rule", "policy.name", "mode"}, rules if policy.bind().in_rounds else [policy.name]),
+        ({"mode"}, ["race"] if experiment.mode == "race" else []),
+    ]
+    words = ["_".join(name.rpartition(":")[2] for name in names) for keys, names in parts if keys.isdisjoint(varied)]
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(filter(None, words))).lstrip("._-")
+    return name[:LONGEST_NAME] or "experiment"
 
 
 def keys_called(name: str) -> list[str]:

@@ -208,6 +208,26 @@ def test_defaults_are_the_default_experiment():
     assert experiment.cohort_size == experiment.workers == 4
 
 
+@pytest.mark.parametrize(
+    ("tables", "name"),
+    [
+        ({}, "net-mnist5k-weighted_mean"),
+        ({"model": "2nn", "data": "mnist", "aggregate": ["nnm", "median"]}, "2nn-mnist-nnm_median"),
+        ({"model": "tests.plugs:sized", "data": "tests.plugs:tiny"}, "sized-tiny-weighted_mean"),
+        ({"mode": "clock", "policy": "asgd"}, "net-mnist5k-asgd"),
+        ({"mode": "race", "policy": "hogwild"}, "net-mnist5k-hogwild-race"),
+        ({"name": "mine"}, "mine"),
+    ],
+)
+def test_a_run_without_a_name_is_called_by_model_data_and_rule_or_policy(tables, name):
+    assert Experiment(**tables).name == name
+
+
+def test_an_override_changes_the_default_name_and_not_a_given_one():
+    assert load_experiment(Experiment(), ["model=2nn"]).name == "2nn-mnist5k-weighted_mean"
+    assert load_experiment(Experiment(name="mine"), ["model=2nn"]).name == "mine"
+
+
 def test_a_bare_string_names_a_plug():
     assert Experiment(partition="contiguous") == Experiment(partition={"strategy": "contiguous"})
     assert Experiment(model="cnn").model.params == {"channels": 1, "classes": 10}

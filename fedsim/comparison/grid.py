@@ -26,7 +26,7 @@ from fedsim.comparison.axes import (
     split_words,
 )
 from fedsim.errors import ExperimentError, cut, show
-from fedsim.experiment import Experiment
+from fedsim.experiment import Experiment, default_name
 from fedsim.loading import Change, describe, experiment_of, file_of, override, parse_word
 from fedsim.permission import words_of
 from fedsim.preparation import task_of
@@ -51,7 +51,7 @@ class Grid:
     """What a comparison runs.
 
     Attributes:
-        name: of the experiment.
+        name: of the experiment; by default from what no axis varies.
         axes: the values of each key that is varied, in order.
         runs: one for each combination; the last axis varies fastest, and the seed fastest of all.
         engine_chosen: whether the experiment itself says with which engine, or how many processes, it runs, or is a
@@ -124,9 +124,17 @@ def load_grid(
     with words_of(file or file_of(source), own, allowed=allow_imports):
         experiments, engine_chosen = _experiments(description, changes, axes)
     points = points_of(axes)
+    experiments = _named_alike(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
     _refuse_equal_runs(runs)
     return Grid(runs[0].experiment.name, axes, runs, engine_chosen, target)
+
+
+def _named_alike(experiments: list[Experiment], points: list[dict[str, Any]]) -> list[Experiment]:
+    """The experiments with one name for all that have none, which does not depend on the values of the axes."""
+    changes = [change for point in points for key, value in point.items() for change in changes_of(key, value)]
+    name = default_name(experiments[0], {key_changed(*change) for change in changes})
+    return [each if "name" in each.model_fields_set else each.model_copy(update={"name": name}) for each in experiments]
 
 
 def _check_number(axes: Axes) -> None:

@@ -10,7 +10,7 @@ from fedsim.tables import leaves_of
 
 # Keys that say how a run is done, not what comes of it.
 HOW = (
-    *("engine", "processes", "timeout", "batched.width", "cuda_graphs", "data.verify"),
+    *("name", "engine", "processes", "timeout", "batched.width", "cuda_graphs", "data.verify"),
     *("distributed.backend", "distributed.timeout", "distributed.init", "distributed.inner"),
     *("checkpoint.every", "checkpoint.keep", "on_worker_failure", "worker_retries"),
 )

@@ -30,6 +30,23 @@ def file(tmp_path):
     return path
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["seed=0,1"], "logistic-tiny-weighted_mean"),
+        (["aggregate.rule=mean,median"], "logistic-tiny"),
+        (["aggregate.rule=krum,mean", "seed=0,1"], "logistic-tiny"),
+        (["model=logistic,2nn", "local.lr=0.1,0.2"], "tiny-weighted_mean"),
+        (["mode=clock", "policy=asgd,sync"], "logistic-tiny"),
+        (["seed=0,1", "name=mine"], "mine"),
+    ],
+)
+def test_a_grid_without_a_name_is_called_by_what_its_axes_leave_alone(words, name):
+    grid = load_grid({"model": "logistic", "data": "tests.plugs:tiny"}, words=words)
+    assert grid.name == name
+    assert {run.experiment.name for run in grid.runs} == {name}
+
+
 def test_the_last_axis_varies_fastest_and_the_seed_fastest_of_all(file):
     grid = load_grid(file)
     assert list(grid.axes) == ["aggregate.rule", "local.lr", "seed"]
