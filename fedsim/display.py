@@ -10,6 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fedsim.errors import plural
+from fedsim.intervals import fixed
 from fedsim.preparation import Setting
 from fedsim.records import RoundRecord
 from fedsim.report import columns_of, headline, table_header, table_line
@@ -39,7 +40,7 @@ class Display:
 
     def round(self, record: RoundRecord) -> None:
         self._done, self._virtual_seconds = record["round"], record["virtual_seconds"]
-        self._bar.set_postfix_str(f"accuracy {record['test_accuracy']:.4f}", refresh=False)
+        self._bar.set_postfix_str(f"accuracy {fixed(record['test_accuracy'])}", refresh=False)
         self._bar.update()
         self._print(table_line(self._columns, record))
 
@@ -49,7 +50,7 @@ class Display:
         now = f", {self._bar.total - self._before} of them now," if self._before else ""
         rounds = plural(self._bar.total, "round")
         self._print(
-            f"final test accuracy {accuracy:.4f} after {rounds}{virtual}{now} in {seconds:.1f} s "
+            f"final test accuracy {fixed(accuracy)} after {rounds}{virtual}{now} in {seconds:.1f} s "
             f"(and {self._started - self._begun:.1f} s to start)"
         )
 

@@ -1,7 +1,8 @@
-"""Means with their 95 percent intervals."""
+"""Means with their 95 percent intervals, and numbers as text."""
 
 from __future__ import annotations
 
+import decimal
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,24 +11,58 @@ from statistics import fmean
 import numpy as np
 
 CONFIDENCE = 0.95
+FEWEST_FOR_BAND = 4  # values: the interval of fewer is so wide that its band would fill a chart
+
+
+DIGITS = 12  # that count when a number is rounded: the error of a float sum lies beyond them
+EXACT = decimal.Context(prec=350, rounding=decimal.ROUND_HALF_UP)  # for every float and its decimals
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of `n` values, and the half width of its interval; infinite for one value, which tells no spread."""
+    """A mean of `values`, and the half width of its interval; infinite for one value, which tells no spread."""
 
     mean: float
     half_width: float
-    n: int
+    values: tuple[float, ...]
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
 
     def includes(self, value: float) -> bool:
         """Whether the interval includes a value; that of a single value includes itself alone."""
         return abs(self.mean - value) <= (self.half_width if self.n > 1 else 0.0)
 
-    def text(self, *, sign: bool = False, decimals: int = 4) -> str:
-        """`0.9412 ± 0.0031`."""
-        mean = f"{self.mean:+.{decimals}f}" if sign else f"{self.mean:.{decimals}f}"
-        return mean if self.n == 1 else f"{mean} ± {self.half_width:.{decimals}f}"
+    def spread(self, decimals: int = 4, *, sign: bool = False) -> str:
+        """The text beside the mean: `± 0.0031`; of two values both, since their interval says little; of one, ""."""
+        if self.n == 2:
+            return f"({', '.join(fixed(value, decimals, sign=sign) for value in self.values)})"
+        return f"± {fixed(self.half_width, decimals)}" if self.n > 2 else ""
+
+    def text(self, decimals: int = 4, *, sign: bool = False) -> str:
+        """`0.9412 ± 0.0031`; of two values `0.9412 (0.9400, 0.9424)`."""
+        return f"{fixed(self.mean, decimals, sign=sign)} {self.spread(decimals, sign=sign)}".rstrip()
+
+    def amount(self) -> str:
+        """The text of a mean that may be of any size, such as virtual seconds."""
+        return self.text(decimals_of(self.mean))
+
+
+def decimals_of(amount: float) -> int:
+    """How many decimals an amount of any size is shown with."""
+    return 0 if abs(amount) >= 1000 else 1 if abs(amount) >= 10 else 2
+
+
+def fixed(value: float, decimals: int = 4, *, sign: bool = False) -> str:
+    """A number to so many decimals, a half away from zero: 0.82345 is 0.8235 in every table and picture.
+
+    `f"{value:.4f}"` would round the float's binary value, so that equal means from different sums may differ.
+    """
+    if not math.isfinite(value):
+        return str(value)
+    rounded = decimal.Decimal(f"{value:.{DIGITS}g}").quantize(decimal.Decimal(1).scaleb(-decimals), context=EXACT)
+    return f"{rounded:{'+' if sign else ''}f}"
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
@@ -38,7 +73,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     if not len(values):
         return None
     _, half_width = mean_and_half_width(np.asarray(values, dtype=float)[:, None])
-    return Estimate(fmean(values), float(half_width[0]), len(values))  # the same mean in whatever order
+    return Estimate(fmean(values), float(half_width[0]), tuple(map(float, values)))  # the same mean in whatever order
 
 
 def mean_and_half_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -44,7 +44,8 @@ from fedsim.version import __version__
 EXPERIMENT, ENVIRONMENT, METRICS = "experiment.toml", "environment.json", "metrics.jsonl"
 ERROR = "error.txt"
 EVENTS = "events.jsonl"
-MODEL, CURVE, PARTITION = "model.safetensors", "curve.png", "partition.json"
+MODEL, PARTITION = "model.safetensors", "partition.json"
+CURVE = "curve.{format}"
 MOST_ENVIRONMENT_BYTES = 2**20
 UPDATES = "updates-{round:05d}.safetensors"
 
@@ -226,9 +227,9 @@ class RunFolder:
         """Write in which order the work of a race came in, for `clock.log`."""
         self._write(RACE_LOG, csv)
 
-    def curve(self, png: bytes) -> None:
-        """Write the picture of the history."""
-        self._write(CURVE, png)
+    def curve(self, figure: bytes, format: str) -> None:
+        """Write the figure of the history in one format."""
+        self._write(CURVE.format(format=format), figure)
 
     def _write(self, name: str, content: bytes) -> None:
         write_whole(self.path / name, content)

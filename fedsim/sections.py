@@ -232,5 +232,6 @@ class Records(Table):
     updates: list[Amount] = Field(default=[])  # rounds whose updates are kept, for `fedsim replay`
 
     model: bool = True  # model.safetensors
-    curve: bool = True  # curve.png
+    curve: bool = True  # the figure `curve`
+    figures: list[Literal["png", "svg", "pdf"]] = Field(default=["png"])  # formats of all figures
     tensorboard: bool = False  # scalars of every round as a TensorBoard event file

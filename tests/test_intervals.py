@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedsim.intervals import estimate, mean_and_half_width, student_quantile
+from fedsim.intervals import estimate, fixed, mean_and_half_width, student_quantile
 
 
 def test_by_hand():
@@ -56,6 +56,31 @@ def test_no_values_have_no_estimate():
     assert estimate([]) is None
 
 
-def test_as_text():
-    assert estimate([0.9, 0.92]).text() == "0.9100 ± 0.1271"
+def test_two_values_are_shown_and_more_have_an_interval():
     assert estimate([0.1]).text(sign=True) == "+0.1000"
+    assert estimate([0.9, 0.92]).text() == "0.9100 (0.9000, 0.9200)"
+    assert estimate([0.01, -0.02]).text(sign=True) == "-0.0050 (+0.0100, -0.0200)"
+    assert estimate([0.9, 0.92, 0.91]).text() == "0.9100 ± 0.0248"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.82345, "0.8235"),
+        (0.82355, "0.8236"),
+        (0.03125, "0.0313"),  # exact in binary: formatted by itself, Python would round it to even
+        (0.1 + 0.2 - 0.17995, "0.1201"),  # 0.12004999999999999
+        (-0.82345, "-0.8235"),
+        (1e300, f"{10**300}.0000"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
+    ],
+)
+def test_halves_are_rounded_away_from_zero(value, text):
+    assert fixed(value) == text
+
+
+def test_an_order_of_summation_does_not_change_a_text():
+    values = [0.8234, 0.8236, 0.8235, 0.8237, 0.82355]
+    texts = {fixed(sum(values[k:] + values[:k]) / 5) for k in range(5)}
+    assert texts == {"0.8236"}

@@ -74,6 +74,13 @@ def test_the_curve_is_a_picture(finished):
         assert len(picture.convert("L").getcolors()) > 10
 
 
+def test_the_curve_comes_in_the_formats_asked_for(tiny_experiment, tmp_path):
+    result = fedsim.run({**tiny_experiment, "records": {"figures": ["svg", "pdf"]}}, tmp_path / "run")
+    assert {path.name for path in result.folder.glob("curve.*")} == {"curve.svg", "curve.pdf"}
+    with pytest.raises(fedsim.ExperimentError, match=r"records\.figures.*jpg"):
+        fedsim.load_experiment({"records": {"figures": ["jpg"]}})
+
+
 def test_of_a_virtual_population_a_sample_of_workers_is_on_record(tiny_experiment, tmp_path, capsys):
     attack = {"name": "sign_flipping", "fraction": 1e-5}
     population = {"workers": 10**6, "cohort": 3, "partition": "tests.plugs:some", "attack": attack}

@@ -16,12 +16,13 @@ from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import Grid, PlannedRun, load_grid
 from fedsim.comparison.jobs import run_here, run_in_jobs
 from fedsim.comparison.pictures import draw_accuracy, draw_accuracy_against, draw_heatmap
-from fedsim.comparison.results import RunResult, results_csv
+from fedsim.comparison.results import RunResult, curves_csv, results_csv
 from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
 from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, show
 from fedsim.experiment import Experiment
+from fedsim.plotting import encode
 from fedsim.preparation import task_of
 from fedsim.records import RoundRecord
 from fedsim.rows import Layout
@@ -230,12 +231,13 @@ def _in_one_process(experiment: Experiment) -> Experiment:
 def _write(comparison: Comparison, folder: GridFolder) -> None:
     grid, runs = comparison.grid, comparison.runs
     folder.write("results.csv", results_csv(grid, runs).encode())
+    folder.write("curves.csv", curves_csv(grid, runs).encode())
     folder.write("summary.csv", summary_csv(grid, comparison.summary).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
-    pictures = {"accuracy.png": draw_accuracy(grid, runs), "heatmap.png": draw_heatmap(grid, comparison.summary)}
+    figures = {"accuracy": draw_accuracy(grid, runs), "heatmap": draw_heatmap(grid, comparison.summary)}
     if any(run.is_timed for run in runs):
-        pictures["accuracy_virtual_seconds.png"] = draw_accuracy_against(grid, runs, "virtual_seconds")
-        pictures["accuracy_updates.png"] = draw_accuracy_against(grid, runs, "updates")
-    for name, picture in pictures.items():
-        if picture is not None:
-            folder.write(name, picture)
+        figures["accuracy_virtual_seconds"] = draw_accuracy_against(grid, runs, "virtual_seconds")
+        figures["accuracy_updates"] = draw_accuracy_against(grid, runs, "updates")
+    for name, figure in figures.items():
+        for format in grid.runs[0].experiment.records.figures if figure else []:
+            folder.write(f"{name}.{format}", encode(figure, format))

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from fedsim.comparison.comparing import Watcher
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.errors import plural
+from fedsim.intervals import fixed
 from fedsim.records import RoundRecord
 
 
@@ -53,7 +54,7 @@ class GridDisplay(Watcher):
         self._ended += 1
         if error is None:
             seconds = sum(sum(record["seconds"].values()) for record in history)
-            what = f"accuracy {history[-1]['test_accuracy']:.4f}, {seconds:.1f} s"
+            what = f"accuracy {fixed(history[-1]['test_accuracy'])}, {seconds:.1f} s"
         else:
             self._failed += 1
             what = f"failed: {error.strip().partition(chr(10))[0]}"

@@ -3,7 +3,7 @@
 shards/I-of-N/  folders like this one, each with a part of the runs, where the comparison was cut
 grid.json       the axes, what all runs have in common, and the runs
 runs/ID/        a run folder each; `error.txt` in it says why a run failed
-results.csv, summary.csv, summary.txt, *.png
+results.csv, curves.csv, summary.csv, summary.txt, *.png
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class GridFolder:
     def is_complete(folder: Path, run: PlannedRun) -> bool:
         """Whether all records of a run are in this folder."""
         experiment = run.experiment
-        wanted = [
-            name for name, asked in ((MODEL, experiment.records.model), (CURVE, experiment.records.curve)) if asked
-        ]
+        records = experiment.records
+        wanted = [MODEL] if records.model else []
+        wanted += [CURVE.format(format=format) for format in records.figures] if records.curve else []
         complete = len(read_history(folder)) == experiment.rounds and all(is_file(folder / name) for name in wanted)
         return complete and not (folder / ERROR).exists()
 

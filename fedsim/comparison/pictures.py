@@ -1,8 +1,7 @@
-"""The pictures of a comparison: accuracy against round, time or updates, and a heat map of the first two axes."""
+"""The figures of a comparison: accuracy against round, time or updates, and a heat map of the first two axes."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,25 +9,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedsim.comparison.axes import SEED, canonical, describe_point, label
+from fedsim.comparison.axes import SEED, canonical, label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult
 from fedsim.comparison.summary import SummaryRow, groups_of
-from fedsim.intervals import mean_and_half_width
+from fedsim.intervals import FEWEST_FOR_BAND, fixed, mean_and_half_width
+from fedsim.plotting import line_style, prepare_axes
+from fedsim.report.words import comparison_title, key_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Paul Tol's "muted" colours after black: told apart by people who see fewer colours, and by their dashes in grey.
-COLOURS = (
-    *("#000000", "#CC6677", "#332288", "#DDAA33", "#117733", "#88CCEE", "#882255", "#44AA99", "#AA4499", "#999933"),
-)
-DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MOST_INCHES = 100  # of a heat map
+CELL = (1.15, 0.52)  # inches
 MOST_PANELS = 30
-MARKS = 8  # about so many on a line, each line's at rounds of its own
 LOG_FROM = 20  # times as far as the shortest line the longest goes, where the axis is logarithmic
 
 
@@ -54,39 +49,39 @@ ACROSS = {
 }
 
 
-def draw_accuracy(grid: Grid, runs: Sequence[RunResult]) -> bytes | None:
-    """Mean test accuracy against round as a PNG; None if all runs failed.
+def draw_accuracy(grid: Grid, runs: Sequence[RunResult]) -> Figure | None:
+    """Mean test accuracy against round; None if all runs failed.
 
-    One panel for each combination of the axes beyond the first, and in it one line for each value of the first, with
-    the band of its 95 percent intervals where there are several seeds.
+    One panel for each combination of the axes beyond the first, and in it one line for each value of the first. Thin
+    lines show single seeds where there are two or three, a band the 95 percent intervals where there are more.
     """
     return _draw_panels(grid, runs, ROUND)
 
 
 def draw_accuracy_against(
     grid: Grid, runs: Sequence[RunResult], scale: Literal["virtual_seconds", "updates"]
-) -> bytes | None:
-    """Mean test accuracy against virtual seconds, or updates of the global row, as a PNG; None if all runs failed.
+) -> Figure | None:
+    """Mean test accuracy against virtual seconds, or updates of the global row; None if all runs failed.
 
-    Panels, lines and bands are as those of `draw_accuracy`. The runs of a line were tested at different times; at each
-    of all these times, a run counts with the accuracy of its last test until then (see `on_common_grid`). A line goes
-    from where all of its runs have been tested to where the first of them ends.
+    Panels and lines are as those of `draw_accuracy`. The runs of a line were tested at different times; the mean is
+    taken at each of these times, with the accuracy of a run interpolated between its tests (see `on_common_grid`). A
+    line goes from where all of its runs have been tested to where the first of them ends.
     """
     return _draw_panels(grid, runs, ACROSS[scale])
 
 
 def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Curves (x ascending, y) as steps that hold their last value, on all x that any of them has: x, values [n, x].
+    """Curves (x ascending, y), interpolated at all x that any of them has: x, values [n, x].
 
     From the latest first x to the earliest last one: what lies outside is not known of all of them.
     """
     first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     every = np.unique(np.concatenate([x for x, _ in curves]))
     common = every[(every >= first) & (every <= last)]
-    return common, np.array([y[np.searchsorted(x, common, side="right") - 1] for x, y in curves])
+    return common, np.array([np.interp(common, x, y) for x, y in curves])
 
 
-def _draw_panels(grid: Grid, runs: Sequence[RunResult], across: Across) -> bytes | None:
+def _draw_panels(grid: Grid, runs: Sequence[RunResult], across: Across) -> Figure | None:
     from matplotlib.figure import Figure  # here, and no pyplot: see fedsim.report.draw_curve
 
     groups = groups_of(grid, runs)
@@ -108,47 +103,51 @@ def _draw_panels(grid: Grid, runs: Sequence[RunResult], across: Across) -> bytes
         if place + columns >= len(shown):
             panel.set_xlabel(across.title)
     _legend(panels[-1] if free else figure, "center" if free else "outside right upper", grid)
-    between = "\nbetween a run's tests, the last one counts" if across is not ROUND and SEED in grid.axes else ""
-    figure.suptitle(_title(grid, groups, len(shown)) + between, fontsize="medium")
-    return _png(figure)
+    figure.suptitle(f"{comparison_title(grid.compared)}\n{_remark(grid, groups, len(shown))}", fontsize="medium")
+    if across is not ROUND and SEED in grid.axes:
+        footnote = "Between two tests, the accuracy of a run is interpolated."
+        figure.supxlabel(footnote, x=0.01, ha="left", fontsize="x-small")
+    return figure
 
 
-def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> bytes | None:
-    """Mean test accuracy for the values of the first two axes as a PNG; None where there are not two."""
+def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
+    """Mean test accuracy and its spread for the values of the first two axes; None where there are not two."""
     if len(grid.compared) < 2 or all(row.accuracy is None for row in summary):
         return None
     from matplotlib.figure import Figure
 
     first, second, *others = grid.compared
     down, across = grid.axes[first], grid.axes[second]
-    if len(down) * 0.42 > MOST_INCHES or len(across) * 1.15 > MOST_INCHES:
+    width, height = CELL[0] * len(across), CELL[1] * len(down)
+    if max(width, height) > MOST_INCHES:
         return None  # more cells than a picture can show
     cells = [[_rows_at(summary, {first: a, second: b}) for b in across] for a in down]
     means = np.array([[_mean(rows) for rows in line] for line in cells])
-    figure = Figure(figsize=(2.2 + 1.15 * len(across), 1.5 + 0.42 * len(down)), layout="constrained")
+    figure = Figure(figsize=(2.2 + width, 1.5 + height), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(np.ma.masked_invalid(means), cmap="cividis", aspect="auto")
     axes.set_facecolor("#dddddd")  # where all runs failed
     axes.set_xticks(range(len(across)), [label(value) for value in across], rotation=30, ha="right")
     axes.set_yticks(range(len(down)), [label(value) for value in down])
-    axes.set(xlabel=second, ylabel=first)
+    axes.set(xlabel=key_name(second), ylabel=key_name(first))
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     for (i, j), mean in np.ndenumerate(means):
         colour = "black" if math.isnan(mean) or _lightness(image.to_rgba(mean)) > 0.5 else "white"
         best = not others and cells[i][j][0].mark == "*"
-        text, weight = _cell_text(cells[i][j], mean), "bold" if best else "normal"
-        axes.text(j, i, text, ha="center", va="center", color=colour, fontsize="small", fontweight=weight)
+        value, spread = _cell_texts(cells[i][j], mean)
+        style = {"ha": "center", "color": colour, "fontweight": "bold" if best else "normal"}
+        axes.text(j, i, value, va="bottom" if spread else "center", fontsize="small", **style)
+        axes.text(j, i + 0.05, spread, va="top", fontsize="x-small", **style)
     figure.colorbar(image, ax=axes, label="test accuracy")
-    over = "".join(f" and {key}" for key in others)
-    title = f"{grid.name}: after the last round, mean over seeds{over}" if SEED in grid.axes or others else grid.name
-    figure.suptitle(title + ("" if others else "\nbold: best of its column"), fontsize="small")
-    return _png(figure)
+    over = "".join(f" and {key_name(key)}" for key in others)
+    remark = f"{grid.name}: mean over seeds{over}" if SEED in grid.axes or others else grid.name
+    best = "" if others else "; bold: best of its column"
+    figure.suptitle(f"{comparison_title([first, second])}\n{remark}{best}", fontsize="small")
+    return figure
 
 
 def _draw_panel(panel: Axes, grid: Grid, group: list[list[RunResult]], across: Across) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     failures, ends = [], []
     for index, cell in enumerate(group):
         good = [run for run in cell if run.error is None]
@@ -156,34 +155,33 @@ def _draw_panel(panel: Axes, grid: Grid, group: list[list[RunResult]], across: A
             failures.append(f"{_line_label(grid, cell)} ({len(cell) - len(good)} of {len(cell)})")
         curves = [curve for run in good if (curve := across.curve(run))[0].size]
         if curves:
-            _draw_line(panel, curves, index, steps=across is not ROUND)
+            _draw_line(panel, curves, index)
             ends.append(min(x[-1] for x, _ in curves))
-    others = {key: group[0][0].point[key] for key in grid.compared[1:]}
+    others = [f"{key_name(key)}: {label(group[0][0].point[key])}" for key in grid.compared[1:]]
     if others:
-        panel.set_title(describe_point(others), fontsize="small")
+        panel.set_title(", ".join(others), fontsize="small")
     if failures:
         panel.text(
             0.02, 0.02, "failed: " + ", ".join(failures), transform=panel.transAxes, fontsize="xx-small", wrap=True
         )
-    panel.grid(alpha=0.3)
+    prepare_axes(panel, whole_numbers=across.name != "virtual_seconds")
     if across is not ROUND and ends and max(ends) >= LOG_FROM * min(ends) > 0:
         panel.set_xscale("log")
-    else:
-        panel.xaxis.set_major_locator(MaxNLocator(integer=across.name != "virtual_seconds", nbins=6))
-    panel.tick_params(labelsize="small")
 
 
-def _draw_line(panel: Axes, curves: list[tuple[np.ndarray, np.ndarray]], index: int, *, steps: bool) -> None:
+def _draw_line(panel: Axes, curves: list[tuple[np.ndarray, np.ndarray]], index: int) -> None:
     x, values = on_common_grid(curves)
     if not x.size:
         return
     means, half_widths = mean_and_half_width(values)
-    style, every = _style(index), -(-len(x) // MARKS)
-    panel.plot(x, means, **style, markevery=(index % every, every), drawstyle="steps-post" if steps else "default")
-    if len(curves) > 1:
+    style = line_style(index, len(x))
+    panel.plot(x, means, **style)
+    if len(curves) >= FEWEST_FOR_BAND:
         low, high = np.clip(means - half_widths, 0, 1), np.clip(means + half_widths, 0, 1)
-        step = "post" if steps else None
-        panel.fill_between(x, low, high, color=style["color"], alpha=0.13, linewidth=0, step=step)
+        panel.fill_between(x, low, high, color=style["color"], alpha=0.13, linewidth=0)
+    elif len(curves) > 1:
+        for curve in curves:
+            panel.plot(*curve, color=style["color"], alpha=0.4, linewidth=0.7)
 
 
 def _legend(where: Axes | Figure, place: str, grid: Grid) -> None:
@@ -192,10 +190,10 @@ def _legend(where: Axes | Figure, place: str, grid: Grid) -> None:
     if not grid.compared:
         return
     first = grid.compared[0]
-    handles = [Line2D([], [], label=label(value), **_style(index)) for index, value in enumerate(grid.axes[first])]
+    handles = [Line2D([], [], label=label(value), **line_style(index)) for index, value in enumerate(grid.axes[first])]
     where.legend(
         handles=handles,
-        title=first,
+        title=key_name(first),
         loc=place,
         fontsize="small",
         title_fontsize="small",
@@ -203,20 +201,12 @@ def _legend(where: Axes | Figure, place: str, grid: Grid) -> None:
     )
 
 
-def _style(index: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "linestyle": DASHES[(index + index // len(COLOURS)) % len(DASHES)],
-        "linewidth": 1.6,
-        "marker": MARKERS[index % len(MARKERS)],
-        "markersize": 4,
-    }
-
-
-def _title(grid: Grid, groups: list[list[list[RunResult]]], shown: int) -> str:
+def _remark(grid: Grid, groups: list[list[list[RunResult]]], shown: int) -> str:
+    """The line below the title: name, number of seeds, what shows their spread, and panels that are left out."""
     seeds = len(groups[0][0])
-    title = f"{grid.name}: mean over {seeds} seeds, 95 percent bands" if seeds > 1 else grid.name
-    return title if shown == len(groups) else f"{title} (the first {shown} of {len(groups)} panels)"
+    spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
+    remark = f"{grid.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else grid.name
+    return remark if shown == len(groups) else f"{remark}; the first {shown} of {len(groups)} panels"
 
 
 def _line_label(grid: Grid, cell: list[RunResult]) -> str:
@@ -236,20 +226,16 @@ def _mean(rows: Sequence[SummaryRow]) -> float:
     return sum(means) / len(means) if means else math.nan
 
 
-def _cell_text(rows: Sequence[SummaryRow], mean: float) -> str:
+def _cell_texts(rows: Sequence[SummaryRow], mean: float) -> tuple[str, str]:
+    """The mean with the number of runs that succeeded, if not all did, and the spread over the seeds."""
     runs, failed = sum(row.runs for row in rows), sum(row.failed for row in rows)
     if failed == runs:
-        return "failed"
-    return f"{mean:.3f}" + (f"\n({runs - failed} of {runs})" if failed else "")
+        return "failed", ""
+    of = f" ({runs - failed} of {runs})" if failed else ""
+    return fixed(mean) + of, rows[0].accuracy.spread() if len(rows) == 1 and rows[0].accuracy else ""
 
 
 def _lightness(colour: Sequence[float]) -> float:
     """How light a colour (red, green, blue, ...) looks, from 0 to 1."""
     red, green, blue = colour[:3]
     return 0.299 * red + 0.587 * green + 0.114 * blue
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""What came of each run of a comparison, and the table `results.csv`."""
+"""What came of each run of a comparison, and the tables `results.csv` and `curves.csv`."""
 
 from __future__ import annotations
 
@@ -112,6 +112,18 @@ def _figures(run: RunResult, target: float | None) -> dict[str, Any]:
     found |= dict(zip(CLOCK, [*run.progress[-1][1:], run.staleness], strict=True))
     at_target = run.reached(target) if target is not None else None
     return found | (dict(zip(TO_TARGET, at_target, strict=True)) if at_target else {})
+
+
+def curves_csv(grid: Grid, runs: Sequence[RunResult]) -> str:
+    """One row per run and round, of failed runs as far as they came; cells are empty where there is no such number."""
+    metrics = ("test_accuracy", "test_loss", "train_loss", ATTACK_SUCCESS)
+    rows = [["id", *grid.axes, *Progress._fields, *metrics, "seconds"]]
+    for run in runs:
+        point = [run.id, *map(label, run.point.values())]
+        for progress, record in zip(run.progress, run.history, strict=True):
+            seconds = math.fsum(record["seconds"].values())
+            rows.append([*point, *progress, *map(record.get, metrics), seconds])
+    return to_csv(rows)
 
 
 def to_csv(rows: Sequence[Sequence[Any]]) -> str:

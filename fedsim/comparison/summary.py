@@ -9,7 +9,7 @@ from typing import Any
 from fedsim.comparison.axes import SEED, canonical, describe_point, label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import ATTACK_SUCCESS, CLOCK, TO_TARGET, RunResult, to_csv
-from fedsim.intervals import Estimate, estimate
+from fedsim.intervals import Estimate, estimate, fixed
 from fedsim.runs.progress import ToTarget
 from fedsim.wrapping import note
 
@@ -187,7 +187,7 @@ def _cells(grid: Grid, summary: Sequence[SummaryRow]) -> list[list[str]]:
             cells.append(_amount(row.virtual_seconds))
         if row.to_target is not None:
             cells += _cells_to_target(row.to_target, row.runs - row.failed, timed)
-        cells.append(f"{row.best_accuracy.mean:.4f}" if row.best_accuracy else "")
+        cells.append(fixed(row.best_accuracy.mean) if row.best_accuracy else "")
         cells.append(f"{row.runs - row.failed} of {row.runs}" if row.failed else str(row.runs))
         table.append(cells)
     return table
@@ -204,10 +204,7 @@ def _cells_to_target(to: ToTarget, runs: int, timed: bool) -> list[str]:
 
 
 def _amount(value: Estimate | None) -> str:
-    """A mean that may be of any size, with its interval."""
-    if value is None:
-        return ""
-    return value.text(decimals=0 if abs(value.mean) >= 1000 else 1 if abs(value.mean) >= 10 else 2)
+    return value.amount() if value else ""
 
 
 def _percent(target: float) -> str:
@@ -216,11 +213,15 @@ def _percent(target: float) -> str:
 
 def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]) -> list[str]:
     seeds = max(row.runs for row in summary)
-    if seeds > 1:
-        means = f"means over {seeds} seeds ± 95 percent intervals (Student t); differences are paired by seed"
+    both = "the two values in brackets" if any(row.accuracy and row.accuracy.n == 2 for row in summary) else ""
+    if seeds > 2:
+        means = f"means over {seeds} seeds ± 95 percent intervals (Student t){both and f', of two runs with {both}'}"
+    elif seeds == 2:
+        means = f"means over 2 seeds{both and f', with {both}'}"
     else:
         means = "of one run each: with one seed there are no intervals, and a difference may be chance"
-    notes = [f"test accuracy after the last round, {means}"]
+    paired = "; differences are paired by seed" if seeds > 1 else ""
+    notes = [f"test accuracy after the last round, {means}{paired}"]
     if any(row.mark for row in summary):
         within = f" among equal {', '.join(grid.compared[1:])}" if len(grid.compared) > 1 else ""
         tie = "; ~ not told apart from it: the interval of the paired difference includes 0" if seeds > 1 else ""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedsim.errors import show
 from fedsim.experiment import Experiment
+from fedsim.intervals import fixed
+from fedsim.plotting import line_style, prepare_axes
 from fedsim.preparation import Setting
 from fedsim.records import AsyncRecord, RoundRecord
 from fedsim.runs.progress import mean_staleness
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PHASES = ("pull_down", "train", "aggregate", "test")
 
@@ -39,9 +43,9 @@ def _staleness(record: RoundRecord) -> str:
 
 RESULTS = (
     Column("round", 5, lambda record: str(record["round"])),
-    Column("test loss", 9, lambda record: f"{record['test_loss']:.4f}"),
-    Column("accuracy", 8, lambda record: f"{record['test_accuracy']:.4f}"),
-    Column("train loss", 10, lambda record: f"{record['train_loss']:.4f}"),
+    Column("test loss", 9, lambda record: fixed(record["test_loss"])),
+    Column("accuracy", 8, lambda record: fixed(record["test_accuracy"])),
+    Column("train loss", 10, lambda record: fixed(record["train_loss"])),
 )
 TIMES = tuple(map(_phase, PHASES))
 VIRTUAL = (Column("virtual s", 11, lambda record: f"{record['virtual_seconds']:.1f}"),)
@@ -117,32 +121,32 @@ def table_line(columns: Sequence[Column], record: RoundRecord) -> str:
     return "  ".join(f"{column.show(record):>{column.width}}" for column in columns)
 
 
-def draw_curve(history: list[RoundRecord], title: str) -> bytes:
-    """Accuracy and losses against rounds, and accuracy against virtual seconds where there are such, as a PNG."""
+def draw_curve(history: list[RoundRecord], title: str) -> Figure:
+    """Accuracy and losses against rounds, and accuracy against virtual seconds where there are such."""
     # Imported here: it takes half a second, and only the end of a run needs it. No pyplot, so no display and no state.
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    rounds = [record["round"] for record in history]
-    timed = history[-1]["virtual_seconds"] is not None
-    figure = Figure(figsize=(13 if timed else 9, 3.6), layout="constrained")
+    def numbers(key: str) -> list[Any]:
+        return [record[key] for record in history]
+
+    rounds, accuracies, times = numbers("round"), numbers("test_accuracy"), numbers("virtual_seconds")
+    timed = times[-1] is not None
+    figure = Figure(figsize=(12 if timed else 8.5, 3.4), layout="constrained")
+    figure.suptitle(f"{title}: test accuracy {fixed(accuracies[-1])} after {rounds[-1]} rounds", fontsize="medium")
     accuracy, loss, *further = figure.subplots(1, 3 if timed else 2)
-    marker = "o" if len(rounds) <= 50 else None
-    accuracies = [record["test_accuracy"] for record in history]
-    figure.suptitle(f"{title}: test accuracy {accuracies[-1]:.4f} after {rounds[-1]} rounds", fontsize="medium")
-    accuracy.plot(rounds, accuracies, marker=marker, markersize=4)
-    accuracy.set(xlabel="round", ylabel="test accuracy")
-    loss.plot(rounds, [record["test_loss"] for record in history], marker=marker, markersize=4, label="test")
-    loss.plot(rounds, [record["train_loss"] for record in history], marker=marker, markersize=4, label="train")
+    style, second = line_style(0, len(rounds)), line_style(1, len(rounds))
+    accuracy.plot(rounds, accuracies, **style)
+    loss.plot(rounds, numbers("test_loss"), **style, label="test")
+    loss.plot(rounds, numbers("train_loss"), **second, label="train")
     loss.set(xlabel="round", ylabel="loss")
-    loss.legend()
+    loss.legend(fontsize="small")
     for axes in further:
-        axes.plot([record["virtual_seconds"] for record in history], accuracies, marker=marker, markersize=4)
-        axes.set(xlabel="virtual seconds", ylabel="test accuracy")
-        axes.grid(alpha=0.3)
+        axes.plot(times, accuracies, **style)
+        prepare_axes(axes, whole_numbers=False)
+        axes.set(xlabel="virtual seconds")
     for axes in (accuracy, loss):
-        axes.grid(alpha=0.3)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
+        prepare_axes(axes, whole_numbers=True)
+    accuracy.set(xlabel="round")
+    for axes in (accuracy, *further):
+        axes.set(ylabel="test accuracy", ylim=(None, 1))  # how far it is from perfect
+    return figure

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fedsim.errors import show_bytes
+from fedsim.intervals import fixed
 from fedsim.loading import PLUG_TABLES
 
 PLUG_KEYS = {table.named_by for table in PLUG_TABLES.values()}  # whose values are names
 MISSING = "\N{EN DASH}"
+
+
+# Keys of experiments whose last part does not say what they are.
+NAMES = {
+    "aggregate": "rule",
+    "aggregate.rule": "rule",
+    "data": "data set",
+    "data.dataset": "data set",
+    "local": "local training",
+    "local.lr": "learning rate",
+    "partition.strategy": "partition",
+    "server.lr": "server learning rate",
+}
+
+
+def key_name(key: str) -> str:
+    """A key of an experiment in plain English: `attack.name` is "attack", `local.batch_size` "local batch size"."""
+    return NAMES.get(key) or key.removesuffix(".name").replace(".", " ").replace("_", " ")
+
+
+def comparison_title(keys: Sequence[str]) -> str:
+    """What a comparison shows: "Test accuracy by rule and attack"."""
+    *others, last = map(key_name, keys or ["seed"])
+    return f"Test accuracy by {', '.join(others)} and {last}" if others else f"Test accuracy by {last}"
 
 
 def label(value: Any) -> str:
@@ -50,14 +75,14 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 def fraction(value: float | None) -> str:
     """An accuracy, a rate."""
-    return MISSING if value is None else f"{value:.4f}"
+    return MISSING if value is None else fixed(value)
 
 
 def number(value: float | None) -> str:
     """A loss: four decimals, or four digits where that would say little."""
     if value is None:
         return MISSING
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
+    return fixed(value) if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
 
 
 def seconds(value: float | None) -> str:

@@ -12,7 +12,7 @@ from fedsim.tables import leaves_of
 HOW = (
     *("name", "engine", "processes", "timeout", "batched.width", "cuda_graphs", "data.verify"),
     *("distributed.backend", "distributed.timeout", "distributed.init", "distributed.inner"),
-    *("checkpoint.every", "checkpoint.keep", "on_worker_failure", "worker_retries"),
+    *("checkpoint.every", "checkpoint.keep", "on_worker_failure", "worker_retries", "records.figures"),
 )
 
 

@@ -14,6 +14,7 @@ from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError
 from fedsim.experiment import Experiment
 from fedsim.loading import load_experiment
+from fedsim.plotting import encode
 from fedsim.preparation import Setting, finished_model, prepare
 from fedsim.records import RoundRecord, RunFolder
 from fedsim.report import draw_curve
@@ -155,5 +156,8 @@ class Books(contextlib.ExitStack):
         self.settle()
         if self._folder and self._experiment.records.model:
             self._folder.model(model)
-        if self._folder and self._experiment.records.curve:
-            self._folder.curve(draw_curve(history, self._experiment.name))
+        records = self._experiment.records
+        if self._folder and records.curve and records.figures:
+            figure = draw_curve(history, self._experiment.name)
+            for format in records.figures:
+                self._folder.curve(encode(figure, format), format)

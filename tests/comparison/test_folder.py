@@ -44,9 +44,20 @@ def test_grid_json_says_what_was_compared_and_where_each_run_is(finished):
 
 def test_the_folder_holds_what_it_promises_and_nothing_else(finished):
     names = {path.name for path in finished.iterdir()}
-    assert names == {"grid.json", "runs", "results.csv", "summary.csv", "summary.txt", "accuracy.png"}
+    texts = {"results.csv", "curves.csv", "summary.csv", "summary.txt"}
+    assert names == {"grid.json", "runs", "accuracy.png"} | texts
     for folder in (finished / "runs").iterdir():
         assert {path.name for path in folder.iterdir()} == FILES
+
+
+def test_figures_are_written_in_the_formats_asked_for_and_others_can_be_added(serial, tmp_path):
+    def names(experiment):
+        fedsim.compare(experiment, {"aggregate.rule": ["mean"], "sync": ["parameters"]}, tmp_path / "x")
+        return {path.name for path in (tmp_path / "x").iterdir() if path.stem in ("accuracy", "heatmap")}
+
+    assert names({**serial, "records": {"figures": ["svg"]}}) == {"accuracy.svg", "heatmap.svg"}
+    with_pdf = {f"{name}.{format}" for name in ("accuracy", "heatmap") for format in ("svg", "pdf")}
+    assert names({**serial, "records": {"figures": ["pdf"]}}) == with_pdf
 
 
 def test_a_run_is_finished_when_all_its_rounds_are_on_record(finished, grid):

@@ -7,14 +7,14 @@ import pytest
 from PIL import Image
 
 from fedsim.comparison.pictures import (
-    COLOURS,
     MOST_PANELS,
     draw_accuracy,
     draw_accuracy_against,
     draw_heatmap,
     on_common_grid,
 )
-from fedsim.comparison.summary import summarise
+from fedsim.comparison.summary import summarise, summary_table
+from fedsim.plotting import COLOURS, encode
 from tests.comparison.made_up import grid_of, on_the_clock, results_of
 
 RULES, ATTACKS = ["mean", "median", "krum"], ["none", "alie"]
@@ -24,12 +24,17 @@ def rising(point):
     return [0.2, 0.4 + 0.1 * len(str(point.get("aggregate.rule", ""))) / 12, 0.7 + 0.01 * point.get("seed", 0)]
 
 
-def opened(png):
-    return Image.open(io.BytesIO(png)).convert("RGB")
+def opened(figure):
+    return Image.open(io.BytesIO(encode(figure, "png"))).convert("RGB")
 
 
-def colours_of(png):
-    return {colour for _, colour in opened(png).getcolors(1 << 24)}
+def colours_of(figure):
+    return {colour for _, colour in opened(figure).getcolors(1 << 24)}
+
+
+def texts_of(figure):
+    """What stands in the first axes of a figure, beside its labels."""
+    return [text.get_text() for text in figure.axes[0].texts if text.get_text()]
 
 
 def rgb(colour):
@@ -68,7 +73,8 @@ def test_failed_runs_are_left_out_of_lines_and_said():
     grid = grid_of({"aggregate.rule": RULES, "seed": [0, 1]})
     whole = draw_accuracy(grid, results_of(grid, rising))
     part = draw_accuracy(grid, results_of(grid, lambda p: None if p["aggregate.rule"] == "krum" else rising(p)))
-    assert whole != part
+    assert not texts_of(whole)
+    assert texts_of(part) == ["failed: krum (2 of 2)"]
     assert draw_accuracy(grid, results_of(grid, lambda p: None)) is None
 
 
@@ -93,24 +99,53 @@ def test_without_two_axes_or_any_result_there_is_no_heat_map():
     assert draw_heatmap(two, summarise(two, results_of(two, lambda point: None))) is None
 
 
-def held(x, y, at):
-    """The value of the last point until then, by a plain loop."""
-    value = None
-    for where, what in zip(x, y, strict=True):
-        if where <= at:
-            value = what
-    return value
+@pytest.mark.parametrize(("seeds", "spread"), [(1, ""), (2, "(0.8230, 0.8239)"), (3, "± 0.0011")])
+def test_a_cell_of_the_heat_map_has_the_texts_of_the_table(seeds, spread):
+    """The mean of 0.8230 and 0.8239 is 0.82345, and float sums of it lie on both sides of that."""
+    finals = [0.8230, 0.8239, 0.82345]
+    grid = grid_of({"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": list(range(seeds))})
+    runs = results_of(grid, lambda point: [finals[point["seed"]]])
+    summary = summarise(grid, runs)
+    mean, *beside = texts_of(draw_heatmap(grid, summary))[: 1 + bool(spread)]
+    assert (mean, "".join(beside)) == ("0.8235" if seeds > 1 else "0.8230", spread)
+    assert " ".join([mean, *beside]) in summary_table(grid, summary, runs)
 
 
-def test_between_its_tests_a_run_counts_with_the_last_one():
+@pytest.mark.parametrize(("seeds", "lines", "bands"), [(1, 1, 0), (2, 3, 0), (3, 4, 0), (4, 1, 1)])
+def test_few_seeds_are_thin_lines_and_four_have_a_band(seeds, lines, bands):
+    grid = grid_of({"aggregate.rule": ["mean"], "seed": list(range(seeds))})
+    (axes, *_) = draw_accuracy(grid, results_of(grid, rising)).axes
+    assert (len(axes.lines), len(axes.collections)) == (lines, bands)
+
+
+def test_titles_say_what_is_compared():
+    grid = grid_of({"aggregate.rule": RULES, "attack.name": ATTACKS, "local.lr": [0.1], "seed": [0, 1]})
+    runs = results_of(grid, rising)
+    accuracy, heatmap = draw_accuracy(grid, runs), draw_heatmap(grid, summarise(grid, runs))
+    assert accuracy.get_suptitle().startswith("Test accuracy by rule, attack and learning rate\n")
+    assert accuracy.axes[0].get_title() == "attack: none, learning rate: 0.1"
+    assert (heatmap.axes[0].get_xlabel(), heatmap.axes[0].get_ylabel()) == ("attack", "rule")
+
+
+@pytest.mark.parametrize(("format", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_a_figure_is_encoded_in_each_format_and_to_the_same_bytes_again(format, begins):
+    grid = grid_of({"aggregate.rule": RULES})
+    one, two = (encode(draw_accuracy(grid, results_of(grid, rising)), format) for _ in range(2))
+    assert one.startswith(begins)
+    assert one == two
+
+
+def test_the_accuracy_of_a_run_is_interpolated_between_its_tests():
     curves = [
-        ([1.0, 4.0, 6.0], [0.1, 0.2, 0.3]),
-        ([2.0, 3.0, 9.0], [0.5, 0.6, 0.7]),
+        ([1.0, 4.0, 6.0], [0.1, 0.4, 0.3]),
+        ([2.0, 3.0, 9.0], [0.5, 0.6, 0.0]),
         ([0.5, 4.0, 4.0, 8.0], [1, 2, 3, 4]),
     ]
     x, values = on_common_grid([(np.array(x), np.array(y)) for x, y in curves])
     assert x.tolist() == [2.0, 3.0, 4.0, 6.0], "from where all have been tested to where the first one ends"
-    assert values.tolist() == [[held(*curve, at) for at in x] for curve in curves]
+    assert values[0] == pytest.approx([0.2, 0.3, 0.4, 0.3])
+    assert values[1] == pytest.approx([0.5, 0.6, 0.5, 0.3])
+    assert values[2] == pytest.approx([1 + 1.5 / 3.5, 1 + 2.5 / 3.5, 3, 3.5]), "two tests at one time: the later counts"
     one, alone = on_common_grid([(np.array([3.0, 5.0]), np.array([0.1, 0.2]))])
     assert (one.tolist(), alone.tolist()) == ([3.0, 5.0], [[0.1, 0.2]])
     nowhere, _ = on_common_grid([(np.array([1.0, 2.0]), np.zeros(2)), (np.array([3.0, 4.0]), np.zeros(2))])

@@ -8,7 +8,7 @@ import re
 import pytest
 from scipy import stats
 
-from fedsim.comparison.results import results_csv
+from fedsim.comparison.results import curves_csv, results_csv
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from tests.comparison.made_up import grid_of, on_the_clock, results_of
 
@@ -112,6 +112,20 @@ def test_one_seed_has_no_intervals_and_ties_only_equals():
     assert "a difference may be chance" in text
 
 
+def test_of_two_seeds_the_table_shows_both_values(grid):
+    """The interval of two values is 12.7 standard errors wide, which is right and says nothing."""
+    two = grid_of({**AXES, "seed": [0, 1]})
+    runs = results(two)
+    text = summary_table(two, summarise(two, runs), runs)
+    assert "0.8400 (0.8100, 0.8700)" in text
+    assert "+0.0150 (+0.0100, +0.0200)" in text
+    assert "±" not in text
+    one_failed = results(grid, failed=[("krum", 0.2, 1)])
+    text = summary_table(grid, summarise(grid, one_failed), one_failed)
+    assert "0.5000 (0.5000, 0.5000)" in text
+    assert "of two runs with the two values in brackets" in " ".join(text.split())
+
+
 def test_seeds_alone_are_one_row_without_difference_or_mark():
     grid = grid_of({"seed": [0, 1, 2]})
     runs = results_of(grid, lambda point: [point["seed"] / 10])
@@ -159,6 +173,18 @@ def test_the_csv_of_results_has_one_row_per_run(grid):
     assert rows[1]["error"] == "worker 1 in round 2 failed: no"
     assert rows[1]["test_accuracy"] == ""
     assert "attack_success" not in rows[0]
+
+
+def test_the_csv_of_curves_has_one_row_per_run_and_round(timed):
+    grid, runs = timed
+    rows = read(curves_csv(grid, runs))
+    assert len(rows) == 6 * 3
+    first = rows[0]
+    assert list(first)[:6] == ["id", "policy", "seed", "round", "virtual_seconds", "updates"]
+    assert (first["id"], first["policy"], first["seed"], first["round"]) == ("run0", "sync", "0", "1")
+    numbers = ("virtual_seconds", "updates", "trips", "test_accuracy", "test_loss", "train_loss", "seconds")
+    assert [float(first[key]) for key in numbers] == [10.0, 2, 4, 0.5, 0.5, 0.5, 1.5]
+    assert (first["attack_success"], rows[-1]["test_accuracy"]) == ("", "0.8999")
 
 
 def test_attack_success_is_reported_where_there_is_such_a_thing():
@@ -213,7 +239,7 @@ def test_what_was_not_reached_is_said(timed):
     head, sync, asgd = table.splitlines()[:3]
     assert re.search(r"virtual s to 90 percent +updates +trips +highest", head)
     assert "20.0 ± 24.8" in sync
-    assert "7.50 ± 19.06 (2 of 3)" in asgd
+    assert "7.50 (6.00, 9.00) (2 of 3)" in asgd
     assert "the mean is over those that did, and flatters" in table
     never = grid_of(grid.axes, target=1.0)
     table = summary_table(never, summarise(never, runs), runs)
@@ -230,7 +256,7 @@ def test_without_a_clock_the_target_is_reached_after_rounds():
     head, line = summary_table(grid, [row], runs).splitlines()[:2]
     assert "rounds to 90 percent" in head
     assert "virtual" not in head
-    assert "1.50 ± 6.35" in line
+    assert "1.50 (1.00, 2.00)" in line
 
 
 def test_beside_runs_on_a_clock_others_say_rounds(timed):

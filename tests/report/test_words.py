@@ -23,6 +23,26 @@ def test_values_of_axes(value, text):
     assert words.label(value) == text
 
 
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("aggregate.rule", "rule"),
+        ("attack.name", "attack"),
+        ("clock.speed.name", "clock speed"),
+        ("local.batch_size", "local batch size"),
+        ("seed", "seed"),
+        ("", ""),
+    ],
+)
+def test_names_of_keys(key, name):
+    assert words.key_name(key) == name
+
+
+def test_the_title_of_a_comparison():
+    titles = [words.comparison_title(keys) for keys in ([], ["aggregate.rule"], ["aggregate.rule", "attack", "sync"])]
+    assert titles == ["Test accuracy by seed", "Test accuracy by rule", "Test accuracy by rule, attack and sync"]
+
+
 def test_nested_tables_become_dotted_keys():
     table = {"a": {"b": {"c": 1}, "d": [{"e": True}]}, "f": {}}
     assert list(words.flatten(table)) == [("a.b.c", "1"), ("a.d", "[{e = true}]"), ("f", "{}")]
