@@ -54,6 +54,9 @@ METRICS = (
 )
 
 
+BOTH_LOSSES = "Test and train loss"  # in one chart
+
+
 @dataclass(frozen=True)
 class Scale:
     """What curves can be drawn against beside rounds."""
@@ -67,11 +70,21 @@ class Scale:
         return None if all(value is None for value in found) else found
 
 
+VIRTUAL_SECONDS = Scale("virtual seconds", lambda progress: progress.virtual_seconds)
 SCALES = (
-    Scale("virtual seconds", lambda progress: progress.virtual_seconds),
+    VIRTUAL_SECONDS,
     Scale("updates", lambda progress: progress.updates),
     Scale("trips", lambda progress: progress.trips),
 )
+
+
+def scales_to_choose(runs: Iterable[Run]) -> list[dict[str, Any]]:
+    """The labels of the scales, and on which the curves open: virtual seconds, where all runs have them."""
+    runs = list(runs)
+    return [
+        {"label": scale.label, "opens": scale is VIRTUAL_SECONDS and all(scale.values(run) for run in runs)}
+        for scale in scales_of(runs)
+    ]
 
 
 def scales_of(runs: Iterable[Run]) -> list[Scale]:
@@ -104,8 +117,9 @@ def run_curves(run: Run) -> dict[str, Any]:
     labels = [choice["label"] for choice in choices]
     if "Test loss" in labels and "Train loss" in labels:
         both = [series for choice in choices for series in choice["series"] if series["name"].endswith("loss")]
-        choices.insert(labels.index("Train loss") + 1, {"label": "Test and train loss", "unit": "", "series": both})
-    scales = [{"label": scale.label, "values": scale.values(run)} for scale in scales_of([run])]
+        choices.insert(labels.index("Train loss") + 1, {"label": BOTH_LOSSES, "unit": "", "series": both})
+    choices_of_scale, values = scales_to_choose([run]), [scale.values(run) for scale in scales_of([run])]
+    scales = [{**choice, "values": found} for choice, found in zip(choices_of_scale, values, strict=True)]
     return {"rounds": rounds_of(run), "scales": scales, "metrics": choices}
 
 
@@ -230,12 +244,12 @@ def _share(record: Round, byzantine: frozenset[int]) -> float | None:
     return sum(weight for worker, weight in weights if worker in byzantine) / total if total else None
 
 
-def mean_or_none(values: Iterable[float | None], digits: int = 6) -> float | None:
+def mean_or_none(values: Iterable[float | None], digits: int = 8) -> float | None:
     """The mean of those values that there are."""
     known = [value for value in values if value is not None]
     return short(statistics.fmean(known), digits) if known else None
 
 
-def short(value: float | None, digits: int = 6) -> float | None:
+def short(value: float | None, digits: int = 8) -> float | None:
     """To so many digits, which is more than a chart can show; keeps the page small."""
     return value if value is None or isinstance(value, int) else float(f"{value:.{digits}g}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from fedsim.intervals import Estimate, student_quantile
+from fedsim.intervals import FEWEST_FOR_BAND, Estimate, decimals_of, fixed, student_quantile
 from fedsim.report import words
 from fedsim.report.comparison import (
     Combination,
@@ -19,8 +20,10 @@ from fedsim.report.comparison import (
     other_axes,
 )
 from fedsim.report.figures import (
+    BOTH_LOSSES,
     MOST_CELLS,
     MOST_COLUMNS,
+    Metric,
     has_weights,
     mean_time,
     metrics_of,
@@ -28,6 +31,7 @@ from fedsim.report.figures import (
     phases_of,
     rounds_of,
     scales_of,
+    scales_to_choose,
     short,
     weights_picture,
 )
@@ -35,13 +39,13 @@ from fedsim.report.reading import SEED, Grid, GridRun, Run
 
 FEWEST_COLUMNS = 25
 
-# What the heat map over two axes can show.
+# What the heat map over two axes can show, and with how many decimals; None: with those of an amount.
 FINAL_VALUES = (
-    ("Final test accuracy", final_accuracy),
-    ("Best test accuracy", best_accuracy),
-    ("Final test loss", final_loss),
-    ("Final attack success", final_attack_success),
-    ("Virtual seconds", final_virtual_seconds),
+    ("Final test accuracy", final_accuracy, 4),
+    ("Best test accuracy", best_accuracy, 4),
+    ("Final test loss", final_loss, 4),
+    ("Final attack success", final_attack_success, 4),
+    ("Virtual seconds", final_virtual_seconds, None),
 )
 
 
@@ -50,21 +54,25 @@ def grid_context(grid: Grid) -> tuple[dict[str, Any], dict[str, Any]]:
     axes = other_axes(grid)
     labels = {axis: [words.label(value) for value in values] for axis, values in grid.axes.items()}
     combined = combinations(grid)
+    named = [(words.key_name(axis), labels[axis]) for axis in axes]
     begun = [(entry, entry.run) for entry in grid.runs if entry.run and entry.run.rounds]
     context = {
-        "title": grid.name,
-        "axes": [(axis, labels[axis]) for axis in axes],
-        "all_axes": list(labels.items()),
+        "name": grid.name,
+        "title": words.comparison_title(axes),
+        "axes": named,
+        "all_axes": [(axis, words.key_name(axis), values) for axis, values in labels.items()],
+        "fewest_for_band": FEWEST_FOR_BAND,
         "notes": notes(grid),
         "settings": shared_settings([run for _, run in begun]),
         "environment": list(words.flatten(begun[0][1].environment)),
-        "table": comparison_table(compare(combined, grid.target), [(axis, labels[axis]) for axis in axes]),
+        "table": comparison_table(
+            compare(combined, grid.target), [(words.key_name(axis), labels[axis]) for axis in axes]
+        ),
         "unfinished": unfinished(grid),
         "run_names": [run_name(entry, labels) for entry, _ in begun],
         "target": words.percent(grid.target),
         "scales": bool(scales_of(run for _, run in begun)),
         "seconds": words.seconds,
-        "amount": words.amount,
         "percent": words.percent,
         "has_heat_map": len(axes) >= 2,
         "has_weights": any(has_weights(run) for _, run in begun),
@@ -72,7 +80,7 @@ def grid_context(grid: Grid) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     data = {
         "kind": "grid",
-        "axes": [{"name": axis, "values": labels[axis]} for axis in axes],
+        "axes": [{"name": name, "values": values} for name, values in named],
         "combinations": [list(combination.place) for combination in combined],
         **grid_curves(grid, combined),
         "final": final_values(combined),
@@ -145,8 +153,8 @@ def _first_last(items: list[str]) -> list[str]:
 def grid_curves(grid: Grid, combined: list[Combination]) -> dict[str, Any]:
     """The metrics of every run, and what a band over seeds needs: Student's t by degrees of freedom, from 1."""
     most = max(len(combination.runs) for combination in combined)
-    metrics = metrics_of(run for combination in combined for run in combination.begun)
-    scales = scales_of(run for combination in combined for run in combination.begun)
+    begun = [run for combination in combined for run in combination.begun]
+    metrics, scales = metrics_of(begun), scales_of(begun)
     curves = [
         {
             "combination": index,
@@ -158,25 +166,43 @@ def grid_curves(grid: Grid, combined: list[Combination]) -> dict[str, Any]:
         for run in combination.begun
     ]
     return {
-        "metrics": [{"label": metric.label, "unit": metric.unit, "share": metric.share} for metric in metrics],
-        "scales": [{"label": scale.label} for scale in scales],
+        "metrics": metrics_to_choose(metrics),
+        "scales": scales_to_choose(begun),
         "curves": curves,
         "student_t": [student_quantile(dof) for dof in range(1, most)],
+        "fewest_for_band": FEWEST_FOR_BAND,
     }
 
 
+def metrics_to_choose(metrics: Sequence[Metric]) -> list[dict[str, Any]]:
+    """What a chart can show: a metric, or both losses, as parts with their name and their place in a run's values."""
+    place = {metric.label: index for index, metric in enumerate(metrics)}
+    choices = [
+        {"label": m.label, "unit": m.unit, "share": m.share, "parts": [{"name": "", "values": place[m.label]}]}
+        for m in metrics
+    ]
+    if {"Test loss", "Train loss"} <= place.keys():
+        parts = [{"name": name, "values": place[f"{name.capitalize()} loss"]} for name in ("test", "train")]
+        both = {"label": BOTH_LOSSES, "unit": "", "share": False, "parts": parts}
+        choices.insert(place["Train loss"] + 1, both)
+    return choices
+
+
 def final_values(combined: list[Combination]) -> list[dict[str, Any]]:
-    """What the heat map can show: for each choice, (mean, half width, n) of every combination."""
+    """What the heat map can show: for each choice, mean, its text, what stands below it, and n of every combination."""
     choices = []
-    for name, read in FINAL_VALUES:
-        cells = [_cell(combination.interval(read)) for combination in combined]
+    for name, read, decimals in FINAL_VALUES:
+        cells = [_cell(combination.interval(read), decimals) for combination in combined]
         if any(cells):
             choices.append({"label": name, "cells": cells})
     return choices
 
 
-def _cell(interval: Estimate | None) -> list[float | int | None] | None:
-    return interval and [short(interval.mean), short(interval.half_width) if interval.n > 1 else None, interval.n]
+def _cell(interval: Estimate | None, decimals: int | None) -> list[Any] | None:
+    if interval is None:
+        return None
+    digits = decimals_of(interval.mean) if decimals is None else decimals
+    return [short(interval.mean), fixed(interval.mean, digits), interval.spread(digits), interval.n]
 
 
 def grid_time(combined: list[Combination]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from fedsim.intervals import fixed
 from fedsim.report.grid_page import grid_context
 from fedsim.report.reading import Run, read_records
 from fedsim.report.run_page import run_context
@@ -59,6 +60,7 @@ def render(folder: Path) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["fixed"] = fixed
     template = environment.get_template("run.html" if isinstance(records, Run) else "grid.html")
     markup = environment.filters["safe"]
     return template.render(

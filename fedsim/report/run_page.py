@@ -44,6 +44,7 @@ def run_context(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     weights = weights_picture(run)
     partition = partition_picture(run.partition)
     context = {
+        "name": run.name,
         "title": run.name,
         "facts": facts(run),
         "tiles": tiles(run),

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from fedsim.intervals import estimate
 from fedsim.report import write_report
 from fedsim.report.comparison import combinations, compare
 from fedsim.report.reading import read_records
@@ -104,7 +105,10 @@ def test_the_page_of_a_run_draws_every_chart(show, run_folder):
     assert page.evaluate("document.getElementById('weights-chart').data[0].y")[:2] == ["0", "1 (B)"]
     buttons = "[...document.querySelectorAll('#curves-chart .modebar-btn')].map((button) => button.dataset.title)"
     titles = [title.lower() for title in page.evaluate(buttons)]
-    assert titles == ["download plot as a png", "zoom", "pan", "reset axes"]  # none sends anything
+    assert titles == ["download plot", "zoom", "pan", "reset axes"]  # none sends anything
+    with page.expect_download() as download:
+        page.locator("#curves-chart .modebar-btn").first.click()
+    assert download.value.suggested_filename == "curves-chart.svg"
     records = records_of(run_folder)
     times = plotted(page, "time-chart")
     assert [name for name, _ in times] == ["pull down", "train", "aggregate", "test"]
@@ -173,20 +177,15 @@ def test_the_controls_of_a_grid_change_what_is_plotted(show, grid_folder):
 
     page.locator("#curves [data-axis='1']").select_option(label="0.1")
     assert named(page)["weighted_mean"][-1] == pytest.approx(final[1, 1].mean, rel=1e-5)
-    bands = [values for name, values in plotted(page) if not name]
-    assert len(bands) == 2
-    rounds = len(named(page)["mean"])
-    interval = final[0, 1]
-    assert bands[0][rounds - 1 : rounds + 1] == pytest.approx(
-        [min(interval.mean + interval.half_width, 1), max(interval.mean - interval.half_width, 0)], rel=1e-4
-    )
-    assert all(0 <= value <= 1 for band in bands for value in band)
-    page.get_by_label("Bands").uncheck()
+    seeds = [values for name, values in plotted(page) if not name]
+    assert len(seeds) == 2 * 3, "a thin line for each of three seeds"
+    assert sum(values[-1] for values in seeds[:3]) / 3 == pytest.approx(final[0, 1].mean, rel=1e-5)
+    page.get_by_label("Spread").uncheck()
     assert len(plotted(page)) == 2
 
     page.locator("#curves [data-axis='1']").select_option(label="all")
     assert set(named(page)) == {f"{rule} · {lr}" for rule in ("mean", "weighted_mean") for lr in ("0.01", "0.1")}
-    page.get_by_label("Colour by").select_option(label="local.lr")
+    page.get_by_label("Colour by").select_option(label="learning rate")
     assert set(named(page)) == {"0.01", "0.1"}
     page.locator("#curves [data-axis='0']").select_option(label="weighted_mean")
     assert named(page)["0.1"][-1] == pytest.approx(final[1, 1].mean, rel=1e-5)
@@ -245,7 +244,7 @@ def test_nothing_sticks_out_of_a_narrow_screen_and_colours_follow_the_scheme(sho
 @pytest.mark.parametrize("make", [evil_run, evil_grid])
 def test_a_strangers_names_are_shown_and_do_nothing(show, tmp_path, make):
     page = show(make(tmp_path / "evil"))
-    assert page.locator("h1").text_content().startswith("</script><script>alert(1)")
+    assert "</script><script>alert(1)" in page.locator("header").text_content()
     assert page.locator("img").count() == 0
     drawn = page.locator("#time-chart .legendtext").first.text_content()
     assert drawn.startswith("</script><script>alert(1)")
@@ -280,28 +279,78 @@ def test_curves_are_drawn_against_virtual_seconds_and_updates(show, tmp_path):
     add_to_rounds(folder, on_the_clock(2.5))
     page = show(folder)
     title = "document.getElementById('curves-chart').layout.xaxis.title.text"
-    assert (page.evaluate(title), points(page)["test accuracy"][0]) == ("round", (1, 0.5))
-    page.get_by_label("Against").select_option(label="virtual seconds")
     assert page.evaluate(title) == "virtual seconds"
     assert points(page)["test accuracy"] == [(2.5, 0.5), (5, 0.7), (7.5, 0.6)]
+    page.get_by_label("Against").select_option(label="rounds")
+    assert (page.evaluate(title), points(page)["test accuracy"][0]) == ("round", (1, 0.5))
     page.get_by_label("Against").select_option(label="updates")
     page.get_by_label("Metric").select_option(label="Mean staleness")
     assert points(page)["mean staleness"] == [(2, 1.5), (4, 1.5), (6, 1.5)]
 
 
-def test_between_its_tests_a_run_counts_with_the_last_one(show, tmp_path):
+def test_a_comparison_on_the_clock_opens_with_virtual_seconds_and_interpolates(show, tmp_path):
     page = show(timed_grid(tmp_path / "grid"))
-    page.get_by_label("Against").select_option(label="virtual seconds")
+    assert page.evaluate("document.getElementById('curves-chart').layout.xaxis.title.text") == "virtual seconds"
     found = points(page)
     assert found["sync"] == [(10, 0.2), (20, 0.9), (30, 0.95)]
     # seed 0 has 0.3, 0.5, 0.6 at 1, 2, 3 s, seed 1 has 0.3, 0.5, 0.9 at 2, 4, 6 s; both are known from 2 to 3 s
-    assert found["asgd"] == [(2, pytest.approx((0.5 + 0.3) / 2)), (3, pytest.approx((0.6 + 0.3) / 2))]
-    band = page.evaluate("(() => { const t = document.getElementById('curves-chart').data[1]; return [t.x, t.y]; })()")
-    assert band[0] == [2, 3, 3, 3, 3, 2], "steps, there and back"
-    assert band[1][0] == band[1][1], "and they are level"
-    assert page.locator("#summary tbody tr").nth(1).inner_text().split("\t")[3:5] == ["4.5", "6 (1 of 2)"]
+    assert found["asgd"] == [(2, pytest.approx((0.5 + 0.3) / 2)), (3, pytest.approx((0.6 + 0.4) / 2))]
+    row = page.locator("#summary tbody tr").nth(1).inner_text().split("\t")
+    assert row[3:5] == ["4.50 (3.00, 6.00)", "6.00 (1 of 2)"]
     assert page.evaluate("document.getElementById('curves-chart').layout.xaxis.type") == "linear"
     assert page.locator("#summary").inner_text().count("not reached") == 0
+
+
+def made_up_grid(folder, axes, final):
+    """A grid whose runs of two rounds end with the accuracy `final(point)`."""
+    return write_points(folder, axes, lambda path, point: invent_run(path, [0.1, final(point)]))
+
+
+def test_four_seeds_have_a_band_within_what_an_accuracy_can_be(show, tmp_path):
+    finals = [0.2, 0.9, 0.95, 1.0]
+    page = show(made_up_grid(tmp_path / "grid", {"seed": [0, 1, 2, 3]}, lambda point: finals[point["seed"]]))
+    (band,) = [values for name, values in plotted(page) if not name]
+    interval = estimate(finals)
+    assert band == pytest.approx([0.1, 1.0, interval.mean - interval.half_width, 0.1])
+
+
+def test_the_spread_of_many_lines_is_hidden_until_asked_for(show, tmp_path):
+    axes = {"aggregate.rule": ["mean", "median", "krum"], "attack.name": ["none", "alie"], "seed": [0, 1]}
+    page = show(made_up_grid(tmp_path / "grid", axes, lambda point: 0.5 + 0.1 * point["seed"]))
+    assert len(plotted(page)) == 3 * (1 + 2)
+    page.locator("#curves [data-axis='1']").select_option(label="all")
+    assert len(plotted(page)) == 6
+    assert not page.get_by_label("Spread").is_checked()
+    page.get_by_label("Spread").check()
+    assert len(plotted(page)) == 6 * (1 + 2)
+
+
+def test_both_losses_of_a_comparison_are_in_one_chart(show, tmp_path):
+    axes = {"aggregate.rule": ["mean", "median"], "seed": [0, 1]}
+    page = show(made_up_grid(tmp_path / "grid", axes, lambda point: 0.5))
+    page.get_by_label("Metric").select_option(label="Test and train loss")
+    lines = named(page)
+    assert set(lines) == {f"{rule} · {part}" for rule in ("mean", "median") for part in ("test", "train")}
+    assert (lines["mean · test"], lines["mean · train"]) == ([0.9, 0.5], [1.9, 1.5])
+
+
+def test_a_number_is_the_same_in_the_table_the_heat_map_and_the_hover_text(show, tmp_path):
+    axes = {"aggregate.rule": ["mean", "median"], "attack.name": ["none", "alie"], "seed": [0, 1]}
+    page = show(made_up_grid(tmp_path / "grid", axes, lambda point: 0.8239 if point["seed"] else 0.8230))
+    text = "0.8235 (0.8230, 0.8239)"
+    assert text in page.locator("#summary").inner_text()
+    cell = page.evaluate("document.getElementById('heat-map-chart').data[0].text[1][1]")
+    assert cell.replace("<br>", " ") == text
+    hovered = page.evaluate("document.getElementById('curves-chart').data.at(-1).text.at(-1)")
+    assert hovered == text
+
+
+def test_headings_are_plain_english(show, tmp_path):
+    axes = {"aggregate.rule": ["mean", "median"], "attack.name": ["none", "alie"], "local.batch_size": [8]}
+    page = show(made_up_grid(tmp_path / "grid", axes, lambda point: 0.5))
+    assert page.locator("h1").inner_text() == "Test accuracy by rule, attack and local batch size"
+    assert page.locator("#heat-map-title").inner_text() == "Final test accuracy by rule and attack"
+    assert "aggregate.rule" not in page.locator("main").inner_text()
 
 
 def test_lines_of_very_different_length_have_a_logarithmic_scale(show, tmp_path):

@@ -130,9 +130,9 @@ def test_a_run_on_the_clock_has_its_scales_metrics_tiles_and_columns(tmp_path):
     add_to_rounds(folder, on_the_clock(2.5))
     context, data = run_context(read_records(folder))
     assert data["curves"]["scales"] == [
-        {"label": "virtual seconds", "values": [2.5, 5.0, 7.5]},
-        {"label": "updates", "values": [2, 4, 6]},
-        {"label": "trips", "values": [4, 8, 12]},
+        {"label": "virtual seconds", "opens": True, "values": [2.5, 5.0, 7.5]},
+        {"label": "updates", "opens": False, "values": [2, 4, 6]},
+        {"label": "trips", "opens": False, "values": [4, 8, 12]},
     ]
     metrics = {choice["label"]: choice["series"][0]["values"] for choice in data["curves"]["metrics"]}
     assert metrics["Mean staleness"] == [1.5] * 3

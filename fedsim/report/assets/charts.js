@@ -58,6 +58,14 @@ function roundNumbers(rounds, count) {
   return rounds ?? Array.from({ length: count }, (_, index) => index + 1);
 }
 
+/** A number to four decimals, a half away from zero, as tables have it; a whole one or a tiny one as it is. */
+function numberText(value) {
+  if (value === null || Number.isInteger(value)) return String(value ?? "");
+  if (Math.abs(value) < 1e-3) return value.toPrecision(3);
+  const scaled = Number((Math.abs(value) * 1e4).toPrecision(12)); // the error of a float sum lies beyond 12 digits
+  return ((Math.sign(value) * Math.round(scaled)) / 1e4).toFixed(4);
+}
+
 /** An axis; `further` has the last word. */
 function axis(title, further = {}) {
   return {
@@ -73,7 +81,7 @@ function axis(title, further = {}) {
 /** The axis of rounds `x`: whole numbers, however few there are. */
 function roundAxis(x, further = {}) {
   const few = x.length > 0 && x.at(-1) - x[0] <= 12;
-  return axis("round", { dtick: few ? 1 : undefined, unifiedhovertitle: { text: "round %{x}" }, ...further });
+  return axis("round", { dtick: few ? 1 : undefined, rangemode: "nonnegative", unifiedhovertitle: { text: "round %{x}" }, ...further });
 }
 
 /** The axis of values in a unit: "" (a plain number), "s" or "B". */
@@ -115,6 +123,7 @@ function draw(target, traces, layout) {
   return Plotly.react(target, traces, { ...shared, ...layout }, {
     responsive: true,
     displaylogo: false,
+    toImageButtonOptions: { format: "svg", filename: target.id },
     // All of them by name: among those that come by themselves is one that sends the chart to a server.
     modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
     plotlyServerURL: "",

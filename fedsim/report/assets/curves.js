@@ -1,6 +1,7 @@
 "use strict";
-/* Curves over rounds, or other scales: of one run, or of a grid's combinations with bands over the seeds. */
+/* Curves over rounds, or other scales: of one run, or of a grid's combinations with their spread over the seeds. */
 
+const FEW_LINES = 4; // up to so many, the spread over seeds is shown unless somebody hides it
 const LOG_FROM = 20; // times as far as the shortest line the longest goes, where the scale below is logarithmic
 
 /**
@@ -22,9 +23,9 @@ function smooth(values, weight) {
 function meanInterval(numbers, studentT) {
   const n = numbers.length;
   const mean = numbers.reduce((sum, value) => sum + value, 0) / n;
-  if (n === 1) return { mean, half: null, n };
+  if (n === 1) return { mean, half: null, numbers };
   const variance = numbers.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (n - 1);
-  return { mean, half: studentT[n - 2] * Math.sqrt(variance / n), n };
+  return { mean, half: studentT[n - 2] * Math.sqrt(variance / n), numbers };
 }
 
 /** Curves [{x, y}, ...] in one, round by round: {x, intervals}. */
@@ -42,10 +43,10 @@ function average(curves, studentT) {
 }
 
 /**
- * The same for curves that have their points at different x: as steps that hold their last value, at all x that any of
- * them has, from the latest first one to the earliest last one.
+ * The same for curves that have their points at different x: interpolated, at all x that any of them has, from the latest
+ * first one to the earliest last one.
  */
-function averageHeld(curves, studentT) {
+function averageInterpolated(curves, studentT) {
   const known = curves
     .map(({ x, y }) => x.map((at, index) => [at, y[index]]).filter(([at, value]) => at !== null && value !== null))
     .filter((points) => points.length > 0);
@@ -57,9 +58,17 @@ function averageHeld(curves, studentT) {
     known.forEach((points, index) => {
       while (places[index] + 1 < points.length && points[places[index] + 1][0] <= at) places[index] += 1;
     });
-    return meanInterval(known.map((points, index) => points[places[index]][1]), studentT);
+    return meanInterval(known.map((points, index) => interpolated(points, places[index], at)), studentT);
   });
   return { x, intervals };
+}
+
+/** The value at `at` of a line through points, of which number `place` is the last one up to there. */
+function interpolated(points, place, at) {
+  const [x, y] = points[place];
+  if (x === at || place + 1 === points.length) return y;
+  const [nextX, nextY] = points[place + 1];
+  return y + ((nextY - y) * (at - x)) / (nextX - x);
 }
 
 /** The series of one run: {key, name, colour, dash, x, y, raw}; `across` 0 are rounds, then come further scales. */
@@ -69,7 +78,6 @@ function runSeries(curves, metric, weight, across) {
     name,
     colour: seriesColour(index),
     dash: "solid",
-    held: across > 0,
     x: across > 0 ? curves.scales[across - 1].values : roundNumbers(curves.rounds, values.length),
     y: smooth(values, weight),
     raw: weight > 0 ? values : null,
@@ -77,40 +85,56 @@ function runSeries(curves, metric, weight, across) {
 }
 
 /**
- * The series of a grid: one per combination that the filters let through, with low and high where seeds differ.
+ * The series of a grid: one per combination that the filters let through and part of the metric (test and train loss are
+ * two), with low and high where seeds differ, and the curve of each seed.
  * `filters` has, for each axis, the number of the value to show, or null for all; values of the axis `colourBy` differ
- * in colour, the combinations of all others in the dash of the line.
+ * in colour, the combinations of all others, and parts, in the dash of the line.
  */
 function gridSeries(data, metric, weight, across, colourBy, filters) {
   const dashes = new Map();
+  const { parts } = data.metrics[metric];
   const shown = data.combinations
     .map((place, index) => ({ place, index }))
     .filter(({ place }) => place.every((value, at) => filters[at] === null || filters[at] === value));
-  return shown.map(({ place, index }) => {
+  return shown.flatMap(({ place, index }) => parts.map(({ name: part, values: column }) => {
     const round = Math.floor((place[colourBy] ?? 0) / PALETTE.length); // the colours come again, with another dash
-    const beside = [round, ...place.filter((_, at) => at !== colourBy)].join();
+    const beside = [part, round, ...place.filter((_, at) => at !== colourBy)].join();
     if (!dashes.has(beside)) dashes.set(beside, DASHES[dashes.size % DASHES.length]);
     const curves = data.curves
       .filter((curve) => curve.combination === index && (across === 0 || curve.scales[across - 1]))
       .map(({ rounds, scales, values }) => ({
-        x: across > 0 ? scales[across - 1] : roundNumbers(rounds, values[metric].length),
-        y: smooth(values[metric], weight),
+        x: across > 0 ? scales[across - 1] : roundNumbers(rounds, values[column].length),
+        y: smooth(values[column], weight),
       }));
-    const { x, intervals } = (across > 0 ? averageHeld : average)(curves, data.student_t);
+    const { x, intervals } = (across > 0 ? averageInterpolated : average)(curves, data.student_t);
     const named = place.map((value, at) => data.axes[at].values[value]).filter((_, at) => filters[at] === null);
     return {
-      key: index,
-      name: named.join(" · ") || "all runs",
+      key: part ? `${index} ${part}` : index,
+      name: [...named, part].filter(Boolean).join(" · ") || "all runs",
       colour: seriesColour(place[colourBy] ?? 0),
       dash: dashes.get(beside),
-      held: across > 0,
       x,
       y: intervals.map(({ mean }) => mean),
       low: intervals.map(({ mean, half }) => mean - (half ?? 0)),
       high: intervals.map(({ mean, half }) => mean + (half ?? 0)),
-      seeds: intervals.map(({ n }) => n),
+      seeds: intervals.map(({ numbers }) => numbers),
+      curves,
+      banded: curves.length >= data.fewest_for_band,
     };
-  });
+  }));
+}
+
+/** What shows how seeds differ: a band of intervals, or of a few seeds a thin line for each. */
+function spreadTraces(series, log, opacity, share) {
+  if (series.curves.length < 2) return [];
+  if (series.banded) return [bandTrace(series, log, opacity, share)];
+  return series.curves.map((curve) => ({
+    type: "scatter",
+    mode: "lines",
+    ...curve,
+    line: { color: faded(series.colour, 0.45), width: 1 },
+    hoverinfo: "skip",
+  }));
 }
 
 /** The band of a series, as a closed outline. On a log scale it stops where there is no logarithm, a share's at 0 and 1. */
@@ -119,24 +143,16 @@ function bandTrace(series, log, opacity, share) {
   const within = (value) => (share ? Math.min(Math.max(value, 0), 1) : value);
   const low = series.low.map(within).map((value) => (log && value <= 0 ? least / 10 : value));
   const high = series.high.map(within);
-  const [x, above, below] = series.held ? [corners(series.x, 1), corners(high, 0), corners(low, 0)]
-    : [series.x, high, low];
   return {
     type: "scatter",
     mode: "lines",
-    x: [...x, ...x.toReversed()],
-    y: [...above, ...below.toReversed()],
+    x: [...series.x, ...series.x.toReversed()],
+    y: [...high, ...low.toReversed()],
     fill: "toself",
     fillcolor: faded(series.colour, opacity),
     line: { width: 0 },
     hoverinfo: "skip",
   };
-}
-
-/** The x (first 1), or the y (first 0), of all corners of a line of steps. */
-function corners(values, first) {
-  const doubled = values.flatMap((value) => [value, value]);
-  return first ? doubled.slice(1) : doubled.slice(0, -1);
 }
 
 function rawTrace(series) {
@@ -145,29 +161,33 @@ function rawTrace(series) {
     mode: "lines",
     x: series.x,
     y: series.raw,
-    line: { color: faded(series.colour, 0.3), width: 1, shape: series.held ? "hv" : "linear" },
+    line: { color: faded(series.colour, 0.3), width: 1 },
     hoverinfo: "skip",
   };
 }
 
-function lineTrace(series) {
-  const several = series.seeds?.some((n) => n > 1);
+function lineTrace(series, unit) {
+  const plainNumbers = unit === "";
   return {
     type: "scatter",
     mode: series.x.length > FEW_ROUNDS ? "lines" : "lines+markers",
     name: plain(series.name),
     x: series.x,
     y: series.y,
-    line: { color: series.colour, width: 2, dash: series.dash, shape: series.held ? "hv" : "linear" },
+    line: { color: series.colour, width: 2, dash: series.dash },
     marker: { size: 5 },
-    text: several ? series.seeds.map((n, i) => spread(series, i, n)) : undefined,
-    hovertemplate: `%{y}${several ? "%{text}" : ""}`,
+    text: series.y.map((value, i) => (plainNumbers ? numberText(value) : "") + spreadText(series, i)),
+    hovertemplate: plainNumbers ? "%{text}" : "%{y}%{text}",
   };
 }
 
-function spread(series, index, n) {
-  if (n < 2) return " (1 seed)";
-  return ` ± ${((series.high[index] - series.low[index]) / 2).toPrecision(2)} (${n} seeds)`;
+/** How much seeds differ at a point, in words. */
+function spreadText(series, index) {
+  const numbers = series.seeds?.[index];
+  if (!numbers || series.curves.length < 2) return "";
+  if (numbers.length === 1) return " (1 seed)";
+  if (numbers.length === 2) return ` (${numbers.map(numberText).join(", ")})`;
+  return ` ± ${numberText((series.high[index] - series.low[index]) / 2)} (${numbers.length} seeds)`;
 }
 
 /** The boxes below the chart that show and hide series. Boxes of series that stay are kept, and with them the focus. */
@@ -204,34 +224,38 @@ function legendEntry({ key, name, colour: stroke, dash }, hidden, changed) {
 function scaleAxis(title, series) {
   const ends = series.map(({ x }) => x.at(-1)).filter((end) => end > 0);
   const log = ends.length > 0 && Math.max(...ends) >= LOG_FROM * Math.min(...ends);
-  return axis(title, { type: log ? "log" : "linear", unifiedhovertitle: { text: `${plain(title)} %{x:.4~g}` } });
+  const range = log ? "normal" : "nonnegative";
+  return axis(title, { type: log ? "log" : "linear", rangemode: range, unifiedhovertitle: { text: `${plain(title)} %{x:.4~g}` } });
 }
 
 /**
- * The section of curves. `metrics` are [{label, unit}, ...] and `scales` [{label}, ...], against which curves can be drawn
- * beside rounds; `seriesOf(metric, weight, across)` gives what there is to draw. Returns a function that draws anew.
+ * The section of curves. `metrics` are [{label, unit}, ...] and `scales` [{label, opens}, ...], against which curves can be
+ * drawn beside rounds, and whether they are at first; `seriesOf(metric, weight, across)` gives what there is to draw. Returns a function that draws anew.
  */
 function curvesSection(metrics, scales, seriesOf) {
   const metric = element("curves-metric");
   const against = element("curves-across"); // not there where there is only one scale
   const smoothing = element("curves-smoothing");
   const log = element("curves-log");
-  const bands = element("curves-bands"); // not there for a single run
+  const spread = element("curves-spread"); // not there for a single run
+  let spreadChosen = false; // until somebody has, it is shown of few lines
   const hidden = new Set();
   metric.replaceChildren(...metrics.map(({ label }, index) => new Option(label, index)));
   against?.replaceChildren(...["rounds", ...scales.map(({ label }) => label)].map((name, index) => new Option(name, index)));
+  if (against) against.value = 1 + scales.findIndex(({ opens }) => opens);
 
   function redraw() {
     const { label, unit, share } = metrics[metric.value];
     const across = Number(against?.value ?? 0);
     const series = seriesOf(Number(metric.value), Number(smoothing.value), across);
     const visible = series.filter(({ key }) => !hidden.has(key));
-    const banded = bands?.checked ? visible.filter(({ seeds }) => seeds.some((n) => n > 1)) : [];
-    const opacity = banded.length > 5 ? 0.1 : 0.18; // where many lie over each other, each shows less
+    if (spread && !spreadChosen) spread.checked = visible.length <= FEW_LINES;
+    const spreading = spread?.checked ? visible : [];
+    const opacity = spreading.length > FEW_LINES ? 0.1 : 0.18; // where many lie over each other, each shows less
     const traces = [
-      ...banded.map((one) => bandTrace(one, log.checked, opacity, share)),
+      ...spreading.flatMap((one) => spreadTraces(one, log.checked, opacity, share)),
       ...visible.filter(({ raw }) => raw).map(rawTrace),
-      ...visible.map(lineTrace),
+      ...visible.map((one) => lineTrace(one, unit)),
     ];
     element("curves-smoothing-value").value = smoothing.value;
     drawLegend(series, hidden, redraw);
@@ -244,7 +268,10 @@ function curvesSection(metrics, scales, seriesOf) {
     });
   }
 
-  for (const control of [metric, against, smoothing, log, bands]) control?.addEventListener("input", redraw);
+  spread?.addEventListener("input", () => {
+    spreadChosen = true;
+  });
+  for (const control of [metric, against, smoothing, log, spread]) control?.addEventListener("input", redraw);
   element("curves-all").addEventListener("click", () => {
     hidden.clear();
     redraw();

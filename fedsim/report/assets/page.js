@@ -21,8 +21,12 @@ function heatMapSection(data) {
   const filters = [...document.querySelectorAll(".heat-map-filter")];
   value.replaceChildren(...data.final.map(({ label }, index) => new Option(label, index)));
   const redraw = () => {
+    if (!data.final.length) return;
+    const chosen = data.final[value.value];
+    const [rows, columns] = data.axes;
+    element("heat-map-title").textContent = `${chosen.label} by ${rows.name} and ${columns.name}`;
     const fixed = filters.map((filter) => Number(filter.value));
-    if (data.final.length) drawAxes(element("heat-map-chart"), data, data.final[value.value], fixed);
+    drawAxes(element("heat-map-chart"), data, chosen, fixed);
   };
   for (const control of [value, ...filters]) control.addEventListener("input", redraw);
   keepDrawn(redraw);

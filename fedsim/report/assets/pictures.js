@@ -224,15 +224,8 @@ function drawAxes(target, data, { label, cells }, fixed) {
   const cellAt = (row, column) => found.get([row, column, ...fixed].join()) ?? null;
   const table = rows.values.map((_, row) => columns.values.map((__, column) => cellAt(row, column)));
   const [least, most] = extremes(cells.filter((cell) => cell).map(([mean]) => mean));
-  const digits = most < 10 ? 3 : 1;
   drawRampKey("heat-map-key", label.toLowerCase(), least, most);
-  const text = table.map((row) =>
-    row.map((cell) => {
-      if (!cell) return "";
-      const [mean, half] = cell;
-      return mean.toFixed(digits) + (half === null ? "" : `<br>± ${half.toFixed(digits)}`);
-    }),
-  );
+  const text = table.map((row) => row.map((cell) => (cell ? cell.slice(1, 3).filter(Boolean).join("<br>") : "")));
   const labelAxis = (name, values) =>
     axis(name, {
       tickmode: "array",
@@ -241,7 +234,7 @@ function drawAxes(target, data, { label, cells }, fixed) {
       showgrid: false,
       zeroline: false,
     });
-  target.style.minWidth = `${90 * columns.values.length + 140}px`;
+  target.style.minWidth = `${110 * columns.values.length + 140}px`;
   draw(
     target,
     [
@@ -261,9 +254,9 @@ function drawAxes(target, data, { label, cells }, fixed) {
         ygap: 2,
         hoverongaps: false,
         customdata: table.map((row, i) =>
-          row.map((cell, j) => [plain(rows.values[i]), plain(columns.values[j]), cell?.[2] ?? 0]),
+          row.map((cell, j) => [plain(rows.values[i]), plain(columns.values[j]), cell?.slice(1, 3).join(" "), cell?.[3]]),
         ),
-        hovertemplate: "%{customdata[0]}, %{customdata[1]}<br>%{z:.4~f} (seeds: %{customdata[2]})<extra></extra>",
+        hovertemplate: "%{customdata[0]}, %{customdata[1]}<br>%{customdata[2]}, seeds: %{customdata[3]}<extra></extra>",
       },
     ],
     {
