@@ -16,6 +16,8 @@ from fedsim.consistency import what_needs_rows
 from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
 from fedsim.engines import Engine, Schedule, SpawnEngine, Task
 from fedsim.engines import engine as engines
+from fedsim.engines.job import Memory
+from fedsim.engines.retrying import Note, announce, retried
 from fedsim.engines.shortage import shortage_told
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.experiment import Experiment
@@ -89,9 +91,10 @@ class Setting:
 
 
 @contextlib.contextmanager
-def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Setting, Engine]]:
+def prepare(experiment: Experiment, workshop: Workshop, note: Note | None = None) -> Iterator[tuple[Setting, Engine]]:
     """The setting of an experiment and an engine of the workshop, which leaves it when the `with` block ends.
 
+    `note` is called for every process that is lost and replaced meanwhile; see `RunFolder.event`.
     Raises ExperimentError or DataError where the experiment cannot be run here.
     """
     device = engines.get(experiment.engine).target.device_for(experiment.device)
@@ -111,7 +114,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
         root = _root(experiment, train) if task.rule.takes("root") else None
         with _room_on(task, processes):
             memory = engine.allocate(task, experiment.cohort_size, train, test, shards, root)
-            engine.begin(task, memory)
+            how = _begin(experiment, engine, task, memory, note)
         looked_at = _workers_to_look_at(shards, experiment.seed)
         known = range(len(shards)) if looked_at is None else looked_at
         counts = label_counts(train.targets.cpu().numpy(), [shards.of(worker) for worker in known], memory.classes)
@@ -119,7 +122,7 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             experiment=experiment,
             task=task,
             device=describe_device(device),
-            how={**_racing(experiment), **engine.facts(), **_how_steps_are_taken(task, engine)},
+            how={**_racing(experiment), **how},
             parameters=len(memory.global_row),
             train_samples=len(train),
             test_samples=len(test),
@@ -130,6 +133,25 @@ def prepare(experiment: Experiment, workshop: Workshop) -> Iterator[tuple[Settin
             buffer_bytes=memory.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,
         )
         yield setting, engine
+
+
+def _begin(experiment: Experiment, engine: Engine, task: Task, memory: Memory, note: Note | None) -> dict[str, Any]:
+    """Give an engine its task, again if it loses a process while it starts; how it computes the task.
+
+    No worker is in hand yet, so on_worker_failure = "drop" does the same as "retry" here.
+    """
+
+    def attempt(number: int) -> dict[str, Any]:
+        engine.begin(task, memory)
+        return {**engine.facts(), **_how_steps_are_taken(task, engine)}
+
+    retries = 0 if experiment.on_worker_failure == "abort" else experiment.worker_retries
+    return retried(
+        attempt,
+        retries,
+        lambda loss, number: announce(loss, number, retries, note),
+        "its processes have been started",
+    )
 
 
 @contextlib.contextmanager

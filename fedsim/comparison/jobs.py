@@ -116,7 +116,6 @@ class Jobs:
 
     def __init__(self) -> None:
         self._jobs: list[Job] = []
-        self._has_worked = False  # any of them, ever
 
     def grow(self, count: int) -> None:
         """Start processes until there are `count`, those that have died aside."""
@@ -139,8 +138,7 @@ class Jobs:
         wait([item for job in self._jobs for item in job.waitables], timeout=interval)
         for job in self._jobs:
             for kind, content in job.messages():
-                self._has_worked = self._has_worked or job.started
-                if not self._has_worked:
+                if job.cannot_start:
                     raise WorkerError(f"no run can begin: {content}")
                 yield job, kind, content
 
@@ -164,6 +162,7 @@ class Job:
         self.alive = True
         self._board = Board(1)
         self.started = False
+        self._exitcode: int | None = None
         self._limit = START_TIMEOUT  # seconds of silence that are borne; infinite while it prepares or is idle
         self._silence = Silence(self._board, 0, self._limit)
         self._child = Child(_serve, self._board, name="fedsim-job", daemon=False)
@@ -181,6 +180,11 @@ class Job:
     def planned(self) -> PlannedRun | None:
         """The run that it has in hand."""
         return None if self._work is None else self._work[0]
+
+    @property
+    def cannot_start(self) -> bool:
+        """Whether it ended by itself before it started, as any other job would; see `how_its_start_ended`."""
+        return not self.started and (self._exitcode or 0) > 0
 
     def begin(self, planned: PlannedRun, experiment: Experiment, folder: Path) -> None:
         """Send it a run."""
@@ -226,6 +230,7 @@ class Job:
             how = f" {how_its_start_ended(self._child.exitcode, INSTEAD)}"
         else:
             how = f", {whereabouts(self._board, 0)}, gave no sign of life for {self._limit:g} s"
+        self._exitcode = self._child.exitcode
         self.close(0.0)
         if self.planned is not None:
             yield "lost", f"its process{how}{hint}"

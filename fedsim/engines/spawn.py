@@ -33,6 +33,8 @@ class SpawnEngine(Engine):
 
     def begin(self, task: Task, memory: Memory, trainer: MakeTrainer = RowTrainer) -> None:
         self.leave()
+        if not self.at_work:  # it lost its processes as it began before
+            self._crew = Crew(*self._staff)
         self.memory = memory.share()
         self._began = True
         self._work = task, self.memory, trainer

@@ -7,19 +7,20 @@ round, new processes are started, and the round is done again: to the bit as if 
 
 from __future__ import annotations
 
-import itertools
-import warnings
+import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 from fedsim.engines import Engine
+from fedsim.engines.retrying import Note, announce, retried
 from fedsim.engines.station import deal
-from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError, plural
+from fedsim.errors import ProcessLostError, WorkerError
 from fedsim.preparation import Setting
 from fedsim.records import RoundRecord
 from fedsim.simulation import Loop, SynchronousLoop
 from fedsim.snapshot import Snapshot
 
-Note = Callable[..., object]  # given the kind of an event, its round, and further facts; see `RunFolder.event`
+T = TypeVar("T")
 
 
 def recovering(loop: Loop, setting: Setting, engine: Engine, note: Note | None = None) -> Loop:
@@ -37,9 +38,10 @@ def recovering(loop: Loop, setting: Setting, engine: Engine, note: Note | None =
 
 
 class RecoveringLoop:
-    """A loop whose rounds are done again where they lose a process, `worker_retries` times each at most.
+    """A loop whose rounds are done again if they lose a process, `worker_retries` times each at most.
 
-    Keeps where the loop stood before the round in hand: a copy of what one round leaves to the next.
+    The same holds for what it does between rounds. It keeps the state before the current round: a copy of what one
+    round leaves to the next.
     """
 
     def __init__(self, loop: Loop, setting: Setting, engine: Engine, note: Note | None = None) -> None:
@@ -48,53 +50,54 @@ class RecoveringLoop:
         self._before: Snapshot | None = None
 
     def play(self, round: int) -> RoundRecord:
-        """One round; raises WorkerError where it has lost a process once more than it may be done again."""
+        """One round; raises WorkerError if it has lost a process once more than it may be done again."""
         before = self.state()
-        for attempt in itertools.count(1):
-            try:
-                if attempt > 1:
-                    self._engine.replace_processes()
-                    self._loop.resume(before)
-                record = self._attempt(round)
-                self._before = self._loop.state()  # now, since processes may be lost between two rounds too
-                return record
-            except ProcessLostError as loss:
-                if attempt > self._retries:
-                    raise self._given_up(loss, round, attempt) from loss
-                self._tell(loss, round, attempt)
-        raise AssertionError("there is always one more attempt")
+
+        def attempt(number: int) -> RoundRecord:
+            if number > 1:
+                self._engine.replace_processes()
+                self._loop.resume(before)
+            record = self._attempt(round)
+            self._before = self._loop.state()  # now, since processes may be lost between two rounds too
+            return record
+
+        report = functools.partial(self._report, round)
+        return retried(attempt, self._retries, report, f"round {round} has been tried")
 
     def state(self) -> Snapshot:
-        if self._before is None:
-            self._before = self._loop.state()
+        if self._before is None:  # before the first round
+            self._before = self._between_rounds(self._loop.state)
         return self._before
 
     def resume(self, state: Snapshot) -> None:
-        self._loop.resume(state)
+        self._between_rounds(lambda: self._loop.resume(state))
         self._before = state
 
     def finish(self) -> None:
-        self._loop.finish()
+        before = self.state()
+        self._between_rounds(self._loop.finish, lambda: self._loop.resume(before))
+
+    def _between_rounds(self, call: Callable[[], T], restore: Callable[[], object] = lambda: None) -> T:
+        """What `call` gives; after a loss it is called again on new processes, to which `restore` gives the state."""
+
+        def attempt(number: int) -> T:
+            if number > 1:
+                self._engine.replace_processes()
+                restore()
+            return call()
+
+        return retried(attempt, self._retries, self._report_start, "its processes have been started")
 
     def _attempt(self, round: int) -> RoundRecord:
         return self._loop.play(round)
 
-    def _given_up(self, loss: ProcessLostError, round: int, attempts: int) -> WorkerError:
-        if attempts == 1:
-            return loss
-        return WorkerError(f"{loss}; round {round} has been tried {attempts} times (worker_retries = {self._retries})")
+    def _report(self, round: int, loss: ProcessLostError, attempt: int) -> None:
+        """Say that the round is done again."""
+        then = f", and round {round} is done again"
+        announce(loss, attempt, self._retries, self._note, round=round, then=then)
 
-    def _tell(self, loss: ProcessLostError, round: int, attempt: int) -> None:
-        """Say that the round is to be done again."""
-        self._announce("worker replaced", loss, round, attempt)
-
-    def _announce(self, kind: str, loss: ProcessLostError, round: int, attempt: int, without: str = "") -> None:
-        often = f"{attempt} of at most {plural(self._retries, 'time')}"
-        line = f"{loss}; a new one takes its place, and round {round} is done again{without} ({often})"
-        warnings.warn(line, FedsimWarning, stacklevel=4)
-        if self._note:
-            who = {"process": loss.process, "worker": loss.worker}
-            self._note(kind, round=round, **who, why=loss.why, attempt=attempt)
+    def _report_start(self, loss: ProcessLostError, attempt: int) -> None:
+        announce(loss, attempt, self._retries, self._note)
 
 
 class DroppingLoop(RecoveringLoop):
@@ -118,16 +121,17 @@ class DroppingLoop(RecoveringLoop):
     def _attempt(self, round: int) -> RoundRecord:
         return self._loop.play(round, self._lost)
 
-    def _tell(self, loss: ProcessLostError, round: int, attempt: int) -> None:
+    def _report(self, round: int, loss: ProcessLostError, attempt: int) -> None:
         lost = self._in_hand(loss, round)
         if not lost:  # as where it was still starting, or the server's own row was in hand
-            super()._tell(loss, round, attempt)
+            super()._report(round, loss, attempt)
             return
         self._lost += lost
         named = f"{'worker' if len(lost) == 1 else 'workers'} {', '.join(map(str, lost))}"
         if len(self._lost) == len(self._loop.cohort(round)):
             raise WorkerError(f"{loss}; without {named}, nobody is left of the cohort of round {round}") from loss
-        self._announce("worker dropped", loss, round, attempt, f" without {named}")
+        then = f", and round {round} is done again without {named}"
+        announce(loss, attempt, self._retries, self._note, round=round, kind="worker dropped", then=then)
 
     def _in_hand(self, loss: ProcessLostError, round: int) -> list[int]:
         """The workers of the cohort who are lost with a process; see `Station`."""

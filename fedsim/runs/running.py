@@ -89,9 +89,10 @@ def run(
             stack.enter_context(folder)
         past = Past(folder, experiment)
         workshop = workshop or stack.enter_context(Workshop())
-        setting, engine = stack.enter_context(prepare(past.as_before(experiment), workshop))
+        note = folder.event if folder else None
+        setting, engine = stack.enter_context(prepare(past.as_before(experiment), workshop, note))
         loop = loop_of(setting, engine, folder.race_log if folder else None)
-        loop = recovering(loop, setting, engine, folder.event if folder else None)
+        loop = recovering(loop, setting, engine, note)
         setting = replace(setting, done=past.restore(loop, engine) if resume else 0)
         books = stack.enter_context(Books(experiment, setting, folder))
         history = past.records

@@ -8,8 +8,9 @@ import time
 import pytest
 
 import fedsim
-from fedsim.comparison import Watcher, load_grid, run_grid
+from fedsim.comparison import Watcher, jobs, load_grid, run_grid
 from fedsim.errors import FedsimWarning
+from fedsim.system.processes import Child
 from tests.commands import run_python
 from tests.comparison.test_comparing import without_times
 
@@ -101,6 +102,25 @@ def test_a_run_whose_process_was_lost_is_done_again_and_comes_to_the_same(quick,
     assert again
     assert len(again) == len(said) <= 2
     alone = fedsim.compare({**serial, "rounds": 20}, axes)
+    assert [without_times(run.history) for run in comparison.runs] == [without_times(run.history) for run in alone.runs]
+
+
+def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp_path, monkeypatch):
+    killed = []
+
+    class Killed(Child):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            if len(killed) < 2:
+                killed.append(self.pid)
+                os.kill(self.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(jobs, "Child", Killed)
+    axes = {"seed": [0, 1, 2]}
+    with pytest.warns(FedsimWarning, match=r"SIGKILL .*, while it started.*; the run is done again \(1 of at most 2"):
+        comparison = run_grid(load_grid({**quick, "rounds": 2}, axes), tmp_path, 2, Look())
+    assert not comparison.failed
+    alone = fedsim.compare({**serial, "rounds": 2}, axes)
     assert [without_times(run.history) for run in comparison.runs] == [without_times(run.history) for run in alone.runs]
 
 

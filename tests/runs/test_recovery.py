@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import random
 import re
@@ -20,7 +21,9 @@ import torch
 
 import fedsim
 from fedsim.comparison.grid import load_grid
+from fedsim.engines import spawn
 from fedsim.engines.auto import AutoEngine, Way
+from fedsim.engines.crew import Crew
 from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
 from fedsim.preparation import prepare
@@ -259,6 +262,7 @@ class Fake:
         self.maybe("start")
 
     def finish(self):
+        self.maybe("finish")
         self.finished = True
 
 
@@ -287,11 +291,51 @@ def test_a_process_that_is_lost_after_its_round_costs_that_round_once_more_but_n
     assert loop.state().tensors["row"].item() == 3.0
 
 
-def test_a_loss_before_the_first_round_ends_the_run():
-    fake = Fake("state")
-    with pytest.raises(WorkerError, match="^process 1 is gone$"):
+def test_a_loss_before_the_first_round_or_after_the_last_costs_no_round():
+    fake = Fake("state", "resume")
+    loop = fake.loop()
+    with pytest.warns(FedsimWarning, match=r"^process 1 is gone; a new one takes its place \(1 of at most 2 times\)$"):
+        loop.resume(loop.state())
+    assert loop.play(1)["row"] == 1.0
+    fake.losses = ["finish"]
+    with pytest.warns(FedsimWarning):
+        loop.finish()
+    assert (fake.finished, fake.replaced) == (True, 3)
+    assert [facts["round"] for _, facts in fake.notes] == [0, 0, 0]
+
+
+def test_losses_before_the_first_round_count_too():
+    fake = Fake("state", "start", "state")
+    line = r"^process 1 is gone; its processes have been started 3 times \(worker_retries = 2\)$"
+    with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match=line):
         fake.loop().play(1)
-    assert fake.replaced == 0
+
+
+@pytest.mark.parametrize("policy", ["retry", "drop", "abort"])
+def test_a_process_that_is_killed_while_it_starts(policy, tmp_path, monkeypatch):
+    """The first time a pool of processes starts, one of them is killed at once."""
+    killed = []
+
+    class Killed(Crew):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            if not killed:
+                killed.append(self._children[1].pid)
+                os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(spawn, "Crew", Killed)
+    tables = {**TABLES, **SPAWN, "rounds": 2, "model": "logistic", "on_worker_failure": policy}
+    line = r"process 1 was killed by SIGKILL \(exit code -9\), while it started"
+    if policy == "abort":
+        with pytest.raises(WorkerError, match=f"^{line}$"):
+            fedsim.run(tables)
+        return
+    with pytest.warns(FedsimWarning, match=rf"^{line}; a new one takes its place \(1 of at most 2 times\)$"):
+        result = fedsim.run(tables, tmp_path / "run")
+    changes = {"engine": "serial", "processes": None, "on_worker_failure": "retry"}
+    assert_as_without_faults(result, tables, **changes)
+    (event,) = events(tmp_path / "run")
+    assert (event["event"], event["round"], event["process"]) == ("worker replaced", 0, 1)
 
 
 def test_what_code_raises_is_no_loss():

@@ -1,0 +1,58 @@
+"""What to do again after a process was lost, how often, and what is reported of it."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError, plural
+
+Note = Callable[..., object]  # called with the kind of an event, its round, and further facts; see `RunFolder.event`
+T = TypeVar("T")
+
+
+def retried(
+    attempt: Callable[[int], T], retries: int, report: Callable[[ProcessLostError, int], object], what: str
+) -> T:
+    """The result of `attempt(number)`, counted from 1, which is called again when it loses a process.
+
+    Args:
+        attempt: what to do; from number 2 on it first puts everything back.
+        retries: how often it is called again at most.
+        report: called with each loss after which it is called again, and the number of the attempt.
+        what: of what the error says how often it was tried: `round 3 has been tried`.
+
+    Raises WorkerError if it loses a process once more than that.
+    """
+    for number in itertools.count(1):
+        try:
+            return attempt(number)
+        except ProcessLostError as loss:
+            if number > retries:
+                if number == 1:
+                    raise
+                raise WorkerError(f"{loss}; {what} {number} times (worker_retries = {retries})") from loss
+            report(loss, number)
+    raise AssertionError("there is always one more attempt")
+
+
+def announce(
+    loss: ProcessLostError,
+    attempt: int,
+    retries: int,
+    note: Note | None,
+    *,
+    round: int = 0,
+    kind: str = "worker replaced",
+    then: str = "",
+) -> None:
+    """Warn that a process was lost and is replaced, and record the event. Round 0 is the time before the first round.
+
+    `then` is what happens besides, as the middle of the sentence.
+    """
+    often = f"{attempt} of at most {plural(retries, 'time')}"
+    warnings.warn(f"{loss}; a new one takes its place{then} ({often})", FedsimWarning, stacklevel=5)
+    if note:
+        note(kind, round=round, process=loss.process, worker=loss.worker, why=loss.why, attempt=attempt)
