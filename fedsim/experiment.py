@@ -120,7 +120,7 @@ class Experiment(Table):
     def _check_as_a_whole(self) -> Experiment:
         if lines := problems_with(self):
             raise ExperimentError(*lines)
-        self.pipeline.rehearse(self.cohort_size)
+        self.pipeline.rehearse(self.cohort_size, self.local_lr)
         return self
 
     @property
@@ -148,6 +148,11 @@ class Experiment(Table):
     def anchored(self) -> bool:
         """Whether the local solver goes by the row that a worker was sent; see `fedsim.local.Solver`."""
         return getattr(self.local.plug.target, "anchored", False)
+
+    @property
+    def local_lr(self) -> float | None:
+        """The learning rate of the local solver; None if it has no parameter `lr`."""
+        return self.local.params.get("lr")
 
     @property
     def rounds_of_gradients(self) -> int:

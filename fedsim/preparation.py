@@ -205,6 +205,7 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         inner=experiment.distributed.inner,
         hook=experiment.distributed.hook.bind() if by_hook else None,
         rows_for=rows_for,
+        local_lr=experiment.local_lr,
     )
     _check_model(experiment, task)
     return task

@@ -43,17 +43,31 @@ def weighted_mean(updates: Tensor, weights: Tensor) -> Tensor:
 
 
 @rule("qfedavg")
-def qfedavg(updates: Tensor, losses: Tensor, *, q: Annotated[float, Field(ge=0)] = 1.0, lr: Positive = 0.1) -> Mix:
+def qfedavg(
+    updates: Tensor,
+    losses: Tensor,
+    local_lr: float | None,
+    sync: str,
+    *,
+    q: Annotated[float, Field(ge=0)] = 1.0,
+    lr: Positive | None = None,
+) -> Mix:
     """q-FedAvg: workers with a higher loss count for more (Li et al. 2020, "Fair resource allocation").
 
     With g_k = -x_k / lr, lr the workers' learning rate, and F_k worker k's loss at the global row:
     h_k = q F_k^(q-1) |g_k|^2 + F_k^q / lr, and the result is -sum F_k^q g_k / sum h_k; q = 0 is the plain mean.
-    Needs `losses` [n], >= 0. Cost: two passes over the [n, d] updates.
+    With sync = "gradients" this is q-FedSGD: g_k is the row itself, and the result is sum F_k^q g_k / sum h_k / lr,
+    along which the local solver takes its step of rate lr. lr is that of the local solver (1 / L in the paper) unless
+    it is given; in `fedsim.aggregate` it is 0.1. Needs `losses` [n], >= 0. Cost: two passes over the [n, d] updates.
     """
+    lr = local_lr if lr is None else lr
+    if lr is None:
+        raise ExperimentError("qfedavg: needs lr, since the local solver has none")
     if bool((losses < 0).any()):
         raise ExperimentError(f"qfedavg: losses must be >= 0; the least here is {float(losses.min()):g}")
     raised = torch.where(losses == 0, LEAST_LOSS, losses).cpu()
     steps = raised**q / lr
     if q:  # or nothing depends on the squares, even where they overflow
-        steps += q * raised ** (q - 1) * squared_norms(updates).double().cpu() / lr**2
+        squares = squared_norms(updates).double().cpu()
+        steps += q * raised ** (q - 1) * (squares if sync == "gradients" else squares / lr**2)
     return Mix(raised**q / lr / steps.sum())

@@ -34,6 +34,8 @@ class Cohort:
     rng: np.random.Generator | None = None
     state: dict[str, Tensor] | None = None  # None: nobody will see it again
     last: Tensor | None = None
+    local_lr: float | None = 0.1  # in `fedsim.aggregate`, which knows no local solver
+    sync: Literal["parameters", "gradients"] = "parameters"
     excluded: int = 0  # rows that were screened out, which count among the f
     gram: Gram | None = None  # of the updates, if it has been computed already
     reduce: Reduce = own_columns  # where the updates are some columns only; see Gram
@@ -113,6 +115,8 @@ def screened(cohort: Cohort, nonfinite: Nonfinite, bad: list[int] | None = None)
         rng=cohort.rng,
         state=cohort.state,
         last=cohort.last,
+        local_lr=cohort.local_lr,
+        sync=cohort.sync,
         excluded=cohort.excluded + len(bad),
         reduce=cohort.reduce,
     )

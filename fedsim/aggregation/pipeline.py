@@ -108,8 +108,10 @@ class Pipeline:
         shares = self.rule(cohort.menu_of_columns(rows, units), cohort.f_for(self.rule))
         return rows.shares(Mix(shares.double().cpu()))
 
-    def rehearse(self, n: int) -> None:
+    def rehearse(self, n: int, local_lr: float | None = 1.0) -> None:
         """Try it on n short rows, so that a constraint that n and f break is found out before anything is trained.
+
+        `local_lr` is the learning rate of the local solver, None if it has none.
 
         Raises the ExperimentError that a stage raises; what else goes wrong may be due to the rows. Very many
         rows, of which some rules take long, are not tried.
@@ -118,7 +120,7 @@ class Pipeline:
             return
         updates = torch.randn(n, 8, generator=torch.Generator().manual_seed(0), dtype=torch.double)
         ones = torch.ones(n, dtype=torch.double)
-        cohort = Cohort(updates, ones if self.needs_weights else None, root=updates[0], losses=ones)
+        cohort = Cohort(updates, ones if self.needs_weights else None, root=updates[0], losses=ones, local_lr=local_lr)
         try:
             self(cohort)
         except ExperimentError as error:

@@ -14,6 +14,8 @@ name, what it needs of all that there is; its keyword-only parameters are its co
     losses    [n] float64, each worker's loss at the global row before it trained
     workers   the workers' numbers, one per row
     last      [d], what the rule gave last time, or None
+    local_lr  the learning rate of the local solver, or None if it has none
+    sync      what the rows are: "parameters": updates; "gradients": gradients at the global row
 
 A rule that gives a Mix instead of a row says which workers count for how much, and spares itself the arithmetic. A
 pre-aggregator is the same, but its Mix has a matrix [m, n] and makes m rows of n.
@@ -38,7 +40,7 @@ from torch import Tensor
 from fedsim.errors import ExperimentError
 from fedsim.registry import Plug, Registry
 
-GIVEN = ("updates", "weights", "gram", "rng", "state", "root", "losses", "workers", "last")
+GIVEN = ("updates", "weights", "gram", "rng", "state", "root", "losses", "workers", "last", "local_lr", "sync")
 
 Count = Annotated[int, Field(ge=0)]  # f, the number of Byzantine rows that a rule is to withstand
 Positive = Annotated[float, Field(gt=0)]

@@ -172,6 +172,8 @@ class Averaging:
             rng=numpy_generator(task.seed, "aggregate", *meeting.moment) if task.rule.takes("rng") else None,
             state=self._state,
             last=memory.last if self._has_last else None,
+            local_lr=task.local_lr,
+            sync=task.sync_in(meeting.moment[0]),
         )
 
     def _updates(self, slots: list[int]) -> Tensor:

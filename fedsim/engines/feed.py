@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from fedsim.data import CustomSubset
 from fedsim.data.tensors import in_order
-from fedsim.engines.job import Memory, Task
+from fedsim.engines.job import Augmentation, Memory, Task
 from fedsim.randomness import numpy_generator, torch_generator
 
 LOOKED_AT = 50  # workers at most, to learn what is usual
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Alteration = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Draw = tuple[str, int, int]  # purpose, round, worker
 
 
 class Member(NamedTuple):
@@ -146,21 +147,33 @@ class Feed:
     def _positions_of(self, worker: int) -> Tensor:
         return self._memory.root if worker == self.root else self._memory.shards.of(worker)
 
+    def samples_seen(self, worker: int, round: int, batch_size: int) -> Batches:
+        """A worker's samples once, as it sees them: by its partition's transform, and poisoned; not augmented."""
+        alter = self._alteration(worker, (), ("losses", round, worker))
+        for inputs, targets in self.shard(worker).batches(batch_size):
+            yield alter(inputs, targets) if alter else (inputs, targets)
+
     def alteration(self, worker: int, round: int) -> Alteration | None:
         """What becomes of a worker's batches, one after another, before it trains on them; None where nothing does."""
+        return self._alteration(worker, self._task.augment, ("augment", round, worker), ("poison", round, worker))
+
+    def _alteration(
+        self, worker: int, augment: Sequence[Augmentation], drawn: Draw, poison_drawn: Draw | None = None
+    ) -> Alteration | None:
+        """The transform of a worker's partition, augmentations and poisoning, with the purposes of their draws."""
         task, classes = self._task, self._memory.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
         poison = task.attack.poison if worker in task.byzantine else None
-        if view is None and poison is None and not task.augment:
+        if view is None and poison is None and not augment:
             return None
-        augmentation = torch_generator(task.seed, "augment", round, worker)
-        poisoning = numpy_generator(task.seed, "poison", round, worker)
+        augmentation = torch_generator(task.seed, *drawn)
+        poisoning = numpy_generator(task.seed, *(poison_drawn or drawn))
 
         def alter(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             if view is not None:
                 inputs = view(images=inputs, generator=augmentation)
-            for augment in task.augment:
-                inputs = augment(images=inputs, generator=augmentation)
+            for one in augment:
+                inputs = one(images=inputs, generator=augmentation)
             if poison is not None:
                 inputs, targets = poison(inputs, targets, classes, poisoning)
             return in_order(inputs), targets

@@ -92,6 +92,7 @@ class Task:
     inner: Literal["serial", "batched"] = "serial"  # how a rank of several trains its rows: one by one, or stacked
     hook: BoundHook | None = None  # how ranks average gradients; None: by the rule, of single rows
     rows_for: str | None = None  # what that needs single rows for
+    local_lr: float | None = None  # of the local solver, if it has one
 
     @property
     def dtype(self) -> torch.dtype:

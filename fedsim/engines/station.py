@@ -209,9 +209,9 @@ class Station:
         return test(self.module.module, [(inputs, targets)]).correct, none + len(targets)
 
     def _loss_before_training(self, member: Member) -> float:
-        """Mean loss of a member's row on its worker's own samples."""
+        """Mean loss of a member's row on its worker's own samples, as the worker sees them."""
         self.module.take(self.memory.rows[member.slot], self.gradient, self.memory.buffers[member.slot])
-        batches = self.feed.shard(member.worker).batches(test_batch_size(self.task.device))
+        batches = self.feed.samples_seen(member.worker, member.round, test_batch_size(self.task.device))
         return test(self.module.module, batches).loss
 
     def in_precision(self) -> AbstractContextManager[Any]:

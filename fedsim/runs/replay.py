@@ -226,6 +226,8 @@ def _cohort(stored: StoredRound, pipeline: Pipeline) -> Cohort:
         losses=tensors.get("losses"),
         workers=stored.workers,
         rng=numpy_generator(experiment.seed, "aggregate", stored.round),
+        local_lr=experiment.local_lr,
+        sync="gradients" if stored.round <= experiment.rounds_of_gradients else "parameters",
     )
 
 
