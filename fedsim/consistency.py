@@ -10,6 +10,7 @@ import torch
 from fedsim.asynchronous.policies import Policy
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, show
+from fedsim.randomness import random_state_kept
 from fedsim.sections import Aggregate, Checkpoint, Distributed, Hook, Server
 from fedsim.system.devices import free_memory
 from fedsim.system.precision import PRECISIONS
@@ -54,6 +55,29 @@ def problems_with(experiment: Experiment) -> list[str]:
     lines.extend(_problems_with_weights(experiment))
     lines.extend(_problems_with_attackers(experiment))
     return lines
+
+
+def warnings_about(experiment: Experiment) -> list[str]:
+    """What is allowed in an experiment, but has no effect or an effect that few users mean: a line for each."""
+    lines = []
+    if experiment.cohort_size == experiment.workers:  # else n and f differ from round to round
+        lines.append(experiment.attack.bind().weakness(experiment.workers, experiment.attack.count(experiment.workers)))
+    if experiment.buffers == "server":
+        lines.append(_warning_about_statistics(experiment))
+    return [line for line in lines if line]
+
+
+def _warning_about_statistics(experiment: Experiment) -> str | None:
+    """That running statistics are never updated, if the model has any."""
+    with random_state_kept(torch.device("cpu")):
+        names = [name for name, _ in experiment.model.bind()().named_buffers() if name.endswith("running_mean")]
+    if not names:
+        return None
+    shown = f"{names[0]}, ..." if len(names) > 1 else names[0]
+    return (
+        f'buffers = "server": running statistics ({shown}) are never updated, so a '
+        "new BatchNorm is tested with mean 0 and variance 1; use buffers=average or buffers=local"
+    )
 
 
 def _problems_with_size(experiment: Experiment) -> list[str]:

@@ -51,6 +51,10 @@ class FedsimWarning(UserWarning):
     """A run goes on, though not in every respect as described: one line."""
 
 
+class SettingWarning(FedsimWarning):
+    """A run is as described, but one of its settings makes it do nothing, or something nobody means: one line."""
+
+
 class MissingPackageError(FedsimError, ImportError):
     """A package of one of fedsim's extras is needed, and not installed."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.loading import PLUG_TABLES
 from fedsim.randomness import numpy_generator
 from tests import plugs
@@ -45,6 +45,15 @@ def test_a_round_is_attack_then_rule_then_step(attack, rule, tables):
     expected = start + fedsim.aggregate(attacked, rule=rule, **f)
     change = {"attack": {"name": attack, "workers": byzantine}, "aggregate": {"rule": rule}, "precision": "float64"}
     assert torch.allclose(fedsim.run({**tables, **change}).global_row, expected, rtol=0, atol=1e-9)
+
+
+def test_a_run_with_an_attack_that_does_nothing_warns_once(tables):
+    tables = {**tables, "workers": 5, "rounds": 2, "attack": {"name": "alie", "workers": [1]}}
+    with pytest.warns(SettingWarning) as caught:
+        fedsim.run(tables)
+    lines = [str(warning.message) for warning in caught]
+    assert lines == ["alie: z = 0 for n = 5, f = 1: this attack does nothing; set attack.z, e.g. 1.5"]
+    fedsim.run({**tables, "attack": {"name": "alie", "workers": [1], "z": 1.5}})
 
 
 def test_attackers_are_the_same_under_every_rule_and_attack_and_follow_the_seed():

@@ -6,6 +6,7 @@ In all of them every Byzantine row is the same. They are computed in float64 and
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
@@ -23,18 +24,32 @@ Deviation = Literal["unit", "sign", "std"]
 
 
 @attack_strategy("alie")
-def alie(honest: Tensor, n_byzantine: int, *, z: float | None = None, sign: Sign = -1, ddof: Ddof = 1) -> Tensor:
+@dataclass(frozen=True)
+class ALittleIsEnough:
     """A little is enough: mean + sign z std of the honest rows, per coordinate (Baruch et al. 2019).
 
     Where z is not given it is `z_max(n, f)` of the n = h + f workers of this round, f of them Byzantine; that is
     negative where so many honest workers would have to be outdone that the attacker has to keep to their side of the
-    mean. std divides by h - ddof. Raises ExperimentError unless h > ddof, and where n and f leave no z_max.
-    Cost: one pass over [h, d].
+    mean. It is 0 for some n and f (10 and 2, 8 and 2, 5 and 1): the rows are the mean, and a warning says so.
+    std divides by h - ddof. Raises ExperimentError unless h > ddof, and where n and f leave no z_max.
+    Honest rows [h, d], result [d]. Cost: one pass over [h, d].
     """
-    mean, std = mean_and_std(honest, ddof)
-    if z is None:
-        z = z_max(len(honest) + n_byzantine, n_byzantine)
-    return mean.add_(std, alpha=sign * z)
+
+    z: float | None = None
+    sign: Sign = -1
+    ddof: Ddof = 1
+
+    def __call__(self, honest: Tensor, n_byzantine: int) -> Tensor:
+        """One row [d] for all attackers."""
+        mean, std = mean_and_std(honest, self.ddof)
+        z = z_max(len(honest) + n_byzantine, n_byzantine) if self.z is None else self.z
+        return mean.add_(std, alpha=self.sign * z)
+
+    def weakness(self, n: int, f: int) -> str | None:
+        """That the default of z makes this no attack with f Byzantine workers among n; else None."""
+        if self.z is not None or not _has_z_max(n, f) or z_max(n, f):
+            return None
+        return f"z = 0 for n = {n}, f = {f}: this attack does nothing; set attack.z, e.g. 1.5"
 
 
 def z_max(n: int, f: int) -> float:
@@ -44,12 +59,16 @@ def z_max(n: int, f: int) -> float:
     z_max standard deviations. Raises ExperimentError unless 0 < s < n - f, without which there is no such number.
     """
     s = n // 2 + 1 - f
-    if not 0 < s < n - f:
+    if not _has_z_max(n, f):
         raise ExperimentError(
             f"attack.z: z_max needs 0 < s < n - f with s = floor(n / 2 + 1) - f, but n = {n} and f = {f} make s = {s} "
             f"and n - f = {n - f}; choose z"
         )
     return NormalDist().inv_cdf((n - f - s) / (n - f))
+
+
+def _has_z_max(n: int, f: int) -> bool:
+    return 0 < n // 2 + 1 - f < n - f
 
 
 @attack_strategy("ipm")

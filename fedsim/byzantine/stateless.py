@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsim.byzantine.strategy import Aggregate, attack_strategy, bind_attack
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.randomness import numpy_generator
 
 
@@ -43,7 +44,7 @@ def attack(
     Returns the Byzantine rows [b, d], a new tensor with the dtype and device of `honest`.
 
     Raises ExperimentError (a ValueError) for an unknown attack, a wrong parameter, a wrong shape, no honest row, and
-    where the attack's own constraints are broken.
+    where the attack's own constraints are broken. Warns (SettingWarning) if the attack does nothing for h and b.
     """
     plug = attack_strategy.get(name, "attack.name")
     bound = bind_attack(plug, plug.check(params, "attack", beside=["name"]))
@@ -54,6 +55,8 @@ def attack(
     (h, d), b = honest.shape, int(n_byzantine)
     if aggregate is not None and not callable(aggregate):
         raise ExperimentError(f"aggregate = {show(aggregate)}: must be a callable of the matrix of all rows")
+    if line := bound.weakness(h + b, b):
+        warnings.warn(line, SettingWarning, stacklevel=2)
     if own is None:
         own = honest[torch.arange(b, device=honest.device) % h]
     return bound(

@@ -14,6 +14,9 @@ all of them are the same. It changes nothing that it is given.
 An attack on data is a frozen dataclass: its fields configure it, it is called for the rows as above, and it has a
 method `poison` (see `Poison`). Where the attacker wants something in particular of the global model, it has a method
 `goal` (see `Goal`), on which his success is measured.
+
+An attack that does nothing for some numbers of workers is a frozen dataclass with a method `weakness(n, f)`: one line
+that says so for f Byzantine workers among n, or None. Runs and `fedsim.attack` show it as a warning.
 """
 
 from __future__ import annotations
@@ -83,6 +86,12 @@ class BoundAttack:
         An attack on data does so where it has an attribute of this name that says so.
         """
         return getattr(self.function, "alters_rows", self.poison is None)
+
+    def weakness(self, n: int, f: int) -> str | None:
+        """Why this attack does nothing with f Byzantine workers among n, as one line; None if it does something."""
+        told = getattr(self.function, "weakness", None)
+        line = told(n, f) if told and f else None
+        return line and f"{self.name}: {line}"
 
     def __call__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,10 @@ from fedsim.comparison.jobs import run_here, run_in_jobs
 from fedsim.comparison.pictures import draw_accuracy, draw_accuracy_against, draw_heatmap
 from fedsim.comparison.results import RunResult, curves_csv, results_csv
 from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
+from fedsim.consistency import warnings_about
 from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.experiment import Experiment
 from fedsim.plotting import encode
 from fedsim.preparation import task_of
@@ -138,6 +140,7 @@ def run_grid(
         todo = [run for run in (grid.runs if part is None else part) if not folder.is_finished(run)]
         _require_data(todo)
         jobs = min(jobs or default_jobs(grid, todo), max(1, len(todo)))
+        _warn(todo)
         watcher.start(grid, todo, jobs)
         _run(grid, todo, jobs, folder, watcher)
         if part is not None:
@@ -168,6 +171,17 @@ def _require_data(runs: Sequence[PlannedRun]) -> None:
     tables = {canonical(data.model_dump(mode="json")): data for run in runs for data in [run.experiment.data]}
     for data in tables.values():
         load_dataset(data.dataset, data.root, **data.params)
+
+
+def _warn(runs: Sequence[PlannedRun]) -> None:
+    """Show each line once, whatever number of runs it is about."""
+    of_one_kind = {}
+    for experiment in (run.experiment for run in runs):
+        tables = experiment.resolved()
+        kind = canonical([tables["model"], tables["attack"], experiment.workers, experiment.cohort, experiment.buffers])
+        of_one_kind[kind] = experiment
+    for line in dict.fromkeys(line for experiment in of_one_kind.values() for line in warnings_about(experiment)):
+        warnings.warn(line, SettingWarning, stacklevel=3)
 
 
 def default_jobs(grid: Grid, runs: Sequence[PlannedRun]) -> int:

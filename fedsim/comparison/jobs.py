@@ -22,7 +22,7 @@ from typing import Any
 from fedsim.comparison.grid import PlannedRun
 from fedsim.engines.barrier import NOBODY, ROUND, WORKER, Board, Silence
 from fedsim.engines.crew import START_TIMEOUT, Seat, whereabouts
-from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line, plural
+from fedsim.errors import FedsimError, FedsimWarning, SettingWarning, WorkerError, one_line, plural
 from fedsim.experiment import Experiment
 from fedsim.preparation import Setting
 from fedsim.records import RoundRecord
@@ -57,7 +57,9 @@ def attempt(
 ) -> str | None:
     """Run an experiment, or go on with it; None, or why it failed: one line, and further ones with the details."""
     try:
-        run(experiment, folder, resume=True, on_start=on_start, on_round=on_round, workshop=workshop)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SettingWarning)  # a comparison shows them once, before its first run
+            run(experiment, folder, resume=True, on_start=on_start, on_round=on_round, workshop=workshop)
     except FedsimError as error:
         return str(error)
     except Exception as error:  # of a plug, or of fedsim itself: this run's failure alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fedsim.consistency import warnings_about
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, SettingWarning
 from fedsim.experiment import Experiment
 from fedsim.loading import load_experiment
 from fedsim.plotting import encode
@@ -97,6 +99,8 @@ def run(
         books = stack.enter_context(Books(experiment, setting, folder))
         history = past.records
         books.begin(history)
+        for line in warnings_about(experiment) if host.leads() else ():
+            warnings.warn(line, SettingWarning, stacklevel=2)
         if on_start:
             on_start(setting)
         for round in range(setting.done + 1, experiment.rounds + 1):

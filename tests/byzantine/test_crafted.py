@@ -10,7 +10,7 @@ import torch
 from fedsim.aggregation.columns import BLOCK
 from fedsim.byzantine import attack
 from fedsim.byzantine.crafted import z_max
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, SettingWarning
 
 DEVIATIONS = ["unit", "sign", "std"]
 BOUNDED = ["min_max", "min_sum"]
@@ -89,6 +89,16 @@ def test_alie_is_z_standard_deviations_from_the_mean(honest, ddof, sign, z):
     factor = z_max(10, 3) if z is None else z
     expected = torch.from_numpy(mean + sign * factor * std).expand(3, -1)
     assert torch.allclose(attack(honest, 3, "alie", z=z, sign=sign, ddof=ddof), expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("n", "f"), [(10, 2), (8, 2), (5, 1)])
+def test_alie_warns_where_its_z_is_0(n, f):
+    honest = torch.randn(n - f, 4, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    line = f"^alie: z = 0 for n = {n}, f = {f}: this attack does nothing; set attack.z, e.g. 1.5$"
+    with pytest.warns(SettingWarning, match=line):
+        rows = attack(honest, f, "alie")
+    assert torch.allclose(rows, honest.mean(0).expand(f, -1))
+    attack(honest, f, "alie", z=1.5)  # without a warning, which would be an error here
 
 
 def test_alie_by_hand():
@@ -193,7 +203,7 @@ def test_rows_that_are_not_finite_end_in_rows_that_are_not(name, honest):
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("alie", {}), ("ipm", {})] + [(name, {"dev": dev}) for name in BOUNDED for dev in DEVIATIONS],
+    [("alie", {"z": 1.5}), ("ipm", {})] + [(name, {"dev": dev}) for name in BOUNDED for dev in DEVIATIONS],
 )
 def test_float32_rows_give_the_float64_result_rounded_however_many_blocks_they_take(name, params):
     honest = torch.randn(4, 2 * BLOCK + 5, generator=torch.Generator().manual_seed(0)) + 1

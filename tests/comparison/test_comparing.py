@@ -10,6 +10,7 @@ import pytest
 import fedsim
 from fedsim.comparison import Watcher, comparing, load_grid, run_grid
 from fedsim.comparison.comparing import default_jobs, job_bytes
+from fedsim.errors import SettingWarning
 
 RULES = ["weighted_mean", "mean", {"rule": "tests.plugs:clipped_mean", "c": 0.1}]
 
@@ -30,6 +31,19 @@ def test_runs_of_one_seed_are_paired(serial):
         assert len({run.history[0]["test_loss"] for run in same}) == len(RULES)
     assert by_seed[0][0].history[0]["train_loss"] != by_seed[1][0].history[0]["train_loss"]
     assert by_seed[0][0].history[0]["cohort"] != by_seed[1][0].history[0]["cohort"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_there_is_to_warn_of_is_shown_once(serial, jobs, capfd):
+    tables = {**serial, "workers": 5, "rounds": 1, "attack": {"name": "alie", "workers": [1]}, "buffers": "server"}
+    grid = {"model": ["logistic", "tests.plugs:Normalised"], "seed": [0, 1]}
+    with pytest.warns(SettingWarning) as caught:
+        comparison = fedsim.compare(tables, grid, jobs=jobs)
+    assert not comparison.failed
+    alie, buffers = sorted(str(warning.message) for warning in caught)
+    assert alie.startswith("alie: z = 0 for n = 5, f = 1: ")
+    assert buffers.startswith('buffers = "server": running statistics (layers.2.running_mean) are never updated')
+    assert "warning" not in capfd.readouterr().err.lower()
 
 
 def test_every_run_is_what_it_would_be_by_itself(serial, tmp_path):

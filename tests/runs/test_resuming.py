@@ -35,7 +35,7 @@ CASES = {
     "rule that goes on from the last update": {"aggregate": {"rule": "centered_clipping"}},
     "rule with the server's own samples": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
     "rule that takes losses": {"aggregate": {"rule": "qfedavg"}},
-    "attack": {"workers": 5, "attack": {"name": "alie", "fraction": 0.2}, "aggregate": {"rule": "median"}},
+    "attack": {"workers": 5, "attack": {"name": "alie", "fraction": 0.2, "z": 1.5}, "aggregate": {"rule": "median"}},
     "gradients": {"sync": "gradients"},
     "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 2, "server": "adam"},
     "own buffers": {"model": "tests.plugs:Normalised", "buffers": "local"},
