@@ -299,6 +299,8 @@ def _refuse_spaces(words: list[str]) -> None:
             raise ExperimentError(f"{show(apart[0])}: write {wanted}, without spaces")
         if "=" not in word and not _is_folder(word) and keys_called(word):
             raise ExperimentError(f"{word}: this key needs a value, as in {word}=VALUE")
+        if index and re.fullmatch(r"[\d.,]+", word):
+            raise ExperimentError(f"{show(word)}: expected key=value; several values are written seed=0,1,2")
         pieces = itertools.accumulate(rest, "{} {}".format) if _is_open(word) else ()
         if whole := next((piece for piece in pieces if not _is_open(piece)), None):
             raise ExperimentError(f"{cut(whole)}: has spaces; put it in quotes, as in '{cut(whole)}'")

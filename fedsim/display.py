@@ -60,7 +60,7 @@ class Display:
         if self._done:
             with contextlib.suppress(OSError):  # that stdout is closed may be what ended it
                 rounds = f"{self._done} of {plural(self._bar.total, 'round')}"
-                self._print(f"{rounds} are in {folder}; --resume {folder} goes on with it")
+                self._print(f"{rounds} are in {folder}; continue with --resume {folder}")
 
     def _print(self, line: str) -> None:
         if not self._quiet:

@@ -173,6 +173,8 @@ def nearest_key(
 
 def _hint(name: str, known: Sequence[str], meant: Mapping[str, Sequence[str]], allowed: Sequence[str]) -> str:
     """The hint for a name: what is known to be meant by it, or else what `meant` has for the name closest to it."""
+    if "," in name:
+        return f"for several values use fedsim compare, for a list write {cut(_listed(name))}"
     if not known and _form(name) in NOTES:
         return NOTES[_form(name)]
     if not known and len(name) <= LONGEST_NAME:
@@ -239,10 +241,25 @@ def explain(
             wanted.setdefault(where, (problem["input"], []))[1].append(_requirement(problem["msg"]))
     for where, (value, requirements) in wanted.items():
         if not any(other.startswith((f"{where}.", f"{where}[")) for other in wanted):  # what is wrong within says more
-            lines.append(f"{where} = {show(value)}: must be {' or '.join(requirements)}")
+            hint = _of_commas(value, requirements)
+            lines.append(f"{where} = {show(value)}: must be {' or '.join(requirements)}{hint}")
     lines = list(dict.fromkeys(lines))
     more = error.error_count() - MOST_PROBLEMS
     return lines if more <= 0 else [*lines, f"and {plural(more, 'more problem')}"]
+
+
+def _of_commas(value: Any, requirements: Sequence[str]) -> str:
+    """What to write for a value that was meant to be a list, or several values."""
+    has_comma = isinstance(value, str) and "," in value
+    if requirements == ["a list"] or (has_comma and "a list" in requirements):
+        return f"; write {cut(_listed(str(value)))}" if isinstance(value, (str, int)) else ""
+    return "; for several values use fedsim compare" if has_comma else ""
+
+
+def _listed(text: str) -> str:
+    """`[0,1]` for `0,1`, and names in quotes."""
+    pieces = (piece.strip() for piece in text.split(","))
+    return f"[{','.join(piece if piece.isdecimal() else json.dumps(piece) for piece in pieces)}]"
 
 
 def _is_choice(part: int | str) -> bool:
@@ -260,7 +277,11 @@ def _requirement(message: str) -> str:
     """What pydantic's message asks for, in the words of experiment files: what must be, without the "must be"."""
     message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
     message = re.sub(r"^(String|List|Tuple|Set) should (match|have) ", _thing_that, message)
-    message = message.replace(" after validation", "").replace("a valid boolean", "true or false")
+    message = (
+        message.replace(" after validation", "")
+        .replace("a valid boolean", "true or false")
+        .replace("a valid list", "a list")
+    )
     return re.sub(r"^(Input should be|Value error,) ", "", message).replace("'", '"')
 
 

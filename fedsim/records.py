@@ -138,8 +138,9 @@ class RunFolder:
         self.resumes = self._worth_keeping = resume and (folder / EXPERIMENT).is_file()
         if occupied and not self.resumes:
             self._lock.close()
-            wanted = f"it is no run (it has no {EXPERIMENT})" if resume else "a run never overwrites"
-            raise RecordError(f"{folder}: holds something already, and {wanted}; name a new folder")
+            if (folder / EXPERIMENT).is_file():
+                raise RecordError(f"{folder}: holds a run; name another folder, or continue that run with --resume")
+            raise RecordError(f"{folder}: is not empty, and not a run folder (no {EXPERIMENT}); name another folder")
 
     def begin(self, experiment: Experiment, history: Sequence[RoundRecord] = (), **facts: Any) -> None:
         """Write down the experiment and the environment, with further `facts` of this run.
@@ -257,7 +258,9 @@ class RunFolder:
 def experiment_of_run(folder: Path) -> Path:
     """The file that describes the experiment of a run folder. Raises RecordError where there is none."""
     if not (folder / EXPERIMENT).is_file():
-        raise RecordError(f"{folder}: is no run (it has no {EXPERIMENT}); give the experiment that is to begin there")
+        raise RecordError(
+            f"{folder}: is not a run folder (no {EXPERIMENT}); to start a new run there, name an experiment file too"
+        )
     return folder / EXPERIMENT
 
 

@@ -91,7 +91,7 @@ def test_a_taken_folder_is_refused(cli):
     assert cli("run", *QUICK, "--out", "x").exit_code == 0
     done = cli("run", *QUICK, "--out", "x")
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: x: holds something already")
+    assert done.stderr.startswith("error: x: holds a run; name another folder, or continue that run with --resume")
 
 
 def test_missing_data_is_exit_code_2(cli, data_root, monkeypatch):
@@ -224,7 +224,7 @@ def test_ctrl_c_ends_all_processes_at_once_and_says_what_there_is(tmp_path, mome
     assert error.strip() == "interrupted"
     assert_none_left(process.pid)
     if moment == "training":
-        assert re.search(r"\d+ of 100000 rounds are in x; --resume x goes on with it\n$", out)
+        assert re.search(r"\d+ of 100000 rounds are in x; continue with --resume x\n$", out)
     else:
         assert not (tmp_path / "x").exists()
 
@@ -240,7 +240,7 @@ def test_a_killed_program_leaves_no_process_and_nothing_in_the_temporary_folder(
     out, error = process.communicate(timeout=20)
     if number == signal.SIGTERM:
         assert (process.returncode, error.strip()) == (143, "terminated")
-        assert re.search(r"\d+ of 100000 rounds are in x; --resume x goes on with it\n$", out)
+        assert re.search(r"\d+ of 100000 rounds are in x; continue with --resume x\n$", out)
     assert_none_left(process.pid)
     assert list(temporary.iterdir()) == []
 

@@ -145,7 +145,7 @@ def lines_of(tables):
         ),
         (
             {"aggregate": {"weights": "smaples"}},
-            'aggregate.weights = "smaples": must be "uniform" or "samples" or a valid list',
+            'aggregate.weights = "smaples": must be "uniform" or "samples" or a list',
         ),
         ({"aggregate": {"weights": [1, 1, 1, -1]}}, "aggregate.weights[3] = -1: must be greater than or equal to 0"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 ALLOWED = "allowed: "
+QUICK = ["engine=serial", "model=logistic", "data=tests.plugs:tiny", "rounds=1"]
 
 WORDS = [
     # keys, by the names that other libraries have for them
@@ -54,6 +55,11 @@ WORDS = [
     ("attack.workers=[0, 1]", "put it in quotes, as in 'attack.workers=[0, 1]'"),
     ("aggregate.rule=[nnm,median]", """names in it need double quotes, and a shell single ones around it: '["nnm","""),
     ('model={name="net"', "is neither a list nor a table of TOML"),
+    ("seed=0, 1, 2", '"1,": expected key=value; several values are written seed=0,1,2'),
+    ("seed=0,1,2", "for several values use fedsim compare"),
+    ("aggregate.rule=nnm,median", 'for several values use fedsim compare, for a list write ["nnm","median"]'),
+    ("attack.workers=0,1", 'attack.workers = "0,1": must be a list; write [0,1]'),
+    ("data.augment=flip,shift", 'must be a list; write ["flip","shift"]'),
     ("nothere.toml", "no such file"),
     ("a.toml b.toml", '"b.toml": expected key=value; the experiment is "a.toml" already'),
     (".", "cannot be read: Is a directory"),
@@ -78,6 +84,25 @@ FILES = [
 ]
 
 
+COMPARED = [
+    ("local.lr=[0.1,0.2]", "local.lr has one value, a list; for several values write local.lr=0.1,0.2"),
+    ("seed=0..3", "every key has one value; write several with commas, such as seed=0,1,2"),
+    ("seed=0 1 2", '"1": expected key=value; several values are written seed=0,1,2'),
+    ("", "nothing to compare"),
+]
+
+FOLDERS = [
+    ("--out afile", "afile: cannot be a run folder: File exists; a file is in the way"),
+    ("--out afile/run", "a file is in the way: name another place with --out"),
+    ("--out .", ".: is not empty, and not a run folder (no experiment.toml); name another folder"),
+    (
+        "--resume .",
+        ".: is not a run folder (no experiment.toml); to start a new run there, name an experiment file too",
+    ),
+    ("--resume x --out y", "leave --out out"),
+]
+
+
 def line_of(done, code=2):
     assert done.exit_code == code, done.output
     assert done.stdout == ""
@@ -99,3 +124,14 @@ def test_a_mistake_in_a_file_is_one_line_that_helps(cli, tmp_path, text, hint):
     line = line_of(cli("run", "mine.toml", "--dry-run"))
     assert line.startswith("error: mine.toml: ")
     assert hint in line
+
+
+@pytest.mark.parametrize(("words", "hint"), COMPARED)
+def test_a_mistake_in_what_to_compare_is_one_line_that_helps(cli, words, hint):
+    assert hint in line_of(cli("compare", *words.split(), "--dry-run"))
+
+
+@pytest.mark.parametrize(("words", "hint"), FOLDERS)
+def test_a_mistake_in_a_folder_is_one_line_that_helps(cli, tmp_path, words, hint):
+    (tmp_path / "afile").write_text("")
+    assert hint in line_of(cli("run", *QUICK, *words.split()))

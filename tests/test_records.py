@@ -107,7 +107,7 @@ def test_model_and_curve_can_be_left_out(tiny_experiment, tmp_path):
 
 def test_a_folder_that_holds_anything_is_refused_and_left_alone(finished, tiny_experiment):
     before = {path.name: path.read_bytes() for path in finished.folder.iterdir()}
-    with pytest.raises(RecordError, match="holds something already, and a run never overwrites"):
+    with pytest.raises(RecordError, match="holds a run; name another folder"):
         fedsim.run(tiny_experiment, finished.folder)
     assert {path.name: path.read_bytes() for path in finished.folder.iterdir()} == before
 

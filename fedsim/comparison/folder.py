@@ -51,7 +51,7 @@ class GridFolder:
             path.mkdir(parents=True, exist_ok=True)
             held = path / GRID_FILE
             if not held.is_file() and any(each.name != PARTS for each in path.iterdir()):
-                raise RecordError(f"{path}: holds something already, and it is no comparison; name a new folder")
+                raise RecordError(f"{path}: is not empty, and not a comparison (no {GRID_FILE}); name another folder")
             stack.enter_context(locked(path, "another comparison"))
             if made:
                 stack.callback(self._remove_if_empty)

@@ -22,6 +22,7 @@ from fedsim.comparison.axes import (
     changes_of,
     describe_point,
     key_changed,
+    label,
     readable_id,
     split_words,
 )
@@ -116,9 +117,7 @@ def load_grid(
     axes = {key: axes[key] for key in sorted(axes, key=lambda key: key == SEED)}  # a stable sort: the seed last
     _check_target(target)
     if not axes:
-        raise ExperimentError(
-            "nothing to compare: give a list of values, such as aggregate.rule=mean,median or seed=0,1,2, or [grid]"
-        )
+        raise ExperimentError(f"nothing to compare: {_how_to_compare(changes)}")
     _leave_out_large_records(description)
     _check_number(axes)
     with words_of(file or file_of(source), own, allowed=allow_imports):
@@ -135,6 +134,14 @@ def _named_alike(experiments: list[Experiment], points: list[dict[str, Any]]) ->
     changes = [change for point in points for key, value in point.items() for change in changes_of(key, value)]
     name = default_name(experiments[0], {key_changed(*change) for change in changes})
     return [each if "name" in each.model_fields_set else each.model_copy(update={"name": name}) for each in experiments]
+
+
+def _how_to_compare(changes: Iterable[Change]) -> str:
+    """How several values are given; of a key that has a list, which is one value, with that key."""
+    lists = [(".".join(keys), value) for keys, value in changes if isinstance(value, list) and len(value) > 1]
+    for key, values in lists:
+        return f"{key} has one value, a list; for several values write {key}={','.join(map(label, values))}"
+    return "every key has one value; write several with commas, such as seed=0,1,2, or a table [grid] in a file"
 
 
 def _check_number(axes: Axes) -> None:

@@ -85,6 +85,8 @@ def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
         return f": {show_bytes(free_space(path))} are free there{asked}; make room, {ELSEWHERE}"
     if error.errno == errno.EDQUOT:
         return f"; make room within your quota there, {ELSEWHERE}"
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return "; a file is in the way: name another place with --out"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"; make the place writable, {ELSEWHERE}"
     return remedy_of_limit(error)

@@ -65,7 +65,6 @@ def test_failed_runs_are_listed_and_the_exit_code_is_1(cli):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "error: nothing to compare: give a list of values"),
         (["seed=0,1", "rounds=0"], "error: rounds = 0: must be greater than 0"),
         (["workers=1,2", "cohort=2"], "error: workers=1: cohort = 2: must be at most workers, 1"),
         (["nothere.toml", "seed=0,1"], "error: nothere.toml: no such file"),

@@ -158,7 +158,7 @@ def test_values_may_be_added_in_any_order(serial, finished):
 
 def test_a_folder_that_holds_anything_else_is_refused_and_left_alone(serial, tmp_path):
     (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(RecordError, match="holds something already, and it is no comparison; name a new folder"):
+    with pytest.raises(RecordError, match="is not empty, and not a comparison"):
         fedsim.compare(serial, AXES, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 

@@ -166,7 +166,7 @@ def test_a_problem_of_all_points_needs_no_point():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rounds=3"], "nothing to compare: give a list of values, such as aggregate.rule=mean,median"),
+        (["rounds=3"], "nothing to compare: every key has one value; write several with commas, such as seed=0,1,2"),
         (["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"], "set by two axes"),
         (["aggregate=mean", "aggregate.rule=mean,weighted_mean"], 'aggregate.rule = "mean": an axis sets that too'),
         (["server=sgd,{optimizer='sgd'}"], "server=sgd and server=sgd: are one and the same experiment"),

@@ -220,7 +220,7 @@ def test_how_ranks_meet_is_no_difference_between_experiments(change):
 def test_a_folder_that_is_no_run_is_refused(tables, tmp_path):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "to_grandma.txt").write_text("Dear")
-    with pytest.raises(fedsim.RecordError, match=r"holds something already, and it is no run \(it has no experiment"):
+    with pytest.raises(fedsim.RecordError, match="is not empty, and not a run folder"):
         fedsim.run(tables, tmp_path / "letters", resume=True)
     assert os.listdir(tmp_path / "letters") == ["to_grandma.txt"]
 
@@ -245,7 +245,9 @@ def test_the_command_line_goes_on_too(tmp_path, cli):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
     refused = cli("run", "--resume", "run", "seed=7", "--allow-imports")
     assert refused.stderr == "error: run: holds another experiment: seed: 0 there, 7 here\n"
-    assert cli("run", "--resume", "nowhere").stderr.startswith("error: nowhere: is no run (it has no experiment.toml)")
+    assert cli("run", "--resume", "nowhere").stderr.startswith(
+        "error: nowhere: is not a run folder (no experiment.toml)"
+    )
     assert cli("run", "--resume", "run", "--out", "x").stderr.startswith("error: --resume and --out: ")
 
 
