@@ -52,7 +52,7 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     try:
         folder = Path(root).expanduser() if root else default_root()
         train, test = plug.target(**plug.given(root=folder), **params)
-        train, test = as_tensor_data(train), as_tensor_data(test)
+        train, test = (_read(part, name) for part in (train, test))
     except FedsimError:
         raise
     except Exception as error:
@@ -63,6 +63,14 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
         if int(data.targets.min()) < 0:
             raise DataError(f"data.dataset = {show(name)}: has a negative {part} label, {int(data.targets.min())}")
     return train, test
+
+
+def _read(data: Any, name: str) -> TensorData:
+    """A part of a data set as tensors; what is wrong with its samples is told with its name."""
+    try:
+        return as_tensor_data(data)
+    except DataError as error:
+        raise DataError(f"data.dataset = {show(name)}: {error}") from None
 
 
 @dataset("mnist5k")

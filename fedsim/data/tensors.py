@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fedsim.errors import DataError
+
 
 @dataclass(frozen=True)
 class TensorData(Dataset):
@@ -110,17 +112,35 @@ def as_tensor_data(data: Any) -> TensorData:
     Inputs may be tensors, arrays, numbers or (PIL) images; all must have one shape. uint8 inputs, as images are, are
     handed out divided by 255, as torchvision's ToTensor does; other integers (tokens) as they are. What the data set
     calls `ids` is kept.
+
+    Raises DataError where a target is not one integer.
     """
     if isinstance(data, TensorData):
         return data
     samples = [data[index] for index in range(len(data))]
     inputs = torch.stack([_as_tensor(sample[0]) for sample in samples])
-    targets = torch.tensor([int(sample[1]) for sample in samples])
+    targets = torch.tensor([_as_class(sample[1], index) for index, sample in enumerate(samples)])
     ids = getattr(data, "ids", None)
     ids = None if ids is None else np.asarray(ids)
     if inputs.dtype == torch.uint8:
         return TensorData(inputs, targets, scale=1 / 255, ids=ids)
     return TensorData(inputs, targets, dtype=torch.float32 if inputs.is_floating_point() else inputs.dtype, ids=ids)
+
+
+def _as_class(target: Any, index: int) -> int:
+    """The class of a sample; anything but one integer (or boolean) is refused."""
+    value = target.detach().cpu().numpy() if isinstance(target, Tensor) else np.asarray(target)
+    if value.dtype.kind in "iub" and value.size == 1:
+        return int(value.item())
+    described = f"a {type(target).__name__}"
+    if value.dtype.kind in "iubfc":
+        described = (
+            f"{value.dtype} {value.item()}" if value.size == 1 else f"{value.dtype} of shape {list(value.shape)}"
+        )
+    raise DataError(
+        f"the target of sample {index} is {described}; it must be one integer, the class: fedsim supports "
+        "classification only"
+    )
 
 
 def _as_tensor(value: Any) -> Tensor:

@@ -149,6 +149,18 @@ def test_a_users_own_data_set_comes_by_import_path():
     assert (len(train), len(test)) == (50, 90)
 
 
+def regression(root):
+    samples = [(torch.zeros(3), 0.5)]
+    return samples, samples
+
+
+def test_a_data_set_for_regression_is_refused_by_name():
+    with pytest.raises(
+        DataError, match=r'^data.dataset = "tests.data.test_sources:regression": the target of sample 0 '
+    ):
+        fedsim.load_dataset(f"{__name__}:regression")
+
+
 def test_an_unknown_data_set_names_the_nearest():
     with pytest.raises(ExperimentError, match='data.dataset = "mnist5": no such data set; did you mean "mnist5k"'):
         fedsim.load_dataset("mnist5")

@@ -9,6 +9,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedsim.data import TensorData, as_tensor_data
+from fedsim.errors import DataError
 
 MEAN, STD = (0.1307,), (0.3081,)
 
@@ -106,3 +107,26 @@ def test_float_inputs_are_handed_out_as_they_are():
     inputs = torch.randn(3, 7)
     data = as_tensor_data(TensorDataset(inputs, torch.arange(3)))
     assert torch.equal(data.gather(torch.arange(3))[0], inputs)
+
+
+@pytest.mark.parametrize("target", [2, np.int64(2), torch.tensor(2), torch.tensor([2]), np.uint8(2), np.array([2])])
+def test_a_class_may_be_any_integer_of_one_element(target):
+    targets = as_tensor_data([(torch.zeros(3), target)]).targets
+    assert (targets.dtype, targets.tolist()) == (torch.int64, [2])
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        (0.7, "the target of sample 1 is float64 0.7"),
+        (torch.tensor(2.0), "the target of sample 1 is float32 2.0"),
+        (torch.arange(5), r"the target of sample 1 is int64 of shape \[5\]"),
+        ("cat", "the target of sample 1 is a str"),
+        (None, "the target of sample 1 is a NoneType"),
+    ],
+)
+def test_targets_that_are_no_class_are_refused(target, line):
+    with pytest.raises(
+        DataError, match=f"^{line}; it must be one integer, the class: fedsim supports classification only$"
+    ):
+        as_tensor_data([(torch.zeros(3), 1), (torch.zeros(3), target)])
