@@ -16,7 +16,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fedsim.system.openmp import wait_passively
 from fedsim.version import __version__
+
+wait_passively()  # before PyTorch is imported
 
 if TYPE_CHECKING:
     from fedsim.api import *

@@ -22,11 +22,13 @@ from fedsim.errors import (
     WorkerError,
     cut,
     nearest,
+    plural,
     printable,
     show,
     warnings_as_lines,
 )
 from fedsim.listing import PLUGS, list_plugs
+from fedsim.notices import notice_if_slow
 from fedsim.system.files import is_file
 from fedsim.system.interrupts import exit_on_interrupt
 from fedsim.system.limits import told
@@ -126,7 +128,12 @@ def run(
         with Display(experiment.rounds, quiet=quiet or not leads) as display:
             try:
                 result = fedsim.run(
-                    experiment, folder, resume=bool(resume), on_start=display.start, on_round=display.round
+                    experiment,
+                    folder,
+                    resume=bool(resume),
+                    on_setup=display.setup,
+                    on_start=display.start,
+                    on_round=display.round,
                 )
             except BaseException:
                 display.leave(folder)
@@ -216,6 +223,28 @@ def compare(
             print(f"error: {failed.id}: {failed.error}", file=sys.stderr)
         if comparison.failed:
             raise typer.Exit(FAILED)
+
+
+@app.command(context_settings=WORDS_LIKE_OPTIONS)
+def tune(context: typer.Context, words: Words = None, allow_imports: AllowImports = False) -> None:
+    """Measure which engine is fastest for an experiment here, and print the lines to put into its file."""
+    with _errors_as_lines():
+        from fedsim.loading import load_experiment
+        from fedsim.runs.tuning import Candidate, lines_for_file
+        from fedsim.runs.tuning import tune as measure
+
+        source, overrides = _source_and_overrides(words or [], context)
+        experiment = load_experiment(source, overrides, allow_imports=allow_imports)
+
+        def show_candidate(candidate: Candidate) -> None:
+            total = f"{candidate.seconds(experiment.rounds):.1f} s"
+            figures = f"{candidate.round_seconds:8.3f} s {candidate.start_seconds:6.1f} s {total:>12}"
+            print(f"{candidate.label:<32}{candidate.refusal or figures}", flush=True)
+
+        print("measuring rounds of a few steps, scaled to whole rounds; nothing else should run meanwhile", flush=True)
+        print(f"{'':<32}{'a round':>10} {'start':>8} {plural(experiment.rounds, 'round'):>12}", flush=True)
+        best = measure(experiment, show_candidate)
+        print(f"\n{lines_for_file(best)}")
 
 
 @app.command()
@@ -337,7 +366,7 @@ def _import_library() -> None:
 
     Not at the top of this module, so that `--help` and `--version` answer at once.
     """
-    with exit_on_interrupt():
+    with exit_on_interrupt(), notice_if_slow("importing PyTorch"):
         from tqdm import tqdm
 
         import fedsim.api  # noqa: F401

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from fedsim.errors import plural
 from fedsim.intervals import fixed
+from fedsim.notices import SlowStepNotice
 from fedsim.preparation import Setting
 from fedsim.records import RoundRecord
 from fedsim.report import columns_of, headline, table_header, table_line
@@ -25,9 +26,15 @@ class Display:
         self._virtual_seconds: float | None = None
         self._begun = time.perf_counter()
         watched = not quiet and sys.stderr.isatty()
+        self._notice = SlowStepNotice(self._print)
         self._bar = tqdm(total=rounds, unit="round", leave=False, miniters=1, disable=not watched)
 
+    def setup(self, step: str) -> None:
+        """Before the first round: what is being done now."""
+        self._notice.begin(step)
+
     def start(self, setting: Setting) -> None:
+        self._notice.end()
         self._print(headline(setting))
         if setting.done:
             self._done = self._before = setting.done
@@ -71,4 +78,5 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._notice.end()
         self._bar.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from fedsim.randomness import numpy_generator, random_state_kept, sample_workers
 from fedsim.registry import Imported
 from fedsim.rows import Layout
 from fedsim.system.devices import describe_device, free_memory, shares_memory
+from fedsim.system.openmp import warn_if_threads_spin
 from fedsim.system.precision import PRECISIONS
 from fedsim.training import Objective, check_outputs
 from fedsim.workshop import Workshop
@@ -91,27 +92,40 @@ class Setting:
 
 
 @contextlib.contextmanager
-def prepare(experiment: Experiment, workshop: Workshop, note: Note | None = None) -> Iterator[tuple[Setting, Engine]]:
+def prepare(
+    experiment: Experiment,
+    workshop: Workshop,
+    note: Note | None = None,
+    on_setup: Callable[[str], object] = lambda step: None,
+) -> Iterator[tuple[Setting, Engine]]:
     """The setting of an experiment and an engine of the workshop, which leaves it when the `with` block ends.
 
-    `note` is called for every process that is lost and replaced meanwhile; see `RunFolder.event`.
+    `note` is called for every process that is lost and replaced meanwhile; see `RunFolder.event`. `on_setup` is called
+    with what is being done.
+
     Raises ExperimentError or DataError where the experiment cannot be run here.
     """
     device = engines.get(experiment.engine).target.device_for(experiment.device)
     PRECISIONS[experiment.precision].require(device)
     processes = _processes(experiment, device)
+    warn_if_threads_spin(experiment.threads_per_process)
+    on_setup(f"starting the engine {experiment.engine}")
     with (
         random_state_kept(device),
         workshop.engine(
             _engine_of(experiment), processes, experiment.threads_per_process, experiment.timeout, device
         ) as engine,
     ):  # the engine first: its processes start while the data loads
+        on_setup(f"making the model {show(experiment.model.name)}")
         task = task_of(experiment, device)
         _check_rows(experiment, task)
+        on_setup(f"loading the data set {show(experiment.data.dataset)}")
         train, test = workshop.data(experiment.data.dataset, experiment.data.root, experiment.data.params, device)
         _check_fit(experiment, task, train, test)
+        on_setup(f"partitioning the data among {experiment.workers:,} workers")
         shards = _shards(experiment, train)
         root = _root(experiment, train) if task.rule.takes("root") else None
+        on_setup(f"getting the engine {experiment.engine} ready for the first round")
         with _room_on(task, processes):
             memory = engine.allocate(task, experiment.cohort_size, train, test, shards, root)
             how = _begin(experiment, engine, task, memory, note)

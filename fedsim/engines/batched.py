@@ -16,10 +16,11 @@ from fedsim.engines.serial import SerialEngine
 from fedsim.engines.spawn import SpawnEngine
 from fedsim.engines.stack_trainer import StackTrainer
 from fedsim.errors import ExperimentError
-from fedsim.system.devices import default_processes, free_memory
+from fedsim.system.devices import default_processes, total_memory_of
 
-MEMORY_SHARE = 0.5  # of what is free, for stacks
+MEMORY_SHARE = 0.5  # of what the device has, for stacks; not of what is free, on which no bit may depend
 WIDEST_ON_CPU = 32  # more rows share no more of a step's fixed cost
+NARROWEST_ON_CPU = 4  # fewer rows share too little of it, however large they are
 STACK_BYTES_ON_CPU = 2**23  # of a stack's parameters, for each thread: more of them leave the caches
 
 
@@ -91,11 +92,8 @@ def stack_width(task: Task, memory: Memory, rehearsal: Rehearsal, processes: int
     parameters = memory.rows.shape[1] * task.dtype.itemsize
     copies = 3 + 2 * len(task.solver.start(memory.global_row[:1]))
     row_bytes = copies * parameters + 2 * task.schedule.batch_size * rehearsal.sample_bytes
-    most, free = math.inf, 0.0
+    most = math.inf
     if task.device.type == "cpu":
-        free = free_memory()
-        most = min(WIDEST_ON_CPU, threads * max(1, STACK_BYTES_ON_CPU // parameters))
-    else:
-        free = torch.get_device_module(task.device).mem_get_info(task.device)[0]
+        most = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * STACK_BYTES_ON_CPU // parameters))
     share = -(-len(memory.rows) // processes)
-    return max(1, int(min(share, most, MEMORY_SHARE * free / processes / row_bytes)))
+    return max(1, int(min(share, most, MEMORY_SHARE * total_memory_of(task.device) / processes / row_bytes)))

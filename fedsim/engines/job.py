@@ -105,8 +105,8 @@ class Task:
         return self.rule.takes("last") or (bool(self.byzantine) and "last" in self.attack.takes)
 
     def sync_in(self, round: int) -> Sync:
-        """What is aggregated in a round; round 0, which measures time, trains as if parameters were."""
-        return "gradients" if 0 < round <= self.gradient_rounds else "parameters"
+        """What is aggregated in a round."""
+        return "gradients" if round <= self.gradient_rounds else "parameters"
 
     @property
     def syncs(self) -> tuple[Sync, ...]:

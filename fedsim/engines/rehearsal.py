@@ -84,9 +84,11 @@ def _try(task: Task, inputs: Tensor, targets: Tensor, precision: Precision = FUL
         raise not_stackable(f"a module of it cannot be copied: {one_line(error)}") from error
     generators = global_states(task.device)
     kept: dict[int, int] = {}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
     def weigh(tensor: Tensor) -> Tensor:
-        kept[tensor.data_ptr()] = tensor.nbytes
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
     with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
@@ -99,10 +101,8 @@ def _try(task: Task, inputs: Tensor, targets: Tensor, precision: Precision = FUL
         raise not_stackable("it draws random numbers by other means than torch.nn.functional.dropout")
     if any(samples != len(inputs) for samples in recording.samples):
         raise not_stackable("it has dropout of something else than [batch, ...]")
-    parameters = sum(parameter.nbytes for parameter in module.parameters())
-    activations = max(0, sum(kept.values()) - parameters)
     buffers = Layout.of(module).read_buffers(module)
-    return Trial(outputs.detach(), buffers, tuple(recording.dropouts), activations // len(inputs))
+    return Trial(outputs.detach(), buffers, tuple(recording.dropouts), sum(kept.values()) // len(inputs))
 
 
 def _is_coupled(task: Task, memory: Memory, together: Trial, inputs: Tensor, targets: Tensor) -> bool:

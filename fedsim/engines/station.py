@@ -6,7 +6,6 @@ of the test batches. What it reads and writes lies in the engine's Memory.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,8 +25,6 @@ from fedsim.rows import new_rows, pull_down
 from fedsim.system.devices import synchronize, wide_dtype
 from fedsim.system.precision import full_precision
 from fedsim.training import test
-
-TIMINGS, PATIENCE = 3, 0.2  # how often a measurement is repeated, as long as that has taken few seconds
 
 MakeTrainer = Callable[[Seat, Task, Memory, Feed], Trainer]
 
@@ -132,28 +129,6 @@ class Station:
         """Why this process does not replay captured steps."""
         replays = self.trainer.replays
         return "only steps of stacks are" if replays is None else replays.refusal
-
-    def time_training(self, workers: Sequence[int]) -> float:
-        """Seconds that this process's share of a round of training takes from the global row; nothing is kept of it."""
-        task, memory = self.task, self.memory
-        members = self._mine(workers)
-        for slot, *_ in members:
-            memory.rows[slot] = memory.global_row
-            memory.buffers[slot] = memory.global_buffers
-
-        def seconds() -> float:
-            start = time.perf_counter()
-            with self.in_precision():
-                self.trainer.train(members)
-            synchronize(task.device)
-            return time.perf_counter() - start
-
-        if task.compile or task.device.type != "cpu":
-            seconds()  # what is compiled on the way, or loaded onto a card, takes long, once
-        taken: list[float] = []
-        while len(taken) < TIMINGS and sum(taken) < PATIENCE:
-            taken.append(seconds())
-        return min(taken)
 
     def aggregate(self, cohort: Sequence[int], round: int) -> Account:
         """Move the global row along the aggregate of the cohort's updates."""

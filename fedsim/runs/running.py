@@ -58,6 +58,7 @@ def run(
     out: str | Path | None = None,
     *,
     resume: bool = False,
+    on_setup: Callable[[str], object] | None = None,
     on_start: Callable[[Setting], object] | None = None,
     on_round: Callable[[RoundRecord], object] | None = None,
     workshop: Workshop | None = None,
@@ -70,6 +71,7 @@ def run(
         out: a new or empty folder for the records; none are kept where it is left out.
         resume: where `out` holds a run of this experiment that was broken off, go on with it, to the bits that it would
             have come to; or with one that has ended, where `rounds` are more now.
+        on_setup: called with what is being done before the first round, such as "loading the data set mnist".
         on_start, on_round: called with the Setting before the first round, and with each round's record after it.
         workshop: what this run shares with those before and after it; one of its own where it is left out.
         allow_imports: whether a TOML file may name whatever can be imported; see `load_experiment`.
@@ -92,7 +94,9 @@ def run(
         past = Past(folder, experiment)
         workshop = workshop or stack.enter_context(Workshop())
         note = folder.event if folder else None
-        setting, engine = stack.enter_context(prepare(past.as_before(experiment), workshop, note))
+        setting, engine = stack.enter_context(
+            prepare(past.as_before(experiment), workshop, note, on_setup or (lambda step: None))
+        )
         loop = loop_of(setting, engine, folder.race_log if folder else None)
         loop = recovering(loop, setting, engine, note)
         setting = replace(setting, done=past.restore(loop, engine) if resume else 0)

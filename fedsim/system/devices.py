@@ -16,6 +16,7 @@ SHARED_MEMORY = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")  # of this process's container
 OWN_CGROUP = Path("/proc/self/cgroup")  # says where under it this process is
 MEMORY = Path("/proc/meminfo")
+PROCESS_BYTES = 4e8  # main memory of one process, its copy of PyTorch included
 PROCESS_BYTES_ON_CARD = 1.5e9  # context, library workspaces and activations of one process, generously
 MOST_PROCESSES_ON_CARD = 4  # processes on one card take turns; more of them mostly cost memory
 
@@ -126,12 +127,31 @@ def _cgroups() -> list[Path]:
 
 
 def default_processes(device: torch.device, cohort: int, threads_per_process: int) -> int:
-    """How many processes train a cohort: what the cores bear, and on a card what its free memory bears too."""
+    """How many processes train a cohort: as many as the cores and the memory of the machine, or of a GPU, allow."""
     processes = min(cohort, max(1, usable_cores() // threads_per_process))
-    if device.type != "cpu":
-        free, _ = torch.get_device_module(device).mem_get_info(device)
-        processes = min(processes, MOST_PROCESSES_ON_CARD, max(1, int(0.8 * free / PROCESS_BYTES_ON_CARD)))
-    return processes
+    if device.type == "cpu":
+        return min(processes, max(1, int(total_memory() / 2 / PROCESS_BYTES)))
+    by_memory = max(1, int(0.8 * total_memory_of(device) / PROCESS_BYTES_ON_CARD))
+    return min(processes, MOST_PROCESSES_ON_CARD, by_memory)
+
+
+def total_memory_of(device: torch.device) -> float:
+    """Bytes of memory that a device has, free or not: what must not depend on other programs goes by this."""
+    if device.type == "cpu":
+        return total_memory()
+    return torch.get_device_module(device).mem_get_info(device)[1]
+
+
+def total_memory() -> float:
+    """Bytes of main memory that the machine has, or this process's container may use; infinite if unknown."""
+    total = math.inf
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        line = next(line for line in MEMORY.read_text().splitlines() if line.startswith("MemTotal"))
+        total = int(line.split()[1]) * 1024.0
+    for group in _cgroups():
+        with contextlib.suppress(OSError, ValueError):  # no container, or "max": no limit
+            total = min(total, int((group / "memory.max").read_text()))
+    return total
 
 
 def free_memory() -> float:

@@ -1,35 +1,30 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 import fedsim
-from fedsim.engines import AutoEngine, SerialEngine, auto
+from fedsim.engines import AutoEngine, SpawnEngine, auto, batched, plan
+from fedsim.engines.rehearsal import Rehearsal
 from fedsim.engines.stack_trainer import StackTrainer
-from fedsim.engines.trainer import RowTrainer
+from fedsim.system import devices
 from tests.engines.test_contract import CASES, ROUNDING, assert_close
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def tables(tiny_experiment):
-    """In one process with one thread."""
-    return {**tiny_experiment, "engine": "auto", "processes": 1}
-
-
-@pytest.fixture
-def speeds(monkeypatch):
-    """Seconds that each way is found to take, by its label; notes which have been measured."""
-    measured, seconds = [], {}
-
-    def as_set(self, way, task, memory):
-        measured.append(way.label)
-        return seconds[way.label]
-
-    monkeypatch.setattr(AutoEngine, "_seconds_per_round", as_set)
-    seconds["measured"] = measured
-    return seconds
+    """In one process with one thread, with rows enough for a stack."""
+    return {**tiny_experiment, "workers": 4, "engine": "auto", "processes": 1}
 
 
 def how_it_was_done(tables, workshop=None):
@@ -38,88 +33,79 @@ def how_it_was_done(tables, workshop=None):
     return settings[0].how
 
 
-def test_choice_and_figures_are_in_the_run_folder(tables, tmp_path):
+def stacks(tables, **changes):
+    return how_it_was_done({**tables, **changes})["engine"] == "batched"
+
+
+def test_the_choice_and_its_reason_are_in_the_run_folder(tables, tmp_path):
     fedsim.run(tables, tmp_path / "run")
     record = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert record["engine"] in ("serial", "batched")
-    assert record["processes"] == 1
-    assert set(record["probe"]) == {"serial", "batched"}
-    assert all(0 < seconds < 60 for seconds in record["probe"].values())
-    assert ("width" in record) == (record["engine"] == "batched")
+    assert (record["engine"], record["processes"], record["threads"], record["width"]) == ("batched", 1, 1, 4)
+    assert record["reason"].startswith("rows are stacked; one process")
     assert fedsim.load_experiment(tmp_path / "run" / "experiment.toml", allow_imports=True).engine == "auto"
 
 
-@pytest.mark.parametrize(
-    ("serial", "batched", "chosen"), [(1.0, 0.5, "batched"), (1.0, 0.95, "serial"), (0.5, 1.0, "serial")]
-)
-def test_stacks_are_chosen_where_they_gain_more_than_a_little(serial, batched, chosen, tables, speeds):
-    speeds.update(serial=serial / 100, batched=batched / 100)
-    how = how_it_was_done(tables)
-    assert how["engine"] == chosen
-    assert how["probe"] == {"serial": serial / 100, "batched": batched / 100}
-
-
-def test_no_processes_are_started_where_they_save_less_than_their_start(tables, speeds):
-    seconds = auto.START_SECONDS * 0.9  # of which two processes save half, in each of 2 rounds
-    speeds.update({"serial": seconds, "serial, 2 threads": seconds, "batched, 2 threads": 9.0})
-    assert how_it_was_done({**tables, "processes": 2})["processes"] == 1
-    assert speeds["measured"] == ["serial", "serial, 2 threads", "batched, 2 threads"]
-
-
-HERE = ["serial", "serial, 2 threads", "batched, 2 threads"]
-SPAWN, BOTH = [*HERE, "spawn"], [*HERE, "spawn", "batched, 2 processes"]
+def test_small_batches_of_several_rows_are_stacked_and_others_are_not(tables):
+    assert stacks(tables)
+    assert not stacks(tables, workers=3)
+    assert not stacks(tables, local={"batch_size": plan.LARGEST_BATCH + 1})
+    assert not stacks(tables, batched={"width": 2})
 
 
 @pytest.mark.parametrize(
-    ("threads", "batched", "spawn", "both", "chosen", "measured"),
+    ("model", "batch_size", "stacked"),
     [
-        (9.0, 9.0, 4.0, None, ("spawn", 2, 1), SPAWN),  # stacks that are hopeless are not tried there
-        (9.0, 7.0, 4.0, 3.5, ("batched", 2, 1), BOTH),
-        (9.0, 7.0, 4.0, 3.7, ("spawn", 2, 1), BOTH),
-        (9.0, 3.2, 4.0, 3.4, ("batched", 1, 2), HERE),  # processes would hardly be faster
-        (9.0, 7.0, 6.0, 6.0, ("serial", 1, 1), BOTH),
-        (4.4, 7.0, 6.0, 6.0, ("serial", 1, 2), BOTH),
-        (4.6, 7.0, 6.0, 6.0, ("serial", 1, 1), BOTH),
+        ("logistic", 10, True),
+        ("2nn", 10, True),
+        ("2nn", 64, True),
+        ("net", 10, True),
+        ("net", 64, False),
+        ("cnn", 10, True),
+        ("cnn", 64, False),
     ],
 )
-def test_a_long_run_goes_the_way_that_is_fastest(
-    threads, batched, spawn, both, chosen, measured, tables, speeds, monkeypatch
-):
-    monkeypatch.setattr(auto, "SpawnEngine", SerialEngine)  # what is measured there is set anyhow
-    speeds.update(dict(zip(BOTH, (5.0, threads, batched, spawn, both), strict=True)))
+def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model, batch_size, stacked):
+    """Ten rows in one process; see the table in docs/performance.md."""
+    experiment = {"model": model, "workers": 10, "rounds": 1, "local": {"batch_size": batch_size, "steps": 1}}
+    settings = []
+
+    class EnoughError(Exception):
+        pass
+
+    def stop(setting):
+        settings.append(setting)
+        raise EnoughError
+
+    with pytest.raises(EnoughError):
+        fedsim.run({**experiment, "processes": 1}, on_start=stop)
+    assert (settings[0].how["engine"] == "batched") == stacked
+
+
+def test_neither_load_nor_time_nor_free_memory_changes_the_choice(tables, monkeypatch):
+    calm = how_it_was_done(tables)
+    now = time.perf_counter()
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    for module in (devices, batched):
+        monkeypatch.setattr(module, "free_memory", lambda: 1e9, raising=False)
+    assert how_it_was_done(tables) == calm
+
+
+def test_a_long_run_is_done_by_processes_and_a_short_one_is_not(tables, monkeypatch):
+    monkeypatch.setattr(auto, "SpawnEngine", lambda processes, *staff: auto.SerialEngine(1, *staff[:2]))
+    assert how_it_was_done({**tables, "processes": 2})["processes"] == 1
+    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
     how = how_it_was_done({**tables, "processes": 2})
-    assert (how["engine"], how["processes"], how["threads"]) == chosen
-    assert speeds["measured"] == measured
+    assert (how["engine"], how["processes"]) == ("spawn", 2)  # two rows for each process are too few for a stack
+    how = how_it_was_done({**tables, "workers": 8, "processes": 2})
+    assert (how["engine"], how["processes"], how["width"]) == ("batched", 2, 4)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_way_with_several_threads_computes_with_them_and_no_other_does(threads, tables, speeds, monkeypatch):
-    seen = []
-    monkeypatch.setattr(auto.StackTrainer, "train", lambda *_: seen.append(torch.get_num_threads()))
-    before = torch.get_num_threads()
-    speeds.update({"serial": 1.0, "serial, 2 threads": 1.0, "batched": 0.1, "batched, 2 threads": 0.1})
-    how = how_it_was_done({**tables, "processes": threads})
-    assert (how["engine"], how["threads"]) == ("batched", threads)
-    assert set(seen) == {threads}
-    assert torch.get_num_threads() == before
-
-
-def test_processes_that_are_started_to_measure_do_the_run(tables, monkeypatch):
-    measured = AutoEngine._seconds_per_round
-
-    def in_favour_of_both(self, way, task, memory):
-        seconds = measured(self, way, task, memory)
-        return seconds / 1e6 if (way.engine, way.processes) == ("batched", 2) else seconds
-
-    monkeypatch.setattr(AutoEngine, "_seconds_per_round", in_favour_of_both)
-    monkeypatch.setattr(auto, "START_SECONDS", 0.0)
-    monkeypatch.setattr(auto, "HOPELESS", 1e9)
-    tables, settings = {**tables, "precision": "float64", "processes": 2}, []
-    found = fedsim.run(tables, on_start=settings.append)
-    how = settings[0].how
-    assert (how["engine"], how["processes"]) == ("batched", 2)
-    assert set(how["probe"]) == set(BOTH)
-    assert_close(fedsim.run({**tables, "engine": "serial", "processes": None}), found, ROUNDING)
+def test_processes_give_the_bits_of_one(tables, monkeypatch):
+    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
+    settings = []
+    found = fedsim.run({**tables, "processes": 2}, on_start=settings.append)
+    assert (settings[0].how["engine"], settings[0].how["processes"]) == ("spawn", 2)
+    assert torch.equal(found.global_row, fedsim.run({**tables, "engine": "serial", "processes": None}).global_row)
 
 
 def test_a_model_that_cannot_be_stacked_runs_all_the_same_and_the_reason_is_noted(tables):
@@ -127,81 +113,91 @@ def test_a_model_that_cannot_be_stacked_runs_all_the_same_and_the_reason_is_note
     assert torch.equal(result_of[0].global_row, result_of[1].global_row)
     how = how_it_was_done({**tables, "model": "tests.plugs:Stateful"})
     assert how["engine"] == "serial"
-    assert how["probe"]["serial"] > 0
-    assert "the rows of this model cannot be stacked: its training changes attributes" in how["probe"]["batched"]
+    assert "the rows of this model cannot be stacked: its training changes attributes" in how["reason"]
 
 
-def test_what_differs_in_nothing_that_speed_depends_on_is_not_measured_again(tables, speeds):
-    speeds.update(serial=0.01, batched=0.001)
+@pytest.mark.parametrize("refusing", [StackTrainer, SpawnEngine])
+def test_if_the_chosen_way_is_refused_one_process_trains_rows_and_one_line_says_so(refusing, tables, monkeypatch):
+    def refuse(self, *_, **__):
+        raise fedsim.ExperimentError("shared memory: there is none")
+
+    monkeypatch.setattr(refusing, "__init__" if refusing is StackTrainer else "begin", refuse)
+    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
+    settings = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        processes = {"processes": 2} if refusing is SpawnEngine else {}
+        found = fedsim.run({**tables, **processes}, on_start=settings.append)
+    expected = "one process trains all rows, one by one: shared memory: there is none"
+    assert [str(each.message) for each in told if each.category.__name__ == "FedsimWarning"] == [expected]
+    assert (settings[0].how["engine"], settings[0].how["processes"]) == ("serial", 1)
+    assert torch.equal(found.global_row, fedsim.run({**tables, "engine": "serial", "processes": None}).global_row)
+
+
+def test_runs_that_differ_in_nothing_that_a_plan_depends_on_share_it(tables, monkeypatch):
+    tried, of = [], Rehearsal.of
+    monkeypatch.setattr(Rehearsal, "of", lambda task, memory: tried.append(task) or of(task, memory))
     with fedsim.Workshop() as workshop:
         for change in ({}, {"seed": 1}, {"aggregate": "median"}, {"server": {"optimizer": "momentum"}}):
             how_it_was_done({**tables, **change}, workshop)
-        assert len(speeds["measured"]) == 2
-        changes = {"model": "logistic"}, {"rounds": 3}, {"workers": 4}, {"local": {"batch_size": 8}}
+        assert len(tried) == 1
+        changes = {"model": "logistic"}, {"rounds": 3}, {"workers": 5}, {"local": {"batch_size": 8}}
         changes = (*changes, {"model": "net"}, {"model": {"name": "net", "dropout": 0.0}})  # of one shape
         for count, change in enumerate(changes, start=2):
             how_it_was_done({**tables, **change}, workshop)
-            assert len(speeds["measured"]) == 2 * count, change
+            assert len(tried) == count, change
 
 
-def test_models_by_import_path_are_told_apart(tables, speeds):
+def test_models_by_import_path_are_told_apart(tables, monkeypatch):
     """By what they are, not by where in memory they have been."""
-    speeds.update(serial=0.01, batched=0.001)
+    tried, of = [], Rehearsal.of
+    monkeypatch.setattr(Rehearsal, "of", lambda task, memory: tried.append(task) or of(task, memory))
     with fedsim.Workshop() as workshop:
         for hidden in ([8, 8], [8, 8], [9, 9]):
             how_it_was_done({**tables, "model": {"name": "tests.plugs:sized", "hidden": hidden}}, workshop)
-    assert len(speeds["measured"]) == 4
+    assert len(tried) == 2
 
 
-@pytest.mark.parametrize("way", ["serial", "batched"])
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 @pytest.mark.parametrize(
     "case", ["dropout", "partial cohorts of uneven shards", "a rule with data of the server's own"]
 )
-def test_measuring_does_not_show_in_the_results(case, sync, way, tiny_experiment, monkeypatch):
+def test_a_plan_shows_in_the_results_by_no_more_than_rounding(case, sync, tiny_experiment, monkeypatch):
     tables = {**tiny_experiment, "sync": sync, **CASES[case], "precision": "float64"}
-    monkeypatch.setattr(auto, "GAIN", 1e9 if way == "batched" else 1e-9)
+    monkeypatch.setattr(plan, "SMALLEST_STACK", 1)
+    monkeypatch.setattr(plan, "ACTIVATION_BYTES", 1e9)
     settings = []
     serial = fedsim.run(tables)
     chosen = fedsim.run({**tables, "engine": "auto", "processes": 1}, on_start=settings.append)
-    assert settings[0].how["engine"] == way
-    if way == "serial":
-        assert torch.equal(serial.global_row, chosen.global_row)
+    assert settings[0].how["engine"] == "batched"
     assert_close(serial, chosen, ROUNDING)
-
-
-def test_a_failure_of_single_rows_while_measuring_is_one_of_that_model(tables, monkeypatch):
-    monkeypatch.setattr(RowTrainer, "train", lambda self, members: 1 / 0)
-    with pytest.raises(fedsim.WorkerError, match="failed before the first worker: ZeroDivisionError"):
-        fedsim.run(tables)
-
-
-def test_a_failure_of_stacks_alone_is_noted_and_the_model_runs_all_the_same(tables, monkeypatch):
-    monkeypatch.setattr(StackTrainer, "train", lambda self, members: 1 / 0)
-    how = how_it_was_done(tables)
-    assert how["engine"] == "serial"
-    assert "failed before the first worker: ZeroDivisionError" in how["probe"]["batched"]
-
-
-def test_a_failure_of_stacks_in_other_processes_alone_is_noted_and_processes_start_anew(tables, monkeypatch):
-    measured = AutoEngine._seconds_per_round
-
-    def in_favour_of_spawn(self, way, task, memory):
-        if (way.engine, way.processes) == ("batched", 2):
-            self._crew.close()
-            raise fedsim.WorkerError("process 1 was killed")
-        return measured(self, way, task, memory) / (1e6 if way.engine == "spawn" else 1)
-
-    monkeypatch.setattr(AutoEngine, "_seconds_per_round", in_favour_of_spawn)
-    monkeypatch.setattr(auto, "START_SECONDS", 0.0)
-    monkeypatch.setattr(auto, "HOPELESS", 1e9)
-    settings = []
-    found = fedsim.run({**tables, "processes": 2}, on_start=settings.append)
-    assert settings[0].how["engine"] == "spawn"
-    assert settings[0].how["probe"]["batched, 2 processes"] == "process 1 was killed"
-    assert torch.equal(found.global_row, fedsim.run({**tables, "engine": "serial", "processes": None}).global_row)
 
 
 def test_where_devices_share_no_memory_there_is_one_process():
     assert AutoEngine.default_processes(torch.device("mps", 0), 8, 1) == 1
     assert AutoEngine.default_processes(torch.device("cpu"), 1, 1) == 1
+
+
+BUSY = "import os, time\nwhile os.getppid() == {parent}: sum(range(10_000))"
+
+
+@pytest.mark.slow
+def test_twenty_runs_beside_other_programs_give_the_same_bits(tmp_path):
+    """Each a command of its own; half of them while as many programs compute as the machine has cores, twice over."""
+    models, plans = set(), set()
+    busy = BUSY.format(parent=os.getpid())
+    for number in range(20):
+        count = 2 * devices.usable_cores() * (number % 2)
+        others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(count)]
+        try:
+            folder = tmp_path / str(number)
+            command = [sys.executable, "-m", "fedsim", "run", "rounds=10", "--out", str(folder), "-q"]
+            subprocess.run(command, check=True, cwd=ROOT, timeout=600)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+        models.add((folder / "model.safetensors").read_bytes())
+        record = json.loads((folder / "environment.json").read_text())
+        plans.add((record["engine"], record["processes"], record["threads"], record["reason"]))
+    assert len(models) == len(plans) == 1

@@ -7,7 +7,7 @@ import torch
 
 import fedsim
 from fedsim.engines import Schedule
-from fedsim.engines.batched import STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
+from fedsim.engines.batched import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
 from fedsim.engines.rehearsal import Rehearsal
 from fedsim.local import SGD
 from fedsim.preparation import prepare
@@ -49,10 +49,10 @@ def test_a_misspelt_width_is_told_of():
 
 @pytest.fixture
 def width_for(monkeypatch):
-    """The width for an experiment, in so many processes, with so much free memory."""
+    """The width for an experiment, in so many processes, on a machine with so much memory."""
 
-    def width(processes, free, threads=1, **tables):
-        monkeypatch.setattr("fedsim.engines.batched.free_memory", lambda: free)
+    def width(processes, total, threads=1, **tables):
+        monkeypatch.setattr("fedsim.engines.batched.total_memory_of", lambda device: total)
         wanted = fedsim.Experiment(**{"model": "2nn", "engine": "serial", "data": "tests.plugs:tiny", **tables})
         with fedsim.Workshop() as workshop, prepare(wanted, workshop) as (setting, engine):
             memory = engine.memory
@@ -68,7 +68,7 @@ def test_stacks_are_as_wide_as_a_share_of_the_cohort_the_caches_and_memory_allow
     in_caches = STACK_BYTES_ON_CPU // row
     assert width_for(1, plenty, workers=100) == in_caches
     assert width_for(1, plenty, threads=2, workers=100) == 2 * in_caches
-    assert width_for(1, plenty, workers=100, model="cnn") == 1  # two would leave the caches
+    assert width_for(1, plenty, workers=100, model="cnn") == NARROWEST_ON_CPU  # although these leave the caches
     assert width_for(1, plenty, workers=100, model="logistic") == WIDEST_ON_CPU
     assert 1 <= width_for(1, 30 * row, workers=100) < 6
     assert width_for(1, 50 * row, workers=100) > width_for(1, 30 * row, workers=100)
@@ -94,7 +94,7 @@ def test_an_error_in_a_stack_of_another_process_says_in_which_round_and_process(
 
 
 @pytest.mark.parametrize(
-    ("free", "processes", "momentum", "width"),
+    ("total", "processes", "momentum", "width"),
     [
         (2 * 10 * 3 * 400 + 2 * 10 * 1000, 1, 0.0, 10),  # three copies of a row, and twice the batch's activations
         (2 * 10 * 3 * 400 + 2 * 10 * 1000 - 1, 1, 0.0, 9),
@@ -105,9 +105,9 @@ def test_an_error_in_a_stack_of_another_process_says_in_which_round_and_process(
         (1e9, 3, 0.0, 7),
     ],
 )
-def test_the_width_by_hand(free, processes, momentum, width, prepared, monkeypatch):
-    """Half of the free memory, for twenty rows of 100 numbers, of 4 bytes; a batch of 5 samples keeps 500 bytes."""
-    monkeypatch.setattr("fedsim.engines.batched.free_memory", lambda: free)
+def test_the_width_by_hand(total, processes, momentum, width, prepared, monkeypatch):
+    """Half of the memory, for twenty rows of 100 numbers, of 4 bytes; a batch of 5 samples keeps 500 bytes."""
+    monkeypatch.setattr("fedsim.engines.batched.total_memory_of", lambda device: total)
     task, memory = prepared(workers=20, partition="iid", precision="float32")
     task = replace(task, schedule=Schedule(batch_size=5), solver=SGD(momentum=momentum))
     memory = replace(memory, rows=torch.zeros(20, 100), global_row=torch.zeros(100))

@@ -1,45 +1,13 @@
 from __future__ import annotations
 
-import contextlib
-import time
-from dataclasses import replace
-
 import pytest
 
-import fedsim
 from fedsim.engines.barrier import Barrier, Board
 from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Member
 from fedsim.engines.job import Schedule
-from fedsim.engines.station import TIMINGS, Station, deal
+from fedsim.engines.station import Station, deal
 from fedsim.engines.trainer import RowTrainer
-from fedsim.preparation import prepare
-from fedsim.system.precision import Precision
-
-
-def test_what_takes_long_once_is_not_measured_and_all_of_it_is_in_the_precision_of_training(
-    tiny_experiment, monkeypatch
-):
-    within, trained = [], []
-
-    @contextlib.contextmanager
-    def training(precision, device):
-        within.append(precision)
-        yield
-        within.pop()
-
-    def train(members):
-        time.sleep(0.0 if trained else 0.3)
-        trained.append(len(within))
-
-    experiment = fedsim.Experiment(**tiny_experiment)
-    with fedsim.Workshop() as workshop, prepare(experiment, workshop) as (_, engine):
-        station = engine._station
-        station.task = replace(station.task, compile=True)
-        monkeypatch.setattr(station.trainer, "train", train)
-        monkeypatch.setattr(Precision, "training", training)
-        assert station.time_training(range(3)) < 0.2
-    assert trained == [1] * (1 + TIMINGS)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

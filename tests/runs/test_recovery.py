@@ -21,10 +21,8 @@ import torch
 
 import fedsim
 from fedsim.comparison.grid import load_grid
-from fedsim.engines import spawn
-from fedsim.engines.auto import AutoEngine, Way
+from fedsim.engines import plan, spawn
 from fedsim.engines.crew import Crew
-from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
 from fedsim.preparation import prepare
 from fedsim.runs.recovery import RecoveringLoop, recovering
@@ -200,7 +198,7 @@ def test_a_stopped_process_is_replaced_once_it_has_been_silent_for_too_long(mort
 
 @pytest.mark.slow
 def test_auto_replaces_the_processes_of_the_way_it_has_chosen(mortal, monkeypatch):
-    monkeypatch.setattr(AutoEngine, "_choose", lambda self, task, memory: (Way("spawn", 2, 1, RowTrainer), {}))
+    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)  # so long that processes pay
     tables = {**mortal, "engine": "auto", "processes": 2}
     result, said = run_ordered(tables, {3: ["train"]})
     assert_as_without_faults(result, tables, engine="serial", processes=None)

@@ -65,6 +65,25 @@ def test_too_little_shared_memory_is_told_with_both_figures(tmp_path, monkeypatc
     devices.require_shared_memory(10**18)
 
 
+def test_total_memory_is_that_of_the_machine_or_of_its_container(tmp_path, monkeypatch):
+    machine = tmp_path / "meminfo"
+    machine.write_text("MemTotal: 9000 kB\nMemAvailable: 2000 kB\n")
+    monkeypatch.setattr(devices, "MEMORY", machine)
+    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    assert devices.total_memory() == 9000 * 1024
+    for limit, total in (("1000000\n", 1_000_000), ("max\n", 9000 * 1024)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert devices.total_memory() == total
+    monkeypatch.setattr(devices, "MEMORY", tmp_path / "missing")
+    assert devices.total_memory() == float("inf")
+
+
+def test_a_machine_with_little_memory_runs_fewer_processes(monkeypatch):
+    monkeypatch.setattr(devices, "usable_cores", lambda: 64)
+    monkeypatch.setattr(devices, "total_memory", lambda: 8e9)
+    assert devices.default_processes(torch.device("cpu"), 100, 1) == 10
+
+
 def test_free_memory_respects_the_containers_limit(tmp_path, monkeypatch):
     machine = tmp_path / "meminfo"
     machine.write_text("MemTotal: 9000 kB\nMemAvailable: 2000 kB\n")

@@ -1,0 +1,155 @@
+"""How the engine `auto` computes a task: a pure function of the task and the machine, never of timing or load.
+
+The constants are nominal: measured once (`benchmarks/plans.py`), then fixed. A slow or busy machine gets the same
+plan as an idle one with as many cores, so the same command gives the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedsim.engines.job import Memory, Schedule, Task
+from fedsim.randomness import random_state_kept
+
+START_SECONDS = 3.0  # that processes take to start; they must save more
+STEP_SECONDS = 3e-4  # fixed cost of a training step of one row: Python and the launch of operations
+FLOPS_PER_SECOND = 6e10  # of one core in float32
+BYTES_PER_SECOND = 2e10  # of one core, through its caches and memory
+BARRIER_SECONDS = 5e-4  # that a synchronisation between processes takes
+STACKED_SPEEDUP = 1.8  # of one process, about, where stacks are chosen
+
+LARGEST_BATCH = 100  # samples; stacks of larger batches were never faster than single rows
+SMALLEST_STACK = 4  # rows; fewer do not share enough of the fixed cost
+ACTIVATION_BYTES = 7.5e5  # of one row's batch in float32: with more, a stack leaves the caches
+PARAMETER_SHARE = 0.35  # of a row's bytes are allowed on top, since a stack writes no gradients of weights to memory
+
+SAMPLES = 4  # on which floating-point operations are counted
+WORKERS_SAMPLED = 500  # at most, whose numbers of steps stand for all
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """How a task is computed.
+
+    Attributes:
+        processes: 1 means this process.
+        stacked: whether rows are trained as stacks.
+        reason: one line.
+    """
+
+    processes: int
+    stacked: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run has to compute.
+
+    Attributes:
+        rounds: of the run.
+        cohort: rows trained in a round.
+        row_steps, samples: training steps of a round, and samples in these, of all rows together.
+        barriers: synchronisations of a round.
+        parameters: of the model.
+        itemsize: bytes of a value of a row.
+        flops: floating-point operations of a sample's training step.
+        test_samples: tested after each round.
+    """
+
+    rounds: int
+    cohort: int
+    row_steps: float
+    samples: float
+    barriers: float
+    parameters: int
+    itemsize: int
+    flops: float
+    test_samples: int
+
+    @classmethod
+    def of(cls, task: Task, memory: Memory) -> Workload:
+        """Count it. Takes one training step on a few samples."""
+        d = len(memory.global_row)
+        row_steps, samples = work_of_a_round(task.schedule, memory)
+        return cls(
+            rounds=task.rounds,
+            cohort=len(memory.rows),
+            row_steps=row_steps,
+            samples=samples,
+            barriers=row_steps / len(memory.rows) if task.sync_in(task.rounds) == "gradients" else 1,
+            parameters=d,
+            itemsize=task.dtype.itemsize,
+            flops=_flops_of_a_sample(task, memory, default=6.0 * d),
+            test_samples=len(memory.test),
+        )
+
+    @property
+    def seconds_of_a_round(self) -> float:
+        """That one core takes for training and testing, nominally."""
+        moved = 6 * self.parameters * self.itemsize  # bytes of a step: the row, its gradient and the new row
+        samples = self.samples + self.test_samples / 3  # a forward pass is a third of a training step
+        arithmetic = samples * self.flops * (self.itemsize / 4) / FLOPS_PER_SECOND
+        return self.row_steps * (STEP_SECONDS + moved / BYTES_PER_SECOND) + arithmetic
+
+
+def plan_processes(work: Workload, most: int, *, stacked: bool) -> tuple[int, str]:
+    """One process or `most`, and why: several only if they save more than their start takes."""
+    seconds = work.seconds_of_a_round / (STACKED_SPEEDUP if stacked else 1)
+    saved = work.rounds * (seconds * (1 - 1 / most) - work.barriers * BARRIER_SECONDS)
+    estimate = f"{most} processes would save about {max(0.0, saved):.1f} s and take {START_SECONDS:g} s to start"
+    return (most if saved > START_SECONDS else 1), estimate
+
+
+def stacks_may_pay(task: Task, memory: Memory, processes: int) -> str | None:
+    """Why stacks cannot pay, as far as known without a trial; None if they may."""
+    rows = -(-len(memory.rows) // processes)
+    if task.device.type != "cpu":
+        return None if len(memory.rows) > 1 else "there is one row"
+    if task.schedule.batch_size > LARGEST_BATCH:
+        return f"batches of {task.schedule.batch_size} samples are large (more than {LARGEST_BATCH})"
+    if rows < SMALLEST_STACK:
+        return f"a process has {rows} rows at a time (fewer than {SMALLEST_STACK})"
+    if task.width is not None and task.width < SMALLEST_STACK:
+        return f"batched.width = {task.width} (less than {SMALLEST_STACK})"
+    return None
+
+
+def stacks_pay(task: Task, memory: Memory, sample_bytes: int) -> bool:
+    """Whether stacks of a model with these activations of a sample are faster than single rows.
+
+    A stack shares the fixed cost of a step among its rows, and on a CPU writes no gradient of weights to memory where
+    rows are averaged; but it takes the activations of all its rows at once through the caches.
+    """
+    if task.device.type != "cpu":
+        return True
+    activations = task.schedule.batch_size * sample_bytes
+    spared = PARAMETER_SHARE * len(memory.global_row) * task.dtype.itemsize if "parameters" in task.syncs else 0
+    return activations <= ACTIVATION_BYTES + spared
+
+
+def work_of_a_round(schedule: Schedule, memory: Memory) -> tuple[float, float]:
+    """Training steps of a cohort together, and the samples in them, on average over some of the workers."""
+    shards = memory.shards
+    sizes = [shards.size(worker) for worker in range(0, len(shards), -(-len(shards) // WORKERS_SAMPLED))]
+    per_worker = len(memory.rows) / len(sizes)
+    return per_worker * sum(map(schedule.steps_for, sizes)), per_worker * sum(
+        map(schedule.samples_for, filter(None, sizes))
+    )
+
+
+def _flops_of_a_sample(task: Task, memory: Memory, default: float) -> float:
+    """Of a forward and a backward pass; `default` for a model that does not run on a few samples."""
+    count = min(SAMPLES, len(memory.train))
+    inputs, targets = memory.train.gather(torch.arange(count))
+    with random_state_kept(task.device), contextlib.suppress(Exception):  # training will report what is wrong
+        module = task.new_module().train()
+        with FlopCounterMode(display=False) as counter:
+            F.cross_entropy(module(inputs.clone()), targets).backward()
+        return counter.get_total_flops() / count or default
+    return default

@@ -1,0 +1,138 @@
+"""Which engine is fastest for an experiment on this machine, measured: `fedsim tune`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import tomli_w
+
+from fedsim.engines import Schedule
+from fedsim.engines import engine as engines
+from fedsim.errors import ExperimentError, FedsimError
+from fedsim.experiment import Experiment
+from fedsim.preparation import Setting
+from fedsim.runs.running import run
+from fedsim.system.devices import default_processes, shares_memory
+
+STEPS = 10  # of each worker in a measured round, at most
+PASSES = 2  # of which the faster one counts, so that a moment of load does not decide
+OF_OTHER_ENGINES = (
+    *("batched", "distributed", "processes", "timeout", "on_worker_failure", "worker_retries"),
+    *("records", "checkpoint"),  # nothing is written
+)
+EXACT_SHARE = (
+    0.9  # of the best time of single rows, at most, must stacks take: single rows give the same bits everywhere
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute an experiment.
+
+    Attributes:
+        keys: of the experiment, with their values.
+        round_seconds: that a whole round takes, estimated from a shortened one.
+        start_seconds: until the first round begins.
+        refusal: why the experiment does not run in this way; None if it does.
+    """
+
+    keys: dict[str, Any]
+    round_seconds: float = 0.0
+    start_seconds: float = 0.0
+    refusal: str | None = None
+
+    @property
+    def label(self) -> str:
+        """`engine=spawn processes=2`"""
+        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+
+    def seconds(self, rounds: int) -> float:
+        """That a run takes."""
+        return self.start_seconds + rounds * self.round_seconds
+
+
+def tune(experiment: Experiment, on_candidate: Callable[[Candidate], object] = lambda candidate: None) -> Candidate:
+    """Measure each way to compute an experiment; the fastest one for as many rounds as it has.
+
+    Args:
+        experiment: what to measure; its rounds are shortened to a few steps of each worker.
+        on_candidate: called with each candidate when it has been measured.
+
+    Raises:
+        ExperimentError: there is nothing to choose, or no way works.
+    """
+    if experiment.mode == "race" or engines.get(experiment.engine).target.ranks:
+        what = 'mode = "race"' if experiment.mode == "race" else f'engine = "{experiment.engine}"'
+        raise ExperimentError(f"{what}: fedsim tune compares the engines serial, spawn and batched, not this")
+    measured = []
+    for keys in _ways(experiment):
+        measured.append(_measure(experiment, keys))
+        on_candidate(measured[-1])
+    working = [candidate for candidate in measured if candidate.refusal is None]
+    if not working:
+        raise ExperimentError(*(f"{candidate.label}: {candidate.refusal}" for candidate in measured))
+    return min(working, key=lambda candidate: candidate.seconds(experiment.rounds) / _allowance(candidate))
+
+
+def lines_for_file(candidate: Candidate) -> str:
+    """The keys as lines of an experiment file."""
+    return tomli_w.dumps(candidate.keys).strip()
+
+
+def _allowance(candidate: Candidate) -> float:
+    return EXACT_SHARE if candidate.keys["engine"] == "batched" else 1.0
+
+
+def _ways(experiment: Experiment) -> Iterable[dict[str, Any]]:
+    device = engines.get("serial").target.device_for(experiment.device)
+    most = experiment.processes or default_processes(device, experiment.cohort_size, experiment.threads_per_process)
+    yield {"engine": "serial"}
+    yield {"engine": "batched", "processes": 1}
+    if most > 1 and shares_memory(device):
+        yield {"engine": "spawn", "processes": most}
+        yield {"engine": "batched", "processes": most}
+
+
+def _measure(experiment: Experiment, keys: dict[str, Any]) -> Candidate:
+    """Run the shortened experiment in one way, and scale its training to whole rounds."""
+    rounds, starts = [], []
+    try:
+        shortened = _shortened(experiment, keys)
+        for _ in range(PASSES):
+            settings: list[Setting] = []
+            began = time.perf_counter()
+            result = run(shortened, on_start=settings.append)
+            taken = time.perf_counter() - began
+            seconds = [sum(record["seconds"].values()) for record in result.history]
+            starts.append(taken - sum(seconds))
+            longer = _steps(experiment, settings[0]) / _steps(shortened, settings[0])
+            last = result.history[-1]["seconds"]  # the first round may have to warm up
+            rounds.append(seconds[-1] + (longer - 1) * last["train"])
+    except FedsimError as error:
+        return Candidate(keys, refusal=str(error).splitlines()[0])
+    return Candidate(keys, min(rounds), min(starts))
+
+
+def _shortened(experiment: Experiment, keys: dict[str, Any]) -> Experiment:
+    """Two rounds of few steps, of the same work otherwise."""
+    tables = experiment.resolved()
+    for key in OF_OTHER_ENGINES:
+        tables.pop(key, None)
+    if keys["engine"] == "batched" and experiment.batched.width is not None:
+        tables["batched"] = {"width": experiment.batched.width}
+    if experiment.sync == "post_local":
+        tables["sync"] = "gradients" if 2 * experiment.rounds_of_gradients > experiment.rounds else "parameters"
+        tables.pop("gradient_rounds", None)
+    local = {key: value for key, value in tables["local"].items() if key != "epochs"}
+    tables["local"] = {**local, "steps": min(STEPS, experiment.local.steps or STEPS)}
+    return Experiment(**{**tables, **keys, "rounds": 2})
+
+
+def _steps(experiment: Experiment, setting: Setting) -> float:
+    """Of a worker in a round, on average."""
+    local = experiment.local
+    schedule = Schedule(local.batch_size, local.epochs, local.steps)
+    return sum(map(schedule.steps_for, setting.shard_sizes)) / len(setting.shard_sizes)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fedsim.engines import plan
+from fedsim.engines.plan import Workload, plan_processes
+
+WORK = Workload(
+    rounds=10,
+    cohort=8,
+    row_steps=1_000,
+    samples=32_000,
+    barriers=1,
+    parameters=20_000,
+    itemsize=4,
+    flops=2e6,
+    test_samples=1_000,
+)
+
+
+def seconds_of(**changes):
+    return dataclasses.replace(WORK, **changes).seconds_of_a_round
+
+
+def test_the_estimate_is_the_sum_of_its_parts():
+    fixed = 1_000 * plan.STEP_SECONDS
+    traffic = 1_000 * 6 * 20_000 * 4 / plan.BYTES_PER_SECOND
+    arithmetic = (32_000 + 1_000 / 3) * 2e6 / plan.FLOPS_PER_SECOND
+    assert seconds_of() == pytest.approx(fixed + traffic + arithmetic)
+    assert seconds_of(itemsize=8) == pytest.approx(fixed + 2 * traffic + 2 * arithmetic)
+
+
+def test_processes_are_used_if_they_save_more_than_their_start_takes():
+    saved_in_a_round = WORK.seconds_of_a_round / 2 - plan.BARRIER_SECONDS
+    enough = int(plan.START_SECONDS / saved_in_a_round) + 1
+    for rounds, expected in ((enough, 2), (enough - 1, 1)):
+        processes, reason = plan_processes(dataclasses.replace(WORK, rounds=rounds), 2, stacked=False)
+        assert processes == expected
+        assert "2 processes would save about" in reason
+
+
+def test_stacks_and_frequent_synchronisation_leave_processes_less_to_save():
+    rounds = int(plan.START_SECONDS / (WORK.seconds_of_a_round / 2)) + 1
+    work = dataclasses.replace(WORK, rounds=rounds + 1)
+    assert plan_processes(work, 2, stacked=False)[0] == 2
+    assert plan_processes(work, 2, stacked=True)[0] == 1
+    assert plan_processes(dataclasses.replace(work, barriers=1_000), 2, stacked=False)[0] == 1
+
+
+def test_more_cores_save_more():
+    seconds_saved = [
+        float(plan_processes(WORK, most, stacked=False)[1].split("about ")[1].split(" s")[0]) for most in (2, 4, 64)
+    ]
+    assert seconds_saved == sorted(seconds_saved)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import time
+
+import fedsim
+from fedsim import notices
+from fedsim.notices import SlowStepNotice, notice_if_slow
+
+
+def test_a_slow_step_is_told_and_a_quick_one_is_not(monkeypatch):
+    monkeypatch.setattr(notices, "SLOW_SECONDS", 0.05)
+    told = []
+    notice = SlowStepNotice(told.append)
+    notice.begin("a quick step")
+    notice.begin("a slow step")
+    deadline = time.monotonic() + 10
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.01)
+    notice.begin("another quick step")
+    notice.end()
+    time.sleep(0.1)
+    assert told == ["a slow step ..."]
+
+
+def test_a_slow_block_is_told_on_stderr(monkeypatch, capsys):
+    monkeypatch.setattr(notices, "SLOW_SECONDS", 0.05)
+    with notice_if_slow("sleeping"):
+        time.sleep(0.5)
+    assert capsys.readouterr().err == "sleeping ...\n"
+
+
+def test_a_run_tells_each_step_of_its_setup(tiny_experiment):
+    steps, started = [], []
+    fedsim.run(tiny_experiment, on_setup=steps.append, on_start=lambda setting: started.append(len(steps)))
+    assert [step.split()[0] for step in steps] == ["starting", "making", "loading", "partitioning", "getting"]
+    assert started == [5]
