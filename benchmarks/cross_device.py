@@ -45,7 +45,7 @@ WORKLOADS = {
 }
 ROUNDING = 1e-6  # between global rows after a round in float64, relative to how far it moved them
 ACCURACY = 0.03  # between final accuracies of what was timed
-HOW = ("engine", "processes", "threads", "width", "probe")  # what the run record says of how it was computed
+HOW = ("engine", "processes", "threads", "width", "reason")  # what the run record says of how it was computed
 PINS = {
     "engine": "engine",
     "processes": "processes",

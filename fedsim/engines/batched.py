@@ -94,6 +94,6 @@ def stack_width(task: Task, memory: Memory, rehearsal: Rehearsal, processes: int
     row_bytes = copies * parameters + 2 * task.schedule.batch_size * rehearsal.sample_bytes
     most = math.inf
     if task.device.type == "cpu":
-        most = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * STACK_BYTES_ON_CPU // parameters))
+        most = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // parameters)))
     share = -(-len(memory.rows) // processes)
     return max(1, int(min(share, most, MEMORY_SHARE * total_memory_of(task.device) / processes / row_bytes)))
