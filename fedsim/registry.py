@@ -18,15 +18,17 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, get_type_hints
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from fedsim.errors import MOST_PROBLEMS, ExperimentError, explain, nearest, nearest_key, one_line, show
+from fedsim.errors import MOST_PROBLEMS, ExperimentError, cut, explain, nearest, nearest_key, one_line, show
 from fedsim.permission import ImportRefusedError, require_importable, require_own
 from fedsim.system.vision import import_torchvision
 
@@ -160,12 +162,16 @@ class Registry:
             raise ExperimentError(f"{where}: must be a name")
         if name in self._plugs:
             return self._plugs[name]
+        if path := _import_path(name):
+            raise ExperimentError(f"{where}: write {cut(path)}")
         if ":" not in name:
             raise ExperimentError(f"{where}: no such {self.kind}; {self._nearest(name)}")
         try:
             return self._plug(name, import_object(name))
         except ImportRefusedError as error:
             raise ImportRefusedError(f"{where}: {error}") from None
+        except TypeError as error:
+            raise ExperimentError(f"{where}: cannot be used: {cut(' '.join(str(error).split()))}") from error
         except Exception as error:
             raise ExperimentError(f"{where}: cannot be imported: {one_line(error)}") from error
 
@@ -187,8 +193,8 @@ class Registry:
         strange = [parameter for parameter in takes if parameter not in self._given]
         if strange:
             raise TypeError(
-                f"takes ({', '.join(takes)}) by position, but what is given to this kind of plug is "
-                f"({', '.join(self._given)}); parameters that configure it come after *"
+                f"the argument {strange[0]} is not one that fedsim passes ({', '.join(self._given)}); "
+                "parameters that configure it come after *"
             )
         return Plug(self.kind, name, target, _parameters(target, keyword_only=not is_dataclass), takes, self)
 
@@ -198,6 +204,23 @@ def _taken_by_position(target: Callable[..., Any]) -> dict[str, bool]:
     parameters = inspect.signature(target).parameters.values()
     named = {p.name: p.default is p.empty for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     return {name: needed for name, needed in named.items() if name != "self"}
+
+
+def _import_path(name: str) -> str | None:
+    """How a name that is the path of a file, or has a dot for the colon, is written as an import path; else None."""
+    file, _, attribute = name.rpartition(":")
+    if not attribute.isidentifier():
+        file, attribute = name, "NAME"
+    if ":" not in name and "." in name and not re.search(r"[/\\]|\.py$", name):
+        module, _, attribute = name.rpartition(".")
+        return f"{module}:{attribute}, with a colon"
+    if not re.search(r"[/\\]|\.py$", file):
+        return None
+    path = PureWindowsPath(file)  # it takes slashes of both kinds
+    inside = PurePosixPath(os.path.relpath(path.as_posix()))
+    if path.drive or ".." in inside.parts:
+        return f"{path.stem}:{attribute}, and start fedsim in {path.parent.as_posix()} or add that folder to PYTHONPATH"
+    return f"{'.'.join(inside.with_suffix('').parts)}:{attribute}, without slashes and .py"
 
 
 def import_object(path: str) -> Callable[..., Any]:
@@ -216,7 +239,7 @@ def import_object(path: str) -> Callable[..., Any]:
         target = getattr(target, name)
         require_own(path, target)
     if not callable(target):
-        raise TypeError(f"{path} is a {type(target).__name__}, not a function or class")
+        raise TypeError(f"{path} is of type {type(target).__name__}, not a function or class")
     return target
 
 

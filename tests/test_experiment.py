@@ -137,7 +137,7 @@ def lines_of(tables):
             {"engine": "spawn", "batched": {"width": 3}},
             'batched.width = 3: the engine "spawn" stacks no rows; leave it out, or use engine=batched',
         ),
-        ({"engine": "tests.plugs:tiny"}, 'engine = "tests.plugs:tiny": cannot be imported: TypeError: takes (root)'),
+        ({"engine": "tests.plugs:tiny"}, 'engine = "tests.plugs:tiny": cannot be used: the argument root is not one'),
         ({"engine": "fedsim.errors:FedsimError"}, 'engine = "fedsim.errors:FedsimError": '),
         (
             {"model": {"name": "tests.plugs:sized", "scale": None}},

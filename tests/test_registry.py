@@ -163,9 +163,7 @@ def test_a_dataclass_takes_what_it_is_given_when_it_is_called():
 
 
 def test_what_is_given_by_position_has_its_names(registry):
-    with pytest.raises(
-        ExperimentError, match=r"takes \(value, factor\) by position, but what is given .* is \(value\)"
-    ):
+    with pytest.raises(ExperimentError, match=r"the argument factor is not one that fedsim passes \(value\)"):
         registry.get("tests.plugs:misplaced", "x")
 
 
@@ -182,7 +180,7 @@ def test_parameters_that_toml_has_no_type_for_are_given_as_json_gives_them(regis
     "path", ["tests.plugs:missing", "no.such.module:f", "tests.plugs:TINY_TEST", ":f", "tests.plugs:"]
 )
 def test_a_failed_import_is_one_clear_line(registry, path):
-    with pytest.raises(ExperimentError, match=f'x = "{path}": cannot be imported') as caught:
+    with pytest.raises(ExperimentError, match=f'x = "{path}": cannot be (imported|used)') as caught:
         registry.get(path, "x")
     assert len(caught.value.lines) == 1
 

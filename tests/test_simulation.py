@@ -183,7 +183,7 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
             {"engine": "spawn", "processes": 1, "aggregate": "tests.plugs:refusing"},
             "^aggregate.f = 5: needs more than 10 workers, not 3$",
         ),
-        ({"aggregate": "tests.plugs:misplaced"}, r"takes \(value, factor\) by position, but what is given"),
+        ({"aggregate": "tests.plugs:misplaced"}, "cannot be used: the argument value is not one that fedsim passes"),
         (
             {"data": "tests.plugs:colour", "model": "net"},
             r'model.name = "net": does not work on inputs of shape \(8, 3, 28, 28\)',
