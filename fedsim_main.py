@@ -20,12 +20,13 @@ def run_main() -> None:
 
 
 def _command_line() -> ModuleType:
-    """The module `fedsim.cli`; Ctrl-C while it is imported ends the program, as nothing has begun yet."""
+    """The module `fedsim.cli`; until a command begins, and after it has ended, Ctrl-C ends the program at once."""
     _open_what_is_closed()
-    from fedsim.system.interrupts import exit_on_interrupt
+    from fedsim.system.interrupts import install_exit_on_interrupt
 
-    with exit_on_interrupt():
-        from fedsim import cli
+    install_exit_on_interrupt()
+    from fedsim import cli
+
     return cli
 
 

@@ -7,9 +7,7 @@ import io
 import itertools
 import os
 import re
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,7 +28,7 @@ from fedsim.errors import (
 from fedsim.listing import PLUGS, list_plugs
 from fedsim.notices import notice_if_slow
 from fedsim.system.files import is_file
-from fedsim.system.interrupts import exit_on_interrupt
+from fedsim.system.interrupts import Terminated, exit_on_interrupt, signals_as_exceptions
 from fedsim.system.limits import told
 from fedsim.version import __version__
 from fedsim.wrapping import terminal_columns
@@ -376,12 +374,11 @@ def _import_library() -> None:
 @contextlib.contextmanager
 def _errors_as_lines() -> Iterator[None]:
     """Errors as lines on stderr and an exit code, without a traceback of fedsim's own."""
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _terminate) if main else None
     try:
         with warnings_as_lines():
             _import_library()
-            yield
+            with signals_as_exceptions():
+                yield
     except WorkerError as error:
         print(f"error: {_shown(str(error))}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
@@ -401,22 +398,11 @@ def _errors_as_lines() -> Iterator[None]:
     except Terminated:
         print("terminated", file=sys.stderr)
         raise typer.Exit(TERMINATED) from None
-    finally:
-        if main:
-            signal.signal(signal.SIGTERM, before)  # what is left to do is to end
 
 
 def _shown(text: str) -> str:
     """Lines without what a terminal would obey, whatever files and folders are called."""
     return "\n".join(map(printable, text.split("\n")))
-
-
-class Terminated(BaseException):
-    """SIGTERM, as an exception: what has been opened is closed on the way out."""
-
-
-def _terminate(*_: object) -> None:
-    raise Terminated
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from fedsim.system.limits import remedy_of_limit
 from fedsim.system.messages import Channel
 
 GRACE = 2.0  # seconds for a process to go by itself before it is killed
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # while processes start or are closed
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 
 
@@ -90,7 +91,7 @@ def begin_as_child() -> None:
     show_warnings_as_lines()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     _go_with_parent()
 
 
@@ -141,21 +142,25 @@ def leave_if_being_started() -> None:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block, where it is raised; processes started inside have it blocked."""
+    """Hold Ctrl-C and SIGTERM back until the end of the block; processes started inside have them blocked."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # multiprocessing would start it inside, and unblock the signal
+    resource_tracker.ensure_running()  # multiprocessing would start it inside, and unblock the signals
     came: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))  # for threads that block nothing
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    hold = lambda number, frame: came.append(number)  # noqa: E731  # for threads that block nothing
+    handlers = {number: signal.getsignal(number) for number in HELD_SIGNALS}
+    for number in HELD_SIGNALS:
+        signal.signal(number, hold)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if came:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(came[0])
 
 
 def _go_with_parent() -> None:

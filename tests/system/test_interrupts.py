@@ -1,0 +1,88 @@
+"""Signals while a command runs, while it cleans up, and while the program ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from fedsim.system import interrupts
+from fedsim.system.interrupts import Terminated, signals_as_exceptions
+from tests.commands import ROOT, assert_none_left, read_until, start
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)], ids=["INT", "TERM"]
+)
+def test_only_the_first_signal_is_an_exception(number, kind):
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    closed = []
+
+    def run():
+        with signals_as_exceptions():
+            try:
+                signal.raise_signal(number)
+            finally:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
+                closed.append(True)
+
+    with pytest.raises(kind):
+        run()
+    assert closed
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_signal_ends_the_program_where_cleaning_up_takes_too_long(monkeypatch):
+    ended = []
+    monkeypatch.setattr(interrupts, "PATIENCE", -1.0)
+    monkeypatch.setattr(interrupts, "_exit", lambda number, frame=None: ended.append(number))
+
+    def run():
+        with signals_as_exceptions():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert ended == [signal.SIGTERM]
+
+
+class Interrupted:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_that_meets_a_destructor_is_not_lost():
+    def run():
+        with signals_as_exceptions():
+            Interrupted()
+            time.sleep(10)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_many_signals_are_one_word(seed, tmp_path):
+    """Signals at random instants, from the start of the processes or from the rounds to the end of the program."""
+    rng = random.Random(seed)
+    for moment in ("starting", "training"):
+        words = ["engine=spawn", "processes=2", "data=tests.plugs:tiny", "rounds=100000", "--out", f"{seed}-{moment}"]
+        process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
+        if moment == "training":
+            read_until(process, "    2")
+        else:
+            time.sleep(rng.uniform(2, 6))
+        while process.poll() is None:
+            os.kill(process.pid, rng.choice([signal.SIGINT, signal.SIGTERM]))
+            time.sleep(rng.choice([0.001, 0.01, 0.1]))
+        _, error = process.communicate(timeout=30)
+        assert error in {"interrupted\n", "terminated\n", ""}
+        assert process.returncode in {130, 143, -signal.SIGTERM, -signal.SIGINT}  # the last two in Python's own exit
+        assert_none_left(process.pid)
