@@ -136,7 +136,7 @@ def open_store(init: str, place: Place, timeout: float) -> dist.Store:
     try:
         if init.startswith("file://"):
             return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0]
-        if init == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if _keeps_store_in_agent(init):
             return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0]  # it is open already
         leads = place.rank == 0
         listening = _listen(host, port) if leads and is_loopback(host) else None
@@ -150,6 +150,17 @@ def open_store(init: str, place: Place, timeout: float) -> dist.Store:
             f"rank {place.rank} of {place.count}: finds no meeting place at "
             f"{init if init.startswith('file://') else f'{host}:{port}'} within {timeout:g} s: {one_line(error)[:300]}"
         ) from error
+
+
+def store_keeper(init: str) -> str:
+    """Who keeps that store, as errors name it."""
+    if init.startswith("file://"):
+        return f"the ranks' store {init}"
+    return "the launcher, which keeps the ranks' store," if _keeps_store_in_agent(init) else "rank 0"
+
+
+def _keeps_store_in_agent(init: str) -> bool:
+    return init == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _wait_for_listener(host: str, port: int, timeout: float) -> None:

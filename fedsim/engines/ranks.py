@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedsim.engines.background import Background, ended
-from fedsim.engines.launch import Place, interface_towards, meeting_address, open_store
+from fedsim.engines.launch import Place, interface_towards, meeting_address, open_store, store_keeper
 from fedsim.engines.vigil import Vigil, ranks, wait_for_all
 from fedsim.errors import ExperimentError, WorkerError, one_line, show
 from fedsim.system.devices import card_of, default_backend, device_of_rank, summed_by_gloo
@@ -57,7 +57,8 @@ class Ranks:
         self._spoilt: str | None = None
         self._settings: tuple[Any, ...] = ()
         self._store = dist.PrefixStore(f"fedsim/{place.attempt}", open_store(init, place, timeout))
-        self._vigil = Vigil(self._store, self.index, self.count, lambda: self.beats(), timeout)
+        keeper = store_keeper(init)
+        self._vigil = Vigil(self._store, keeper, self.index, self.count, lambda: self.beats(), timeout)
         missing = wait_for_all(self._store, self.count, timeout)
         if missing:
             raise WorkerError(f"{ranks(missing)} of {self.count} did not come within {timeout:g} s")
@@ -65,6 +66,7 @@ class Ranks:
         self.backend, self.reason = _backend_for(backend, self.device, [card for *_, card in self._people])
         self.group, self.group_of_hooks = self._start(place, init)
         self._background = Background(self.device)
+        self._vigil.on_duty = False
         atexit.register(self.leave)
 
     @classmethod

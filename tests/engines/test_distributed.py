@@ -17,7 +17,7 @@ import torch
 
 import fedsim
 from fedsim.records import METRICS, MODEL
-from tests.commands import ROOT, assert_none_left, start
+from tests.commands import ROOT, assert_none_left, read_until, start
 from tests.engines.test_contract import CASES, ROUNDING, assert_close, without_times
 from tests.engines.torch_post_local import TABLES
 
@@ -389,6 +389,20 @@ def test_a_rank_that_fails_in_round_2_ends_the_others_with_one_line_each(how, wo
     assert [error_lines(text) for text in errors[::2]] == [[line], [line]]
     assert len(error_lines(errors[1])) == (how != "kill")
     assert len((tmp_path / "run" / METRICS).read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank, tmp_path, port):
+    """Rank 0 keeps the store, by which ranks look after each other."""
+    words = "engine=distributed", "data=tests.plugs:tiny", "rounds=100000", "workers=4", "distributed.timeout=4"
+    processes = ranks_of(2, *words, "--out", "run", cwd=tmp_path, port=port)
+    read_until(processes[0], "    3")
+    processes[rank].send_signal(signal.SIGSTOP)
+    _, errors = processes[1 - rank].communicate(timeout=30)
+    processes[rank].kill()
+    processes[rank].communicate()
+    assert errors == f"error: rank {rank} gave no sign of life for 4 s (distributed.timeout)\n"
+    assert processes[1 - rank].returncode == 1
 
 
 def test_torchrun_ends_when_a_rank_is_killed(tmp_path):

@@ -5,24 +5,24 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fedsim.engines.vigil import Silences, ranks, wait_for_all
+from fedsim.engines.vigil import Seen, Silences, ranks, wait_for_all
 
 
 class Peers:
     """What a look at the pulses of two other ranks gives: ticks, beats, and whether they wait."""
 
-    interval = 0.5
+    interval, keeper = 0.5, "rank 1"
     waits = True  # the rank that looks
+    answers = True  # the store
 
     def __init__(self):
         self.now = {1: (0, 0, False), 2: (0, 0, False)}
-        self.word = None
+        self.word, self.last = None, Seen(0, None, {})
 
-    def said(self):
-        return self.word
-
-    def pulses(self):
-        return dict(self.now)
+    def seen(self):
+        if self.answers:
+            self.last = Seen(self.last.answers + 1, self.word, dict(self.now))
+        return self.last
 
 
 @pytest.fixture
@@ -83,6 +83,24 @@ def test_a_rank_whose_process_is_silent_is_lost_even_if_others_work(clock):
 
     said, _ = looks(Peers(), clock, 100, one_is_gone)
     assert said == "rank 2 gave no sign of life for 3 s (distributed.timeout)"
+
+
+def test_a_store_that_does_not_answer_means_that_its_keeper_is_lost(clock):
+    def stops(peers, look):
+        peers.now = {1: (look, look, False), 2: (look, look, False)}
+        peers.answers = look < 10
+
+    said, when = looks(Peers(), clock, 100, stops)
+    assert said == "rank 1 gave no sign of life for 3 s (distributed.timeout)"
+    assert 8 < when < 10
+
+
+def test_a_store_that_answers_late_is_waited_for(clock):
+    def slow(peers, look):
+        peers.now = {1: (look, look, False), 2: (look, look, False)}
+        peers.answers = look % 5 == 0
+
+    assert looks(Peers(), clock, 100, slow) is None
 
 
 def test_time_in_which_nobody_was_there_to_look_does_not_count(clock):
