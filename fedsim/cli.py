@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedsim.catalog import experiments, list_experiments
 from fedsim.errors import (
     ExperimentError,
     FedsimError,
@@ -36,6 +37,9 @@ from fedsim.wrapping import terminal_columns
 if TYPE_CHECKING:
     from fedsim.engines.ranks import Ranks
 
+EXPERIMENTS = "experiments"
+KINDS = (*PLUGS, EXPERIMENTS)  # of things that `fedsim list` lists
+
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
 app = typer.Typer(
@@ -51,8 +55,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG.toml] [KEY=VALUE]...",
-        help="An experiment, and what to change in it: rounds=5 local.lr=0.1 partition.strategy=iid. "
-        "Without CONFIG.toml: the default experiment.",
+        help="An experiment file, or the name of an experiment that comes with fedsim (`fedsim list experiments`), and "
+        "what to change in it: rounds=5 local.lr=0.1 partition.strategy=iid. Without either: the default experiment.",
         show_default=False,
     ),
 ]
@@ -292,13 +296,17 @@ def report(
 
 @app.command("list")
 def list_command(
-    kind: Annotated[str | None, typer.Argument(help=f"One of: {', '.join(PLUGS)}.", show_default=False)] = None,
+    kind: Annotated[str | None, typer.Argument(help=f"One of: {', '.join(KINDS)}.", show_default=False)] = None,
 ) -> None:
-    """List every plug with its parameters, their defaults and what it does in one line."""
+    """List every plug with its parameters and defaults, and the experiments that come with fedsim, one line each."""
     with _errors_as_lines():
-        if kind is not None and kind not in PLUGS:
-            raise ExperimentError(f"{show(kind)}: no such kind of plug; {nearest(kind, PLUGS)}")
-        print(list_plugs([kind] if kind else list(PLUGS), terminal_columns()))
+        if kind is not None and kind not in KINDS:
+            raise ExperimentError(f"{show(kind)}: no such kind; {nearest(kind, KINDS)}")
+        plugs = [each for each in PLUGS if kind in (None, each)]
+        blocks = [list_plugs(plugs, terminal_columns())] if plugs else []
+        if kind in (None, EXPERIMENTS):
+            blocks.append(list_experiments(terminal_columns()))
+        print("\n\n".join(blocks))
 
 
 def _source_and_overrides(words: list[str], context: typer.Context) -> tuple[str | None, list[str]]:
@@ -306,7 +314,7 @@ def _source_and_overrides(words: list[str], context: typer.Context) -> tuple[str
     for word, next_word in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
             raise ExperimentError(_no_such_option(word, next_word, context))
-    others = [word for word in words if not is_file(Path(word))]
+    others = [word for word in words if not (is_file(Path(word)) or word in experiments())]
     _refuse_spaces(others)
     paths = [word for word in words if "=" not in word or word not in others]
     if len(paths) > 1:

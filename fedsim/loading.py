@@ -14,6 +14,7 @@ from typing import Any
 import tomli_w
 
 from fedsim.bounds import DEEPEST, MOST_BITS, is_harmless, problem_with_words, refuse_long_chains
+from fedsim.catalog import find_experiment, hint
 from fedsim.data.sources import lacks_files
 from fedsim.engines import Engine
 from fedsim.engines import engine as engines
@@ -44,7 +45,8 @@ def load_experiment(
     """The experiment that `source` describes, with `overrides` such as "local.lr=0.1" applied.
 
     Args:
-        source: an Experiment, nested tables, the path of a TOML file, or None for the default experiment.
+        source: an Experiment, nested tables, the path of a TOML file, the name of an experiment that comes with fedsim
+            (`fedsim list experiments`), or None for the default experiment.
         overrides: words `key=value` with dotted keys; values as in TOML, and bare words are strings.
         allow_imports: whether a file may name whatever can be imported; see `fedsim.permission`. What stands in
             `overrides`, tables and Experiments is the caller's own word, and imported as it is named.
@@ -70,13 +72,13 @@ def load_experiment(
 
 def file_of(source: object) -> Path | None:
     """The file that a source of a description is; None where it is the caller's own."""
-    return Path(source) if isinstance(source, (str, Path)) else None
+    return find_experiment(source) if isinstance(source, (str, Path)) else None
 
 
 def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """What `source` says of an experiment, as nested tables of its own; what it leaves to defaults is left out."""
     if isinstance(source, (str, Path)):
-        return read_toml(Path(source))
+        return read_toml(find_experiment(source))
     if isinstance(source, Experiment):
         return source.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     if source is not None and not isinstance(source, Mapping):
@@ -134,7 +136,8 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
         refuse_long_chains(text)
         tables = tomllib.loads(text)
     except FileNotFoundError:
-        raise ExperimentError(f"{where}: no such file; expected an experiment (TOML) or key=value") from None
+        expected = "expected an experiment (TOML) or key=value"
+        raise ExperimentError(f"{where}: no such file; {expected}{hint(path)}") from None
     except OSError as error:
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}; expected an experiment (TOML)") from None
     except RecursionError:

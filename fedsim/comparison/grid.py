@@ -89,7 +89,7 @@ def load_grid(
     """The grid that `source`, with its table [grid], describes.
 
     Args:
-        source: an Experiment, nested tables, the path of a TOML file, or None for the default experiment.
+        source: as of `load_experiment`; a file may have a table [grid].
         grid: axes as [grid] has them; one takes the place of the source's axis of that key.
         words: as on the command line. `key=v1,v2` is an axis, and takes the place of one there was of that key;
             `key=value` sets one value in all runs, and an axis there was of that key is dropped.

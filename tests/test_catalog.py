@@ -1,0 +1,67 @@
+"""The experiments that come with fedsim, by name."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import fedsim
+from fedsim import catalog
+from fedsim.comparison import load_grid
+from tests.commands import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+NAMES = [path.stem for path in sorted((ROOT / "experiments").glob("*.toml"))]
+
+
+def test_an_experiment_is_found_by_its_name(cli):
+    done = cli("run", "mnist_sync_sgd", "rounds=2", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert 'name = "mnist_sync_sgd"' in done.stdout
+    assert "rounds = 2" in done.stdout
+    done = cli("compare", "staleness", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert len(done.stdout.splitlines()) == 48
+    assert fedsim.load_experiment("fedavg_2nn").cohort == 10
+    assert load_grid("diloco").name == "diloco"
+
+
+def test_a_file_of_that_name_comes_first(cli, tmp_path):
+    (tmp_path / "mnist_sync_sgd").write_text("rounds = 77\n")
+    assert "rounds = 77" in cli("run", "mnist_sync_sgd", "--dry-run").stdout
+
+
+@pytest.mark.parametrize("word", ["mnist_sync_sdg", "mnist_sync_sgd.toml", "experiments/mnist_sync_sgd.toml"])
+def test_a_wrong_name_suggests_the_nearest(cli, word):
+    done = cli("run", word)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: {word}: no such file")
+    assert 'did you mean "mnist_sync_sgd"?' in done.stderr
+
+
+def test_list_has_a_line_for_each_experiment(cli):
+    assert NAMES
+    lines = cli("list", "experiments").stdout.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == NAMES
+    assert all(line.split()[1] in ("run:", "compare:") and line.endswith(".") for line in lines)
+    assert all(len(line) <= 120 for line in lines)
+    assert lines[-1] in cli("list").stdout
+
+
+def test_an_experiment_by_name_may_import_no_more_than_a_file(cli, tmp_path, monkeypatch):
+    (tmp_path / "plugs.toml").write_text('model = "os:system"\n')
+    monkeypatch.setattr(catalog, "experiments", lambda: {"plugs": tmp_path / "plugs.toml"})
+    done = cli("run", "plugs", "--dry-run")
+    assert done.exit_code == 2
+    assert "--allow-imports" in done.stderr
+
+
+def test_the_wheel_carries_the_experiments_where_they_are_looked_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert ROOT / included["experiments"] == catalog.FOLDERS[0]
