@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,17 +70,28 @@ class Pipeline:
             return self._applied(cohort)
 
     def _applied(self, cohort: Cohort) -> Outcome:
-        rows = cohort.rows()
-        for stage in self.pre:
-            mix = stage(lambda name, rows=rows: cohort.menu(name, rows), cohort.f_for(stage))
-            rows = rows.mixed(mix.coefficients)
+        rows = self.rows(cohort)
         if self.rule.columnwise:
             return Outcome(self._by_columns(rows, cohort), self._linear_shares(rows, cohort))
         result = self.rule(lambda name: cohort.menu(name, rows), cohort.f_for(self.rule))
         result, state = result if isinstance(result, tuple) else (result, {})
-        if isinstance(result, Tensor):
-            return Outcome(result, state=state)
+        if not isinstance(result, Mix):
+            return Outcome(_checked(result, self.rule, rows, rows.shape[1:]), state=state)
+        shape = (*result.coefficients.shape[:-1], len(rows))
+        _checked(result.coefficients, self.rule, rows, shape, "a Mix of coefficients [n]")
         return Outcome(rows.row(result), rows.shares(result), state)
+
+    def rows(self, cohort: Cohort) -> Rows:
+        """The rows that the rule is applied to: a cohort's updates, or what pre-aggregators make of them."""
+        rows = cohort.rows()
+        for stage in self.pre:
+            result = stage(lambda name, rows=rows: cohort.menu(name, rows), cohort.f_for(stage))
+            made = result.coefficients if isinstance(result, Mix) else result
+            width = len(rows) if isinstance(result, Mix) else rows.shape[1]
+            m = len(made) if isinstance(made, Tensor) and made.ndim == 2 else len(rows)
+            _checked(made, stage, rows, (m, width), "a Mix of coefficients [m, n] or rows [m, d]")
+            rows = rows.mixed(made) if isinstance(result, Mix) else rows.replaced(made)
+        return rows
 
     def by_columns(self, cohort: Cohort) -> Tensor:
         """The result of a pipeline that is columnwise, without anything else that could be said of it."""
@@ -88,12 +101,13 @@ class Pipeline:
         d = cohort.updates.shape[1]
 
         def applied_to(part: Tensor) -> Tensor:
-            return self.rule(cohort.menu_of_columns(rows, part), cohort.f_for(self.rule))
+            result = self.rule(cohort.menu_of_columns(rows, part), cohort.f_for(self.rule))
+            return _checked(result, self.rule, part, part.shape[1:])
 
-        if rows.are_updates and d < 2 * BLOCK:  # few columns, and nobody to share them with
-            return applied_to(cohort.updates)
+        if not rows.are_mixed and d < 2 * BLOCK:  # few columns, and nobody to share them with
+            return applied_to(rows.block())
         result = cohort.updates.new_empty(d)
-        for block in column_blocks(d) if rows.are_updates else small_blocks(d, result.device):
+        for block in column_blocks(d) if not rows.are_mixed else small_blocks(d, result.device):
             result[block] = applied_to(rows.block(block))
         return result
 
@@ -123,10 +137,27 @@ class Pipeline:
         cohort = Cohort(updates, ones if self.needs_weights else None, root=updates[0], losses=ones, local_lr=local_lr)
         try:
             self(cohort)
+        except ResultError:  # some rules are made for one length of rows
+            return
         except ExperimentError as error:
             raise ExperimentError(*(f"aggregate.rule, with a cohort of {n}: {line}" for line in error.lines)) from None
         except Exception:
             return
+
+
+class ResultError(ExperimentError):
+    """A stage has returned what is no row, or no rows."""
+
+
+def _checked(result: Any, stage: BoundRule, rows: Rows | Tensor, shape: Sequence[int], what: str = "a row [d]") -> Any:
+    """What a stage has returned. Raises ResultError unless it is a tensor of that shape."""
+    if isinstance(result, Tensor) and result.shape == tuple(shape):
+        return result
+    given = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+    raise ResultError(
+        f"{stage.name}: for updates [n, d] = {list(rows.shape)} it must return {what}, here a tensor of shape "
+        f"{list(shape)}; it returned {given}"
+    )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,11 @@ from fedsim.aggregation.rule import Mix
 
 
 class Rows:
-    """The updates, or rows that pre-aggregators mix of them; these are made block by block, as they are needed."""
+    """The updates, or rows that pre-aggregators make of them; mixed ones are made block by block, as they are needed.
+
+    Attributes:
+        are_combinations: whether each row is a linear combination of the updates that is known.
+    """
 
     def __init__(
         self,
@@ -21,7 +25,9 @@ class Rows:
         mixing: Tensor | None = None,
         gram: Callable[[], Gram] | None = None,
         reduce: Reduce = own_columns,
+        are_combinations: bool = True,
     ) -> None:
+        self.are_combinations = are_combinations
         self._updates, self._mixing = updates, mixing
         self._make_gram = gram or (lambda: Gram(updates, reduce=reduce))
 
@@ -29,9 +35,14 @@ class Rows:
         return len(self._updates) if self._mixing is None else len(self._mixing)
 
     @property
-    def are_updates(self) -> bool:
-        """Whether nothing has been mixed yet."""
-        return self._mixing is None
+    def shape(self) -> tuple[int, int]:
+        """How many rows there are, and how many columns they have."""
+        return len(self), self._updates.shape[1]
+
+    @property
+    def are_mixed(self) -> bool:
+        """Whether rows are yet to be computed."""
+        return self._mixing is not None
 
     @cached_property
     def gram(self) -> Gram:
@@ -40,7 +51,11 @@ class Rows:
     def mixed(self, matrix: Tensor) -> Rows:
         """The rows matrix [m', m] @ rows."""
         mixing = matrix if self._mixing is None else matrix @ self._mixing
-        return Rows(self._updates, mixing, lambda: self.gram.mixed(matrix))
+        return Rows(self._updates, mixing, lambda: self.gram.mixed(matrix), are_combinations=self.are_combinations)
+
+    def replaced(self, rows: Tensor) -> Rows:
+        """Other rows [m, d] in their place, of which nothing is known."""
+        return Rows(rows.to(self._updates.dtype), are_combinations=False)
 
     def block(self, columns: slice = slice(None)) -> Tensor:
         """The rows at these columns."""
@@ -70,8 +85,10 @@ class Rows:
             result[block] = mix.then(rows).to(result.dtype)
         return result
 
-    def shares(self, mix: Mix) -> Tensor:
-        """The coefficient of each update in a mix, [n]."""
+    def shares(self, mix: Mix) -> Tensor | None:
+        """The coefficient of each update in a mix, [n]; None where rows are no combinations of updates."""
+        if not self.are_combinations:
+            return None
         coefficients = self._of_updates(mix.coefficients)
         return coefficients if coefficients.ndim == 1 else coefficients.mean(0)
 

@@ -18,7 +18,7 @@ name, what it needs of all that there is; its keyword-only parameters are its co
     sync      what the rows are: "parameters": updates; "gradients": gradients at the global row
 
 A rule that gives a Mix instead of a row says which workers count for how much, and spares itself the arithmetic. A
-pre-aggregator is the same, but its Mix has a matrix [m, n] and makes m rows of n.
+pre-aggregator is the same, but its Mix has a matrix [m, n] and makes m rows of n. It may also return rows [m, d].
 
 `@rule(name, columnwise=True)` declares that each column of the result depends on that column of the updates alone.
 Such rules run on blocks of columns, several processes at a time; `rng` draws the same numbers in every block.

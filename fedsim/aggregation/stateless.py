@@ -15,7 +15,6 @@ from fedsim.aggregation.cohort import Cohort, Nonfinite, screened
 from fedsim.aggregation.columns import all_finite
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.resolving import Stage, as_list, make_pipeline, resolve
-from fedsim.aggregation.rows import Rows
 from fedsim.aggregation.threads import alone_if_small
 from fedsim.errors import ExperimentError, nearest, show
 from fedsim.randomness import numpy_generator
@@ -94,10 +93,7 @@ def pre_aggregate(updates: Tensor, rule: Stage | Sequence[Stage], *, seed: int =
     cohort = _checked_cohort(updates, None, pipeline)
     cohort.rng = numpy_generator(seed, "aggregate")
     with alone_if_small(updates.numel()):
-        rows = Rows(screened(cohort, "error")[0].updates)
-        for stage in pipeline.pre:
-            rows = rows.mixed(stage(lambda name, rows=rows: cohort.menu(name, rows), stage.f).coefficients)
-        return rows.block()
+        return pipeline.rows(screened(cohort, "error")[0]).block()
 
 
 def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:

@@ -442,8 +442,8 @@ def test_a_folder_that_is_taken_stops_all_ranks(tmp_path, port):
     words = ["engine=distributed", "data=tests.plugs:tiny", "--out", "taken"]
     codes, _, errors = ends(ranks_of(2, *words, cwd=tmp_path, port=port))
     assert codes == [2, 2]
-    assert "error: taken: holds a run; name another folder" in errors[0]
-    assert "error: rank 0: taken: holds a run; name another folder" in errors[1]
+    assert "error: taken: is not empty, and not a run folder" in errors[0]
+    assert "error: rank 0: taken: is not empty, and not a run folder" in errors[1]
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path, port):

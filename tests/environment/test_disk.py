@@ -142,7 +142,10 @@ def test_what_cannot_be_appended_whole_is_not_appended_at_all(tmp_path):
 def test_an_event_file_that_cannot_be_written_is_a_record_error(tiny_experiment, tmp_path):
     record = fedsim.run(tiny_experiment).history[0]
     (tmp_path / "file").write_text("")
-    with ScalarBoard(tmp_path / "file") as board, pytest.raises(RecordError, match=r"events\.out\..*Not a directory$"):
+    with (
+        ScalarBoard(tmp_path / "file") as board,
+        pytest.raises(RecordError, match=r"events\.out\..*Not a directory; a file"),
+    ):
         board.round(record)
     with limited(resource.RLIMIT_FSIZE, 100), ScalarBoard(tmp_path) as board:
         with pytest.raises(RecordError, match=r"events\.out\..*: File too large"):

@@ -1,0 +1,74 @@
+"""Rules and pre-aggregators of one's own: what they may return, and the line where they return something else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.aggregation import Mix
+
+
+def sums_of_rows(updates):
+    return updates.sum(1)
+
+
+def as_numpy(updates):
+    return updates.mean(0).numpy()
+
+
+def short_mix(updates):
+    return Mix(torch.ones(2, dtype=torch.double))
+
+
+def halved(updates):
+    return updates / 2
+
+
+def first_three(updates):
+    return updates[:3]
+
+
+def mean_alone(updates):
+    return updates.mean(0)
+
+
+UPDATES = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("stages", "wanted", "given"),
+    [
+        (["sums_of_rows"], "a row [d], here a tensor of shape [4]", "a tensor of shape [5]"),
+        (["halved"], "a row [d], here a tensor of shape [4]", "a tensor of shape [5, 4]"),
+        (["as_numpy"], "a row [d]", "a ndarray"),
+        (["short_mix"], "a Mix of coefficients [n], here a tensor of shape [5]", "a tensor of shape [2]"),
+        (["mean_alone", "median"], "rows [m, d], here a tensor of shape [5, 4]", "a tensor of shape [4]"),
+        (["short_mix", "median"], "a Mix of coefficients [m, n]", "a tensor of shape [2]"),
+    ],
+    ids=str,
+)
+def test_a_result_of_a_wrong_shape_names_the_rule_the_shape_wanted_and_the_shape_given(stages, wanted, given):
+    names = [name if name == "median" else f"{__name__}:{name}" for name in stages]
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.aggregate(UPDATES, rule=names)
+    (line,) = caught.value.lines
+    assert line.startswith(f"{names[0]}: for updates [n, d] = [5, 4] it must return ")
+    assert wanted in line
+    assert line.endswith(f"it returned {given}")
+
+
+@pytest.mark.parametrize("rule", ["median", "medoid", "mean"])
+@pytest.mark.parametrize(("stage", "rows"), [("halved", UPDATES / 2), ("first_three", UPDATES[:3])])
+def test_a_pre_aggregator_may_return_rows(stage, rows, rule):
+    path = f"{__name__}:{stage}"
+    assert torch.equal(fedsim.pre_aggregate(UPDATES, path), rows)
+    assert torch.equal(fedsim.aggregate(UPDATES, rule=[path, rule]), fedsim.aggregate(rows, rule=rule))
+    mixed = fedsim.aggregate(UPDATES, rule=["nnm", path, rule], f=1)
+    replaced = halved if stage == "halved" else first_three
+    assert torch.allclose(mixed, fedsim.aggregate(replaced(fedsim.pre_aggregate(UPDATES, "nnm", f=1)), rule=rule))
+
+
+def test_a_run_with_such_a_pre_aggregator_records_no_coefficients(tiny_experiment):
+    tables = {**tiny_experiment, "aggregate": {"rule": [f"{__name__}:halved", "medoid"]}}
+    assert [record["coefficients"] for record in fedsim.run(tables).history] == [None, None]
