@@ -201,7 +201,8 @@ def compare(
             comparison = gather(folders, folder, target, allow_imports=allow_imports)
         else:
             source, changes = _source_and_overrides(words or [], context)
-            grid = load_grid(source, words=changes, target=target, allow_imports=allow_imports)
+            with notice_if_slow("checking all runs"):
+                grid = load_grid(source, words=changes, target=target, allow_imports=allow_imports)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
                 raise ExperimentError("--shard: goes with --out FOLDER, which all parts have in common")

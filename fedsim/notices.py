@@ -38,9 +38,13 @@ class SlowStepNotice:
 
 @contextlib.contextmanager
 def notice_if_slow(step: str) -> Iterator[None]:
-    """Print what the block does, on stderr, as soon as it has taken SLOW_SECONDS."""
+    """Print what the block does, on stderr, as soon as it has taken SLOW_SECONDS; only if stderr is a terminal.
+
+    So stderr holds errors and warnings alone where a program reads it.
+    """
     notice = SlowStepNotice(lambda line: print(line, file=sys.stderr, flush=True))
-    notice.begin(step)
+    if sys.stderr.isatty():
+        notice.begin(step)
     try:
         yield
     finally:

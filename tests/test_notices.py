@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import sys
 import time
+
+import pytest
 
 import fedsim
 from fedsim import notices
@@ -22,11 +25,13 @@ def test_a_slow_step_is_told_and_a_quick_one_is_not(monkeypatch):
     assert told == ["a slow step ..."]
 
 
-def test_a_slow_block_is_told_on_stderr(monkeypatch, capsys):
+@pytest.mark.parametrize(("terminal", "expected"), [(True, "sleeping ...\n"), (False, "")])
+def test_a_slow_block_is_told_on_a_terminal_and_nowhere_else(terminal, expected, monkeypatch, capsys):
     monkeypatch.setattr(notices, "SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with notice_if_slow("sleeping"):
         time.sleep(0.5)
-    assert capsys.readouterr().err == "sleeping ...\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_a_run_tells_each_step_of_its_setup(tiny_experiment):
