@@ -124,6 +124,7 @@ def prepare(
         _check_fit(experiment, task, train, test)
         on_setup(f"partitioning the data among {experiment.workers:,} workers")
         shards = _shards(experiment, train)
+        _check_smallest_batch(experiment, task, train, shards)
         root = _root(experiment, train) if task.rule.takes("root") else None
         on_setup(f"getting the engine {experiment.engine} ready for the first round")
         with _room_on(task, processes):
@@ -200,7 +201,7 @@ def task_of(experiment: Experiment, device: torch.device) -> Task:
         rounds=experiment.rounds,
         gradient_rounds=experiment.rounds_of_gradients,
         model=experiment.model.bind(),
-        schedule=Schedule(local.batch_size, local.epochs, local.steps),
+        schedule=Schedule(local.batch_size, local.epochs, local.steps, local.drop_last),
         solver=AsGradient() if _brings_gradients(experiment) else local.bind(),
         rule=rule,
         weights=tuple(weights) if isinstance(weights, list) else weights,
@@ -311,6 +312,32 @@ def _check_autocast(experiment: Experiment, task: Task, inputs: Tensor, targets:
         raise ExperimentError(
             f"{where}: on {task.device} the model {name} cannot be trained in it: {one_line(error)}"
         ) from error
+
+
+def _check_smallest_batch(experiment: Experiment, task: Task, train: TensorData, shards: Shards) -> None:
+    """Whether the model can be trained on a batch of one sample, if a worker has such a batch."""
+    looked_at = _workers_to_look_at(shards, experiment.seed)
+    sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if looked_at is None else looked_at)}
+    worker = next((worker for worker, size in sizes.items() if task.schedule.smallest_batch(size) == 1), None)
+    if worker is None:
+        return
+    module = task.new_module().train()
+    try:
+        with random_state_kept(task.device):
+            Objective(task.precision)(module, *train.to(task.device, task.dtype).gather(torch.arange(1)))
+    except Exception as error:
+        why = f"one sample, on which the model cannot be trained ({one_line(error)})"
+        batch_size, strategy = experiment.local.batch_size, show(experiment.partition.strategy)
+        if sizes[worker] == 1:
+            line = f"partition.strategy = {strategy}: worker {worker} has {why}; give each worker two or more"
+        elif batch_size == 1:
+            line = f"local.batch_size = 1: each batch has {why}; set it to 2 or more"
+        else:
+            line = (
+                f"local.batch_size = {batch_size}: the last batch of worker {worker} ({sizes[worker]} samples) has "
+                f"{why}; set local.drop_last = true"
+            )
+        raise ExperimentError(line) from error
 
 
 def _engine_of(experiment: Experiment) -> str:

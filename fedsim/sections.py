@@ -61,7 +61,11 @@ class Partition(PlugTable):
 
 
 class Local(PlugTable):
-    """What a worker does between two synchronisations: `epochs` or `steps`, not both."""
+    """What a worker does between two synchronisations: `epochs` or `steps`, not both.
+
+    `drop_last` leaves a last batch of each epoch out that is smaller than `batch_size`, as PyTorch's DataLoader does;
+    but a shard smaller than a batch is trained on, as one batch.
+    """
 
     place, named_by, registry = "local", "solver", solver
     alternatives = ("epochs", "steps")
@@ -70,6 +74,7 @@ class Local(PlugTable):
     epochs: Amount | None = None
     steps: Amount | None = None
     batch_size: Amount = 10
+    drop_last: bool = False
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:

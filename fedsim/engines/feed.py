@@ -139,10 +139,14 @@ class Feed:
             yield from (positions[start : start + size] for start in range(0, len(positions), size))
 
     def orders(self, worker: int, round: int) -> Iterator[Tensor]:
-        """For each epoch of a worker's round the order of its samples: a permutation of their places in the shard."""
+        """For each epoch of a worker's round the order of its samples: a permutation of their places in the shard.
+
+        With `drop_last` it lacks the places at the end that fill no batch.
+        """
         orders, size = numpy_generator(self._task.seed, "batches", round, worker), self.size(worker)
+        count = self._task.schedule.samples_per_epoch(size)
         while True:
-            yield torch.from_numpy(orders.permutation(size))
+            yield torch.from_numpy(orders.permutation(size)[:count])
 
     def _positions_of(self, worker: int) -> Tensor:
         return self._memory.root if worker == self.root else self._memory.shards.of(worker)

@@ -39,13 +39,27 @@ class Schedule:
     batch_size: int
     epochs: int | None = 1
     steps: int | None = None
+    drop_last: bool = False
+
+    def samples_per_epoch(self, n_samples: int) -> int:
+        """Samples that a worker with this many goes through in one epoch.
+
+        With `drop_last` all but those of a last batch that is smaller than the others; a shard smaller than a batch is
+        one batch all the same.
+        """
+        left_out = n_samples % self.batch_size if self.drop_last and n_samples > self.batch_size else 0
+        return n_samples - left_out
+
+    def batches_per_epoch(self, n_samples: int) -> int:
+        """Batches, so steps, of such an epoch."""
+        return -(-self.samples_per_epoch(n_samples) // self.batch_size)
 
     def steps_for(self, n_samples: int) -> int:
         """Steps that a worker with this many samples takes in one round."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        return self.epochs * -(-n_samples // self.batch_size)
+        return self.epochs * self.batches_per_epoch(n_samples)
 
     def samples_for(self, n_samples: int) -> int:
         """Samples that a worker with this many goes through in one round, repetitions counted."""
@@ -53,16 +67,20 @@ class Schedule:
 
     def samples_in(self, steps: int, n_samples: int) -> int:
         """The same for so many steps from the start of a round."""
-        epochs, steps = divmod(steps, -(-n_samples // self.batch_size))
-        return epochs * n_samples + steps * self.batch_size
+        epochs, steps = divmod(steps, self.batches_per_epoch(n_samples))
+        return epochs * self.samples_per_epoch(n_samples) + steps * self.batch_size
 
     def batch_size_at(self, step: int, n_samples: int) -> int:
         """Samples in a worker's batch number `step` (from 0) of a round; 0 when its round is over by then."""
         if step >= self.steps_for(n_samples):
             return 0
-        full_batches, remainder = divmod(n_samples, self.batch_size)
-        place = step % (full_batches + bool(remainder))
-        return self.batch_size if place < full_batches else remainder
+        before = step % self.batches_per_epoch(n_samples) * self.batch_size
+        return min(self.batch_size, self.samples_per_epoch(n_samples) - before)
+
+    def smallest_batch(self, n_samples: int) -> int:
+        """Samples in the smallest batch of a round."""
+        last = min(self.steps_for(n_samples), self.batches_per_epoch(n_samples)) - 1
+        return self.batch_size_at(last, n_samples)
 
 
 @dataclass(frozen=True)

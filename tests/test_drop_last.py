@@ -1,0 +1,146 @@
+"""`local.drop_last`: epochs of whole batches only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fedsim
+from fedsim.engines.job import Schedule
+from fedsim.errors import ExperimentError
+from fedsim.randomness import numpy_generator
+from tests.asynchronous.test_simulation import points
+
+BATCH, LR, ROUNDS = 4, 0.1, 2
+
+EXPERIMENT = {
+    "rounds": ROUNDS,
+    "workers": 4,  # of 15 samples each, so 3 whole batches
+    "engine": "serial",
+    "precision": "float64",
+    "model": {"name": f"{__name__}:zero"},
+    "data": "tests.asynchronous.test_simulation:points",
+    "aggregate": "mean",
+    "local": {"batch_size": BATCH, "epochs": 2, "lr": LR, "drop_last": True},
+}
+STACKED = {"engine": "batched", "processes": 1}
+MODES = {
+    "parameters": {},
+    "gradients": {"sync": "gradients"},
+    "parameters in stacks": STACKED,
+    "gradients in stacks": {"sync": "gradients", **STACKED},
+    "one worker on the clock": {"workers": 1, "mode": "clock", "policy": "asgd"},
+}
+
+
+def zero() -> nn.Module:
+    module = nn.Linear(6, 3)
+    nn.init.zeros_(module.weight)
+    nn.init.zeros_(module.bias)
+    return module
+
+
+def batches(size, worker, round):
+    """Positions in the shard: two epochs, each in an order of its own, without the batch that is not whole."""
+    draws = numpy_generator(0, "batches", round, worker)
+    for _ in range(2):
+        order = draws.permutation(size)
+        yield from (order[start : start + BATCH] for start in range(0, size - BATCH + 1, BATCH))
+
+
+def expected_row(workers, *, each_step):
+    """Federated averaging, or synchronous SGD, on those batches."""
+    train = points(None)[0].to(torch.device("cpu"), torch.float64)
+    shards = [subset.indices.numpy() for subset in fedsim.dataset_split(train, workers, "iid", 0)]
+    row = torch.zeros(21, dtype=torch.float64)
+    model = zero().double()
+
+    def gradient(row, positions):
+        nn.utils.vector_to_parameters(row, model.parameters())
+        inputs, targets = train.gather(torch.from_numpy(positions))
+        loss = F.cross_entropy(model(inputs), targets)
+        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
+
+    for round in range(1, ROUNDS + 1):
+        todo = [[shard[places] for places in batches(len(shard), worker, round)] for worker, shard in enumerate(shards)]
+        if each_step:
+            for of_step in zip(*todo, strict=True):
+                row = row - LR * sum(gradient(row, positions) for positions in of_step) / workers
+            continue
+        rows = [row] * workers
+        for of_step in zip(*todo, strict=True):
+            rows = [x - LR * gradient(x, positions) for x, positions in zip(rows, of_step, strict=True)]
+        row = sum(rows) / workers
+    return row
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_epochs_have_whole_batches_only(mode):
+    tables = {**EXPERIMENT, **MODES[mode]}
+    if mode.endswith("clock"):
+        del tables["aggregate"]
+    result = fedsim.run(tables)
+    workers = tables["workers"]
+    expected = expected_row(workers, each_step=not mode.startswith("parameters"))
+    assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
+    per_epoch = {4: 12, 1: 60}[workers]
+    assert [record["samples"] for record in result.history] == [[2 * per_epoch] * workers] * ROUNDS
+
+
+def test_the_last_batch_is_kept_by_default():
+    first, second = (
+        fedsim.run({**EXPERIMENT, "local": {**EXPERIMENT["local"], "drop_last": drops}}).history
+        for drops in (True, False)
+    )
+    assert [record["samples"] for record in second] == [[30] * 4] * ROUNDS
+    assert first[0]["train_loss"] != second[0]["train_loss"]
+    assert fedsim.Experiment().local.drop_last is False
+
+
+def test_a_shard_smaller_than_a_batch_is_one_batch():
+    schedule = Schedule(BATCH, epochs=3, drop_last=True)
+    for size, steps, samples in ((1, 3, 3), (3, 3, 9), (4, 3, 12), (5, 3, 12), (7, 3, 12), (8, 6, 24)):
+        assert (schedule.steps_for(size), schedule.samples_for(size)) == (steps, samples), size
+        sizes = [schedule.batch_size_at(step, size) for step in range(steps + 1)]
+        assert (sum(sizes), sizes[-1]) == (samples, 0)
+    record = fedsim.run({**EXPERIMENT, "local": {"batch_size": 100, "drop_last": True}}).history[0]
+    assert record["samples"] == [15] * 4
+    assert record["train_loss"] > 0
+
+
+@pytest.fixture
+def normalised(tiny_experiment):
+    """Worker 0 has 65 samples, so one more than four batches of 16."""
+    partition = {"strategy": "tests.plugs:same_last", "first": 65}
+    return {**tiny_experiment, "model": "tests.plugs:Normalised", "partition": partition, "rounds": 1}
+
+
+LAST_BATCH = (
+    r"^local.batch_size = 16: the last batch of worker 0 \(65 samples\) has one sample, on which the model cannot be "
+    r"trained \(ValueError: Expected more than 1 value per channel.*\); set local.drop_last = true$"
+)
+
+
+@pytest.mark.parametrize("engine", [{}, STACKED], ids=["serial", "batched"])
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_a_last_batch_of_one_sample_with_batchnorm_is_refused_before_the_run(normalised, engine, sync):
+    tables = {**normalised, **engine, "sync": sync}
+    with pytest.raises(ExperimentError, match=LAST_BATCH):
+        fedsim.run(tables)
+    result = fedsim.run({**tables, "local": {**tables["local"], "drop_last": True}})
+    assert result.history[0]["samples"] == [64, 80, 48]
+
+
+def test_the_last_batch_does_not_matter_where_it_is_not_reached(normalised):
+    fedsim.run({**normalised, "local": {"batch_size": 16, "steps": 3}})
+    fedsim.run({**normalised, "model": "logistic"})
+
+
+def test_a_shard_of_one_sample_with_batchnorm_is_refused_by_name(normalised):
+    tables = {**normalised, "partition": "tests.plugs:ending_in_one", "local": {"batch_size": 16, "drop_last": True}}
+    with pytest.raises(
+        ExperimentError, match=r"^partition.strategy = .*: worker 2 has one sample, on which the model "
+    ):
+        fedsim.run(tables)
