@@ -185,6 +185,15 @@ class Normalised(nn.Module):
         return self.layers(images)
 
 
+class MoreThanTwo(Normalised):
+    """Fails on batches of two samples."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if len(images) == 2:
+            raise ValueError("Expected more than 2 samples")
+        return super().forward(images)
+
+
 class Probabilities(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(784, 10), nn.Softmax(dim=1))

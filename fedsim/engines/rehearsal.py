@@ -47,6 +47,7 @@ class Rehearsal:
     @classmethod
     def of(cls, task: Task, memory: Memory) -> Rehearsal:
         """Try the model of a task. Raises ExperimentError, with the reason, where its rows cannot be stacked."""
+        _require_finite(memory)
         count = min(SAMPLES, len(memory.train))
         inputs, targets = memory.train.gather(torch.arange(count))
         with random_state_kept(task.device), full_precision(task.device):
@@ -62,6 +63,17 @@ class Rehearsal:
                 together = _try(task, inputs, targets, task.precision)
                 _stack(task, memory, count, together.dropouts, task.precision, merged=merged)
         return cls(together.dropouts, coupled, merged, together.sample_bytes)
+
+
+def _require_finite(memory: Memory) -> None:
+    """Refuse samples on which no two results would agree."""
+    inputs, _ = memory.train.gather(torch.arange(min(WHOLE, len(memory.train))))
+    bad = int((~inputs.reshape(len(inputs), -1).isfinite().all(1)).sum())
+    if bad:
+        raise ExperimentError(
+            f'engine = "batched": {bad} of the first {len(inputs)} training samples, on which the model is tried, hold '
+            "NaN or infinity; use engine=spawn"
+        )
 
 
 class Trial(NamedTuple):

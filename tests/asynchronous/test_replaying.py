@@ -88,7 +88,7 @@ def test_a_part_of_a_race_can_be_done_again_too_from_the_file_alone(workshop, lo
         ({"rounds": 3}, "has 2 rounds, not 3"),
         ({"policy": "dc_asgd"}, "is of a race with policy.adaptive = left out, and here it is false"),
         ({"local": {**TABLES["local"], "lr": 0.1}}, "is of a race with local.lr = 0.05, and here it is 0.1"),
-        ({"workers": 2}, "is of a race with workers = 3, and here it is 2"),
+        ({"workers": 8}, "is of a race with workers = 3, and here it is 8"),
     ],
 )
 def test_a_log_of_another_race_is_refused_in_a_line(workshop, logged, changes, line):

@@ -14,7 +14,10 @@ from fedsim.preparation import prepare
 from tests.engines.test_contract import ROUNDING, assert_close
 
 STACKED = {"engine": "batched", "processes": 1}
-SINGLE_SAMPLE = {"model": "tests.plugs:Normalised", "partition": "tests.plugs:ending_in_one"}
+TWO_SAMPLES = {  # in the last batch of worker 0
+    "model": "tests.plugs:MoreThanTwo",
+    "partition": {"strategy": "tests.plugs:same_last", "first": 66},
+}
 
 
 @pytest.mark.parametrize("width", [1, 2, 1000])
@@ -78,17 +81,17 @@ def test_stacks_are_as_wide_as_a_share_of_the_cohort_the_caches_and_memory_allow
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_an_error_in_a_stack_says_in_which_round(sync, tiny_experiment):
-    """BatchNorm does not take one sample; by serial the worker is named."""
-    tables = {**tiny_experiment, **SINGLE_SAMPLE, "sync": sync}
-    error = "in round 1 failed: ValueError: Expected more than 1"
+    """The model takes no batch of two samples; the engine serial names the worker."""
+    tables = {**tiny_experiment, **TWO_SAMPLES, "sync": sync}
+    error = "in round 1 failed: ValueError: Expected more than 2"
     with pytest.raises(fedsim.WorkerError, match=f"^a stack of workers {error}"):
         fedsim.run({**tables, **STACKED})
-    with pytest.raises(fedsim.WorkerError, match=f"^worker 2 {error}"):
+    with pytest.raises(fedsim.WorkerError, match=f"^worker 0 {error}"):
         fedsim.run(tables)
 
 
 def test_an_error_in_a_stack_of_another_process_says_in_which_round_and_process(tiny_experiment):
-    tables = {**tiny_experiment, **SINGLE_SAMPLE}
+    tables = {**tiny_experiment, **TWO_SAMPLES}
     with pytest.raises(fedsim.WorkerError, match=r"a stack of workers in round 1 failed \(process \d\): ValueError"):
         fedsim.run({**tables, "engine": "batched", "processes": 2})
 

@@ -47,6 +47,13 @@ def test_what_cannot_be_stacked_is_refused_in_one_line_with_the_reason(kind, reh
     assert line.endswith("; use engine=spawn")
 
 
+def test_first_samples_that_are_nan_are_named_and_not_the_model(rehearse, tiny_experiment):
+    tables = {**tiny_experiment, "data": "tests.plugs:with_a_hole", "aggregate": {"nonfinite": "exclude"}}
+    line = '^engine = "batched": 60 of the first 64 training samples, on which the model is tried, hold NaN or infinity'
+    with pytest.raises(fedsim.ExperimentError, match=f"{line}; use engine=spawn$"):
+        rehearse(tables)
+
+
 COUPLED = {"BatchNorm", "BatchNorm without statistics", "InstanceNorm with statistics", "centred batch"}
 COUPLED |= {"the last of a batch", "counts its samples", "branches by its samples", "buffers"}
 
