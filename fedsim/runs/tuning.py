@@ -11,6 +11,7 @@ import tomli_w
 
 from fedsim.engines import Schedule
 from fedsim.engines import engine as engines
+from fedsim.engines.engine import SETTINGS
 from fedsim.errors import ExperimentError, FedsimError
 from fedsim.experiment import Experiment
 from fedsim.preparation import Setting
@@ -19,10 +20,6 @@ from fedsim.system.devices import default_processes, shares_memory
 
 STEPS = 10  # of each worker in a measured round, at most
 PASSES = 2  # of which the faster one counts, so that a moment of load does not decide
-OF_OTHER_ENGINES = (
-    *("batched", "distributed", "processes", "timeout", "on_worker_failure", "worker_retries"),
-    *("records", "checkpoint"),  # nothing is written
-)
 EXACT_SHARE = (
     0.9  # of the best time of single rows, at most, must stacks take: single rows give the same bits everywhere
 )
@@ -119,10 +116,9 @@ def _measure(experiment: Experiment, keys: dict[str, Any]) -> Candidate:
 def _shortened(experiment: Experiment, keys: dict[str, Any]) -> Experiment:
     """Two rounds of few steps, of the same work otherwise."""
     tables = experiment.resolved()
-    for key in OF_OTHER_ENGINES:
+    used = engines.get(keys["engine"]).target.settings(keys.get("processes", 1))
+    for key in (SETTINGS - used) | {"records", "checkpoint"}:  # nothing is written
         tables.pop(key, None)
-    if keys["engine"] == "batched" and experiment.batched.width is not None:
-        tables["batched"] = {"width": experiment.batched.width}
     if experiment.sync == "post_local":
         tables["sync"] = "gradients" if 2 * experiment.rounds_of_gradients > experiment.rounds else "parameters"
         tables.pop("gradient_rounds", None)
