@@ -68,7 +68,7 @@ class SynchronousLoop:
                 account = engine.train_on_averaged_gradients(cohort, round)
         self._check_finite(round)
         with clock("test"):
-            test_loss, test_accuracy, attack_success = engine.test()
+            test_loss, test_accuracy, attack_success = engine.test(round)
         sizes = [engine.memory.shards.size(worker) for worker in cohort]
         rows_sent = len(cohort) if sync == "parameters" else sum(map(schedule.steps_for, sizes))
         sent = rows_sent * setting.row_bytes + len(cohort) * setting.buffer_bytes

@@ -386,6 +386,48 @@ class FailsInBackward(FailsInRank):
         return outputs
 
 
+class Halving(nn.Module):
+    """Writes to its parameters when it is tested."""
+
+    def __init__(self, *, halves: bool = True) -> None:
+        super().__init__()
+        self.linear, self.halves = nn.Linear(784, 10), halves
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.halves and not self.training:
+            with torch.no_grad():
+                self.linear.weight *= 0.5
+        return self.linear(images.flatten(1))
+
+
+class Renormalised(nn.Module):
+    """Takes token numbers; looking up an embedding shortens it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(50, 8, max_norm=0.5), nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.linear(self.embedding(tokens).mean(1))
+
+
+class AlwaysDropping(nn.Module):
+    """Draws in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(784, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.linear(nn.functional.dropout(images.flatten(1), 0.5, training=True))
+
+
+def tested_on_many(root):
+    """A few images to train on, and test images for four batches."""
+    train, _ = tiny(root)
+    return train, real_images()[1]
+
+
 class Few(nn.Module):
     """So few parameters that, of four ranks, one has none of them."""
 

@@ -111,7 +111,7 @@ class Course:
             synchronize(self._memory.global_row.device)
         self._check_finite(round)
         with stopwatch("test"):
-            heat.test = self._engine.test()
+            heat.test = self._engine.test(round)
         heat.lost, heat.held = self._track.lost(), self._policy.held(server)
         heat.updates, heat.trips = server.version, self._taken[run]
         return heat

@@ -53,7 +53,7 @@ class ClockLoop:
         stopwatch.seconds["aggregate"] -= stopwatch.seconds["train"]
         self._check_finite(round)
         with stopwatch("test"):
-            test_loss, test_accuracy, attack_success = self._engine.test()
+            test_loss, test_accuracy, attack_success = self._engine.test(round)
         cohort = sorted(journal.samples)
         samples = [journal.samples[worker] for worker in cohort]
         return RoundRecord(

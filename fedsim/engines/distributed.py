@@ -253,10 +253,10 @@ class RankStation(Station):
         if isinstance(self.trainer, ParallelTrainer):
             handover.resume(state, self.trainer.hook, self._ranks, self.trainer.buckets())
 
-    def test(self) -> None:
+    def test(self, round: int) -> None:
         """Test the global model on this rank's share of the test batches; all ranks get the sums of all."""
         self.memory.test_sums.zero_()
-        super().test()
+        super().test(round)
         self._ranks.all_reduce(self.memory.test_sums, "test")
 
     def _new_averaging(self) -> RankAveraging:

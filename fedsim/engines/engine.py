@@ -149,9 +149,12 @@ class Engine(ABC):
         """One round of synchronous SGD: the cohort's gradients are aggregated at every step."""
         return self._each("train_on_averaged_gradients", cohort, round)[0]
 
-    def test(self) -> tuple[float, float, float | None]:
-        """Loss and accuracy of the global model on the test data; the attacker's rate of success, if he has a goal."""
-        self._each("test")
+    def test(self, round: int) -> tuple[float, float, float | None]:
+        """Loss and accuracy of the global model on the test data, and the success rate of an attack that has a goal.
+
+        What a model draws in evaluation mode depends on the seed, the round and the test batch.
+        """
+        self._each("test", round)
         loss_sum, correct, successes, tries = self.memory.test_sums.sum(0).tolist()
         samples = len(self.memory.test)
         return loss_sum / samples, correct / samples, successes / tries if tries else None

@@ -21,6 +21,7 @@ from fedsim.engines.job import Memory, Task, test_batch_size
 from fedsim.engines.module import RowModule
 from fedsim.engines.shortage import shortage_told
 from fedsim.engines.trainer import Trainer
+from fedsim.randomness import seed_everything
 from fedsim.rows import new_rows, pull_down
 from fedsim.system.devices import synchronize, wide_dtype
 from fedsim.system.precision import full_precision
@@ -154,17 +155,22 @@ class Station:
         self._combine_buffers(self._whole_cohort(cohort, round), account)
         return account
 
-    def test(self) -> None:
-        """Test the global model on this process's share of the test batches."""
+    def test(self, round: int) -> None:
+        """Test the global model on this process's share of the test batches.
+
+        Each batch meets a copy of the global row, to which a forward pass may write, and draws of its own. So the
+        result of a batch does not depend on other batches, nor on the process that tests it.
+        """
         task, memory = self.task, self.memory
-        self.module.take(memory.global_row, self.gradient, memory.global_buffers)
-        size = test_batch_size(task.device)
+        size, row = test_batch_size(task.device), memory.global_row.clone()
         batches = self._test_batches()
         sums = []
         for batch in batches:
             self.seat.beat()
             positions = torch.arange(batch * size, min((batch + 1) * size, len(memory.test)))
             inputs, targets = memory.test.gather(positions)
+            self.module.take(row.copy_(memory.global_row), self.gradient, memory.global_buffers)
+            seed_everything(task.device, task.seed, "test", round, batch)
             tally = test(self.module.module, [(inputs, targets)])
             sums.append(torch.stack([tally.loss_sum, tally.correct, *self._towards_goal(inputs, targets)]))
         if sums:
@@ -184,9 +190,11 @@ class Station:
         return test(self.module.module, [(inputs, targets)]).correct, none + len(targets)
 
     def _loss_before_training(self, member: Member) -> float:
-        """Mean loss of a member's row on its worker's own samples, as the worker sees them."""
-        self.module.take(self.memory.rows[member.slot], self.gradient, self.memory.buffers[member.slot])
-        batches = self.feed.samples_seen(member.worker, member.round, test_batch_size(self.task.device))
+        """Mean loss of a copy of a member's row on its worker's own samples, as the worker sees them."""
+        task, memory = self.task, self.memory
+        self.module.take(memory.rows[member.slot].clone(), self.gradient, memory.buffers[member.slot])
+        seed_everything(task.device, task.seed, "losses", member.round, member.worker)
+        batches = self.feed.samples_seen(member.worker, member.round, test_batch_size(task.device))
         return test(self.module.module, batches).loss
 
     def in_precision(self) -> AbstractContextManager[Any]:

@@ -43,6 +43,8 @@ FURTHER = {
     "stacked in each rank": {"workers": 5, "distributed": {"inner": "batched"}, "partition": "tests.plugs:uneven"},
     "a linear rule that draws": {"aggregate": "tests.plugs:drawn_mean"},
     "a linear rule that asks for losses": {"aggregate": "tests.plugs:lossy_mean"},
+    "draws at test time": {"model": "tests.plugs:AlwaysDropping", "data": "tests.plugs:tested_on_many"},
+    "a forward pass that writes to parameters": {"model": "tests.plugs:Renormalised", "data": "tests.plugs:tokens"},
     "an empty part of the columns": {"model": "tests.plugs:Few", "data": "tests.plugs:few", "aggregate": "median"},
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
 }
