@@ -24,7 +24,7 @@ from fedsim.rows import Layout, new_rows
 from fedsim.system.precision import FULL, Precision, full_precision
 
 SAMPLES = 4
-WHOLE = 64  # samples of a batch at most, in which the first is looked at among the others
+WHOLE = 64  # samples of a batch at most, in which the first ones are looked at among the others
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # between gradients, relative to the largest
 
 
@@ -118,9 +118,11 @@ def _try(task: Task, inputs: Tensor, targets: Tensor, precision: Precision = FUL
 
 
 def _is_coupled(task: Task, memory: Memory, together: Trial, inputs: Tensor, targets: Tensor) -> bool:
-    """Whether what comes of the first sample, or the buffers, depend on the others, or on how many there are."""
+    """Whether the outputs of a batch's first samples, or the buffers, depend on the samples behind these.
+
+    Or on how many there are. Batches that begin with the same samples, and go on differently, are compared.
+    """
     others = _different(inputs[:1]).expand_as(inputs)[1:]
-    elsewhere = _try(task, torch.cat([inputs[:1], others]), targets)
     try:
         alone = _try(task, inputs[:1], targets[:1])
     except ExperimentError:
@@ -129,12 +131,17 @@ def _is_coupled(task: Task, memory: Memory, together: Trial, inputs: Tensor, tar
         return True
     if [d.of_a_sample for d in alone.dropouts] != [d.of_a_sample for d in together.dropouts]:
         raise not_stackable(OTHER_DROPOUTS)
-    trials = [together, elsewhere, alone]
+    trials = [(1, alone), (1, _try(task, torch.cat([inputs[:1], others]), targets))]  # each with the samples it shares
+    if len(inputs) > 2:
+        trials.append((len(inputs) - 1, _try(task, inputs[:-1], targets[:-1])))
     whole = min(task.schedule.batch_size, WHOLE, len(memory.train))
     if whole > len(inputs):  # a model may do to many what it does not to few
-        trials.append(_try(task, *memory.train.gather(torch.arange(whole))))
-    seen = [(trial.outputs[0], trial.buffers) for trial in trials]
-    return not all(_agree(a, b, task.dtype) for other in seen[1:] for a, b in zip(other, seen[0], strict=True))
+        trials.append((len(inputs), _try(task, *memory.train.gather(torch.arange(whole)))))
+    return not all(
+        _agree(trial.outputs[:shared], together.outputs[:shared], task.dtype)
+        and _agree(trial.buffers, together.buffers, task.dtype)
+        for shared, trial in trials
+    )
 
 
 def _is_placed(task: Task, together: Trial, inputs: Tensor, targets: Tensor) -> bool:

@@ -55,6 +55,7 @@ def test_first_samples_that_are_nan_are_named_and_not_the_model(rehearse, tiny_e
 
 
 COUPLED = {"BatchNorm", "BatchNorm without statistics", "InstanceNorm with statistics", "centred batch"}
+COUPLED |= {"the last of a batch, but for the first", "its share of the batch"}
 COUPLED |= {"the last of a batch", "counts its samples", "branches by its samples", "buffers"}
 
 
@@ -149,6 +150,7 @@ def test_a_solver_may_replace_what_it_keeps(kind):
 
 
 LARGER = ["every other sample", "halves of a batch", "centred, if it is many"]
+LARGER += ["the last of a batch, but for the first", "its share of the batch"]
 
 
 @pytest.mark.parametrize("kind", LARGER)

@@ -266,6 +266,10 @@ PICTURES: dict[str, Callable[[], nn.Module]] = {
     "a layer without gradient": lambda: linear(lambda self, x: self.end(x.detach()), end=nn.Linear(CLASSES, CLASSES)),
     "centred batch": lambda: on_pixels(lambda pixels: pixels - pixels.mean(0)),
     "the last of a batch": lambda: on_pixels(lambda pixels: pixels + pixels[-1]),
+    "the last of a batch, but for the first": lambda: on_pixels(
+        lambda pixels: torch.cat([pixels[:1], pixels[1:] + pixels[-1:]])
+    ),
+    "its share of the batch": lambda: on_pixels(lambda pixels: pixels + torch.linspace(0, 1, len(pixels)).view(-1, 1)),
     "counts its samples": lambda: on_pixels(lambda pixels: pixels * len(pixels)),
     "branches by its samples": lambda: on_pixels(lambda pixels: pixels * (2 if len(pixels) == 4 else 1)),
     "linear, no bias": lambda: functional(lambda x, weight, bias: F.linear(x, weight) + bias),
