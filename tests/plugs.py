@@ -386,6 +386,21 @@ class FailsInBackward(FailsInRank):
         return outputs
 
 
+class Complex(nn.Module):
+    """Has a complex parameter, or a complex buffer."""
+
+    def __init__(self, *, buffer: bool = False) -> None:
+        super().__init__()
+        self.linear, factor = nn.Linear(784, 10), torch.ones(10, dtype=torch.complex64)
+        if buffer:
+            self.register_buffer("factor", factor)
+        else:
+            self.factor = nn.Parameter(factor)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (self.linear(images.flatten(1)) * self.factor).real
+
+
 class Halving(nn.Module):
     """Writes to its parameters when it is tested."""
 

@@ -175,6 +175,11 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
         ({"workers": 204}, "workers = 204: must be between 1 and the number of samples, 203"),
         ({"model": "tests.plugs:Probabilities"}, 'model.name = "tests.plugs:Probabilities": returns probabilities'),
         ({"model": "tests.plugs:Frozen"}, "has no trainable parameters"),
+        (
+            {"model": "tests.plugs:Complex"},
+            r"parameter factor is complex \(torch.complex64\); .* torch.view_as_complex",
+        ),
+        ({"model": {"name": "tests.plugs:Complex", "buffer": True}}, "buffer factor is complex"),
         ({"model": "tests.plugs:Lazy"}, r'model.name = "tests.plugs:Lazy": cannot be made'),
         ({"model": "tests.plugs:LetsGo"}, "model: replaces the data of linear.weight as it trains"),
         ({"model": "tests.plugs:MovesFrozen"}, "model: changes slow.weight as it trains, a parameter without gradient"),

@@ -141,10 +141,15 @@ class Task:
         return self.server if sync == "parameters" else self.solver
 
     def new_module(self) -> nn.Module:
-        """The model at its start, the same in every process; the global random state is left as it was."""
+        """The model at its start, the same in every process; the global random state is left as it was.
+
+        Raises ExperimentError where it has complex parameters or buffers.
+        """
         with random_state_kept(torch.device("cpu")):
             seed_everything(torch.device("cpu"), self.seed, "model")
-            return self.model().to(self.device, self.dtype)
+            module = self.model()
+        _require_real(module)
+        return module.to(self.device, self.dtype)
 
 
 @dataclass
@@ -273,6 +278,17 @@ class FiniteCheck:
         if self._wanted:
             require_finite(self._memory.global_row, round)
             require_finite_buffers(self._memory.global_buffers, self._finite_at_start, round)
+
+
+def _require_real(module: nn.Module) -> None:
+    """Raise ExperimentError where rows of real numbers would lose the imaginary part of a tensor."""
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            if tensor.is_complex():
+                raise ExperimentError(
+                    f"model: the {kind} {name} is complex ({tensor.dtype}); must be real: keep its real and imaginary "
+                    "parts in one real tensor [..., 2], and use torch.view_as_complex in forward"
+                )
 
 
 def _rows_of_a_cohort(n: int, d: int, task: Task) -> Tensor:
