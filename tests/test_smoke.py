@@ -1,0 +1,47 @@
+"""Whether an installation works: the main things once, on a few hundred images. Takes some seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import fedsim
+
+QUICK = ["model=logistic", "data=tests.plugs:tiny", "workers=3", "local.lr=0.05"]
+TABLES = {"model": "2nn", "data": "tests.plugs:tiny", "workers": 3, "rounds": 2}
+
+
+def test_a_run_learns_and_leaves_its_records(cli):
+    done = cli("run", *QUICK, "engine=serial", "rounds=5", "--out", "first")
+    assert done.exit_code == 0, done.output
+    names = {path.name for path in Path("first").iterdir()}
+    assert names >= {"experiment.toml", "environment.json", "metrics.jsonl", "model.safetensors", "curve.png"}
+    assert fedsim.run("first/experiment.toml", allow_imports=True).test_accuracy > 0.5
+
+
+def test_spawn_gives_the_bits_of_serial():
+    serial = fedsim.run({**TABLES, "engine": "serial"})
+    spawn = fedsim.run({**TABLES, "engine": "spawn", "processes": 2})
+    assert torch.equal(spawn.global_row, serial.global_row)
+
+
+def test_a_resumed_run_gives_the_bits_of_a_whole_one(tmp_path):
+    whole = fedsim.run({**TABLES, "engine": "serial"})
+    first = {**TABLES, "engine": "serial", "checkpoint": {"every": 1}}
+    fedsim.run({**first, "rounds": 1}, tmp_path / "run")
+    resumed = fedsim.run(first, tmp_path / "run", resume=True)
+    assert torch.equal(resumed.global_row, whole.global_row)
+
+
+def test_a_comparison_ends_with_its_table_and_pictures(cli):
+    done = cli("compare", *QUICK, "rounds=2", "aggregate.rule=mean,median", "seed=0,1", "--jobs", 2, "--out", "grid")
+    assert done.exit_code == 0, done.output
+    assert "median" in done.stdout
+    assert {path.name for path in Path("grid").iterdir()} >= {"grid.json", "results.csv", "summary.csv", "accuracy.png"}
+
+
+def test_embedded_images_train_in_every_mode():
+    quick = {"model": "logistic", "workers": 2, "rounds": 1, "local": {"batch_size": 50}}
+    assert fedsim.run({**quick, "engine": "serial"}).test_accuracy > 0.5
+    assert fedsim.run({**quick, "mode": "clock", "policy": "asgd", "engine": "serial"}).test_accuracy > 0.5
