@@ -140,8 +140,8 @@ def require_finite(global_row: Tensor, round: int) -> None:
     if not bool(finite.all()):
         lost = f"{int((~finite).sum()):,} of its {len(finite):,} numbers are NaN or infinite"
         raise ExperimentError(
-            f"round {round}: the global row has diverged ({lost}); a smaller learning rate may help, and "
-            "aggregate.nonfinite=keep goes on all the same"
+            f"round {round}: the global row has diverged ({lost}); reduce local.lr or server.lr, or continue with "
+            "aggregate.nonfinite=keep"
         )
 
 

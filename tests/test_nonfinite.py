@@ -186,6 +186,13 @@ def test_global_buffers_that_become_infinite_stop_the_run(mode, tables, workshop
     assert len(fedsim.run(kept, workshop=workshop if "race" in mode else None).history) == 3
 
 
+@pytest.mark.parametrize("nonfinite", ["error", "exclude"])
+def test_where_all_updates_diverge_the_step_size_is_the_likely_cause(nonfinite, tables):
+    diverging = {**tables, "data": "tests.plugs:tiny", "local": {"lr": 1e38}, "aggregate": {"nonfinite": nonfinite}}
+    with pytest.raises(fedsim.ExperimentError, match=r"^round 1: all 3 updates hold NaN or infinity; .* local\.lr$"):
+        fedsim.run(diverging)
+
+
 def test_the_line_says_how_much_has_diverged():
     row = torch.ones(2000)
     row[[3, 7]] = torch.tensor([math.inf, math.nan])

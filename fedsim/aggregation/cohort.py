@@ -94,6 +94,10 @@ def screened(cohort: Cohort, nonfinite: Nonfinite, bad: list[int] | None = None)
     bad = bad_rows(cohort.updates) if bad is None else bad
     if not bad:
         return cohort, []
+    if len(bad) == len(cohort.updates):
+        raise ExperimentError(
+            f"all {len(bad)} updates hold NaN or infinity; the step size is the likely cause, so reduce local.lr"
+        )
     assert cohort.workers is not None
     counted = [row for row in bad if cohort.weights is None or cohort.weights[row] > 0]
     if nonfinite == "error" and counted:
@@ -104,8 +108,6 @@ def screened(cohort: Cohort, nonfinite: Nonfinite, bad: list[int] | None = None)
             'nonfinite = "exclude" leaves such rows out'
         )
     good = [row for row in range(len(cohort.updates)) if row not in set(bad)]
-    if not good:
-        raise ExperimentError(f"all {len(bad)} updates hold NaN or infinity; none is left to aggregate")
     kept = Cohort(
         updates=cohort.updates[good],
         weights=None if cohort.weights is None else cohort.weights[good],

@@ -127,8 +127,8 @@ class Desk:
         self.unfit.discard(member.slot)
         if self.server.nonfinite == "error":
             raise ExperimentError(
-                f"round {self.round}: what worker {member.worker} brings from its round {member.round} holds NaN or "
-                "infinity; aggregate.nonfinite=exclude leaves it out, and a smaller learning rate may help"
+                f"round {self.round}: the work of worker {member.worker} from its round {member.round} holds NaN or "
+                "infinity; reduce local.lr, or exclude such work with aggregate.nonfinite=exclude"
             )
         self.journal.excluded.append(member.worker)
 

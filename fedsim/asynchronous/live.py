@@ -107,7 +107,7 @@ class LiveRacer(Racer):
                 if server.nonfinite == "error":
                     raise ExperimentError(
                         f"round {round}: the gradient of worker {slot} holds NaN or infinity; "
-                        "aggregate.nonfinite=exclude leaves it out, and a smaller learning rate may help"
+                        "reduce local.lr, or exclude such work with aggregate.nonfinite=exclude"
                     )
                 journal.excluded.append(slot)
                 return None
