@@ -125,6 +125,7 @@ class RunFolder:
         self._metrics: io.FileIO | None = None
         self._rounds = 0  # in it
         self._written: list[Path] = []
+        self._early_events: list[tuple[str, dict[str, Any]]] = []  # from before `begin`
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
         self._lock = contextlib.ExitStack()
         try:
@@ -159,6 +160,8 @@ class RunFolder:
             self._metrics, self._rounds = (self.path / METRICS).open("ab", buffering=0), len(history)
         except OSError as error:
             raise cannot_write(self.path / METRICS, error) from error
+        for kind, event in self._early_events:
+            self.event(kind, **event)
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
         """That in which the run began; and of each time that it was gone on with, when, where and after which round."""
@@ -191,7 +194,13 @@ class RunFolder:
             raise cannot_write(self.path / METRICS, error) from error
 
     def event(self, kind: str, *, round: int, **facts: Any) -> None:
-        """Append a line on something that befell a round, beside what it came to, and flush it."""
+        """Append a line on something that befell a round, beside what it came to, and flush it.
+
+        What comes before `begin` is written by that: a folder with events alone would be no run.
+        """
+        if self._metrics is None:
+            self._early_events.append((kind, {"round": round, **facts}))
+            return
         path = self.path / EVENTS
         try:
             require_inside(path, self.path)  # where a folder is gone on with, a link may lie there
@@ -249,7 +258,7 @@ class RunFolder:
                 self._metrics.close()
         if not self._worth_keeping:
             with contextlib.suppress(OSError):
-                for path in self._written:
+                for path in reversed(self._written):  # the experiment last: until then it is a run, if killed now
                     path.unlink(missing_ok=True)  # some are written to more than once
                 for path in self._made:
                     path.rmdir()

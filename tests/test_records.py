@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -43,6 +45,7 @@ def test_metrics_are_the_history_one_object_a_line(finished):
 def test_events_are_lines_beside_the_metrics_and_only_where_there_were_any(finished, tmp_path):
     assert not (finished.folder / "events.jsonl").exists()
     with RunFolder(tmp_path / "b") as folder:
+        folder.begin(finished.experiment)
         folder.event("worker replaced", round=3, process=1, worker=None, why="was killed", attempt=1)
         folder.event("worker replaced", round=4, process=0)
         written = [json.loads(line) for line in (tmp_path / "b" / "events.jsonl").read_text().splitlines()]
@@ -143,6 +146,32 @@ def test_a_run_that_ends_before_its_first_round_leaves_nothing(tiny_experiment, 
     with pytest.raises(fedsim.WorkerError):
         fedsim.run(failing, tmp_path / out)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_removed_again_is_a_run_until_all_else_is_gone(tiny_experiment, tmp_path, monkeypatch):
+    """A run that is killed as it cleans up can be started again with resume."""
+    unlinked, unlink = [], Path.unlink
+
+    def noted(path, **options):
+        unlinked.append(path.name)
+        unlink(path, **options)
+
+    with RunFolder(tmp_path / "run") as folder:
+        folder.begin(fedsim.Experiment(**tiny_experiment))
+        folder.partition(np.zeros((1, 1), dtype=int), [])
+        monkeypatch.setattr(Path, "unlink", noted)
+    assert unlinked[-1] == "experiment.toml"
+
+
+def test_events_before_a_run_begins_are_recorded_when_it_does(tiny_experiment, tmp_path):
+    """A folder with events and no experiment would be no run that can be resumed."""
+    with RunFolder(tmp_path / "run") as folder:
+        folder.event("worker replaced", round=0)
+        assert list((tmp_path / "run").iterdir()) == []
+        folder.begin(fedsim.Experiment(**tiny_experiment))
+        folder.event("worker replaced", round=1)
+        lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [0, 1]
 
 
 def test_a_file_in_the_way_is_one_clear_line(tiny_experiment, tmp_path):

@@ -164,6 +164,9 @@ class DistributedEngine(Engine):
                 ranks.send_from_first(tensor, owner, "checkpoint")
         return round, Snapshot(tensors, facts)
 
+    def broadcast(self, value: Any) -> Any:
+        return self._ranks.hear_first(value)
+
     def agree(self, due: bool) -> bool:
         return bool(self._ranks.broadcast(torch.tensor([float(due)]), "checkpoint")[0])
 

@@ -194,6 +194,10 @@ class Engine(ABC):
         """What the process that keeps the records has found in them, in all processes of the run."""
         return found
 
+    def broadcast(self, value: Any) -> Any:
+        """A small object that pickles, as the process that keeps the records has it, in all processes of the run."""
+        return value
+
     def agree(self, due: bool) -> bool:
         """What the process that keeps the records has decided, in all processes of the run."""
         return due

@@ -70,7 +70,7 @@ class Past:
             break
         else:
             round = 0
-        del self.records[round:]
+        self.records[:] = engine.broadcast(self.records[:round])
         self.checkpoints.forget_after(round)
         return round
 

@@ -40,6 +40,13 @@ def test_under_max_restarts_a_run_whose_rank_was_killed_ends_as_if_it_had_not_be
     assert torch.equal(model_of(tmp_path / "run"), model_of(tmp_path / "whole"))
 
 
+def test_ranks_that_were_killed_after_the_last_round_end_well_when_they_are_started_again(tmp_path):
+    """All rounds are on record then, by the first rank."""
+    for _ in range(2):
+        out, _ = ranks(2, *WORDS, "model=logistic", "--resume", "run", cwd=tmp_path)
+    assert "after 5 rounds, 0 of them now" in out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["weighted_mean", "median", "krum", "foolsgold"])
 def test_another_number_of_ranks_goes_on_to_the_same_numbers(rule, tmp_path):
