@@ -254,8 +254,8 @@ def _serve(pipe: Connection, board: Board) -> None:
     begin_as_child()
     Seat.watched = board
     channel = Channel(pipe)
-    channel.send(("started", None))
     with Workshop() as workshop, contextlib.suppress(EOFError, OSError):  # of the pipe: the parent is gone
+        channel.send(("started", None))
         while (message := channel.receive()) is not None:
             board.write(0, WORKER, NOBODY)
             board.write(0, ROUND, 0)

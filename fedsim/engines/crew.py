@@ -287,8 +287,8 @@ def _serve(pipe: Connection, index: int, board: Board, threads: int, timeout: fl
     gc.freeze()  # what is imported by now stays: collections, of which each task's end is one, need not look at it
     seat = Seat(index, board.count, board, Barrier(board, index, timeout + GRACE))  # the parent speaks up first
     channel = Channel(pipe)
-    channel.send(("result", None))  # reports for work
     with contextlib.suppress(EOFError, OSError):  # of the pipe: the parent is gone
+        channel.send(("result", None))  # reports for work
         while (message := channel.receive()) is not None:
             channel.send(_answer(seat, message))
     seat.belongings.clear()
