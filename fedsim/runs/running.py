@@ -67,7 +67,8 @@ def run(
     """Run an experiment.
 
     Args:
-        experiment: an Experiment, nested tables, the path of a TOML file, or None for the default experiment.
+        experiment: an Experiment, nested tables, the path of a TOML file, the name of an experiment that comes with
+            fedsim, or None for the default experiment.
         out: a new or empty folder for the records; none are kept where it is left out.
         resume: where `out` holds a run of this experiment that was broken off, go on with it, to the bits that it would
             have come to; or with one that has ended, where `rounds` are more now.
