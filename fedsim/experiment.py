@@ -23,6 +23,7 @@ from fedsim.aggregation import Pipeline
 from fedsim.consistency import problems_with
 from fedsim.engines import Engine, engine
 from fedsim.errors import LONGEST_NAME, ExperimentError, explain, show
+from fedsim.objects import Name, plain
 from fedsim.randomness import numpy_generator
 from fedsim.sections import (
     Aggregate,
@@ -67,7 +68,7 @@ class Experiment(Table):
     rounds: Amount = 10
     workers: Amount = 4
     cohort: Amount | None = None  # workers that take part in a round; None: all
-    engine: str = "auto"
+    engine: Name = "auto"
     processes: Processes | None = None  # None: by cores, and by free memory on a card
     threads_per_process: Processes = 1
     timeout: PositiveFloat = 300.0  # seconds without a sign of life after which a process counts as hanging
@@ -98,7 +99,7 @@ class Experiment(Table):
 
     def __init__(self, **tables: Any) -> None:
         try:
-            super().__init__(**tables)
+            super().__init__(**plain(tables))
         except ValidationError as error:
             raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(tables))) from None
 

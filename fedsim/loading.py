@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 import sys
@@ -21,6 +20,7 @@ from fedsim.engines import engine as engines
 from fedsim.engines.engine import SETTINGS
 from fedsim.errors import LONGEST_TEXT, ExperimentError, cut, printable, show
 from fedsim.experiment import Experiment
+from fedsim.objects import plain
 from fedsim.permission import is_strangers, words_of
 from fedsim.sections import Distributed
 from fedsim.system.files import leads_out, read_bounded
@@ -80,10 +80,10 @@ def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict
     if isinstance(source, (str, Path)):
         return read_toml(find_experiment(source))
     if isinstance(source, Experiment):
-        return source.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+        return source.model_dump(exclude_none=True, exclude_unset=True)
     if source is not None and not isinstance(source, Mapping):
         raise ExperimentError(f"{show(source)}: must be an Experiment, a table (dict) or the path of a TOML file")
-    return copy.deepcopy(dict(source or {}))
+    return plain(source or {})
 
 
 def override(description: dict[str, Any], changes: Iterable[Change]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ from fedsim.engines import engine as engines
 from fedsim.engines.job import Memory
 from fedsim.engines.retrying import Note, announce, retried
 from fedsim.engines.shortage import shortage_told
-from fedsim.errors import ExperimentError, one_line, show
+from fedsim.errors import ExperimentError, FedsimWarning, one_line, show
 from fedsim.experiment import Experiment
+from fedsim.objects import names_in, why_unsendable
 from fedsim.randomness import numpy_generator, random_state_kept, sample_workers
 from fedsim.registry import Imported
 from fedsim.rows import Layout
@@ -354,11 +356,22 @@ def _processes(experiment: Experiment, device: torch.device) -> int:
     else:
         default = engine.default_processes(device, most, experiment.threads_per_process)
     processes = min(most, experiment.processes or default)
+    if engine.may_lose_processes(processes) and (reason := _why_unsendable(experiment)):
+        if not engine.chooses:
+            raise ExperimentError(f"engine = {show(experiment.engine)}: {reason}; use engine=serial")
+        if processes > 1:
+            warnings.warn(f"{reason}; the run uses one process", FedsimWarning, stacklevel=2)
+        return 1
     if processes > 1 and not shares_memory(device):
         raise ExperimentError(
             f'engine = "{experiment.engine}": processes cannot share memory of the device {device}; use processes=1'
         )
     return processes
+
+
+def _why_unsendable(experiment: Experiment) -> str | None:
+    """Why an engine cannot send the experiment's objects to processes. Data goes there as tensors."""
+    return why_unsendable(names_in(experiment.model_dump(exclude={"data": {"dataset"}})))
 
 
 def _root(experiment: Experiment, train: TensorData) -> np.ndarray:

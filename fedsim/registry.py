@@ -7,7 +7,7 @@ A plug is registered under its standard name in the literature, and its keyword 
 
 An experiment that says `aggregate.rule = "krum"`, `aggregate.f = 2` is checked against that signature. A name of the
 form "package.module:attribute" imports a plug instead of looking it up, so a user's own needs no registration. Which
-of these a file may name says `fedsim.permission`.
+of these a file may name says `fedsim.permission`. Python code may give the function or class itself (`fedsim.objects`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, get_type_hints
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.errors import MOST_PROBLEMS, ExperimentError, cut, explain, nearest, nearest_key, one_line, show
+from fedsim.objects import NOTE, ObjectName, holds_objects, name_of, plain
 from fedsim.permission import ImportRefusedError, require_importable, require_own
 from fedsim.system.vision import import_torchvision
 
@@ -50,7 +50,7 @@ class Plug:
         return (inspect.getdoc(self.target) or "").split("\n", 1)[0]
 
     def check(self, values: dict[str, Any], place: str = "", beside: Iterable[str] = ()) -> dict[str, Any]:
-        """`values` checked against the signature, with the defaults filled in.
+        """`values` checked against the signature, with the defaults filled in (not those that no file can hold).
 
         `place` is the table of the experiment that holds them, `beside` the other keys that table allows.
         Raises ExperimentError with one line per unknown name, missing parameter or impossible value.
@@ -59,22 +59,33 @@ class Plug:
         where = f"{place}." if place else ""
         accepts_any = self.parameters.model_config.get("extra") == "allow"
         unknown = [] if accepts_any else [name for name in values if name not in known]
+        objects = [name for name, value in values.items() if isinstance(value, ObjectName) and name not in unknown]
         lines = [
+            f"{where}{name} = {show(values[name])}: a parameter cannot be an object; "
+            f"give the {self.kind} as a function that sets it"
+            for name in objects
+        ]
+        lines += [
             f"{where}{name} = {show(values[name])}: unknown key (the {self.kind} is {self.name}); "
             + (goes_with(name, self.siblings) or nearest_key(name, [*beside, *self.parameters.model_fields], place))
             for name in unknown[:MOST_PROBLEMS]
         ]
         try:
-            checked = self._validated({name: value for name, value in values.items() if name not in unknown})
+            skipped = {*unknown, *objects}
+            checked = self._validated({name: value for name, value in values.items() if name not in skipped})
         except ValidationError as error:
             raise ExperimentError(*lines, *explain(error, self.parameters, place)) from None
         if lines:
             raise ExperimentError(*lines)
-        named = {name: getattr(checked, name) for name in self.parameters.model_fields}
+        named = {
+            name: getattr(checked, name)
+            for name, field in self.parameters.model_fields.items()
+            if name in values or not holds_objects(field.default)
+        }
         return {**named, **(checked.model_extra or {})}
 
     def _validated(self, values: dict[str, Any]) -> BaseModel:
-        values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+        values = plain(values)
         try:
             return self.parameters(**values)
         except ValidationError as error:
@@ -89,8 +100,8 @@ class Plug:
         What it is given it takes by name: see `given`.
         """
         if dataclasses.is_dataclass(self.target):
-            return self.target(**params)
-        if ":" in self.name:
+            return self.target(**params) if isinstance(self.target, type) else self.target
+        if isinstance(self.name, ObjectName) or ":" in self.name:
             return Imported(self.name, params)
         return functools.partial(self.target, **params)
 
@@ -106,7 +117,10 @@ def goes_with(name: str, plugs: Iterable[Plug]) -> str:
 
 
 class Imported:
-    """A plug given by its import path, with its parameters; it travels as that path, and is imported there anew."""
+    """A plug given by its import path, or as an object, with its parameters.
+
+    Another process imports the path again. An object goes along with its name.
+    """
 
     def __init__(self, path: str, params: dict[str, Any]) -> None:
         self._path, self._params = path, params
@@ -152,28 +166,40 @@ class Registry:
     def names(self) -> list[str]:
         return list(self._plugs)
 
-    def get(self, name: str, place: str = "") -> Plug:
-        """The plug called `name`, or the one that a name "package.module:attribute" imports.
+    def get(self, name: Any, place: str = "") -> Plug:
+        """The plug called `name`, or the one that a name "package.module:attribute" imports, or that an object is.
 
         Raises ExperimentError with the nearest right name where there is none.
         """
+        name = plain(name)
         where = f"{place or self.kind} = {show(name)}"
         if not isinstance(name, str):
             raise ExperimentError(f"{where}: must be a name")
         if name in self._plugs:
             return self._plugs[name]
-        if path := _import_path(name):
-            raise ExperimentError(f"{where}: write {cut(path)}")
-        if ":" not in name:
-            raise ExperimentError(f"{where}: no such {self.kind}; {self._nearest(name)}")
+        if not isinstance(name, ObjectName):
+            self._require_path(name, where)
         try:
-            return self._plug(name, import_object(name))
+            target = import_object(name)
+            return self._plug(name_of(target) if name.startswith("__main__:") else name, target)
         except ImportRefusedError as error:
             raise ImportRefusedError(f"{where}: {error}") from None
         except TypeError as error:
             raise ExperimentError(f"{where}: cannot be used: {cut(' '.join(str(error).split()))}") from error
         except Exception as error:
             raise ExperimentError(f"{where}: cannot be imported: {one_line(error)}") from error
+
+    def _require_path(self, name: str, where: str) -> None:
+        """Raise ExperimentError, with what to write, unless a name that is not registered may be an import path."""
+        if path := _import_path(name):
+            raise ExperimentError(f"{where}: write {cut(path)}")
+        if NOTE.fullmatch(name):
+            raise ExperimentError(
+                f"{where}: stands for an object of a Python program, which a file cannot hold; use Python and give the "
+                "object: fedsim.run(experiment, folder, resume=True)"
+            )
+        if ":" not in name:
+            raise ExperimentError(f"{where}: no such {self.kind}; {self._nearest(name)}")
 
     def _nearest(self, name: str) -> str:
         """The hint for a name that this registry does not have."""
@@ -186,6 +212,10 @@ class Registry:
         return f"{name} goes with {' or '.join(others)}" if others else f'{hint}, or your own as "package.module:name"'
 
     def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
+        if not callable(target) and (self._given or not dataclasses.is_dataclass(target)):
+            raise TypeError(f"a {type(target).__name__} is not a function or class (nor a tuple (train, test) of data)")
+        if not _has_signature(target):
+            raise TypeError(f"has no signature; write a function of ({', '.join(self._given)}) that calls it")
         if not self._given:
             return Plug(self.kind, name, target, _parameters(target, keyword_only=False), siblings=self)
         is_dataclass = dataclasses.is_dataclass(target)
@@ -197,6 +227,15 @@ class Registry:
                 "parameters that configure it come after *"
             )
         return Plug(self.kind, name, target, _parameters(target, keyword_only=not is_dataclass), takes, self)
+
+
+def _has_signature(target: Callable[..., Any]) -> bool:
+    """Whether Python knows the parameters of a function; not so of some that are written in C."""
+    try:
+        inspect.signature(target)
+    except (TypeError, ValueError):
+        return dataclasses.is_dataclass(target)
+    return True
 
 
 def _taken_by_position(target: Callable[..., Any]) -> dict[str, bool]:
@@ -228,6 +267,8 @@ def import_object(path: str) -> Callable[..., Any]:
 
     Raises ImportRefusedError where a file names it that may not; see `fedsim.permission`.
     """
+    if isinstance(path, ObjectName):
+        return path.target
     module, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # console scripts, unlike `python script.py`, start without it
@@ -244,10 +285,12 @@ def import_object(path: str) -> Callable[..., Any]:
 
 
 def _parameters(target: Callable[..., Any], *, keyword_only: bool) -> type[BaseModel]:
-    """A pydantic model of the parameters of `target` that configure it."""
+    """A pydantic model of the parameters of `target` that configure it; an instance of a dataclass has none."""
     fields: dict[str, Any] = {}
     extra = "forbid"
     is_dataclass = dataclasses.is_dataclass(target)
+    if is_dataclass and not isinstance(target, type):
+        return create_model("no_parameters", __config__=ConfigDict(extra=extra))
     hints = get_type_hints(target, include_extras=True) if is_dataclass else {}  # of each base in its own module
     for parameter in inspect.signature(target, eval_str=not is_dataclass).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:

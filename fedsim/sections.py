@@ -6,9 +6,10 @@ What they may be together stands in `consistency.py`.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule, server_optimizer
 from fedsim.asynchronous.delays import noise, speed
@@ -20,6 +21,7 @@ from fedsim.engines.hooks import BoundHook, bind_hook, hook
 from fedsim.errors import ExperimentError, show
 from fedsim.local import solver
 from fedsim.models import model
+from fedsim.objects import Name
 from fedsim.registry import Plug
 from fedsim.tables import PlugTable, Table
 
@@ -34,30 +36,36 @@ def _meeting_place(init: str) -> str:
     return init
 
 
+def _text_of_path(path: Any) -> Any:
+    return str(path) if isinstance(path, Path) else path
+
+
 class Model(PlugTable):
     place, named_by, registry = "model", "name", model
 
-    name: str = "net"
+    name: Name = "net"
 
 
 class Augment(PlugTable):
     place, named_by, registry = "data.augment", "name", augmentation
 
-    name: str
+    name: Name
 
 
 class Data(PlugTable):
     place, named_by, registry = "data", "dataset", dataset
 
-    dataset: str = "mnist5k"
-    root: str | None = None  # folder of downloaded data sets; None: $FEDSIM_DATA, else the user's cache folder
+    dataset: Name = "mnist5k"
+    root: Annotated[str | None, BeforeValidator(_text_of_path)] = (
+        None  # folder of downloaded data sets; None: $FEDSIM_DATA, else the user's cache folder
+    )
     augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])  # of training batches, in this order
 
 
 class Partition(PlugTable):
     place, named_by, registry = "partition", "strategy", partition_strategy
 
-    strategy: str = "iid"
+    strategy: Name = "iid"
 
 
 class Local(PlugTable):
@@ -70,7 +78,7 @@ class Local(PlugTable):
     place, named_by, registry = "local", "solver", solver
     alternatives = ("epochs", "steps")
 
-    solver: str = "sgd"
+    solver: Name = "sgd"
     epochs: Amount | None = None
     steps: Amount | None = None
     batch_size: Amount = 10
@@ -90,7 +98,7 @@ class Attack(PlugTable):
     place, named_by, registry = "attack", "name", attack_strategy
     alternatives = ("fraction", "workers")
 
-    name: str = "none"
+    name: Name = "none"
     fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     workers: list[NonNegativeInt] | None = None
 
@@ -117,7 +125,7 @@ class Aggregate(PlugTable):
 
     place, named_by, registry = "aggregate", "rule", rule
 
-    rule: str | list[str | dict[str, Any]] = "weighted_mean"
+    rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
     f: NonNegativeInt | None = None
     weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
     nonfinite: Literal["error", "exclude", "keep"] = "error"  # what becomes of rows that hold NaN or infinity
@@ -130,9 +138,10 @@ class Aggregate(PlugTable):
         resolved = cls._resolve(rule, {key: value for key, value in table.items() if key not in own}, table.get("f"))
         stages = [{"rule": plug.name, **_without_f(params)} for plug, params in resolved]
         if isinstance(rule, str):
-            return {**stages[0], **own}
+            return {**stages[0], **own, "rule": stages[0]["rule"]}
         given = [stage if isinstance(stage, dict) else {} for stage in rule]
-        return {**own, "rule": [{**stage, **table} for stage, table in zip(stages, given, strict=True)]}
+        stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, given, strict=True)]
+        return {**own, "rule": stages}
 
     def _check_parameters(self) -> Aggregate:
         return self  # that was done to complete them
@@ -160,25 +169,25 @@ def _without_f(params: dict[str, Any]) -> dict[str, Any]:
 class Server(PlugTable):
     place, named_by, registry = "server", "optimizer", server_optimizer
 
-    optimizer: str = "sgd"
+    optimizer: Name = "sgd"
 
 
 class AsyncPolicy(PlugTable):
     place, named_by, registry = "policy", "name", policy
 
-    name: str = "sync"
+    name: Name = "sync"
 
 
 class Speed(PlugTable):
     place, named_by, registry = "clock.speed", "name", speed
 
-    name: str = "equal"
+    name: Name = "equal"
 
 
 class Noise(PlugTable):
     place, named_by, registry = "clock.noise", "name", noise
 
-    name: str = "constant"
+    name: Name = "constant"
 
 
 class Clock(Table):
@@ -208,7 +217,7 @@ class Batched(Table):
 class Hook(PlugTable):
     place, named_by, registry = "distributed.hook", "name", hook
 
-    name: str = "allreduce"
+    name: Name = "allreduce"
 
     def bind(self) -> BoundHook:
         return bind_hook(self.plug, self.params)

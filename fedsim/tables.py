@@ -7,7 +7,7 @@ checked against its signature.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, cast, get_args, get_origin
+from typing import Any, ClassVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -47,14 +47,19 @@ class PlugTable(Table):
     @classmethod
     def _as_table(cls, value: Any) -> Any:
         table = {cls.named_by: value} if cls.is_name(value) else value
-        return cls.completed(table) if isinstance(table, dict) else table
+        if not isinstance(table, dict):
+            return table
+        name = table.get(cls.named_by)
+        if isinstance(name, str) and name.startswith("__main__:"):  # other processes have another __main__
+            table = {**table, cls.named_by: cls.registry.get(name, f"{cls.place}.{cls.named_by}").name}
+        return cls.completed(table)
 
     @classmethod
     def is_name(cls, value: Any) -> bool:
         """Whether a value is of a kind that the key `named_by` takes, so that it can stand for the table."""
         annotation = cls.model_fields[cls.named_by].annotation
         kinds = get_args(annotation) or (annotation,)
-        return isinstance(value, tuple(get_origin(kind) or kind for kind in kinds))
+        return isinstance(value, tuple(getattr(kind, "__origin__", kind) for kind in kinds))
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:

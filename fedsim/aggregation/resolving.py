@@ -9,6 +9,7 @@ from typing import Any
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.rule import bind_rule, pre_aggregator, rule
 from fedsim.errors import MOST_PROBLEMS, ExperimentError, nearest_key, show
+from fedsim.objects import plain
 from fedsim.registry import Plug, goes_with
 
 Stage = str | dict[str, Any]
@@ -34,7 +35,8 @@ def resolve(
 
     Raises ExperimentError, one line per problem.
     """
-    if not isinstance(stages, (str, dict, list, tuple)):
+    stages = plain(list(stages) if isinstance(stages, tuple) else stages)
+    if not isinstance(stages, (str, dict, list)):
         raise ExperimentError(f"{_key(place)} = {show(stages)}: must be a name, or a list of names and tables")
     wheres = _places(stages, place)
     tables = [_as_table(stage, where) for stage, where in zip(as_list(stages), wheres, strict=True)]

@@ -49,7 +49,8 @@ class ServerRegistry(Registry):
     """A Registry of what the engines can work with: dataclasses that derive from ServerStep."""
 
     def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
-        if not (isinstance(target, type) and issubclass(target, ServerStep) and is_dataclass(target)):
+        kind = target if isinstance(target, type) else type(target)
+        if not (issubclass(kind, ServerStep) and is_dataclass(kind)):
             raise TypeError("must be a dataclass that derives from fedsim.aggregation.ServerStep")
         return super()._plug(name, target)
 

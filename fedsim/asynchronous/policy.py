@@ -124,7 +124,8 @@ class PolicyRegistry(Registry):
     """A Registry of what the clock and the race can work with: dataclasses that derive from Policy."""
 
     def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
-        if not (isinstance(target, type) and issubclass(target, Policy) and is_dataclass(target)):
+        kind = target if isinstance(target, type) else type(target)
+        if not (issubclass(kind, Policy) and is_dataclass(kind)):
             raise TypeError("must be a dataclass that derives from fedsim.asynchronous.Policy")
         return super()._plug(name, target)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedsim.errors import ExperimentError, show
 from fedsim.loading import PLUG_TABLES, Change, parse_value, plug_table, split_word
+from fedsim.objects import plain
 from fedsim.tables import leaves_of
 
 SEED = "seed"  # the axis over whose values results are averaged
@@ -134,7 +135,8 @@ def readable_id(point: Mapping[str, Any]) -> str:
 def _checked(key: str, values: Any, place: str) -> list[Any]:
     if not all(part.strip() for part in key.split(".")):
         raise ExperimentError(f"{place}: is no key of an experiment")
-    if not isinstance(values, (list, tuple)) or not values:
+    values = list(values) if isinstance(values, tuple) else plain(values)
+    if not isinstance(values, list) or not values:
         raise ExperimentError(f"{place} = {show(values)}: must be a list of one or more values, such as [1, 2]")
     values = [_plain(value, f"{place}[{index}]") for index, value in enumerate(values)]
     seen: set[str] = set()
@@ -166,9 +168,8 @@ def _check_labels(key: str, values: list[Any], place: str) -> None:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """A value as JSON has it: lists for tuples, Python's numbers for NumPy's."""
-    if hasattr(value, "item") and not isinstance(value, Mapping):
-        value = value.item()
+    """A value as JSON has it: lists for tuples, Python's numbers for NumPy's, names for objects."""
+    value = plain(value)
     if isinstance(value, (list, tuple)):
         return [_plain(each, place) for each in value]
     if isinstance(value, Mapping):

@@ -22,8 +22,9 @@ from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summar
 from fedsim.consistency import warnings_about
 from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, SettingWarning, show
+from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
 from fedsim.experiment import Experiment
+from fedsim.objects import names_in, why_unsendable
 from fedsim.plotting import encode
 from fedsim.preparation import task_of
 from fedsim.records import RoundRecord
@@ -134,6 +135,8 @@ def run_grid(
     if jobs is not None and jobs < 1:
         raise ExperimentError(f"jobs = {jobs}: must be at least 1")
     _require_no_ranks(grid)
+    if jobs is not None and jobs > 1 and (reason := _why_unsendable(grid.runs)):
+        raise ExperimentError(f"jobs = {jobs}: {reason}; use jobs=1")
     if jobs != 1:
         leave_if_being_started()  # else it would find the folder taken, by its own parent
     with GridFolder(path, grid) as folder:
@@ -192,12 +195,21 @@ def default_jobs(grid: Grid, runs: Sequence[PlannedRun]) -> int:
     on_card = any(resolve_device(run.experiment.device).type != "cpu" for run in runs)
     if not runs or on_card or grid.engine_chosen:
         return 1
+    if reason := _why_unsendable(runs):
+        warnings.warn(f"{reason}; one run at a time", FedsimWarning, stacklevel=2)
+        return 1
     threads = max(run.experiment.threads_per_process for run in runs)
     by_cores = usable_cores() // threads
     if min(by_cores, len(runs)) <= 1:
         return 1
     by_memory = int(0.8 * free_memory() / max(job_bytes(run.experiment) for run in _of_different_size(runs)))
     return max(1, min(len(runs), by_cores, by_memory))
+
+
+def _why_unsendable(runs: Iterable[PlannedRun]) -> str | None:
+    """Why the objects of these runs cannot be sent to other processes; None if they can be."""
+    names = {name: name for run in runs for name in names_in(run.experiment.model_dump())}
+    return why_unsendable(names.values())
 
 
 def job_bytes(experiment: Experiment) -> float:

@@ -163,7 +163,7 @@ class Crew:
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run `function(seat, *arguments)` in every process; the results in order of the processes.
 
-        `function` must be importable, `arguments` and results picklable (tensors travel by handle).
+        `function`, `arguments` and results must be picklable (tensors travel by handle); see `fedsim.system.messages`.
         Raises WorkerError if any process fails (ProcessLostError if one is gone, or hangs), or the ExperimentError that
         one raised, and closes the crew.
         """

@@ -11,6 +11,7 @@ from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, one_line
 from fedsim.experiment import Experiment
 from fedsim.loading import describe, experiment_of
+from fedsim.objects import names_in, with_objects
 from fedsim.permission import words_of
 from fedsim.preparation import Setting
 from fedsim.records import EXPERIMENT, RoundRecord, RunFolder, describe_environment
@@ -124,7 +125,7 @@ def _is_count(value: Any) -> bool:
 def _require_same(folder: RunFolder, experiment: Experiment, rounds: int) -> None:
     file, own = folder.path / EXPERIMENT, experiment.resolved()
     with words_of(file, [own]):
-        there = experiment_of(describe(file))
+        there = experiment_of(with_objects(describe(file), names_in(experiment.model_dump())))
     lines = differences_of(there.resolved(), own, (*HOW, "rounds"))
     if experiment.rounds < max(rounds, there.rounds):
         lines.append(f"rounds: {there.rounds} there, {experiment.rounds} here; there can only be more")

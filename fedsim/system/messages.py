@@ -3,19 +3,26 @@
 Tensors in shared memory, and `Counters`, are pickled as the descriptors of their files. multiprocessing would pass
 these through a socket in a folder of the temporary folder, and that folder stays if the process is killed. Here they
 follow their message through its own pipe (SCM_RIGHTS), so nothing needs a name in a file system.
+
+Functions and classes of a notebook, an interactive session or a function go by value, since the other process cannot
+import them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import socket
+from collections import ChainMap
 from collections.abc import Iterator
 from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, ClassVar
+
+import cloudpickle
 
 PASSES_FILES = hasattr(socket, "send_fds")  # not on Windows, where multiprocessing passes handles by itself
 COUNT_BYTES = 4  # of the number of files, at the start of a message
@@ -34,7 +41,7 @@ class Message:
     def __init__(self, content: Any) -> None:
         self.content, self.descriptors = content, list[int]()
         with _collecting(self):
-            self.data = bytes(ForkingPickler.dumps(content))
+            self.data = _dumps(content)
 
     def duplicate_for_child(self, descriptor: int) -> int:
         """What multiprocessing calls for each file while it pickles; see `_collecting`."""
@@ -45,6 +52,18 @@ class Message:
     def DupFd(self, index: int) -> _File:  # noqa: N802  # multiprocessing's name
         """What stands for a file in the pickled data."""
         return _File(index)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle's, with the ways in which multiprocessing and PyTorch send tensors and files."""
+
+    dispatch_table: ClassVar = ChainMap(ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)
+
+
+def _dumps(content: Any) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(content)
+        return file.getvalue()
 
 
 class ReceivedMessage:

@@ -168,7 +168,7 @@ def test_anything_but_a_floating_matrix_is_refused(bad):
         fedsim.aggregate(bad)
 
 
-@pytest.mark.parametrize("bad", [None, 3, lambda updates: updates[0]])
+@pytest.mark.parametrize("bad", [None, 3])
 def test_a_rule_is_a_name_or_a_list(updates, bad):
     with pytest.raises(ExperimentError, match="must be a name, or a list of names and tables"):
         fedsim.aggregate(updates, rule=bad)

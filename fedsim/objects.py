@@ -1,0 +1,202 @@
+"""Objects that a Python program gives in an experiment: functions, classes, modules, pairs of data sets.
+
+An experiment holds a name for each of them, since TOML, JSON and comparisons need text: the import path where that
+leads to the object, else a note such as `<MyNet>`. Inside Python the name carries the object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import functools
+import itertools
+import pickle
+import re
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import cloudpickle
+import numpy as np
+import torch
+from pydantic import BaseModel, WrapValidator
+from torch import Tensor, nn
+
+from fedsim.errors import one_line, show
+
+LONGEST_NOTE = 60  # characters
+NOTE = re.compile(r"<[\w, ]+>")  # the name of an object that no import path leads to
+NUMBER = re.compile(r" \d+(?=>$)")
+
+
+class ObjectName(str):
+    """The name of an object, which it carries: a str wherever text is wanted.
+
+    Attributes:
+        target: what the registries make a plug of.
+    """
+
+    target: Any
+
+    def __new__(cls, text: str, target: Any) -> ObjectName:
+        name = super().__new__(cls, text)
+        name.target = target
+        return name
+
+    def __reduce__(self) -> tuple[Any, tuple[str, bytes]]:
+        return _unpickled, (str(self), cloudpickle.dumps(self.target))  # tensors by value too: they are the user's
+
+    def __deepcopy__(self, memo: object) -> ObjectName:
+        return self
+
+
+def _unpickled(text: str, target: bytes) -> ObjectName:
+    return ObjectName(text, pickle.loads(target))
+
+
+# A field of an experiment that names a plug: a string, or the name of an object.
+Name = Annotated[str, WrapValidator(lambda name, check: name if isinstance(name, ObjectName) else check(name))]
+
+
+class ModuleCopies:
+    """A model given as an instance: each call returns a copy, so that the instance's parameters are the start."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self) -> nn.Module:
+        return copy.deepcopy(self._module)
+
+
+class GivenDatasets:
+    """A data set given as a tuple (train, test)."""
+
+    def __init__(self, datasets: tuple[Any, ...]) -> None:
+        self._datasets = datasets
+
+    def __call__(self) -> tuple[Any, ...]:
+        return self._datasets
+
+
+def name_of(target: Any) -> ObjectName:
+    """The name of an object. In one process, equal names are names of one object.
+
+    An object without an import path is numbered if another one had its name before: `<MyNet>`, `<MyNet 2>`.
+    """
+    if path := _import_path(target):
+        return ObjectName(path, target)
+    parts = target if isinstance(target, tuple) else (target,)
+    key = tuple(map(id, parts))
+    note = _notes.get(key)
+    if note is None:
+        text = ", ".join(map(_word_for, parts))[:LONGEST_NOTE]
+        number = next(_numbers[text])
+        note = f"<{text}>" if number == 1 else f"<{text} {number}>"
+        with contextlib.suppress(TypeError):  # without weak references, as a list: it gets a new name each time
+            for part in parts:
+                weakref.finalize(part, _notes.pop, key, None).atexit = False
+            _notes[key] = note
+    if isinstance(target, nn.Module):
+        target = ModuleCopies(target)
+    elif isinstance(target, tuple):
+        target = GivenDatasets(target)
+    return ObjectName(note, target)
+
+
+_notes: dict[tuple[int, ...], str] = {}  # by the ids of living objects
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+
+
+def plain(value: Any) -> Any:
+    """A value as a file would hold it: dicts, lists and Python's numbers, and names in place of objects.
+
+    NumPy arrays and tensors become numbers or lists of numbers, any Mapping a dict, any Sequence a list. A tuple of
+    objects is one object. A value of another type stays as it is.
+    """
+    if isinstance(value, (np.generic, np.ndarray, Tensor)):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return name_of(value) if len(value) > 1 and all(map(_is_object, value)) else tuple(map(plain, value))
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [plain(each) for each in value]
+    if isinstance(value, torch.device):
+        return str(value)
+    return name_of(value) if _is_object(value) else value
+
+
+def names_in(value: Any) -> Iterator[ObjectName]:
+    """The names of objects in nested tables and lists."""
+    if isinstance(value, ObjectName):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from names_in(each)
+
+
+def holds_objects(value: Any) -> bool:
+    """Whether a value is, or contains, what no file can hold."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return any(map(holds_objects, value.values() if isinstance(value, Mapping) else value))
+    return _is_object(value)
+
+
+def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:
+    """Nested tables from a file, with these objects in place of the notes `<MyNet>` that stand for them.
+
+    Numbers in notes count only if two objects have the same note without them.
+    """
+    named = {str(name): name for name in names}
+    unnumbered = [NUMBER.sub("", name) for name in named]
+    named |= {note: name for note, name in zip(unnumbered, named.values(), strict=True) if unnumbered.count(note) == 1}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: replaced(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [replaced(each) for each in value]
+        if isinstance(value, str) and NOTE.fullmatch(value):
+            return named.get(value, named.get(NUMBER.sub("", value), value))
+        return value
+
+    return replaced(value)
+
+
+def why_unsendable(names: Iterable[ObjectName]) -> str | None:
+    """Why one of these objects cannot be sent to another process; None if all can be sent."""
+    for name in names:
+        try:
+            pickle.dumps(name)
+        except Exception as error:
+            return f"{show(name)} cannot be sent to other processes ({one_line(error)})"
+    return None
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value may be a plug: a function, a class, or an instance of a class that is not of Python's own."""
+    if callable(value):
+        return True
+    own = type(value).__module__ in ("builtins", "datetime", "decimal") or isinstance(value, (str, int, float))
+    return not own and not isinstance(value, (BaseModel, enum.Enum, Path, Mapping, np.generic, np.ndarray, Tensor))
+
+
+def _import_path(target: Any) -> str | None:
+    """`module:name` if that leads to this very object, and does so in other processes too."""
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module in ("__main__", "__mp_main__"):
+        return None
+    found = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is target else None
+
+
+def _word_for(target: Any) -> str:
+    target = target.func if isinstance(target, functools.partial) else target
+    word = getattr(target, "__name__", None) or type(target).__name__
+    return re.sub(r"\W+", "_", str(word)).strip("_") or "object"

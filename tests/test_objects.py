@@ -1,0 +1,274 @@
+"""Functions, classes, modules and data sets that Python code gives in an experiment."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim.aggregation import ServerStep
+from fedsim.cli import app
+from fedsim.errors import ExperimentError, FedsimWarning
+from fedsim.loading import load_experiment, to_toml
+from fedsim.local.sgd import SGD
+from fedsim.objects import ObjectName, name_of, plain
+from tests.commands import run_python
+from tests.plugs import tiny
+
+
+class Perceptron(nn.Module):
+    def __init__(self, hidden: int = 8, activation=nn.ReLU):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(784, hidden), activation(), nn.Linear(hidden, 10))
+
+    def forward(self, images):
+        return self.layers(images)
+
+
+@dataclass(frozen=True)
+class HalfStep(ServerStep):
+    lr: float = 0.5
+
+    def step(self, rows, update, state):
+        rows.add_(update, alpha=self.lr)
+
+
+@pytest.fixture
+def short(tiny_experiment):
+    return {**tiny_experiment, "rounds": 1, "model": "logistic"}
+
+
+def local_class():
+    class Local(Perceptron):
+        pass
+
+    return Local
+
+
+@pytest.fixture
+def pair():
+    generator = torch.Generator().manual_seed(0)
+    images, targets = torch.randn(90, 1, 28, 28, generator=generator), torch.arange(90) % 10
+    return TensorDataset(images[:60], targets[:60]), TensorDataset(images[60:], targets[60:])
+
+
+def same(one, other):
+    return torch.equal(one.global_row, other.global_row)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Perceptron,
+        local_class,
+        lambda: lambda: Perceptron(),
+        lambda: {"name": Perceptron, "hidden": 8},
+        lambda: {"name": functools.partial(Perceptron, hidden=8)},
+    ],
+)
+def test_a_model_can_be_a_class_or_a_function(short, model):
+    by_path = fedsim.run({**short, "model": "tests.test_objects:Perceptron"})
+    assert same(fedsim.run({**short, "model": model()}), by_path)
+
+
+def test_a_module_given_as_a_model_is_the_start_and_stays_as_it_is(short):
+    module = Perceptron()
+    before = fedsim.Layout.of(module).read(module)
+    one, other = (fedsim.run({**short, "model": module, "local": {"lr": 1e-6}, "seed": 0}) for _ in range(2))
+    assert same(one, other)
+    assert torch.equal(fedsim.Layout.of(module).read(module), before)
+    assert 0 < (one.global_row - before).abs().max() < 1e-3
+
+
+def test_a_pair_of_datasets_is_a_data_set(short, pair):
+    result = fedsim.run({**short, "data": pair})
+    assert same(result, fedsim.run({**short, "data": {"dataset": pair}}))
+    assert same(result, fedsim.run({**short, "data": lambda root: pair}))
+    assert sum(result.history[0]["samples"]) == 60
+    train, test = fedsim.load_dataset(pair)
+    assert (len(train), len(test)) == (60, 30)
+
+
+def test_rules_attacks_partitions_and_augmentations_can_be_functions(short):
+    calls = []
+
+    def halves(labels, n_workers):
+        return np.array_split(np.arange(len(labels)), n_workers)
+
+    def noted(images, generator):
+        calls.append(len(images))
+        return images
+
+    result = fedsim.run(
+        {
+            **short,
+            "data": {"dataset": tiny, "augment": [noted]},
+            "aggregate": {"rule": lambda updates: updates.median(0).values},
+            "attack": {"name": lambda honest: -honest.mean(0), "workers": [0]},
+            "partition": halves,
+            "server": HalfStep(lr=0.25),
+            "local": {"solver": SGD(lr=0.1), "batch_size": 16},
+        }
+    )
+    assert calls
+    assert result.experiment.resolved()["aggregate"]["rule"].startswith("<lambda")
+    assert result.experiment.resolved()["partition"]["strategy"] == "<halves>"
+    assert result.experiment.resolved()["data"]["dataset"] == "tests.plugs:tiny"
+
+
+def test_a_rule_as_a_function_gives_what_the_registered_one_gives(short):
+    own = fedsim.run({**short, "aggregate": {"rule": ["nnm", lambda updates: updates.double().mean(0).float()]}})
+    registered = fedsim.run({**short, "aggregate": {"rule": ["nnm", "mean"]}})
+    assert torch.allclose(own.global_row, registered.global_row, atol=1e-6)
+
+
+def test_functions_that_work_without_an_experiment_take_objects():
+    updates = torch.randn(7, 5)
+    assert torch.equal(fedsim.aggregate(updates, rule=lambda updates: updates.median(0).values), updates.median(0)[0])
+    rows = fedsim.attack(updates, 2, lambda honest, *, by=2.0: by * honest[0], by=3.0)
+    assert torch.equal(rows, 3 * updates[:1].expand(2, 5))
+    shards = fedsim.partition([0, 1, 0, 1], 2, lambda labels, n_workers: [[0, 1], [2, 3]])
+    assert [shard.tolist() for shard in shards] == [[0, 1], [2, 3]]
+    assert torch.equal(fedsim.ServerOptimizer(HalfStep).step(torch.zeros(5), torch.ones(5)), torch.full((5,), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"aggregate": torch.median}, r'aggregate.rule = "<median>": .* write a function of \(updates, '),
+        ({"model": {"name": Perceptron, "activation": nn.Tanh}}, "model.activation = .*: a parameter cannot be an"),
+        ({"model": {"name": Perceptron, "hiden": 3}}, 'did you mean "hidden"'),
+        ({"aggregate": lambda grads: grads[0]}, r"takes \(grads\) by position"),
+        ({"rounds": len}, 'rounds = "builtins:len": must be a valid integer'),
+        ({"server": SGD(lr=1.0)}, 'server.optimizer = "<SGD.*>": cannot be used: TypeError: must be a dataclass'),
+        ({"data": TensorDataset(torch.zeros(3))}, r'data.dataset = "<TensorDataset.*>": .* \(train, test\)'),
+    ],
+)
+def test_an_object_that_does_not_fit_is_one_line(short, change, line):
+    with pytest.raises(ExperimentError, match=line) as caught:
+        fedsim.Experiment(**{**short, **change})
+    assert len(caught.value.lines) == 1
+
+
+def test_defaults_that_no_file_can_hold_are_left_to_the_function(short):
+    experiment = fedsim.Experiment(**{**short, "model": Perceptron})
+    assert experiment.resolved()["model"] == {"name": "tests.test_objects:Perceptron", "hidden": 8}
+    assert "tests.test_objects:Perceptron" in to_toml(experiment)
+
+
+def test_names_are_import_paths_or_numbered_notes():
+    assert name_of(Perceptron) == "tests.test_objects:Perceptron"
+    one, other = local_class(), local_class()
+    first, second = name_of(one), name_of(other)
+    assert (name_of(one), name_of(other)) == (first, second)
+    assert first != second
+    del first, one
+    gc.collect()
+    assert name_of(local_class()) not in {str(second)}
+
+
+def test_numbers_of_numpy_and_torch_are_numbers_and_any_mapping_is_a_table(short):
+    experiment = fedsim.Experiment(
+        **{**short, "seed": np.int64(3), "rounds": torch.tensor(2), "compile": np.bool_(False)},
+        attack=types.MappingProxyType({"name": "sign_flipping", "workers": np.array([0])}),
+        server={"lr": np.float32(0.5)},
+        aggregate={"weights": torch.tensor([1.0, 2.0, 3.0], dtype=torch.double)},
+    )
+    assert (experiment.seed, experiment.rounds, experiment.server.params["lr"]) == (3, 2, 0.5)
+    assert (experiment.attack.workers, experiment.aggregate.weights) == ([0], [1.0, 2.0, 3.0])
+    tables = types.MappingProxyType({"local": types.MappingProxyType({"lr": 0.5}), "data": {"root": Path("x")}})
+    loaded = load_experiment(tables)
+    assert (loaded.local.params["lr"], loaded.data.root) == (0.5, "x")
+
+
+def test_plain_values_are_not_taken_for_objects():
+    value = {"a": [1, "b", None, 2.5, True], "c": (1, 2)}
+    assert plain(value) == value
+    assert isinstance(plain([nn.ReLU])[0], ObjectName)
+
+
+def test_a_run_with_objects_resumes_from_python_and_not_from_a_file(short, tmp_path):
+    folder = tmp_path / "run"
+    fedsim.run({**short, "model": lambda: Perceptron(4)}, folder)
+    done = CliRunner().invoke(app, ["run", "--resume", str(folder), "rounds=2", "--allow-imports"])
+    assert done.exit_code == 2
+    assert done.stderr.count("\n") == 1
+    assert 'model.name = "<lambda' in done.stderr
+    assert "resume=True" in done.stderr
+    again = {**short, "model": lambda: Perceptron(4), "rounds": 2}
+    assert same(fedsim.run(again, folder, resume=True), fedsim.run(again))
+
+
+def test_a_comparison_takes_objects_on_its_axes_and_keeps_them_apart(short, tmp_path):
+    rules = [lambda updates: updates.mean(0), lambda updates: updates.median(0).values, "mean"]
+    comparison = fedsim.compare({**short, "engine": "serial"}, {"aggregate.rule": rules}, tmp_path / "grid", jobs=1)
+    one, other, mean = (run.history[-1]["test_loss"] for run in comparison.runs)
+    assert one == pytest.approx(mean, abs=1e-5)
+    assert one != other
+    assert not comparison.failed
+
+
+def locked_model():
+    """What cannot be pickled."""
+    lock = threading.Lock()
+
+    def model():
+        with lock:
+            return Perceptron()
+
+    return model
+
+
+def test_what_cannot_be_pickled_stays_in_one_process_and_says_so(short):
+    model = {"model": locked_model()}
+    by_auto = {**short, **model, "engine": "auto", "processes": 2}
+    with pytest.warns(FedsimWarning, match=r'^"<model.*>" cannot be sent .*cannot pickle.*; the run uses one process$'):
+        fedsim.run(by_auto)
+    with pytest.raises(ExperimentError, match=r'^engine = "spawn": "<model.*>" cannot be sent .*; use engine=serial$'):
+        fedsim.run({**by_auto, "engine": "spawn"})
+    with pytest.raises(ExperimentError, match=r"^jobs = 2: "):
+        fedsim.compare({**short, **model}, {"seed": [0, 1]}, jobs=2)
+
+
+NOTEBOOK = """
+import torch, fedsim
+from torch import nn
+
+class MyNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+    def forward(self, images):
+        return self.layers(images)
+
+def rule(updates):
+    return updates.mean(0)
+
+base = {"data": "tests.plugs:tiny", "rounds": 1, "workers": 3}
+rows = []
+for model, engine in ((MyNet, "serial"), (MyNet, "spawn"), ("__main__:MyNet", "spawn"), (lambda: MyNet(), "spawn")):
+    rows.append(fedsim.run({**base, "model": model, "aggregate": rule, "engine": engine}).global_row)
+assert all(torch.equal(row, rows[0]) for row in rows)
+train, test = fedsim.load_dataset("tests.plugs:tiny")
+base = {**base, "data": (train, test), "engine": "serial", "model": MyNet}
+comparison = fedsim.compare(base, {"aggregate.rule": [rule, "mean"]}, jobs=2)
+assert not comparison.failed, comparison.failed
+print("done")
+"""
+
+
+def test_objects_of_a_program_without_a_file_go_to_processes():
+    done = run_python("-c", NOTEBOOK)
+    assert done.stdout == "done\n", done.stderr
