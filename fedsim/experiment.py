@@ -187,7 +187,11 @@ def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
         ({"aggregate.rule", "policy.name", "mode"}, rules if policy.bind().in_rounds else [policy.name]),
         ({"mode"}, ["race"] if experiment.mode == "race" else []),
     ]
-    words = ["_".join(name.rpartition(":")[2] for name in names) for keys, names in parts if keys.isdisjoint(varied)]
+    words = [
+        "_".join(name.rpartition(":")[2].strip("<>") for name in names)
+        for keys, names in parts
+        if keys.isdisjoint(varied)
+    ]
     name = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(filter(None, words))).lstrip("._-")
     return name[:LONGEST_NAME] or "experiment"
 
