@@ -108,8 +108,6 @@ def run(
     """Run an experiment and keep its records in a folder."""
     with _errors_as_lines():
         import fedsim
-        from fedsim.asynchronous.racing import caveat
-        from fedsim.display import Display
         from fedsim.engines import engine as engines
         from fedsim.loading import load_experiment, to_toml
         from fedsim.records import experiment_of_run, new_folder_name
@@ -124,24 +122,8 @@ def run(
             print(to_toml(experiment), end="")
             return
         folder = resume or out or new_folder_name(experiment.name)
-        leads = engines.get(experiment.engine).target.leads()
-        if experiment.mode == "race" and not quiet and leads:
-            print(caveat(experiment.race.runs), flush=True)
-        with Display(experiment.rounds, quiet=quiet or not leads) as display:
-            try:
-                result = fedsim.run(
-                    experiment,
-                    folder,
-                    resume=bool(resume),
-                    on_setup=display.setup,
-                    on_start=display.start,
-                    on_round=display.round,
-                )
-            except BaseException:
-                display.leave(folder)
-                raise
-            display.finish(result.test_accuracy)
-        if leads:
+        fedsim.run(experiment, folder, resume=bool(resume), progress=not quiet)
+        if engines.get(experiment.engine).target.leads():
             print(folder)
 
 
@@ -212,13 +194,8 @@ def compare(
                 return
             folder = out or new_folder_name(f"{grid.name}-grid")
             folder = part.folder(folder) if part else folder
-            with GridDisplay(quiet=quiet) as display:
-                try:
-                    comparison = run_grid(grid, folder, jobs, display, part=part.of(grid) if part else None)
-                except BaseException:
-                    display.leave(folder)
-                    raise
-                display.finish()
+            with GridDisplay(folder, quiet=quiet) as display:
+                comparison = run_grid(grid, folder, jobs, display, part=part.of(grid) if part else None)
         if not quiet and not shard:
             print(comparison.table, end="\n\n")
         print(folder)
@@ -374,10 +351,7 @@ def _import_library() -> None:
     Not at the top of this module, so that `--help` and `--version` answer at once.
     """
     with exit_on_interrupt(), notice_if_slow("importing PyTorch"):
-        from tqdm import tqdm
-
         import fedsim.api  # noqa: F401
-    tqdm.monitor_interval = 0  # no thread that looks after bars: each round moves them
 
 
 @contextlib.contextmanager

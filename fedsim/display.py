@@ -9,7 +9,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from fedsim.asynchronous.racing import caveat
 from fedsim.errors import plural
+from fedsim.experiment import Experiment
 from fedsim.intervals import fixed
 from fedsim.notices import SlowStepNotice
 from fedsim.preparation import Setting
@@ -17,21 +19,36 @@ from fedsim.records import RoundRecord
 from fedsim.report import columns_of, headline, table_header, table_line
 
 
-class Display:
-    """What a run shows: a headline, a line of a table per round, and a progress bar where somebody is watching."""
+class ProgressBar(tqdm):
+    """A progress bar that starts no thread: each round moves it."""
 
-    def __init__(self, rounds: int, *, quiet: bool) -> None:
-        self._quiet = quiet
+    monitor_interval = 0
+
+
+class Display:
+    """What a run shows: a headline, a line of a table per round, and a progress bar where somebody is watching.
+
+    A context manager around the run.
+
+    Args:
+        experiment: that is run.
+        folder: of the records, if there is one.
+        quiet: whether it shows nothing.
+    """
+
+    def __init__(self, experiment: Experiment, folder: Path | None, *, quiet: bool) -> None:
+        self._experiment, self._folder, self._quiet = experiment, folder, quiet
         self._done = self._before = 0  # rounds; and of those, before this time
         self._virtual_seconds: float | None = None
         self._begun = time.perf_counter()
         watched = not quiet and sys.stderr.isatty()
         self._notice = SlowStepNotice(self._print)
-        self._bar = tqdm(total=rounds, unit="round", leave=False, miniters=1, disable=not watched)
+        self._bar = ProgressBar(total=experiment.rounds, unit="round", leave=False, miniters=1, disable=not watched)
 
     def setup(self, step: str) -> None:
         """Before the first round: what is being done now."""
-        self._notice.begin(step)
+        if not self._quiet:
+            self._notice.begin(step)
 
     def start(self, setting: Setting) -> None:
         self._notice.end()
@@ -52,6 +69,7 @@ class Display:
         self._print(table_line(self._columns, record))
 
     def finish(self, accuracy: float) -> None:
+        """Say what the run came to."""
         seconds = time.perf_counter() - self._started
         virtual = "" if self._virtual_seconds is None else f" and {self._virtual_seconds:.1f} virtual seconds"
         now = f", {self._bar.total - self._before} of them now," if self._before else ""
@@ -61,13 +79,12 @@ class Display:
             f"(and {self._started - self._begun:.1f} s to start)"
         )
 
-    def leave(self, folder: Path) -> None:
+    def _leave(self) -> None:
         """Say what an unfinished run has left behind."""
-        self._bar.close()
-        if self._done:
+        if self._done and self._folder:
             with contextlib.suppress(OSError):  # that stdout is closed may be what ended it
                 rounds = f"{self._done} of {plural(self._bar.total, 'round')}"
-                self._print(f"{rounds} are in {folder}; continue with --resume {folder}")
+                self._print(f"{rounds} are in {self._folder}; continue with --resume {self._folder}")
 
     def _print(self, line: str) -> None:
         if not self._quiet:
@@ -75,8 +92,12 @@ class Display:
                 print(line, flush=True)
 
     def __enter__(self) -> Display:
+        if self._experiment.mode == "race":
+            self._print(caveat(self._experiment.race.runs))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._notice.end()
         self._bar.close()
+        if kind is not None:
+            self._leave()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fedsim.objects import plain
 from fedsim.permission import is_strangers, words_of
 from fedsim.sections import Distributed
 from fedsim.system.files import leads_out, read_bounded
-from fedsim.tables import PlugTable, Table
+from fedsim.tables import PlugTable, Table, leaves_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,28 +42,32 @@ def load_experiment(
     overrides: Iterable[str] = (),
     *,
     allow_imports: bool = False,
+    **changes: Any,
 ) -> Experiment:
-    """The experiment that `source` describes, with `overrides` such as "local.lr=0.1" applied.
+    """The experiment that `source` describes, with `overrides` such as "local.lr=0.1" and `changes` applied.
+
+        fedsim.load_experiment("experiment.toml", ["local.lr=0.1"])
+        fedsim.load_experiment("experiment.toml", rounds=3, local={"lr": 0.1})
 
     Args:
-        source: an Experiment, nested tables, the path of a TOML file, the name of an experiment that comes with fedsim
-            (`fedsim list experiments`), or None for the default experiment.
+        source: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML file, the name of an
+            experiment that comes with fedsim (`fedsim list experiments`), or None for the default experiment.
         overrides: words `key=value` with dotted keys; values as in TOML, and bare words are strings.
         allow_imports: whether a file may name whatever can be imported; see `fedsim.permission`. What stands in
             `overrides`, tables and Experiments is the caller's own word, and imported as it is named.
+        changes: keys of the experiment, set after the overrides. A table changes the keys that it has.
 
     Raises ExperimentError, one line per problem, each with its place.
     """
-    overrides = list(overrides)
-    if isinstance(source, Experiment) and not overrides:
+    words = [parse_word(word) for word in overrides] + changes_in(changes)
+    if isinstance(source, Experiment) and not words:
         return source
     description = describe(source)
-    changes = [parse_word(word) for word in overrides]
-    override(description, changes)
+    override(description, words)
     try:
         if isinstance(description.get("grid"), dict):
             raise ExperimentError("grid: makes this several experiments, for `fedsim compare`")
-        with words_of(file_of(source), (value for _, value in changes), allowed=allow_imports):
+        with words_of(file_of(source), (value for _, value in words), allowed=allow_imports):
             return experiment_of(description)
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
@@ -83,7 +88,27 @@ def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict
         return source.model_dump(exclude_none=True, exclude_unset=True)
     if source is not None and not isinstance(source, Mapping):
         raise ExperimentError(f"{show(source)}: must be an Experiment, a table (dict) or the path of a TOML file")
-    return plain(source or {})
+    tables = plain(source or {})
+    if any("." in str(key) for key in tables):
+        changes, tables = changes_in(tables), {}
+        override(tables, changes)
+    return tables
+
+
+def changes_in(tables: Mapping[str, Any]) -> list[Change]:
+    """The keys that tables set, nested or dotted: {"local": {"lr": 0.1}} and {"local.lr": 0.1} are one change.
+
+    Raises ExperimentError if two of them set the same key.
+    """
+    changes = [(key.split("."), value) for key, value in leaves_of(plain(tables))]
+    count = Counter(key_changed(*change) for change in changes)
+    lines = [f"{key}: is given twice" for key in count if count[key] > 1]
+    for keys, value in changes:
+        tables_of = (".".join(keys[:depth]) for depth in range(1, len(keys)))
+        lines += [f"{'.'.join(keys)} = {show(value)}: {table} is not a table" for table in tables_of if table in count]
+    if lines:
+        raise ExperimentError(*lines)
+    return changes
 
 
 def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
@@ -249,6 +274,14 @@ def plug_table(keys: Sequence[str]) -> tuple[type[PlugTable] | None, list[str]]:
         if table := PLUG_TABLES.get(".".join(keys[:depth])):
             return table, list(keys[depth:])
     return None, []
+
+
+def key_changed(keys: Sequence[str], value: Any) -> str:
+    """The dotted key that a change sets; a name for a whole table of a plug sets the key that names the plug."""
+    table, within = plug_table(keys)
+    if table and not within and not isinstance(value, dict):
+        keys = [*keys, table.named_by]
+    return ".".join(keys)
 
 
 def _names_a_plug(keys: list[str]) -> bool:

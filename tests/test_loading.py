@@ -234,3 +234,37 @@ def test_every_experiment_of_the_project_loads(path):
 def test_a_grid_is_no_single_experiment():
     with pytest.raises(ExperimentError, match="^grid: makes this several experiments, for `fedsim compare`$"):
         load_experiment({"grid": {"seed": [0, 1]}})
+
+
+def test_dotted_keys_in_python_are_nested_keys():
+    tables = {"local.lr": 0.1, "local": {"steps": 5}, "model.hidden": 8, "model": "2nn", "clock.speed.name": "equal"}
+    experiment = load_experiment(tables)
+    assert (experiment.local.params["lr"], experiment.local.steps) == (0.1, 5)
+    assert (experiment.model.name, experiment.model.params["hidden"]) == ("2nn", 8)
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        ({"local.lr": 0.1, "local": {"lr": 0.2}}, "local.lr: is given twice"),
+        ({"model.name": "net", "model": "2nn"}, "model.name: is given twice"),
+        ({"local.steps": 5, "local": {"epochs": 2}}, "local: give epochs or steps, not both"),
+        ({"rounds.x": 1, "rounds": 2}, "rounds.x = 1: rounds is not a table"),
+        ({"local.lrr": 1}, r'local.lrr = 1: unknown key .*did you mean "lr"'),
+    ],
+)
+def test_a_contradiction_between_dotted_and_nested_keys_is_one_line(tables, line):
+    with pytest.raises(ExperimentError, match=f"^{line}") as caught:
+        load_experiment(tables)
+    assert len(caught.value.lines) == 1
+
+
+def test_keywords_change_keys_of_an_experiment(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_text('rounds = 5\nmodel = "2nn"\n[local]\nlr = 0.5\nepochs = 3\n')
+    experiment = load_experiment(path, rounds=3, local={"epochs": 2}, **{"model.hidden": 8})
+    assert (experiment.rounds, experiment.model.params["hidden"]) == (3, 8)
+    assert (experiment.local.params["lr"], experiment.local.epochs) == (0.5, 2)
+    assert load_experiment(Experiment(rounds=5), rounds=3).rounds == 3
+    with pytest.raises(ExperimentError, match='roundz = 3: unknown key.*did you mean "rounds"'):
+        load_experiment(roundz=3)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedsim.errors import ExperimentError, show
-from fedsim.loading import PLUG_TABLES, Change, parse_value, plug_table, split_word
+from fedsim.loading import PLUG_TABLES, Change, parse_value, split_word
 from fedsim.objects import plain
 from fedsim.tables import leaves_of
 
@@ -85,14 +85,6 @@ def changes_of(key: str, value: Any) -> list[Change]:
     if key == VARIANT:
         return [(name.split("."), each) for name, each in leaves_of(changes)]
     return [([*keys, name], each) for name, each in changes.items()]
-
-
-def key_changed(keys: Sequence[str], value: Any) -> str:
-    """The dotted key that a change sets; a name for a whole table of a plug sets the key that names the plug."""
-    table, within = plug_table(keys)
-    if table and not within and not isinstance(value, dict):
-        keys = [*keys, table.named_by]
-    return ".".join(keys)
 
 
 def canonical(value: Any) -> str:

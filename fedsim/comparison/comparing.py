@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fedsim.comparison.axes import canonical
+from fedsim.comparison.display import GridDisplay, Watcher
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import Grid, PlannedRun, load_grid
 from fedsim.comparison.jobs import run_here, run_in_jobs
@@ -22,12 +23,11 @@ from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summar
 from fedsim.consistency import warnings_about
 from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
+from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, plural, show
 from fedsim.experiment import Experiment
 from fedsim.objects import names_in, why_unsendable
 from fedsim.plotting import encode
 from fedsim.preparation import task_of
-from fedsim.records import RoundRecord
 from fedsim.rows import Layout
 from fedsim.system.devices import free_memory, resolve_device, usable_cores
 from fedsim.system.precision import PRECISIONS
@@ -63,21 +63,11 @@ class Comparison:
         """The summary as text."""
         return summary_table(self.grid, self.summary, self.runs)
 
-
-class Watcher:
-    """Is told what happens in a comparison; this one does nothing about it."""
-
-    def again(self, run: PlannedRun) -> None:
-        """Where a run begins once more, since its process was lost."""
-
-    def start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
-        """Before the first run: the runs that are still to be done, and how many at once."""
-
-    def round(self, run: PlannedRun, record: RoundRecord) -> None:
-        """After every round of a run."""
-
-    def end(self, run: PlannedRun, history: Sequence[RoundRecord], error: str | None) -> None:
-        """After a run, with why it failed if it did."""
+    def __repr__(self) -> str:
+        axes = " x ".join(f"{len(values)} {key}" for key, values in self.grid.axes.items())
+        failed = f", {len(self.failed)} failed" if self.failed else ""
+        where = f", in {self.folder}" if self.folder else ""
+        return f"Comparison({self.grid.name}: {plural(len(self.runs), 'run')} ({axes}){failed}{where}; see .table)"
 
 
 def compare(
@@ -87,7 +77,9 @@ def compare(
     jobs: int | None = None,
     target: float | None = None,
     *,
+    progress: bool = False,
     allow_imports: bool = False,
+    **changes: Any,
 ) -> Comparison:
     """Run an experiment for every combination of the values on a grid's axes, and compare.
 
@@ -97,14 +89,16 @@ def compare(
     is compared. A run that fails is noted, and the others go on.
 
     Args:
-        experiment: an Experiment, nested tables, the path of a TOML file, or None for the default experiment; tables
-            and files may hold the axes in a table `grid`.
+        experiment: an Experiment, tables, the path of a TOML file, or None for the default experiment, as for `run`;
+            tables and files may hold the axes in a table `grid`.
         grid: by dotted key, the list of its values; one that is a table changes several keys at once.
         out: a folder for the records: new, or empty, or that of the same grid, whose finished runs are kept.
         jobs: runs at a time. By default as many as cores and memory bear, each in one process; but one where the
             experiment names its engine or its processes, or uses a card.
         target: a test accuracy: the summary says how long it took to reach it. Or `target` in the table `grid`.
+        progress: whether to print a line for each run, as the command line does.
         allow_imports: whether a TOML file may name whatever can be imported; see `load_experiment`.
+        changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
 
     Raises:
         ExperimentError: one of the experiments cannot be run as described; none has been run then.
@@ -112,10 +106,11 @@ def compare(
         RecordError: the folder holds something else, or cannot be written.
         WorkerError: no processes can be started.
     """
-    planned = load_grid(experiment, grid, target=target, allow_imports=allow_imports)
+    planned = load_grid(experiment, grid, target=target, allow_imports=allow_imports, **changes)
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        return run_grid(planned, folder, jobs, kept=out is not None)
+        display = stack.enter_context(GridDisplay(folder if out is not None else None, quiet=not progress))
+        return run_grid(planned, folder, jobs, display, kept=out is not None)
 
 
 def run_grid(

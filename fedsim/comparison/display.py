@@ -10,19 +10,38 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fedsim.comparison.comparing import Watcher
 from fedsim.comparison.grid import Grid, PlannedRun
+from fedsim.display import ProgressBar
 from fedsim.errors import plural
 from fedsim.intervals import fixed
 from fedsim.records import RoundRecord
 
 
-class GridDisplay(Watcher):
-    """Lines on stdout, unless quiet; the bar on stderr, where somebody is watching."""
+class Watcher:
+    """Is told what happens in a comparison; this one does nothing about it."""
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self._bar: tqdm | None = None
+    def again(self, run: PlannedRun) -> None:
+        """Where a run begins once more, since its process was lost."""
+
+    def start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
+        """Before the first run: the runs that are still to be done, and how many at once."""
+
+    def round(self, run: PlannedRun, record: RoundRecord) -> None:
+        """After every round of a run."""
+
+    def end(self, run: PlannedRun, history: Sequence[RoundRecord], error: str | None) -> None:
+        """After a run, with why it failed if it did."""
+
+
+class GridDisplay(Watcher):
+    """Lines on stdout, unless quiet; the bar on stderr, where somebody is watching.
+
+    A context manager around the comparison, whose records go to `folder`, if they are kept.
+    """
+
+    def __init__(self, folder: Path | None, *, quiet: bool) -> None:
+        self._folder, self._quiet = folder, quiet
+        self._bar: ProgressBar | None = None
         self._total = self._ended = self._failed = 0
 
     def start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
@@ -31,7 +50,7 @@ class GridDisplay(Watcher):
         self._rounds = {run.id: run.experiment.rounds for run in todo}  # that are still to come
         rounds = sum(self._rounds.values())
         watched = not self._quiet and sys.stderr.isatty()
-        self._bar = tqdm(total=rounds, unit="round", leave=False, miniters=1, disable=not watched)
+        self._bar = ProgressBar(total=rounds, unit="round", leave=False, miniters=1, disable=not watched)
         axes = " x ".join(f"{len(values)} {key}" for key, values in grid.axes.items())
         self._print(f"{grid.name}: {plural(len(grid.runs), 'run')} ({axes}), {jobs} at a time")
         if len(todo) < len(grid.runs):
@@ -61,19 +80,19 @@ class GridDisplay(Watcher):
         self._seconds = time.perf_counter() - self._begun
         self._print(f"[{self._ended:>{len(str(self._total))}}/{self._total}] {run.id}: {what}")
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Say how long it took."""
         if self._total:
             self._print(f"{plural(self._total, 'run')} in {self._seconds:.1f} s\n")
 
-    def leave(self, folder: Path) -> None:
+    def _leave(self) -> None:
         """Say what an unfinished comparison has left behind."""
-        if self._bar is not None:
-            self._bar.close()
-            if self._ended:
-                done = self._ended - self._failed
-                with contextlib.suppress(OSError):  # that stdout is closed may be what ended it
-                    self._print(f"{done} of {self._total} runs are in {folder}; --out {folder} goes on from there")
+        if self._ended and self._folder:
+            done = self._ended - self._failed
+            with contextlib.suppress(OSError):  # that stdout is closed may be what ended it
+                self._print(
+                    f"{done} of {self._total} runs are in {self._folder}; --out {self._folder} goes on from there"
+                )
 
     def _print(self, line: str) -> None:
         if not self._quiet:
@@ -83,6 +102,10 @@ class GridDisplay(Watcher):
     def __enter__(self) -> GridDisplay:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+        if kind is None:
+            self._finish()
+        else:
+            self._leave()

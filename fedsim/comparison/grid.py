@@ -21,14 +21,13 @@ from fedsim.comparison.axes import (
     canonical,
     changes_of,
     describe_point,
-    key_changed,
     label,
     readable_id,
     split_words,
 )
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.experiment import Experiment, default_name
-from fedsim.loading import Change, describe, experiment_of, file_of, override, parse_word
+from fedsim.loading import Change, changes_in, describe, experiment_of, file_of, key_changed, override, parse_word
 from fedsim.permission import words_of
 from fedsim.preparation import task_of
 from fedsim.system.devices import resolve_device
@@ -85,6 +84,7 @@ def load_grid(
     *,
     file: Path | None = None,
     allow_imports: bool = False,
+    **changes: Any,
 ) -> Grid:
     """The grid that `source`, with its table [grid], describes.
 
@@ -96,6 +96,7 @@ def load_grid(
         target: a test accuracy, which takes the place of the key `target` of [grid].
         file: where `source` and `grid` have been read, if that is not `source` itself.
         allow_imports: whether a file may name whatever can be imported; see `load_experiment`.
+        changes: keys of the experiment, set in all runs after the words; an axis of such a key is dropped.
 
     Raises ExperimentError, one line per problem, where any of the runs cannot be run as described.
     """
@@ -109,9 +110,9 @@ def load_grid(
         axes.update(axes_of_tables(tables))
     target = asked if target is None else target
     more_axes, words = split_words(words)
-    changes = [parse_word(word) for word in words]
-    own = [value for _, value in changes] + [more_axes, {} if file else grid]
-    for keys, _ in changes:
+    in_all = [parse_word(word) for word in words] + changes_in(changes)
+    own = [value for _, value in in_all] + [more_axes, {} if file else grid]
+    for keys, _ in in_all:
         axes.pop(".".join(keys), None)
     axes.update(more_axes)
     axes = {key: axes[key] for key in sorted(axes, key=lambda key: key == SEED)}  # a stable sort: the seed last
@@ -121,7 +122,7 @@ def load_grid(
     _leave_out_large_records(description)
     _check_number(axes)
     with words_of(file or file_of(source), own, allowed=allow_imports):
-        experiments, engine_chosen = _experiments(description, changes, axes)
+        experiments, engine_chosen = _experiments(description, in_all, axes)
     points = points_of(axes)
     experiments = _named_alike(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]

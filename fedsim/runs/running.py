@@ -12,9 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedsim.consistency import warnings_about
+from fedsim.display import Display
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, SettingWarning
+from fedsim.errors import ExperimentError, SettingWarning, plural
 from fedsim.experiment import Experiment
+from fedsim.intervals import fixed
 from fedsim.loading import load_experiment
 from fedsim.plotting import encode
 from fedsim.preparation import Setting, finished_model, prepare
@@ -52,6 +54,14 @@ class Result:
         """Accuracy after the last round."""
         return self.history[-1]["test_accuracy"]
 
+    def __repr__(self) -> str:
+        seconds = sum(sum(record["seconds"].values()) for record in self.history)
+        where = f", in {self.folder}" if self.folder else ""
+        return (
+            f"Result({self.experiment.name}: test accuracy {fixed(self.test_accuracy)} after "
+            f"{plural(len(self.history), 'round')} in {seconds:.1f} s{where})"
+        )
+
 
 def run(
     experiment: Experiment | Mapping[str, Any] | str | Path | None = None,
@@ -62,20 +72,28 @@ def run(
     on_start: Callable[[Setting], object] | None = None,
     on_round: Callable[[RoundRecord], object] | None = None,
     workshop: Workshop | None = None,
+    progress: bool = False,
     allow_imports: bool = False,
+    **changes: Any,
 ) -> Result:
     """Run an experiment.
 
+        fedsim.run(rounds=3, model="2nn", local={"lr": 0.1})
+        fedsim.run("experiment.toml", "folder", rounds=3)
+
     Args:
-        experiment: an Experiment, nested tables, the path of a TOML file, the name of an experiment that comes with
-            fedsim, or None for the default experiment.
+        experiment: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML file, the name of an
+            experiment that comes with fedsim, or None for the default experiment. A name may be the object itself, as a
+            class for the model; see docs/extending.md.
         out: a new or empty folder for the records; none are kept where it is left out.
         resume: where `out` holds a run of this experiment that was broken off, go on with it, to the bits that it would
             have come to; or with one that has ended, where `rounds` are more now.
         on_setup: called with what is being done before the first round, such as "loading the data set mnist".
         on_start, on_round: called with the Setting before the first round, and with each round's record after it.
         workshop: what this run shares with those before and after it; one of its own where it is left out.
+        progress: whether to print a line for each round, as the command line does.
         allow_imports: whether a TOML file may name whatever can be imported; see `load_experiment`.
+        changes: keys of the experiment, set in the experiment given. A table changes the keys that it has.
 
     Raises:
         ExperimentError: the experiment cannot be run as described.
@@ -83,11 +101,13 @@ def run(
         RecordError: the folder holds something else, or cannot be written.
         WorkerError: a worker failed; or its process was lost, more often than the experiment bears.
     """
-    experiment = load_experiment(experiment, allow_imports=allow_imports)
+    experiment = load_experiment(experiment, allow_imports=allow_imports, **changes)
     if resume and out is None:
         raise ExperimentError("resume = True: needs `out`, the folder of the run that is to be gone on with")
     host = engines.get(experiment.engine).target
+    display = Display(experiment, None if out is None else Path(out), quiet=not (progress and host.leads()))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(display)
         stack.enter_context(host.among_peers(experiment.resolved()))
         folder = RunFolder(Path(out), resume=resume) if out is not None and host.leads() else None
         if folder:
@@ -95,9 +115,13 @@ def run(
         past = Past(folder, experiment)
         workshop = workshop or stack.enter_context(Workshop())
         note = folder.event if folder else None
-        setting, engine = stack.enter_context(
-            prepare(past.as_before(experiment), workshop, note, on_setup or (lambda step: None))
-        )
+
+        def setup(step: str) -> None:
+            display.setup(step)
+            if on_setup:
+                on_setup(step)
+
+        setting, engine = stack.enter_context(prepare(past.as_before(experiment), workshop, note, setup))
         loop = loop_of(setting, engine, folder.race_log if folder else None)
         loop = recovering(loop, setting, engine, note)
         setting = replace(setting, done=past.restore(loop, engine) if resume else 0)
@@ -106,6 +130,7 @@ def run(
         books.begin(history)
         for line in warnings_about(experiment) if host.leads() else ():
             warnings.warn(line, SettingWarning, stacklevel=2)
+        display.start(setting)
         if on_start:
             on_start(setting)
         for round in range(setting.done + 1, experiment.rounds + 1):
@@ -114,6 +139,7 @@ def run(
             if out is not None and round in experiment.records.updates:  # which all ranks have a part in
                 books.updates(round, kept_updates(setting, engine, record))
             books.round(record)
+            display.round(record)
             if on_round:
                 on_round(record)
             if out is not None and engine.agree(past.checkpoints.due(round, experiment.rounds)):
@@ -123,7 +149,9 @@ def run(
         model = finished_model(setting, engine)
         books.end(history, model)
         global_row = engine.memory.global_row.cpu().clone()
-    return Result(experiment, history, model, global_row, folder.path if folder else None)
+    result = Result(experiment, history, model, global_row, folder.path if folder else None)
+    display.finish(result.test_accuracy)
+    return result
 
 
 class Books(contextlib.ExitStack):
