@@ -82,9 +82,9 @@ def run(
         fedsim.run("experiment.toml", "folder", rounds=3)
 
     Args:
-        experiment: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML file, the name of an
-            experiment that comes with fedsim, or None for the default experiment. A name may be the object itself, as a
-            class for the model; see docs/extending.md.
+        experiment: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML file, the name of
+            an experiment that comes with fedsim, or None for the default experiment. A name may be the object itself,
+            as a class for the model; see docs/extending.md.
         out: a new or empty folder for the records; none are kept where it is left out.
         resume: where `out` holds a run of this experiment that was broken off, go on with it, to the bits that it would
             have come to; or with one that has ended, where `rounds` are more now.
