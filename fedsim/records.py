@@ -89,7 +89,7 @@ class RoundRecord(TypedDict):
     round: int  # from 1
     test_loss: float  # of the global model after the round, mean per test sample
     test_accuracy: float  # fraction
-    train_loss: float  # mean per sample that the cohort trained on, as it trained
+    train_loss: float  # mean per sample that the cohort trained on, as it trained, without workers that were excluded
     seconds: dict[str, float]  # by phase: pull_down, train, aggregate, test
     cohort: list[int]  # the workers that took part
     coefficients: list[float] | None  # with which each one's row went into the aggregate; None: the rule has no such

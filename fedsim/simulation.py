@@ -73,17 +73,19 @@ class SynchronousLoop:
         rows_sent = len(cohort) if sync == "parameters" else sum(map(schedule.steps_for, sizes))
         sent = rows_sent * setting.row_bytes + len(cohort) * setting.buffer_bytes
         samples = [schedule.samples_for(size) for size in sizes]
+        excluded = account.excluded or []
+        counted = [0 if worker in excluded else count for worker, count in zip(cohort, samples, strict=True)]
         if virtual:
             virtual.pass_round(cohort, sizes, in_step=sync == "gradients")
         return RoundRecord(
             round=round,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
-            train_loss=engine.train_loss(samples),
+            train_loss=engine.train_loss(counted),
             seconds=clock.seconds,
             cohort=cohort,
             coefficients=account.shares,
-            excluded=account.excluded or [],
+            excluded=excluded,
             lost=sorted(lost),
             attack_success=attack_success,
             bytes_up=sent,

@@ -66,7 +66,7 @@ def test_or_is_left_out_and_recorded(mode, tables, workshop):
     assert all(math.isfinite(record["test_loss"]) for record in result.history)
 
 
-@pytest.mark.parametrize("mode", ["fedbuff", "locked race", "free race"])
+@pytest.mark.parametrize("mode", ["rounds", "gradients", "fedbuff", "locked race", "free race"])
 def test_the_train_loss_is_a_mean_over_the_work_that_was_not_left_out(mode, tables, workshop):
     """Steps of length zero, so that every loss is one of the first model; all samples of worker 0 are NaN."""
     tables = {**in_mode(tables, mode), "rounds": 1, "model": "2nn", "aggregate": {"nonfinite": "exclude"}}

@@ -21,7 +21,7 @@ from fedsim.engines.averaging import Account, Meeting
 from fedsim.engines.batched import stack_width
 from fedsim.engines.collective import RankAveraging
 from fedsim.engines.crew import Seat, worker_in_hand
-from fedsim.engines.engine import Engine
+from fedsim.engines.engine import Engine, mean_loss
 from fedsim.engines.feed import Member
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.launch import Place
@@ -123,8 +123,7 @@ class DistributedEngine(Engine):
 
     def train_loss(self, samples: Sequence[int]) -> float:
         assert self._station is not None
-        weights = torch.tensor(samples, dtype=torch.double)
-        return float(weights @ self._station.train_losses[: len(weights)] / weights.sum())
+        return mean_loss(self._station.train_losses, samples)
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
         return self._each("round_rows", cohort, round)[0]

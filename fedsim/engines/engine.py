@@ -160,9 +160,11 @@ class Engine(ABC):
         return loss_sum / samples, correct / samples, successes / tries if tries else None
 
     def train_loss(self, samples: Sequence[int]) -> float:
-        """Mean training loss per sample of the last round; `samples` are what each member of the cohort saw."""
-        weights = torch.tensor(samples, dtype=torch.double)
-        return float(weights @ self.memory.train_loss[: len(weights)] / weights.sum())
+        """Mean training loss per sample of the last round; `samples` are what each member of the cohort saw.
+
+        A member with 0 samples does not count, whatever its loss is; NaN if nobody counts.
+        """
+        return mean_loss(self.memory.train_loss, samples)
 
     def state(self) -> Snapshot:
         """What the next round depends on; nothing of that is in the rows, which it begins by pulling down."""
@@ -211,3 +213,10 @@ class Engine(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def mean_loss(losses: Tensor, samples: Sequence[int]) -> float:
+    """The mean of losses [n] per sample, where the first of them are of so many samples each."""
+    weights = torch.tensor(samples, dtype=torch.double)
+    counted = weights > 0
+    return float(weights[counted] @ losses[: len(weights)][counted] / weights.sum())
