@@ -1,0 +1,111 @@
+"""What workers train on when they see their samples differently, or poisoned: whole runs against plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fedsim
+from fedsim.data import TensorData
+from fedsim.randomness import numpy_generator, seed_everything, torch_generator
+
+WORKERS, CLASSES, SIDE, LR, ROUNDS = 3, 4, 5, 0.2, 2
+
+
+def pictures(root):
+    generator = torch.Generator().manual_seed(7)
+    images, targets = torch.randn(30, 1, SIDE, SIDE, generator=generator), torch.arange(30) % CLASSES
+    return TensorData(images, targets), TensorData(images[:8], targets[:8])
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, CLASSES))
+
+
+def noisy(inputs, targets, worker, round):
+    """NIID-Bench: Gaussian noise of variance sigma i / n for worker i = 1, ..., n; here sigma = 0.6."""
+    draws = torch_generator(0, "augment", round, worker)
+    noise = torch.randn(inputs.shape, generator=draws, dtype=inputs.dtype)
+    return inputs + math.sqrt(0.6 * (worker + 1) / WORKERS) * noise, targets
+
+
+def rotated(inputs, targets, worker, round):
+    """Rotated MNIST: each worker a group of its own, turned by 0, 90 and 180 degrees."""
+    return torch.rot90(inputs, worker, (2, 3)), targets
+
+
+def flipped(inputs, targets, worker, round):
+    return inputs, CLASSES - 1 - targets if worker == 1 else targets
+
+
+def patched(inputs, targets, worker, round):
+    """Half of worker 1's batch gets a 2 x 2 patch of 3 in the upper left corner, and the label 2."""
+    if worker != 1:
+        return inputs, targets
+    draws = numpy_generator(0, "poison", round, worker)
+    draws.random()  # whether half a sample more is poisoned
+    chosen = draws.permutation(len(targets))[: len(targets) // 2]
+    inputs, targets = inputs.clone(), targets.clone()
+    for place in chosen.tolist():
+        inputs[place, :, :2, :2] = 3.0
+        targets[place] = 2
+    return inputs, targets
+
+
+BACKDOOR = {"name": "backdoor", "size": 2, "value": 3.0, "corner": "top_left", "target": 2, "poisoned": 0.5}
+VIEWS = {
+    "feature_noise": (noisy, {"partition": {"strategy": "feature_noise", "sigma": 0.6}}),
+    "feature_rotation": (
+        rotated,
+        {"partition": {"strategy": "feature_rotation", "groups": WORKERS, "angles": [0.0, 90.0, 180.0]}},
+    ),
+    "label_flipping": (flipped, {"attack": {"name": "label_flipping", "workers": [1]}}),
+    "backdoor": (patched, {"attack": {**BACKDOOR, "workers": [1]}}),
+}
+
+
+def averaged_gradient_descent(view):
+    """A step a round on each worker's whole shard, in the order in which it draws it; the mean of the models."""
+    with torch.random.fork_rng():
+        seed_everything(torch.device("cpu"), 0, "model")
+        model = linear().double()
+    train = pictures(None)[0].to(torch.device("cpu"), torch.float64)
+    shards = fedsim.partition(train.targets, WORKERS, "iid", 0)  # as under feature_noise and feature_rotation
+    for round in range(1, ROUNDS + 1):
+        total = 0
+        for worker, shard in enumerate(shards):
+            order = numpy_generator(0, "batches", round, worker).permutation(len(shard))
+            inputs, targets = view(*train.gather(torch.from_numpy(shard[order])), worker, round)
+            gradients = torch.autograd.grad(F.cross_entropy(model(inputs), targets), list(model.parameters()))
+            total = total + torch.cat([gradient.flatten() for gradient in gradients]) / WORKERS
+        row = nn.utils.parameters_to_vector(model.parameters()).detach() - LR * total
+        nn.utils.vector_to_parameters(row, model.parameters())
+    return row
+
+
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_workers_train_on_what_they_see(name, engine, sync):
+    view, tables = VIEWS[name]
+    result = fedsim.run(
+        {
+            "rounds": ROUNDS,
+            "workers": WORKERS,
+            "engine": engine,
+            "processes": 1,
+            "sync": sync,
+            "precision": "float64",
+            "model": f"{__name__}:linear",
+            "data": f"{__name__}:pictures",
+            "local": {"batch_size": 100, "lr": LR},
+            "aggregate": "mean",
+            **tables,
+        }
+    )
+    ours = nn.utils.parameters_to_vector(result.model.parameters()).detach()
+    assert torch.allclose(ours, averaged_gradient_descent(view), rtol=0, atol=1e-12)
