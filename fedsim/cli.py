@@ -26,7 +26,7 @@ from fedsim.errors import (
     show,
     warnings_as_lines,
 )
-from fedsim.listing import PLUGS, list_plugs
+from fedsim.listing import PLUGS, describe_plug, list_plugs
 from fedsim.notices import notice_if_slow
 from fedsim.system.files import is_file
 from fedsim.system.interrupts import Terminated, exit_on_interrupt, signals_as_exceptions
@@ -274,15 +274,24 @@ def report(
 
 @app.command("list")
 def list_command(
-    kind: Annotated[str | None, typer.Argument(help=f"One of: {', '.join(KINDS)}.", show_default=False)] = None,
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KIND|NAME|MODULE:NAME",
+            help=f"A kind ({', '.join(KINDS)}), or one plug, such as krum or your own my_rules:clipped_mean, with its "
+            "whole docstring.",
+            show_default="all",
+        ),
+    ] = None,
 ) -> None:
-    """List every plug with its parameters and defaults, and the experiments that come with fedsim, one line each."""
+    """List plugs with their parameters and defaults, and the experiments that come with fedsim, one line each."""
     with _errors_as_lines():
-        if kind is not None and kind not in KINDS:
-            raise ExperimentError(f"{show(kind)}: no such kind; {nearest(kind, KINDS)}")
-        plugs = [each for each in PLUGS if kind in (None, each)]
+        if what is not None and what not in KINDS:
+            print(describe_plug(what, KINDS))
+            return
+        plugs = [each for each in PLUGS if what in (None, each)]
         blocks = [list_plugs(plugs, terminal_columns())] if plugs else []
-        if kind in (None, EXPERIMENTS):
+        if what in (None, EXPERIMENTS):
             blocks.append(list_experiments(terminal_columns()))
         print("\n\n".join(blocks))
 

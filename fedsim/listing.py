@@ -6,9 +6,9 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fedsim.errors import show
+from fedsim.errors import ExperimentError, nearest, one_line, show
 from fedsim.wrapping import hang
 
 if TYPE_CHECKING:
@@ -103,6 +103,44 @@ def list_plugs(kinds: Iterable[str], columns: int | None = None) -> str:
                 lines.append(textwrap.indent(described, " " * (WIDTH + 3)))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+def describe_plug(name: str, kinds: Iterable[str] = PLUGS) -> str:
+    """The plugs with this name, or the one that an import path leads to, with parameters and docstring.
+
+    `kinds` are what else a name may be, for the hint of an error. Raises ExperimentError if there is no such plug, or the
+    path cannot be imported.
+    """
+    if ":" in name:
+        return _described(*_imported(name))
+    found = [(kind, plug) for kind in PLUGS for plug in registry_of(kind)]
+    blocks = [
+        _described(f"{name} ({PLUGS[kind][0]})", plug.target, describe_parameters(plug))
+        for kind, plug in found
+        if plug.name == name
+    ]
+    if not blocks:
+        known = dict.fromkeys([*kinds, *(plug.name for _, plug in found)])
+        raise ExperimentError(f"{show(name)}: no such kind or plug; {nearest(name, known)}")
+    return "\n\n".join(blocks)
+
+
+def _imported(path: str) -> tuple[str, Any]:
+    """The head of what is shown of an imported plug, its path and parameters, and the plug."""
+    from fedsim.registry import import_object
+
+    try:
+        target = import_object(path)
+        signature = inspect.signature(target)
+    except Exception as error:
+        raise ExperimentError(f"{show(path)}: cannot be imported: {one_line(error)}") from error
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return f"{path}{inspect.Signature(bare)}", target
+
+
+def _described(head: str, target: Any, parameters: str = "") -> str:
+    parts = [textwrap.indent(parameters, "  "), textwrap.indent(inspect.getdoc(target) or "no docstring", "  ")]
+    return head + "\n" + "\n\n".join(filter(None, parts))
 
 
 def describe_parameters(plug: Plug) -> str:

@@ -150,6 +150,27 @@ def test_list_takes_a_kind(cli):
     assert 'did you mean "partitions"?' in wrong.stderr
 
 
+def test_list_takes_one_plug_and_shows_its_parameters_and_all_of_its_docstring(cli):
+    done = cli("list", "krum")
+    assert done.stdout.startswith("krum (aggregate.rule)\n  f (required)\n\n  The row with the least sum")
+    assert "  Needs n >= 2f + 3. Ties: the lowest index." in done.stdout
+    both = cli("list", "adam").stdout
+    assert "adam (local.solver)" in both
+    assert "adam (server.optimizer)" in both
+    wrong = cli("list", "krumm")
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert 'did you mean "krum"?' in wrong.stderr
+
+
+def test_list_imports_a_plug_of_your_own(cli):
+    done = cli("list", "tests.plugs:tiny")
+    assert done.exit_code == 0
+    assert done.stdout.startswith("tests.plugs:tiny(root, *, train=")
+    missing = cli("list", "tests.plugs:absent")
+    assert missing.exit_code == 2
+    assert missing.stderr.startswith('error: "tests.plugs:absent": cannot be imported: ')
+
+
 def test_the_front_door_the_module_and_the_script_are_one_program(tmp_path):
     doors = (
         [str(ROOT / "run_experiment.py")],
