@@ -108,8 +108,8 @@ def list_plugs(kinds: Iterable[str], columns: int | None = None) -> str:
 def describe_plug(name: str, kinds: Iterable[str] = PLUGS) -> str:
     """The plugs with this name, or the one that an import path leads to, with parameters and docstring.
 
-    `kinds` are what else a name may be, for the hint of an error. Raises ExperimentError if there is no such plug, or the
-    path cannot be imported.
+    `kinds` are what else a name may be, for the hint of an error. Raises ExperimentError if there is no such plug, or
+    the path cannot be imported.
     """
     if ":" in name:
         return _described(*_imported(name))

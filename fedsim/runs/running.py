@@ -161,7 +161,8 @@ class Books(contextlib.ExitStack):
         super().__init__()
         self._experiment, self._setting, self._folder = experiment, setting, folder
         wanted = folder is not None and experiment.records.tensorboard
-        self._board = self.enter_context(ScalarBoard(folder.path, after=setting.done)) if folder and wanted else None
+        board = ScalarBoard(folder.path, experiment.resolved(), after=setting.done) if folder and wanted else None
+        self._board = self.enter_context(board) if board else None
 
     def begin(self, history: Sequence[RoundRecord]) -> None:
         """Before the first round, or where the records go on that there are."""

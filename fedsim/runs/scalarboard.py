@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.records import RoundRecord
+from fedsim.report.words import label
 from fedsim.runs.progress import mean_staleness
 from fedsim.system.extras import import_extra
 from fedsim.system.files import append_whole, cannot_write
+from fedsim.tables import leaves_of
 
 # Where a number of the record stands in TensorBoard: what comes before the slash groups the charts.
 TAGS = {
@@ -35,16 +37,18 @@ class ScalarBoard:
     """Writes a TensorBoard event file into a folder: `tensorboard --logdir runs` shows it beside those of other runs.
 
     Of a run that is gone on with `after` a round, what an earlier file has of later ones is not shown.
+    `settings`, an experiment as nested tables, are hyperparameters, by which the tab HPARAMS compares runs.
     The file is made with the first round; each round is in it whole, or not at all where it cannot be written
     (TensorBoard's own writer does that in a thread, and loses what goes wrong there).
     Raises MissingPackageError at once where tensorboard is not installed, and RecordError where writing fails.
     """
 
-    def __init__(self, folder: Path, after: int = 0) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], after: int = 0) -> None:
         extra = {"extra": "tensorboard", "purpose": "records.tensorboard = true"}
         self._protocol = import_extra("tensorboard.compat.proto.event_pb2", **extra)
         self._framing = import_extra("tensorboard.summary.writer.record_writer", **extra)
-        self._folder, self._after = folder, after
+        self._hyperparameters = import_extra("tensorboard.plugins.hparams.summary_v2", **extra)
+        self._folder, self._settings, self._after = folder, settings, after
         self._path = folder
         self._file: io.FileIO | None = None
 
@@ -66,7 +70,12 @@ class ScalarBoard:
             raise cannot_write(self._path, error) from error
         head = {"wall_time": time.time(), "file_version": FILE_VERSION}
         begins = {"wall_time": time.time(), "step": self._after + 1, "session_log": {"status": STARTS}}
-        append_whole(self._file, self._path, self._framed([head, begins] if self._after else [head]))
+        settings = {
+            "wall_time": time.time(),
+            "summary": self._hyperparameters.hparams_pb(hyperparameters(self._settings)),
+        }
+        events = [head, begins, settings] if self._after else [head, settings]
+        append_whole(self._file, self._path, self._framed(events))
         return self._file
 
     def _framed(self, events: Iterable[Mapping[str, Any]]) -> bytes:
@@ -84,6 +93,12 @@ class ScalarBoard:
         if self._file is not None:
             with contextlib.suppress(OSError):  # each round has been written
                 self._file.close()
+
+
+def hyperparameters(settings: Mapping[str, Any]) -> dict[str, bool | float | str]:
+    """Settings by dotted key as TensorBoard takes them: truth values, numbers and texts."""
+    found = {key: value for key, value in leaves_of(settings) if value is not None}
+    return {key: value if isinstance(value, (bool, int, float)) else label(value) for key, value in found.items()}
 
 
 def scalars(record: RoundRecord) -> Iterator[tuple[str, float]]:

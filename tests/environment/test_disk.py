@@ -143,11 +143,11 @@ def test_an_event_file_that_cannot_be_written_is_a_record_error(tiny_experiment,
     record = fedsim.run(tiny_experiment).history[0]
     (tmp_path / "file").write_text("")
     with (
-        ScalarBoard(tmp_path / "file") as board,
+        ScalarBoard(tmp_path / "file", {}) as board,
         pytest.raises(RecordError, match=r"events\.out\..*Not a directory; a file"),
     ):
         board.round(record)
-    with limited(resource.RLIMIT_FSIZE, 100), ScalarBoard(tmp_path) as board:
+    with limited(resource.RLIMIT_FSIZE, 100), ScalarBoard(tmp_path, {}) as board:
         with pytest.raises(RecordError, match=r"events\.out\..*: File too large"):
             board.round(record)
         assert [path.stat().st_size < 100 for path in tmp_path.glob("events*")] == [True]

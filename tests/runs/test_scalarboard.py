@@ -44,6 +44,22 @@ def test_of_a_run_on_the_clock_it_holds_virtual_seconds_updates_and_staleness(ti
     assert 0 < found["asynchronous/staleness"][0][1] < 3
 
 
+def test_the_settings_of_a_run_are_hyperparameters(tiny_experiment, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+
+    rule = ["nnm", "median"]
+    fedsim.run({**tiny_experiment, "aggregate": {"rule": rule}, "records": {"tensorboard": True}}, tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    content = events.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    found = parse_session_start_info_plugin_data(content).hparams
+    assert (found["workers"].number_value, found["engine"].string_value) == (3, "serial")
+    assert found["aggregate.rule"].string_value == "nnm + median"
+    assert "device" in found
+    assert "cohort" not in found, "it is not set"
+
+
 def test_every_round_can_be_seen_as_soon_as_it_is_over(tiny_experiment, tmp_path):
     seen = []
     fedsim.run(
