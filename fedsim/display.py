@@ -18,11 +18,19 @@ from fedsim.preparation import Setting
 from fedsim.records import RoundRecord
 from fedsim.report import columns_of, headline, table_header, table_line
 
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
+
 
 class ProgressBar(tqdm):
     """A progress bar that starts no thread: each round moves it."""
 
     monitor_interval = 0
+
+
+def progress_bar(rounds: int, *, quiet: bool) -> ProgressBar:
+    """A bar over so many rounds with the time left, on stderr; disabled unless somebody is watching."""
+    watched = not quiet and sys.stderr.isatty()
+    return ProgressBar(total=rounds, bar_format=BAR, smoothing=0.05, leave=False, miniters=1, disable=not watched)
 
 
 class Display:
@@ -41,9 +49,8 @@ class Display:
         self._done = self._before = 0  # rounds; and of those, before this time
         self._virtual_seconds: float | None = None
         self._begun = time.perf_counter()
-        watched = not quiet and sys.stderr.isatty()
         self._notice = SlowStepNotice(self._print)
-        self._bar = ProgressBar(total=experiment.rounds, unit="round", leave=False, miniters=1, disable=not watched)
+        self._bar = progress_bar(experiment.rounds, quiet=quiet)
 
     def setup(self, step: str) -> None:
         """Before the first round: what is being done now."""
@@ -60,7 +67,7 @@ class Display:
         self._print(table_header(self._columns))
         self._started = time.perf_counter()
         self._bar.reset()
-        self._bar.update(setting.done)
+        self._bar.n = self._bar.last_print_n = self._bar.initial = setting.done  # the time left counts the others alone
 
     def round(self, record: RoundRecord) -> None:
         self._done, self._virtual_seconds = record["round"], record["virtual_seconds"]

@@ -120,8 +120,9 @@ def describe_plug(name: str, kinds: Iterable[str] = PLUGS) -> str:
         if plug.name == name
     ]
     if not blocks:
-        known = dict.fromkeys([*kinds, *(plug.name for _, plug in found)])
-        raise ExperimentError(f"{show(name)}: no such kind or plug; {nearest(name, known)}")
+        hint = nearest(name, dict.fromkeys([*kinds, *(plug.name for _, plug in found)]))
+        hint = hint if hint.startswith("did you mean") else nearest(name, kinds)  # not the names of all plugs
+        raise ExperimentError(f"{show(name)}: no such kind or plug; {hint}")
     return "\n\n".join(blocks)
 
 

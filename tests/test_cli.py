@@ -160,6 +160,9 @@ def test_list_takes_one_plug_and_shows_its_parameters_and_all_of_its_docstring(c
     wrong = cli("list", "krumm")
     assert (wrong.exit_code, wrong.stdout) == (2, "")
     assert 'did you mean "krum"?' in wrong.stderr
+    unknown = cli("list", "xyzxyz").stderr
+    assert "policies" in unknown
+    assert "krum" not in unknown, "the names of all plugs would be no hint"
 
 
 def test_list_imports_a_plug_of_your_own(cli):
@@ -187,7 +190,7 @@ def test_on_a_terminal_a_bar_shows_rounds_accuracy_and_time_left(tmp_path):
     words = [*QUICK, "model=logistic", "rounds=100", "records.curve=false"]
     out, shown = run_on_a_terminal(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
     assert len(out.splitlines()) == 3 + 100 + 2, "the table goes to stdout, whole"
-    assert re.search(r"\d+/100 \[\d\d:\d\d<\d\d:\d\d, .*accuracy 0\.\d{4}\]", shown)
+    assert re.search(r"\d+ of 100 rounds, \d\d:\d\d left, accuracy 0\.\d{4}", shown)
 
 
 def test_ctrl_c_while_modules_are_imported_is_told_in_one_word(tmp_path):

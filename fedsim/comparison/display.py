@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fedsim.comparison.grid import Grid, PlannedRun
-from fedsim.display import ProgressBar
+from fedsim.display import ProgressBar, progress_bar
 from fedsim.errors import plural
 from fedsim.intervals import fixed
 from fedsim.records import RoundRecord
@@ -49,8 +48,7 @@ class GridDisplay(Watcher):
         self._total = len(todo)
         self._rounds = {run.id: run.experiment.rounds for run in todo}  # that are still to come
         rounds = sum(self._rounds.values())
-        watched = not self._quiet and sys.stderr.isatty()
-        self._bar = ProgressBar(total=rounds, unit="round", leave=False, miniters=1, disable=not watched)
+        self._bar = progress_bar(rounds, quiet=self._quiet)
         axes = " x ".join(f"{len(values)} {key}" for key, values in grid.axes.items())
         self._print(f"{grid.name}: {plural(len(grid.runs), 'run')} ({axes}), {jobs} at a time")
         if len(todo) < len(grid.runs):
@@ -69,7 +67,7 @@ class GridDisplay(Watcher):
 
     def end(self, run: PlannedRun, history: Sequence[RoundRecord], error: str | None) -> None:
         assert self._bar is not None
-        self._bar.update(self._rounds.pop(run.id))  # rounds that a failed run has left
+        self._bar.total -= self._rounds.pop(run.id)  # the rounds that a failed run will not do
         self._ended += 1
         if error is None:
             seconds = sum(sum(record["seconds"].values()) for record in history)

@@ -156,7 +156,7 @@ def test_on_a_terminal_one_bar_counts_the_rounds_of_all_runs(tmp_path):
     words = ["-m", "fedsim", "compare", *SERIAL, "rounds=50", "seed=0,1,2"]
     out, shown = run_on_a_terminal(*words, cwd=tmp_path)
     assert out.count("accuracy 0.") == 3
-    assert re.search(r"\d+/150 \[\d\d:\d\d<\d\d:\d\d, .*\d of 3 runs\]", shown)
+    assert re.search(r"\d+ of 150 rounds, \d\d:\d\d left, \d of 3 runs", shown)
 
 
 def test_policies_are_compared_by_virtual_seconds_and_by_what_a_target_took(cli, tmp_path):

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+
+import fedsim
+from fedsim.comparison import display as of_comparisons
+from fedsim.display import Display, progress_bar
+
+
+class Terminal(io.StringIO):
+    """A stderr that somebody watches."""
+
+    def isatty(self):
+        return True
+
+
+def watched(monkeypatch):
+    """Put a terminal in the place of stderr: here and not in a fixture, after which pytest would replace it."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    return sys.stderr
+
+
+def test_the_bar_says_how_much_time_is_left(monkeypatch):
+    terminal = watched(monkeypatch)
+    with progress_bar(4, quiet=False) as bar:
+        bar.update(2)
+        bar.refresh()
+    assert "2 of 4 rounds" in terminal.getvalue()
+    assert " left" in terminal.getvalue()
+
+
+def test_there_is_no_bar_where_nobody_watches(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with progress_bar(4, quiet=False) as bar:
+        bar.update(2)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_the_time_left_of_a_resumed_run_does_not_count_earlier_rounds(monkeypatch, tiny_experiment, tmp_path):
+    watched(monkeypatch)
+    experiment = {**tiny_experiment, "rounds": 2, "checkpoint": {"every": 1}}
+    fedsim.run(experiment, tmp_path / "run")
+    with Display(fedsim.Experiment(rounds=4), None, quiet=False) as display:
+        states = []
+
+        def on_start(setting):
+            display.start(setting)
+            states.append((display._bar.n, display._bar.initial))
+
+        fedsim.run({**experiment, "rounds": 4}, tmp_path / "run", resume=True, on_start=on_start)
+    assert states == [(2, 2)], "the rate is (n - initial) / seconds"
+
+
+def test_the_rounds_that_a_failed_run_has_left_are_not_counted_as_done(monkeypatch):
+    """They need no time, so as done rounds they would make those to come look faster than they are."""
+    watched(monkeypatch)
+    display = of_comparisons.GridDisplay(None, quiet=False)
+    runs = [SimpleNamespace(id=name, experiment=SimpleNamespace(rounds=10)) for name in ("a", "b")]
+    grid = SimpleNamespace(name="x", axes={"seed": [0, 1]}, runs=runs)
+    with display:
+        display.start(grid, runs, 1)
+        display.round(runs[0], {})
+        display.end(runs[0], [], "failed")
+        assert (display._bar.n, display._bar.total) == (1, 11)
