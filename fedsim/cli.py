@@ -19,6 +19,7 @@ from fedsim.errors import (
     ExperimentError,
     FedsimError,
     WorkerError,
+    closest,
     cut,
     nearest,
     plural,
@@ -44,7 +45,7 @@ BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
 app = typer.Typer(
     name="fedsim",
-    help="Simulate N workers of distributed or federated SGD on one GPU, or one CPU.",
+    help="Simulate distributed and federated SGD with N workers on one GPU or CPU.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -55,8 +56,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG.toml] [KEY=VALUE]...",
-        help="An experiment file, or the name of an experiment that comes with fedsim (`fedsim list experiments`), and "
-        "what to change in it: rounds=5 local.lr=0.1 partition.strategy=iid. Without either: the default experiment.",
+        help="An experiment file, or the name of a built-in experiment (`fedsim list experiments`), and the keys to "
+        "change: rounds=5 local.lr=0.1 partition.strategy=iid. Without a file or name: the default experiment.",
         show_default=False,
     ),
 ]
@@ -65,7 +66,8 @@ AllowImports = Annotated[
     bool,
     typer.Option(
         "--allow-imports",
-        help="Import what files name, as package.module:name: that runs it. Your own words need no leave.",
+        help="Allow files to import Python code by package.module:name. Importing runs that code. Import paths that "
+        "you type on the command line are always allowed.",
     ),
 ]
 
@@ -90,22 +92,24 @@ def run(
     context: typer.Context,
     words: Words = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the records, new or empty.", show_default="runs/NAME-DATE-TIME")
+        Path | None, typer.Option(help="Output folder; it must be new or empty.", show_default="runs/NAME-DATE-TIME")
     ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Go on with the run in this folder, from its newest checkpoint; rounds=N makes it longer. With a "
-            "CONFIG.toml the run begins there if there is none yet.",
+            help="Continue the run in this folder from its newest checkpoint. rounds=N makes the run longer. If the "
+            "folder has no run yet, CONFIG.toml starts one there.",
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved experiment and stop.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the experiment with all its settings, and stop.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the output folder.")] = False,
     allow_imports: AllowImports = False,
 ) -> None:
-    """Run an experiment and keep its records in a folder."""
+    """Run an experiment and write its records to a folder."""
     with _errors_as_lines():
         import fedsim
         from fedsim.engines import engine as engines
@@ -114,7 +118,7 @@ def run(
 
         source, overrides = _source_and_overrides(words or [], context)
         if resume and out:
-            raise ExperimentError("--resume and --out: the records go where they are; leave --out out")
+            raise ExperimentError("--resume and --out: --resume already names the output folder; omit --out")
         experiment = load_experiment(
             source or (resume and experiment_of_run(resume)), overrides, allow_imports=allow_imports
         )
@@ -134,37 +138,41 @@ def compare(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
-            help="An experiment, with a table [grid] or without, and what to vary in it: aggregate.rule=mean,median "
-            "seed=0,1,2. KEY=VALUE sets one value in all runs. Or the folders of comparisons, or of one that was cut "
-            "by --shard: they are put together.",
+            help="An experiment file, and the keys to vary, with their values: aggregate.rule=mean,median seed=0,1,2. "
+            r"A file may list them in its table \[grid]. KEY=VALUE sets one value in all runs. Or folders of "
+            "comparisons, or of the parts of one (--shard), to merge.",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the records: new, empty, or that of the same grid, which is gone on with.",
+            help="Output folder. If it holds the same comparison, the missing runs are done.",
             show_default="runs/NAME-grid-DATE-TIME",
         ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Runs at a time.", show_default="by cores and memory; 1 on a card")
+        int | None, typer.Option(help="Runs at a time.", show_default="by cores and memory; 1 on a GPU")
     ] = None,
     shard: Annotated[
         str | None,
         typer.Option(
-            metavar="I/N", help="Do part I of N (from 0) alone, in shards/I-of-N of the folder.", show_default="all"
+            metavar="I/N",
+            help="Do only part I of N (I counts from 0), in shards/I-of-N of the folder.",
+            show_default="all",
         ),
     ] = None,
     target: Annotated[
         float | None,
-        typer.Option(help="A test accuracy, such as 0.97: say how long it takes to reach it.", show_default="none"),
+        typer.Option(
+            help="A test accuracy, such as 0.97: report the time until a run reaches it.", show_default="none"
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the runs, and stop.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the folder of the records alone.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the output folder.")] = False,
     allow_imports: AllowImports = False,
 ) -> None:
-    """Run an experiment for every combination of some values, and compare: table, CSV and pictures."""
+    """Run an experiment with every combination of values, and compare the results: table, CSV and figures."""
     with _errors_as_lines():
         from fedsim.comparison import load_grid, run_grid
         from fedsim.comparison.axes import describe_point
@@ -176,8 +184,7 @@ def compare(
         if folders:
             if len(folders) < len(words or []) or shard or dry_run:
                 raise ExperimentError(
-                    "folders of comparisons are put together as they are; leave all but --out, --target and "
-                    "--allow-imports out"
+                    "to merge folders of comparisons, give only these folders, --out, --target and --allow-imports"
                 )
             folder = out or (folders[0] if len(folders) == 1 else new_folder_name(f"{folders[0].name}-grid"))
             comparison = gather(folders, folder, target, allow_imports=allow_imports)
@@ -187,7 +194,7 @@ def compare(
                 grid = load_grid(source, words=changes, target=target, allow_imports=allow_imports)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
-                raise ExperimentError("--shard: goes with --out FOLDER, which all parts have in common")
+                raise ExperimentError("--shard: needs --out FOLDER, the same folder for all parts")
             if dry_run:
                 planned = part.of(grid) if part else grid.runs
                 print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
@@ -233,15 +240,17 @@ def replay(
     rules: Annotated[
         str | None,
         typer.Option(
-            help='Which, with commas between: median,krum,["nnm","trimmed_mean"],{rule="multi_krum",m=3}.',
-            show_default="all that can be applied",
+            help='Rules, separated by commas: median,krum,["nnm","trimmed_mean"],{rule="multi_krum",m=3}.',
+            show_default="all rules that apply",
         ),
     ] = None,
-    round: Annotated[int | None, typer.Option(help="Which of the kept rounds.", show_default="the last")] = None,
+    round: Annotated[
+        int | None, typer.Option(help="A round whose updates were recorded.", show_default="the last")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     allow_imports: AllowImports = False,
 ) -> None:
-    """Take one kept round of a run (records.updates=[1,5]) through many rules, and show what each makes of it."""
+    """Apply other rules to a recorded round of a run (records.updates=[1,5]), and compare their results."""
     with _errors_as_lines():
         from fedsim.comparison.axes import split_at_commas
         from fedsim.loading import parse_value
@@ -265,7 +274,7 @@ def report(
     ],
     out: Annotated[Path | None, typer.Option(help="The HTML file.", show_default="report.html in that folder")] = None,
 ) -> None:
-    """Write one HTML page that shows a run or a comparison, and needs nothing else to be looked at."""
+    """Write a self-contained HTML report of a run or a comparison."""
     with _errors_as_lines():
         from fedsim.report import write_report
 
@@ -342,13 +351,14 @@ def _is_folder(word: str) -> bool:
 
 def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
     """What to write instead of `--rounds 3`, or which option was meant."""
-    from fedsim.experiment import keys_called
+    from fedsim.experiment import Experiment, keys_called
 
     option, equals, value = word.partition("=")
-    keys = keys_called(option.lstrip("-").replace("-", "_"))
+    name = option.lstrip("-").replace("-", "_")
+    options = [each for parameter in context.command.params for each in parameter.opts if each.startswith("--")]
+    keys = keys_called(name) or ([] if closest(name, options) else closest(name, Experiment.model_fields))
     if not keys:
-        options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
-        return f"{option}: no such option; {nearest(option.lstrip('-'), [*options, '--help'])}"
+        return f"{option}: no such option; {nearest(name, [*options, '--help'])}"
     value = value if equals else next_word
     words = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
     return f"{option}: no such option; did you mean {words}?"

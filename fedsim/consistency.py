@@ -31,22 +31,25 @@ def problems_with(experiment: Experiment) -> list[str]:
     settings = engine_class.settings(_most_processes(experiment))
     if engine_class.one_process and experiment.processes not in (None, 1):
         lines.append(
-            f'processes = {experiment.processes}: the engine "{experiment.engine}" works in one; engine=spawn has more'
+            f'processes = {experiment.processes}: the engine "{experiment.engine}" uses one process; '
+            "for more use engine=spawn"
         )
     if "timeout" not in settings and not engine_class.ranks and _given(experiment, "timeout"):
-        lines.append(f'timeout = {experiment.timeout}: the engine "{experiment.engine}" waits for nobody; leave it out')
+        lines.append(
+            f'timeout = {experiment.timeout}: the engine "{experiment.engine}" waits for no other process; omit it'
+        )
     lines.extend(_problems_with_ranks(experiment, engine_class))
     if experiment.batched.width is not None and not engine_class.stacks:
         lines.append(
-            f'batched.width = {experiment.batched.width}: the engine "{experiment.engine}" stacks no rows; leave it '
-            "out, or use engine=batched"
+            f'batched.width = {experiment.batched.width}: the engine "{experiment.engine}" does not stack rows; omit '
+            "batched.width, or use engine=batched"
         )
     if experiment.cuda_graphs and "cuda_graphs" not in settings:
-        lines.append(f'cuda_graphs = true: goes with engine=batched, not with "{experiment.engine}"; leave it out')
+        lines.append(f'cuda_graphs = true: needs engine=batched, not "{experiment.engine}"; omit it')
     if experiment.sync == "gradients" and experiment.server != Server():
         lines.append(
             f'server.optimizer = "{experiment.server.optimizer}": with sync = "gradients" the local solver takes the '
-            "step (local.*), so leave [server] out"
+            "step (local.*); omit [server]"
         )
     lines.extend(_problems_with_losses(experiment, engine_class))
     lines.extend(_problems_with_idle_keys(experiment))
@@ -105,17 +108,21 @@ def _problems_with_ranks(experiment: Experiment, engine_class: type[Engine]) -> 
     if not engine_class.ranks:
         if experiment.distributed == Distributed():
             return []
-        return [f'distributed: goes with engine=distributed, not with "{experiment.engine}"; leave [distributed] out']
+        return [f'distributed: needs engine=distributed, not "{experiment.engine}"; omit [distributed]']
     where, lines = f'engine = "{experiment.engine}"', []
     if experiment.processes not in (None, 1):
-        lines.append(f"processes = {experiment.processes}: {where} has as many as the launcher starts; leave it out")
+        lines.append(
+            f"processes = {experiment.processes}: {where} has as many processes as the launcher starts; omit it"
+        )
     if _given(experiment, "timeout"):
-        lines.append(f"timeout = {experiment.timeout}: {where} has distributed.timeout instead")
+        lines.append(f"timeout = {experiment.timeout}: {where} uses distributed.timeout instead")
     if not experiment.policy.bind().in_rounds:
-        lines.append(f"policy.name = {show(experiment.policy.name)}: {where} works in rounds; use another engine")
+        lines.append(
+            f"policy.name = {show(experiment.policy.name)}: {where} only runs synchronous rounds; use another engine"
+        )
     if experiment.batched.width is not None and experiment.distributed.inner != "batched":
         lines.append(
-            f"batched.width = {experiment.batched.width}: {where} stacks no rows without distributed.inner=batched"
+            f"batched.width = {experiment.batched.width}: {where} stacks rows only with distributed.inner=batched"
         )
     lines.extend(_problems_with_hook(experiment))
     return lines
@@ -127,9 +134,9 @@ def _problems_with_hook(experiment: Experiment) -> list[str]:
         return []
     where = f"distributed.hook = {show(hook.name)}"
     if not experiment.rounds_of_gradients:
-        return [f'{where}: is about gradients, and sync = "{experiment.sync}" averages none; leave it out']
+        return [f'{where}: applies to gradients, and sync = "{experiment.sync}" averages none; omit it']
     reason = what_needs_rows(experiment)
-    return [f"{where}: ranks exchange rows of single workers here ({reason}); leave it out"] if reason else []
+    return [f"{where}: ranks exchange rows of single workers here ({reason}); omit it"] if reason else []
 
 
 def what_needs_rows(experiment: Experiment) -> str | None:
@@ -155,12 +162,12 @@ def _problems_with_idle_keys(experiment: Experiment) -> list[str]:
     lines, aggregate, checkpoint = [], experiment.aggregate, experiment.checkpoint
     if aggregate.root_samples != Aggregate().root_samples and not experiment.pipeline.takes("root"):
         lines.append(
-            f"aggregate.root_samples = {aggregate.root_samples}: the rule {experiment.pipeline.name} compares with no "
-            "samples of the server's; leave it out"
+            f"aggregate.root_samples = {aggregate.root_samples}: the rule {experiment.pipeline.name} uses no samples "
+            "of the server; omit it"
         )
     if checkpoint.every == 0 and checkpoint.keep != Checkpoint().keep:
         lines.append(
-            f"checkpoint.keep = {checkpoint.keep}: with checkpoint.every = 0 there are none to keep; leave it out"
+            f"checkpoint.keep = {checkpoint.keep}: with checkpoint.every = 0 there are no checkpoints; omit it"
         )
     return lines
 
@@ -170,17 +177,17 @@ def _problems_with_losses(experiment: Experiment, engine_class: type[Engine]) ->
     policy, retries = experiment.on_worker_failure, experiment.worker_retries
     given = _given(experiment, "on_worker_failure", "worker_retries")
     if engine_class.ranks:
-        why = f'with engine = "{experiment.engine}" the end of a rank ends the run'
-        return [f"{key} = {show(value)}: {why}; leave it out" for key, value in given.items()]
+        why = f'with engine = "{experiment.engine}" a lost rank ends the run'
+        return [f"{key} = {show(value)}: {why}; omit it" for key, value in given.items()]
     if "worker_retries" not in engine_class.settings(_most_processes(experiment)):
-        why = f'the engine "{experiment.engine}" works in one process, and has none to lose'
-        return [f"{key} = {show(value)}: {why}; leave it out" for key, value in given.items()]
+        why = f'the engine "{experiment.engine}" uses one process, so it cannot lose one'
+        return [f"{key} = {show(value)}: {why}; omit it" for key, value in given.items()]
     if policy == "abort" and "worker_retries" in given:
-        return [f'worker_retries = {retries}: with on_worker_failure = "abort" no round is done again; leave it out']
+        return [f'worker_retries = {retries}: with on_worker_failure = "abort" no round is repeated; omit it']
     if policy == "drop" and not experiment.policy.bind().in_rounds:
         return [
-            'on_worker_failure = "drop": goes with synchronous rounds, and policy.name = '
-            f'{show(experiment.policy.name)} has no cohort to go on with; use "retry" or "abort" (clock.departures '
+            'on_worker_failure = "drop": needs synchronous rounds, and policy.name = '
+            f'{show(experiment.policy.name)} has none; use "retry" or "abort" (clock.departures '
             "makes workers leave)"
         ]
     return []
@@ -201,17 +208,17 @@ def _problems_with_rounds(experiment: Experiment) -> list[str]:
     """With which rounds aggregate what."""
     lines, count = [], experiment.gradient_rounds
     if experiment.sync == "post_local" and count is None:
-        lines.append('sync = "post_local": needs gradient_rounds, after how many rounds parameters are averaged')
-    if experiment.sync != "post_local" and count is not None:
         lines.append(
-            f'gradient_rounds = {count}: goes with sync = "post_local", not with "{experiment.sync}"; leave it out'
+            'sync = "post_local": needs gradient_rounds, the number of rounds after which parameters are averaged'
         )
+    if experiment.sync != "post_local" and count is not None:
+        lines.append(f'gradient_rounds = {count}: needs sync = "post_local", not "{experiment.sync}"; omit it')
     elif count is not None and count > experiment.rounds:
         lines.append(f"gradient_rounds = {count}: must be at most rounds, {experiment.rounds}")
     if experiment.rounds_of_gradients and experiment.anchored:
         lines.append(
-            f'local.solver = "{experiment.local.solver}": goes by the row that a worker was sent, which nobody leaves '
-            f'where gradients are averaged (sync = "{experiment.sync}"); use another'
+            f'local.solver = "{experiment.local.solver}": needs local steps, so it does not work with '
+            f'sync = "{experiment.sync}"; use another solver'
         )
     return lines
 
@@ -223,11 +230,11 @@ def _problems_with_weights(experiment: Experiment) -> list[str]:
     pipeline = experiment.pipeline
     where = f"aggregate.weights = {show(weights)}"
     if not pipeline.takes_weights:
-        return [f"{where}: the rule {pipeline.name} has no weighted form; leave them out"]
+        return [f"{where}: the rule {pipeline.name} takes no weights; omit them"]
     if isinstance(weights, list) and len(weights) != experiment.workers:
         return [f"{where}: must be {experiment.workers} numbers, one per worker, not {len(weights)}"]
     if isinstance(weights, list) and weights.count(0) >= experiment.cohort_size:
-        return [f"{where}: so many are zero that a whole cohort of {experiment.cohort_size} can be"]
+        return [f"{where}: too many zeros: all weights of a cohort of {experiment.cohort_size} can be zero"]
     return []
 
 
@@ -236,12 +243,12 @@ def _problems_with_time(experiment: Experiment) -> list[str]:
     lines, policy = [], experiment.policy.bind()
     named = f"policy.name = {show(experiment.policy.name)}"
     if experiment.mode == "rounds" and not policy.in_rounds:
-        lines.append(f"{named}: goes with mode=clock or mode=race")
+        lines.append(f"{named}: needs mode=clock or mode=race")
     if experiment.mode == "race" and policy.in_rounds:
-        lines.append(f'{named}: nobody races in rounds; give a policy, as policy=hogwild, with mode="race"')
+        lines.append(f'{named}: mode="race" needs an asynchronous policy, such as policy=hogwild')
     for table, mode in (("clock", "clock"), ("race", "race")):
         if experiment.mode != mode and _given(experiment, table):
-            lines.append(f"{table}: goes with mode={mode}; leave [{table}] out")
+            lines.append(f"{table}: needs mode={mode}; omit [{table}]")
     if experiment.mode != "rounds" and not policy.in_rounds:
         lines.extend(_problems_with_policy(experiment, policy, named))
     if experiment.mode == "race" and not policy.in_rounds:
@@ -255,11 +262,11 @@ def _problems_with_race(experiment: Experiment, policy: Policy, named: str) -> l
     """What processes that race leave no room for."""
     lines = []
     if engine.get(experiment.engine).target.racing is None:
-        lines.append(f'engine = {show(experiment.engine)}: with mode="race" processes race; use engine=spawn or auto')
+        lines.append(f'engine = {show(experiment.engine)}: mode="race" needs engine=spawn or engine=auto')
     if experiment.batched.width is not None:
-        lines.append(f"batched.width = {experiment.batched.width}: nobody stacks rows in a race; leave it out")
+        lines.append(f"batched.width = {experiment.batched.width}: a race does not stack rows; omit it")
     if experiment.compile and policy.locking == "nothing":
-        lines.append(f"compile = true: {named} trains without, on a row that moves under it; leave it out")
+        lines.append(f"compile = true: {named} does not compile, since other processes change the row; omit it")
     return lines
 
 
@@ -270,53 +277,51 @@ def _problems_with_log(experiment: Experiment, policy: Policy, named: str) -> li
     lines, fields = [], type(experiment.clock).model_fields
     if policy.in_rounds or policy.locking != "server":
         lines.append(
-            f"clock.log = {show(experiment.clock.log)}: {named} leaves no log, which takes a lock of the server"
+            f"clock.log = {show(experiment.clock.log)}: {named} has no log; a log needs a policy that locks the server"
         )
     timed = [key for key in fields if key != "log" and getattr(experiment.clock, key) != fields[key].default]
-    lines.extend(f"clock.{key}: with clock.log nothing takes any time; leave it out" for key in timed)
+    lines.extend(f"clock.{key}: with clock.log no work takes time; omit it" for key in timed)
     return lines
 
 
 def _problems_with_policy(experiment: Experiment, policy: Policy, named: str) -> list[str]:
     """What an asynchronous policy leaves no room for."""
     defaults, lines = type(experiment).model_fields, []
-    out = {"sync": "workers are never in step", "aggregate": "it says itself what becomes of work that arrives"}
+    out = {"sync": "workers are not synchronised", "aggregate": "it applies updates itself"}
     if not policy.steps_server:
-        out["server"] = "it moves the global row itself"
+        out["server"] = "it updates the global row itself"
     for key, reason in out.items():
         allowed = defaults[key].default
         if key == "aggregate":
             allowed = Aggregate(nonfinite=experiment.aggregate.nonfinite)
         if getattr(experiment, key) != allowed:
-            lines.append(f"{named}: {reason}; leave {key} out")
+            lines.append(f"{named}: {reason}; omit {key}")
     if experiment.records.updates:
-        lines.append(f"{named}: has no rounds whose updates could be kept; leave records.updates out")
+        lines.append(f"{named}: has no synchronous rounds, so no updates to record; omit records.updates")
     if experiment.attack.name != "none" and experiment.attack.bind().poison is None:
         lines.append(
-            f"attack.name = {show(experiment.attack.name)}: needs to see the rows of a cohort, which {named} has not; "
-            "attacks on data work"
+            f"attack.name = {show(experiment.attack.name)}: needs the rows of a cohort, and {named} has no cohort; "
+            "use an attack on data, such as label_flipping"
         )
     elif experiment.attack.name != "none" and experiment.attack.bind().alters_rows:
         lines.append(
-            f"attack.name = {show(experiment.attack.name)}: alters rows too, with these parameters, which {named} "
-            "takes as they were trained; leave it at attacks on data"
+            f"attack.name = {show(experiment.attack.name)}: also alters rows with these parameters, which {named} "
+            "does not support; use parameters that alter only data"
         )
     if experiment.cohort_size < experiment.workers and not (policy.samples and experiment.mode == "clock"):
-        lines.append(
-            f"cohort = {experiment.cohort}: with mode={experiment.mode} and {named} all workers are at work; "
-            "leave it out"
-        )
+        lines.append(f"cohort = {experiment.cohort}: with mode={experiment.mode} and {named} all workers work; omit it")
     if policy.work == "gradient" and PRECISIONS[experiment.precision].scales_losses:
         lines.append(
-            f"precision = {show(experiment.precision)}: {named} steps along gradients, which have no scale there"
+            f"precision = {show(experiment.precision)}: {named} uses gradients without loss "
+            "scaling; use another precision"
         )
     if policy.work == "gradient" and experiment.anchored:
         lines.append(
-            f"local.solver = {show(experiment.local.solver)}: goes by the row that a worker was sent, which nobody "
-            f"leaves with {named}; use another"
+            f"local.solver = {show(experiment.local.solver)}: needs local steps, so it does not work "
+            f"with {named}; use another solver"
         )
     if policy.needs_momentum and not experiment.local.bind().start(torch.zeros(1)):
-        lines.append(f"{named}: is about momentum; give local.momentum")
+        lines.append(f"{named}: needs momentum; set local.momentum")
     try:
         policy.check(experiment.cohort_size)
     except ExperimentError as error:
@@ -329,7 +334,7 @@ def _problems_with_departures(experiment: Experiment, policy: Policy) -> list[st
     if not departures:
         return []
     if policy.in_rounds or experiment.cohort_size < experiment.workers:
-        return ["clock.departures: go with an asynchronous policy in which all workers are at work"]
+        return ["clock.departures: need an asynchronous policy and no cohort"]
     wrong = [name for name in departures if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= experiment.workers]
     return [f"clock.departures.{name}: must be a worker, from 0 to {experiment.workers - 1}" for name in wrong]
 
@@ -341,5 +346,7 @@ def _problems_with_attackers(experiment: Experiment) -> list[str]:
     if count >= experiment.workers:
         return [f"attack.workers: {count} of {experiment.workers} workers are Byzantine; at least one must be honest"]
     if experiment.attack.name != "none" and not count:
-        return [f"attack.name = {show(experiment.attack.name)}: nobody attacks; give attack.fraction or attack.workers"]
+        return [
+            f"attack.name = {show(experiment.attack.name)}: no worker attacks; set attack.fraction or attack.workers"
+        ]
     return []

@@ -62,7 +62,7 @@ class Display:
         self._print(headline(setting))
         if setting.done:
             self._done = self._before = setting.done
-            self._print(f"going on after round {setting.done} of {self._bar.total}")
+            self._print(f"continuing after round {setting.done} of {self._bar.total}")
         self._columns = columns_of(setting.experiment)
         self._print(table_header(self._columns))
         self._started = time.perf_counter()
@@ -79,7 +79,7 @@ class Display:
         """Say what the run came to."""
         seconds = time.perf_counter() - self._started
         virtual = "" if self._virtual_seconds is None else f" and {self._virtual_seconds:.1f} virtual seconds"
-        now = f", {self._bar.total - self._before} of them now," if self._before else ""
+        now = f", {self._bar.total - self._before} of them in this session," if self._before else ""
         rounds = plural(self._bar.total, "round")
         self._print(
             f"final test accuracy {fixed(accuracy)} after {rounds}{virtual}{now} in {seconds:.1f} s "

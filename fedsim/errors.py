@@ -190,7 +190,8 @@ def closest(name: str, allowed: Iterable[str]) -> list[str]:
         return [forms[form]]
     found = [each for each in forms if _initials(each) == form or _initials(form) == each]
     if not found and len(form) >= SHORT:
-        found = [each for each in forms if any(word.startswith(form) for word in each.split("_"))]
+        found = [each for each in forms if each.startswith(form)]
+        found = found or [each for each in forms if f"_{form}" in each]
     cutoff = CLOSE if len(form) >= SHORT else CLOSE_OF_SHORT
     found = found or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=cutoff)  # MyNet is not net
     return [forms[each] for each in found]
@@ -218,6 +219,7 @@ def explain(
     """
     lines: list[str] = []
     wanted: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and what would do instead of it
+    keys: dict[str, list[str]] = {}  # by place, of tables
     for problem in error.errors(include_url=False)[:MOST_PROBLEMS]:
         unknown = (
             problem["type"] == "extra_forbidden"
@@ -239,9 +241,11 @@ def explain(
             lines.append(f"{where}: is required")
         else:
             wanted.setdefault(where, (problem["input"], []))[1].append(_requirement(problem["msg"]))
+            if problem["type"] == "model_type":
+                keys[where] = _keys_at(model, location)
     for where, (value, requirements) in wanted.items():
         if not any(other.startswith((f"{where}.", f"{where}[")) for other in wanted):  # what is wrong within says more
-            hint = _of_commas(value, requirements)
+            hint = f"; its keys are {', '.join(keys[where])}" if where in keys else _of_commas(value, requirements)
             lines.append(f"{where} = {show(value)}: must be {' or '.join(requirements)}{hint}")
     lines = list(dict.fromkeys(lines))
     more = error.error_count() - MOST_PROBLEMS

@@ -66,7 +66,7 @@ def load_experiment(
     override(description, words)
     try:
         if isinstance(description.get("grid"), dict):
-            raise ExperimentError("grid: makes this several experiments, for `fedsim compare`")
+            raise ExperimentError("the table [grid] describes several experiments; use fedsim compare")
         with words_of(file_of(source), (value for _, value in words), allowed=allow_imports):
             return experiment_of(description)
     except ExperimentError as error:
@@ -139,14 +139,14 @@ def _refuse_places(experiment: Experiment) -> None:
     init, data = experiment.distributed.init, experiment.data
     if init != Distributed().init and is_strangers(init):
         raise ExperimentError(
-            f"distributed.init = {show(init)}: a file cannot say with whom to meet; say it on the command line"
+            f"distributed.init = {show(init)}: a file may not set this address; set it on the command line"
         )
     if data.root is None or not is_strangers(data.root):
         return
     if leads_out(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.dataset, data.root):
         raise ExperimentError(
-            f"data.root = {show(data.root)}: has no {data.dataset}, and a file cannot have data put outside of the "
-            "working directory; say it on the command line"
+            f"data.root = {show(data.root)}: has no {data.dataset}, and a file may not download data to a folder "
+            "outside the working directory; set it on the command line"
         )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from fedsim.errors import ExperimentError, show
 
-HOW = "a file may name this only with --allow-imports (in Python allow_imports=True), since importing runs it"
+HOW = "a file may import this only with --allow-imports (in Python allow_imports=True), since importing runs code"
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 

@@ -25,7 +25,7 @@ KEYS: dict[str, tuple[str, ...]] = _each(
         "num_rounds n_rounds nb_rounds num_server_rounds communication_rounds comm_rounds "
         "global_rounds global_epochs iterations num_iterations iters nb_steps max_rounds": ("rounds",),
         "max_epochs": ("rounds", "local.epochs"),
-        "num_epochs n_epochs local_epochs epoch client_epochs": ("local.epochs",),
+        "e num_epochs n_epochs local_epochs epoch client_epochs": ("local.epochs",),
         "num_steps local_steps local_iterations local_updates max_steps": ("local.steps",),
         "bs batch batchsize minibatch minibatch_size local_batch_size client_batch_size train_batch_size local_bs": (
             "local.batch_size",
@@ -76,7 +76,7 @@ NAMES: dict[str, tuple[str, ...]] = _each(
         "linear softmax logreg logistic_regression": ("logistic",),
         "lda noniid non_iid niid dir hetero heterogeneous": ("dirichlet",),
         "pathological sort_and_partition": ("shards",),
-        "random uniform homogeneous": ("iid",),
+        "random uniform homogeneous": ("iid", "gaussian"),
         "fashion fmnist fashionmnist": ("fashion_mnist",),
         "signflip signflipping sf reverse_sign": ("sign_flipping",),
         "labelflip labelflipping lf": ("label_flipping",),
@@ -85,7 +85,7 @@ NAMES: dict[str, tuple[str, ...]] = _each(
         "foe inner_product inner_product_manipulation": ("ipm",),
         "zero zeros lazy": ("free_rider",),
         "vmap vectorized": ("batched",),
-        "multiprocessing parallel processes ray": ("spawn",),
+        "multiprocess multiprocessing parallel processes ray": ("spawn",),
         "ddp torchrun": ("distributed",),
         "single sequential": ("serial",),
         "async asynchronous fedasgd": ("asgd", "fedasync"),

@@ -83,9 +83,7 @@ class PlugTable(Table):
         checked = self.plug.check(self.params, self.place, beside=[self.named_by, *own])
         for name, value in checked.items():
             if value is None and self.plug.parameters.model_fields[name].default is not None:
-                raise ExperimentError(
-                    f"{self.place}.{name} = None: experiment files have no word for that; leave it out"
-                )
+                raise ExperimentError(f"{self.place}.{name} = None: TOML cannot express None; omit the key")
         self.plug.bind(checked)  # a dataclass checks what concerns several of its fields as it is made
         self.params.update(checked)
         return self

@@ -176,7 +176,10 @@ def test_bmuf_with_nesterov_sends_workers_the_row_it_looks_ahead_to(tables):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attack": {"name": "alie"}}, 'attack.name = "alie": nobody attacks; give attack.fraction or attack.workers'),
+        (
+            {"attack": {"name": "alie"}},
+            'attack.name = "alie": no worker attacks; set attack.fraction or attack.workers',
+        ),
         ({"attack": {"name": "alie", "workers": [7]}}, r"workers = \[7\]: must be different workers, from 0 to 6"),
         ({"attack": {"name": "alie", "workers": [1, 1]}}, "must be different workers"),
         ({"attack": {"name": "alie", "workers": list(range(7))}}, "7 of 7 workers are Byzantine"),

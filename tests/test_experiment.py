@@ -31,11 +31,11 @@ def lines_of(tables):
         ({"timeout": float("inf")}, "timeout = inf: must be a finite number"),
         ({"precision": "half"}, 'precision = "half": must be "float32", "float64", "tf32", "bf16" or "float16"'),
         ({"sync": "weights"}, 'sync = "weights": must be "parameters", "gradients" or "post_local"'),
-        ({"sync": "post_local"}, 'sync = "post_local": needs gradient_rounds, after how many rounds parameters are'),
-        ({"gradient_rounds": 2}, 'gradient_rounds = 2: goes with sync = "post_local", not with "parameters"; leave it'),
+        ({"sync": "post_local"}, 'sync = "post_local": needs gradient_rounds, the number of rounds after which'),
+        ({"gradient_rounds": 2}, 'gradient_rounds = 2: needs sync = "post_local", not "parameters"; omit it'),
         (
             {"gradient_rounds": 2, "sync": "gradients"},
-            'gradient_rounds = 2: goes with sync = "post_local", not with "gradients"; leave it out',
+            'gradient_rounds = 2: needs sync = "post_local", not "gradients"; omit it',
         ),
         (
             {"gradient_rounds": 11, "sync": "post_local", "rounds": 10},
@@ -44,16 +44,18 @@ def lines_of(tables):
         ({"gradient_rounds": -1, "sync": "post_local"}, "gradient_rounds = -1: must be greater than or equal to 0"),
         (
             {"sync": "gradients", "local": "fedprox"},
-            'local.solver = "fedprox": goes by the row that a worker was sent, which nobody leaves where gradients are '
-            'averaged (sync = "gradients"); use another',
+            'local.solver = "fedprox": needs local steps, so it does not work with sync = "gradients"; use another',
         ),
-        ({"sync": "post_local", "gradient_rounds": 1, "local": "fedprox"}, 'local.solver = "fedprox": goes by the row'),
+        (
+            {"sync": "post_local", "gradient_rounds": 1, "local": "fedprox"},
+            'local.solver = "fedprox": needs local steps',
+        ),
         (
             {"mode": "clock", "policy": "asgd", "local": "fedprox"},
-            'local.solver = "fedprox": goes by the row that a worker was sent, which nobody leaves with policy.name = ',
+            'local.solver = "fedprox": needs local steps, so it does not work with policy.name = ',
         ),
         ({"engine": "spwan"}, 'engine = "spwan": no such engine; did you mean "spawn"?'),
-        ({"engine": "serial", "processes": 2}, 'processes = 2: the engine "serial" works in one'),
+        ({"engine": "serial", "processes": 2}, 'processes = 2: the engine "serial" uses one process'),
         ({"wrokers": 4}, 'wrokers = 4: unknown key; did you mean "workers"?'),
         (
             {"name": "../escape"},
@@ -104,27 +106,33 @@ def lines_of(tables):
         ({"local": {"batch_size": 0}}, "local.batch_size = 0: must be greater than 0"),
         ({"local": {"nesterov": True}}, "local.nesterov = true: needs local.momentum > 0"),
         ({"aggregate": {"weights": [1.0]}}, "aggregate.weights = [1.0]: must be 4 numbers"),
-        ({"aggregate": {"weights": [0.0] * 4}}, "aggregate.weights = [0.0, 0.0, 0.0, 0.0]: so many are zero that"),
+        (
+            {"aggregate": {"weights": [0.0] * 4}},
+            "aggregate.weights = [0.0, 0.0, 0.0, 0.0]: too many zeros: all weights",
+        ),
         (
             {"cohort": 2, "aggregate": {"weights": [0, 0, 1, 1]}},
-            "aggregate.weights = [0.0, 0.0, 1.0, 1.0]: so many are zero that",
+            "aggregate.weights = [0.0, 0.0, 1.0, 1.0]: too many zeros: all weights",
         ),
-        ({"engine": "serial", "timeout": 5.0}, 'timeout = 5.0: the engine "serial" waits for nobody; leave it out'),
+        (
+            {"engine": "serial", "timeout": 5.0},
+            'timeout = 5.0: the engine "serial" waits for no other process; omit it',
+        ),
         (
             {"engine": "batched", "processes": 1, "timeout": 5.0},
-            'timeout = 5.0: the engine "batched" waits for nobody; leave it out',
+            'timeout = 5.0: the engine "batched" waits for no other process; omit it',
         ),
         (
             {"aggregate": {"rule": ["nnm", "mean"], "f": 1, "root_samples": 50}},
-            "aggregate.root_samples = 50: the rule nnm + mean compares with no samples of the server's; leave it out",
+            "aggregate.root_samples = 50: the rule nnm + mean uses no samples of the server; omit it",
         ),
         (
             {"checkpoint": {"every": 0, "keep": 5}},
-            "checkpoint.keep = 5: with checkpoint.every = 0 there are none to keep; leave it out",
+            "checkpoint.keep = 5: with checkpoint.every = 0 there are no checkpoints; omit it",
         ),
         (
             {"engine": "distributed", "distributed": {"hook": "tests.plugs:plain_mean"}},
-            'distributed.hook = "tests.plugs:plain_mean": is about gradients, and sync = "parameters" averages none',
+            'distributed.hook = "tests.plugs:plain_mean": applies to gradients, and sync = "parameters" averages none',
         ),
         (
             {
@@ -135,13 +143,13 @@ def lines_of(tables):
         ),
         (
             {"engine": "spawn", "batched": {"width": 3}},
-            'batched.width = 3: the engine "spawn" stacks no rows; leave it out, or use engine=batched',
+            'batched.width = 3: the engine "spawn" does not stack rows; omit batched.width, or use engine=batched',
         ),
         ({"engine": "tests.plugs:tiny"}, 'engine = "tests.plugs:tiny": cannot be used: the argument root is not one'),
         ({"engine": "fedsim.errors:FedsimError"}, 'engine = "fedsim.errors:FedsimError": '),
         (
             {"model": {"name": "tests.plugs:sized", "scale": None}},
-            "model.scale = None: experiment files",
+            "model.scale = None: TOML cannot express None",
         ),
         (
             {"aggregate": {"weights": "smaples"}},
@@ -150,7 +158,7 @@ def lines_of(tables):
         ({"aggregate": {"weights": [1, 1, 1, -1]}}, "aggregate.weights[3] = -1: must be greater than or equal to 0"),
         (
             {"aggregate": {"rule": "tests.plugs:clipped_mean", "weights": "samples"}},
-            'aggregate.weights = "samples": the rule tests.plugs:clipped_mean has no weighted form; leave them out',
+            'aggregate.weights = "samples": the rule tests.plugs:clipped_mean takes no weights; omit them',
         ),
         ({"server": {"optimizer": "sdg"}}, 'server.optimizer = "sdg": no such server optimizer; did you mean "sgd"?'),
         ({"sync": "gradients", "server": "momentum"}, 'server.optimizer = "momentum": with sync = "gradients"'),
@@ -289,25 +297,25 @@ CLOCK = {"mode": "clock"}
     ("tables", "line"),
     [
         ({"mode": "cloak"}, 'mode = "cloak": must be "rounds", "clock" or "race"'),
-        ({"policy": "asgd"}, 'policy.name = "asgd": goes with mode=clock or mode=race'),
-        ({"mode": "race"}, 'policy.name = "sync": nobody races in rounds; give a policy, as policy=hogwild,'),
+        ({"policy": "asgd"}, 'policy.name = "asgd": needs mode=clock or mode=race'),
+        ({"mode": "race"}, 'policy.name = "sync": mode="race" needs an asynchronous policy, such as policy=hogwild'),
         ({"policy": "asdg", **CLOCK}, 'policy.name = "asdg": no such policy; did you mean "asgd"'),
         (
             {"policy": {"name": "asgd", "k": 2}, **CLOCK},
             "policy.k = 2: unknown key (the policy is asgd); k goes with k_sync, k_async, fedbuff",
         ),
-        ({"clock": {"base": 2.0}}, "clock: goes with mode=clock; leave [clock] out"),
-        ({"clock": {"noise": "lognormal"}}, "clock: goes with mode=clock; leave [clock] out"),
-        ({"race": {"runs": 3}}, "race: goes with mode=race; leave [race] out"),
-        ({"race": {"runs": 3}, **CLOCK}, "race: goes with mode=race; leave [race] out"),
+        ({"clock": {"base": 2.0}}, "clock: needs mode=clock; omit [clock]"),
+        ({"clock": {"noise": "lognormal"}}, "clock: needs mode=clock; omit [clock]"),
+        ({"race": {"runs": 3}}, "race: needs mode=race; omit [race]"),
+        ({"race": {"runs": 3}, **CLOCK}, "race: needs mode=race; omit [race]"),
         ({"race": {"runs": 0}}, "race.runs = 0: must be greater than 0"),
         (
             {"mode": "race", "policy": "hogwild", "batched": {"width": 3}},
-            "batched.width = 3: nobody stacks rows in a race; leave it out",
+            "batched.width = 3: a race does not stack rows; omit it",
         ),
         (
             {"mode": "race", "policy": "hogwild", "clock": {"base": 2.0}},
-            "clock: goes with mode=clock; leave [clock] out",
+            "clock: needs mode=clock; omit [clock]",
         ),
         ({"clock": {"base": 0.0}, **CLOCK}, "clock.base = 0.0: must be greater than 0"),
         ({"clock": {"latency": -1.0}, **CLOCK}, "clock.latency = -1.0: must be greater than or equal to 0"),
@@ -318,55 +326,55 @@ CLOCK = {"mode": "clock"}
         ({"clock": {"departures": {"0": -1.0}}, **CLOCK}, "clock.departures.0 = -1.0: must be greater"),
         (
             {"policy": "asgd", "sync": "gradients", **CLOCK},
-            'policy.name = "asgd": workers are never in step; leave sync out',
+            'policy.name = "asgd": workers are not synchronised; omit sync',
         ),
         (
             {"policy": "asgd", "aggregate": "median", **CLOCK},
-            'policy.name = "asgd": it says itself what becomes of work that arrives; leave aggregate out',
+            'policy.name = "asgd": it applies updates itself; omit aggregate',
         ),
         (
             {"policy": "asgd", "server": "momentum", **CLOCK},
-            'policy.name = "asgd": it moves the global row itself; leave server out',
+            'policy.name = "asgd": it updates the global row itself; omit server',
         ),
         (
             {"policy": "fedbuff", "records": {"updates": [1]}, **CLOCK},
-            'policy.name = "fedbuff": has no rounds whose updates could be kept; leave records.updates out',
+            'policy.name = "fedbuff": has no synchronous rounds, so no updates to record; omit',
         ),
         (
             {"policy": "asgd", "attack": {"name": "alie", "fraction": 0.3}, **CLOCK},
-            'attack.name = "alie": needs to see the rows of a cohort, which policy.name = "asgd" has not; attacks on',
+            'attack.name = "alie": needs the rows of a cohort, and policy.name = "asgd" has no cohort; use',
         ),
         (
             {"policy": "fedbuff", "attack": {"name": "backdoor", "gamma": 2.0, "fraction": 0.3}, **CLOCK},
-            'attack.name = "backdoor": alters rows too, with these parameters, which policy.name = "fedbuff" takes as',
+            'attack.name = "backdoor": also alters rows with these parameters, which policy.name = "fedbuff" does',
         ),
         (
             {"policy": "asgd", "cohort": 2, **CLOCK},
-            'cohort = 2: with mode=clock and policy.name = "asgd" all workers are at work; leave it out',
+            'cohort = 2: with mode=clock and policy.name = "asgd" all workers work; omit it',
         ),
         (
             {"policy": "fedbuff", "cohort": 2, "mode": "race"},
-            'cohort = 2: with mode=race and policy.name = "fedbuff" all workers are at work; leave it out',
+            'cohort = 2: with mode=race and policy.name = "fedbuff" all workers work; omit it',
         ),
         (
             {"policy": "asgd", "precision": "float16", **CLOCK},
-            'precision = "float16": policy.name = "asgd" steps along gradients, which have no scale there',
+            'precision = "float16": policy.name = "asgd" uses gradients without loss scaling',
         ),
         (
             {"policy": "asgd", "local": "fedprox", **CLOCK},
-            'local.solver = "fedprox": goes by the row that a worker was sent, which nobody leaves with policy.name = ',
+            'local.solver = "fedprox": needs local steps, so it does not work with policy.name = ',
         ),
-        ({"policy": "eamsgd", **CLOCK}, 'policy.name = "eamsgd": is about momentum; give local.momentum'),
+        ({"policy": "eamsgd", **CLOCK}, 'policy.name = "eamsgd": needs momentum; set local.momentum'),
         ({"policy": {"name": "k_sync", "k": 5}, **CLOCK}, "policy.k = 5: must be at most the 4 workers at work"),
         ({"policy": {"name": "backup", "backups": 4}, **CLOCK}, "policy.backups = 4: must be fewer than the 4 workers"),
         ({"policy": {"name": "async_local_sgd", "c": 0.3}, **CLOCK}, "policy.c = 0.3: must be at most 1/n, 1/4"),
         (
             {"clock": {"departures": {"1": 2.0}}, **CLOCK},
-            "clock.departures: go with an asynchronous policy in which all workers are at work",
+            "clock.departures: need an asynchronous policy and no cohort",
         ),
         (
             {"policy": "fedasync", "cohort": 2, "clock": {"departures": {"1": 2.0}}, **CLOCK},
-            "clock.departures: go with an asynchronous policy in which all workers are at work",
+            "clock.departures: need an asynchronous policy and no cohort",
         ),
         (
             {"policy": "asgd", "clock": {"departures": {"4": 2.0}}, **CLOCK},

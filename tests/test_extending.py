@@ -59,7 +59,8 @@ def test_the_virtual_partition_of_the_document_has_a_million_workers_and_learns(
     done = CliRunner().invoke(app, [*commands()[2], "engine=serial", "--out", "run"])
     assert done.exit_code == 0, done.output
     assert (
-        "1000000 workers, 10 per round, 40 samples each (my_plugs:favourite, as seen in 1,000 of them)" in done.stdout
+        "1,000,000 workers, 10 per round, 40 samples each (my_plugs:favourite, estimated from 1,000 workers)"
+        in done.stdout
     )
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 

@@ -232,7 +232,7 @@ def test_every_experiment_of_the_project_loads(path):
 
 
 def test_a_grid_is_no_single_experiment():
-    with pytest.raises(ExperimentError, match="^grid: makes this several experiments, for `fedsim compare`$"):
+    with pytest.raises(ExperimentError, match="describes several experiments; use fedsim compare$"):
         load_experiment({"grid": {"seed": [0, 1]}})
 
 

@@ -26,6 +26,7 @@ WORDS = [
     ("save=false", "records.model=false"),
     ("test_every=5", "the model is tested after every round"),
     ("local.workers=8", "workers is a top-level key"),
+    ("checkpoint=true", "checkpoint = true: must be a table; its keys are every, keep"),
     ("xyzzy=3", f"xyzzy = 3: unknown key; {ALLOWED}name, seed, rounds"),
     # names
     ("aggregate.rule=medain", 'no such aggregation rule; did you mean "median"?'),
@@ -43,6 +44,7 @@ WORDS = [
     ("--lr=0.1", "--lr: no such option; did you mean local.lr=0.1 or server.lr=0.1?"),
     ("--clients 10", "--clients: no such option; did you mean workers=10?"),
     ("--batch-size 3", "did you mean local.batch_size=3?"),
+    ("--round 3", "did you mean rounds=3?"),
     ("--gpu", "--gpu: no such option; write device=cuda"),
     ("--dryrun", 'did you mean "--dry-run"?'),
     ("-v", f"{ALLOWED}--out, --resume"),
@@ -107,7 +109,7 @@ FOLDERS = [
         "--resume .",
         ".: is not a run folder (no experiment.toml); to start a new run there, name an experiment file too",
     ),
-    ("--resume x --out y", "leave --out out"),
+    ("--resume x --out y", "omit --out"),
 ]
 
 

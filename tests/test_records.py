@@ -97,7 +97,7 @@ def test_of_a_virtual_population_a_sample_of_workers_is_on_record(tiny_experimen
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (environment["smallest_shard"], environment["largest_shard"]) == (min(sizes), max(sizes)) == (1, 30)
     assert environment["workers_looked_at"] == 1000
-    assert "1 to 30 samples each (tests.plugs:some, as seen in 1,000 of them)" in lines[0]
+    assert "1 to 30 samples each (tests.plugs:some, estimated from 1,000 workers)" in lines[0]
     shards = partition_shards(tiny(None)[0].targets, 10**6, "tests.plugs:some", tiny_experiment.get("seed", 0))
     assert sizes == [shards.size(worker) for worker in partition["workers"]]
 

@@ -48,7 +48,7 @@ def test_the_parameters_are_checked_and_filled_in_with_the_plugs_defaults():
         ({"minuts": 3}, 'bake.minuts = 3: unknown key (the oven is gas); did you mean "minutes"?'),
         ({"degrees": "hot"}, 'bake.degrees = "hot": must be a valid number'),
         ({"oven": f"{__name__}:hasty"}, "bake.minutes: is a key of every [bake]; give the parameter of"),
-        ({"oven": f"{__name__}:vague", "turns": None}, "bake.turns = None: experiment files have no word for that"),
+        ({"oven": f"{__name__}:vague", "turns": None}, "bake.turns = None: TOML cannot express None"),
     ],
 )
 def test_what_does_not_go_with_the_plug_is_one_line(keys, line):

@@ -52,7 +52,7 @@ class GridDisplay(Watcher):
         axes = " x ".join(f"{len(values)} {key}" for key, values in grid.axes.items())
         self._print(f"{grid.name}: {plural(len(grid.runs), 'run')} ({axes}), {jobs} at a time")
         if len(todo) < len(grid.runs):
-            self._print(f"{len(grid.runs) - len(todo)} of them are finished already")
+            self._print(f"{len(grid.runs) - len(todo)} of them were finished before")
 
     def round(self, run: PlannedRun, record: RoundRecord) -> None:
         assert self._bar is not None
@@ -88,9 +88,7 @@ class GridDisplay(Watcher):
         if self._ended and self._folder:
             done = self._ended - self._failed
             with contextlib.suppress(OSError):  # that stdout is closed may be what ended it
-                self._print(
-                    f"{done} of {self._total} runs are in {self._folder}; --out {self._folder} goes on from there"
-                )
+                self._print(f"{done} of {self._total} runs are in {self._folder}; continue with --out {self._folder}")
 
     def _print(self, line: str) -> None:
         if not self._quiet:

@@ -224,7 +224,7 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
     notes = [f"test accuracy after the last round, {means}{paired}"]
     if any(row.mark for row in summary):
         within = f" among equal {', '.join(grid.compared[1:])}" if len(grid.compared) > 1 else ""
-        tie = "; ~ not told apart from it: the interval of the paired difference includes 0" if seeds > 1 else ""
+        tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
         notes.append(f"* best{within}{tie}")
     failed = [run for run in runs if run.error is not None]
     if grid.target is not None:

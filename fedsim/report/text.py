@@ -68,9 +68,9 @@ def headline(setting: Setting) -> str:
     experiment = setting.experiment
     smallest, largest = min(setting.shard_sizes), max(setting.shard_sizes)
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
-    seen = "" if setting.looked_at is None else f", as seen in {len(setting.looked_at):,} of them"
-    at_work = "per round" if experiment.policy.bind().in_rounds else "at work at a time"
-    cohort = f", {experiment.cohort_size} {at_work}" if experiment.cohort_size < experiment.workers else ""
+    seen = "" if setting.looked_at is None else f", estimated from {len(setting.looked_at):,} workers"
+    at_work = "per round" if experiment.policy.bind().in_rounds else "at a time"
+    cohort = f", {experiment.cohort_size:,} {at_work}" if experiment.cohort_size < experiment.workers else ""
     byzantine = experiment.attack.count(experiment.workers)
     attackers = f", {byzantine} of them Byzantine ({experiment.attack.name})" if byzantine else ""
     processes = f", {setting.how['processes']} processes" if setting.how["processes"] > 1 else ""
@@ -79,7 +79,7 @@ def headline(setting: Setting) -> str:
     return (
         f"{experiment.name}: {experiment.data.dataset} ({samples}), "
         f"{experiment.model.name} ({setting.parameters:,} parameters)\n"
-        f"{experiment.workers} workers{attackers}{cohort}, {shards} samples each "
+        f"{experiment.workers:,} workers{attackers}{cohort}, {shards} samples each "
         f"({experiment.partition.strategy}{seen}); "
         f"{_what_happens(experiment)}; "
         f"{setting.how.get('engine', experiment.engine)}{processes}{width} "

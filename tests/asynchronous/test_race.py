@@ -268,16 +268,16 @@ def test_lost_updates_are_counted_and_under_a_lock_there_are_none():
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        ({"engine": "serial"}, 'engine = "serial": with mode="race" processes race; use engine=spawn or auto'),
-        ({"engine": "batched"}, 'engine = "batched": with mode="race" processes race; use engine=spawn or auto'),
+        ({"engine": "serial"}, 'engine = "serial": mode="race" needs engine=spawn or engine=auto'),
+        ({"engine": "batched"}, 'engine = "batched": mode="race" needs engine=spawn or engine=auto'),
         (
             {"compile": True},
-            'compile = true: policy.name = "hogwild" trains without, on a row that moves under it; leave it out',
+            'compile = true: policy.name = "hogwild" does not compile, since other processes change the row; omit it',
         ),
         ({"race": {"runs": 0}}, "race.runs = 0: must be greater than 0"),
-        ({"clock": {"base": 2.0}}, "clock: goes with mode=clock; leave [clock] out"),
-        ({"cohort": 2}, 'cohort = 2: with mode=race and policy.name = "hogwild" all workers are at work; leave it out'),
-        ({"policy": "sync"}, 'policy.name = "sync": nobody races in rounds; give a policy, as policy=hogwild, with'),
+        ({"clock": {"base": 2.0}}, "clock: needs mode=clock; omit [clock]"),
+        ({"cohort": 2}, 'cohort = 2: with mode=race and policy.name = "hogwild" all workers work; omit it'),
+        ({"policy": "sync"}, 'policy.name = "sync": mode="race" needs an asynchronous policy, such as policy=hogwild'),
     ],
 )
 def test_what_does_not_go_with_a_race_is_told_in_a_line(tables, line):

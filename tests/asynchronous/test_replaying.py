@@ -141,11 +141,11 @@ def test_a_log_that_is_not_there_is_told_in_a_line(tmp_path):
         *(
             (
                 {"policy": name},
-                f'clock.log = "x": policy.name = "{name}" leaves no log, which takes a lock of the server',
+                f'clock.log = "x": policy.name = "{name}" has no log; a log needs a policy that locks the server',
             )
             for name in ("hogwild", "gossip", "sync")
         ),
-        ({"clock": {"log": "x", "base": 2.0}}, "clock.base: with clock.log nothing takes any time; leave it out"),
+        ({"clock": {"log": "x", "base": 2.0}}, "clock.base: with clock.log no work takes time; omit it"),
     ],
 )
 def test_what_does_not_go_with_a_log_is_told_in_a_line(tables, line):

@@ -125,7 +125,7 @@ def test_a_signal_ends_everything_at_once_and_the_same_command_goes_on(cli, tmp_
     out, error = process.communicate(timeout=20)
     assert time.monotonic() - sent < 5
     assert (process.returncode, error.strip()) == (code, word)
-    assert re.search(r"\d of 8 runs are in x; --out x goes on from there\n$", out)
+    assert re.search(r"\d of 8 runs are in x; continue with --out x\n$", out)
     assert_none_left(process.pid)
     before = finished_runs(tmp_path / "x")
     assert len(before) >= 2

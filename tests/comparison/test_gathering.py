@@ -97,5 +97,5 @@ def test_a_part_that_does_not_exist_is_refused(cli, text):
 
 
 def test_a_part_needs_a_folder_and_a_comparison_has_no_ranks(cli):
-    assert "goes with --out FOLDER" in cli("compare", *WORDS, "seed=0,1", "--shard", "0/2").stderr
+    assert "needs --out FOLDER" in cli("compare", *WORDS, "seed=0,1", "--shard", "0/2").stderr
     assert "--shard i/n" in cli("compare", *WORDS, "engine=distributed", "seed=0,1").stderr

@@ -112,7 +112,7 @@ def test_on_a_cpu_it_is_refused(tiny_experiment):
 
 @pytest.mark.parametrize("engine", ["serial", "spawn", "auto"])
 def test_it_goes_with_the_engine_that_has_stacks(engine, tiny_experiment):
-    with pytest.raises(fedsim.ExperimentError, match=f'goes with engine=batched, not with "{engine}"; leave it out'):
+    with pytest.raises(fedsim.ExperimentError, match=f'needs engine=batched, not "{engine}"; omit it'):
         fedsim.Experiment(**{**tiny_experiment, "engine": engine, "cuda_graphs": True})
     fedsim.Experiment(**{**tiny_experiment, "engine": engine, "cuda_graphs": False})
 

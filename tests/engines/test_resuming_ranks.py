@@ -35,7 +35,7 @@ def test_under_max_restarts_a_run_whose_rank_was_killed_ends_as_if_it_had_not_be
     fails = ("model=tests.plugs:FailsInRankOnce", "model.how=kill", "model.after=20")
     out, errors = ranks(2, *WORDS, *fails, "--resume", "run", cwd=tmp_path, restarts=1)
     assert "ended without a word" in errors
-    assert "going on after round 2 of 5" in out
+    assert "continuing after round 2 of 5" in out
     ranks(2, *WORDS, *fails, "model.rank=9", "--resume", "whole", cwd=tmp_path)
     assert torch.equal(model_of(tmp_path / "run"), model_of(tmp_path / "whole"))
 

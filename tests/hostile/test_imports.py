@@ -77,7 +77,7 @@ def test_a_file_names_no_import_path(here, kind, name):
         fedsim.load_experiment(write(here / "sub" / "x.toml", NAMED[kind], name))
     (line,) = caught.value.lines
     assert line.startswith(f"{here}/sub/x.toml: {key.partition('.')[0]}")
-    assert f'"{name}": a file may name this only with --allow-imports (in Python allow_imports=True)' in line
+    assert f'"{name}": a file may import this only with --allow-imports (in Python allow_imports=True)' in line
     assert "canary" not in sys.modules
 
 
@@ -218,7 +218,7 @@ def test_a_run_folder_is_a_strangers_too(cli, here):
 def test_a_file_does_not_have_data_put_elsewhere(here, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     file = write(here / "x.toml", {"data": {"dataset": "mnist", "root": str(elsewhere)}})
-    with pytest.raises(ExperimentError, match="has no mnist, and a file cannot have data put outside of the working"):
+    with pytest.raises(ExperimentError, match="has no mnist, and a file may not download data to a folder outside the"):
         fedsim.load_experiment(file)
     assert fedsim.load_experiment(file, [f"data.root={elsewhere}"]).data.root == str(elsewhere)
     assert fedsim.load_experiment(write(here / "x.toml", {"data": {"dataset": "mnist", "root": "data"}}))
@@ -232,7 +232,7 @@ def test_a_file_does_not_have_data_put_elsewhere(here, tmp_path_factory):
 
 def test_a_file_does_not_say_with_whom_ranks_meet(here):
     tables = {"engine": "distributed", "distributed": {"init": "tcp://example.org:80"}}
-    with pytest.raises(ExperimentError, match="distributed.init = .*: a file cannot say with whom to meet"):
+    with pytest.raises(ExperimentError, match="distributed.init = .*: a file may not set this address"):
         fedsim.load_experiment(write(here / "x.toml", tables))
     there = fedsim.load_experiment(here / "x.toml", ["distributed.init=tcp://example.org:80"])
     assert there.distributed.init == "tcp://example.org:80"

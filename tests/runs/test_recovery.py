@@ -449,11 +449,11 @@ def test_the_servers_own_row_is_found_whoever_is_left_out():
     [
         (
             {"mode": "clock", "policy": "fedbuff"},
-            'on_worker_failure = "drop": goes with synchronous rounds, and policy.name = "fedbuff" has no cohort',
+            'on_worker_failure = "drop": needs synchronous rounds, and policy.name = "fedbuff" has none',
         ),
         (
             {"mode": "race", "policy": "hogwild"},
-            'on_worker_failure = "drop": goes with synchronous rounds, and policy.name = "hogwild" has no cohort',
+            'on_worker_failure = "drop": needs synchronous rounds, and policy.name = "hogwild" has none',
         ),
     ],
 )
@@ -469,17 +469,17 @@ LOSSES = [{"on_worker_failure": "abort"}, {"on_worker_failure": "drop"}, {"worke
 @pytest.mark.parametrize(
     ("tables", "why"),
     [
-        ({"engine": "serial"}, 'the engine "serial" works in one process, and has none to lose'),
-        ({"engine": "serial", "mode": "clock"}, 'the engine "serial" works in one process, and has none to lose'),
-        ({"engine": "batched", "processes": 1}, 'the engine "batched" works in one process, and has none to lose'),
-        ({"engine": "batched", "workers": 1}, 'the engine "batched" works in one process, and has none to lose'),
+        ({"engine": "serial"}, 'the engine "serial" uses one process, so it cannot lose one'),
+        ({"engine": "serial", "mode": "clock"}, 'the engine "serial" uses one process, so it cannot lose one'),
+        ({"engine": "batched", "processes": 1}, 'the engine "batched" uses one process, so it cannot lose one'),
+        ({"engine": "batched", "workers": 1}, 'the engine "batched" uses one process, so it cannot lose one'),
         ({"engine": "distributed"}, 'with engine = "distributed" the end of a rank ends the run'),
     ],
 )
 def test_what_is_said_of_losses_is_refused_where_nothing_can_be_lost(tables, why, given):
     (key, value), *_ = given.items()
     shown = f'"{value}"' if isinstance(value, str) else value
-    with pytest.raises(fedsim.ExperimentError, match=f"^{re.escape(f'{key} = {shown}: {why}; leave it out')}$"):
+    with pytest.raises(fedsim.ExperimentError, match=f"^{re.escape(f'{key} = {shown}: {why}; omit it')}$"):
         fedsim.Experiment(**tables, **given)
 
 
@@ -491,7 +491,7 @@ def test_each_of_both_keys_has_its_line():
 
 @pytest.mark.parametrize("engine", ["auto", "spawn", "batched"])
 def test_whoever_aborts_retries_nothing(engine):
-    line = 'worker_retries = 5: with on_worker_failure = "abort" no round is done again; leave it out'
+    line = 'worker_retries = 5: with on_worker_failure = "abort" no round is repeated; omit it'
     with pytest.raises(fedsim.ExperimentError, match=f"^{re.escape(line)}$"):
         fedsim.Experiment(engine=engine, on_worker_failure="abort", worker_retries=5)
 
@@ -520,8 +520,8 @@ def test_in_a_grid_the_points_are_named_that_have_nothing_to_lose():
     with pytest.raises(fedsim.ExperimentError) as caught:
         load_grid(tables, {"engine": ["serial", "spawn"], "seed": [0, 1]}, ["worker_retries=5"])
     assert caught.value.lines == (
-        'engine=serial seed=0: worker_retries = 5: the engine "serial" works in one process, and has none to lose; '
-        "leave it out (and 1 more of 4 runs)",
+        'engine=serial seed=0: worker_retries = 5: the engine "serial" uses one process, so it cannot lose one; '
+        "omit it (and 1 more of 4 runs)",
     )
     variants = [{"label": "here", "engine": "serial"}, {"label": "there", "engine": "spawn", "worker_retries": 5}]
     assert len(load_grid({"workers": 3}, {"variant": variants}).runs) == 2

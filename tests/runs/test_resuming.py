@@ -240,8 +240,8 @@ def test_the_command_line_goes_on_too(tmp_path, cli):
     assert cli("run", *words, "rounds=2", "--out", "run").exit_code == 0
     result = cli("run", "--resume", "run", "rounds=5", "--allow-imports")
     assert result.exit_code == 0
-    assert "going on after round 2 of 5\n" in result.stdout
-    assert "after 5 rounds, 3 of them now, in " in result.stdout
+    assert "continuing after round 2 of 5\n" in result.stdout
+    assert "after 5 rounds, 3 of them in this session, in " in result.stdout
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
     refused = cli("run", "--resume", "run", "seed=7", "--allow-imports")
     assert refused.stderr == "error: run: holds another experiment: seed: 0 there, 7 here\n"
@@ -407,7 +407,7 @@ def test_killed_with_all_its_processes_in_some_round_it_ends_the_same(cli, tmp_p
     assert round <= len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 100
     done = cli(*words, "engine=serial", "--resume", "run")
     assert done.exit_code == 0, done.output
-    assert "going on after round " in done.stdout
+    assert "continuing after round " in done.stdout
     assert_the_same(tmp_path / "run", tmp_path / "whole")
 
 
