@@ -53,7 +53,7 @@ def test_where_nothing_was_applied_there_is_no_staleness():
             {"mode": "clock", "policy": "ssp", "clock": {"noise": "lognormal", "speed": "linear"}},
             "; ssp (s = 3) on the virtual clock (linear speeds, lognormal noise); ",
         ),
-        ({"mode": "clock", "policy": "fedbuff", "cohort": 2}, "3 workers, 2 at work at a time, "),
+        ({"mode": "clock", "policy": "fedbuff", "cohort": 2}, "3 workers, 2 at a time, "),
         ({"cohort": 2}, "3 workers, 2 per round, "),
         ({"attack": {"name": "ipm", "workers": [1]}}, "3 workers, 1 of them Byzantine (ipm), "),
     ],

@@ -473,7 +473,7 @@ LOSSES = [{"on_worker_failure": "abort"}, {"on_worker_failure": "drop"}, {"worke
         ({"engine": "serial", "mode": "clock"}, 'the engine "serial" uses one process, so it cannot lose one'),
         ({"engine": "batched", "processes": 1}, 'the engine "batched" uses one process, so it cannot lose one'),
         ({"engine": "batched", "workers": 1}, 'the engine "batched" uses one process, so it cannot lose one'),
-        ({"engine": "distributed"}, 'with engine = "distributed" the end of a rank ends the run'),
+        ({"engine": "distributed"}, 'with engine = "distributed" a lost rank ends the run'),
     ],
 )
 def test_what_is_said_of_losses_is_refused_where_nothing_can_be_lost(tables, why, given):
