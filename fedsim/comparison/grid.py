@@ -118,7 +118,7 @@ def load_grid(
     axes = {key: axes[key] for key in sorted(axes, key=lambda key: key == SEED)}  # a stable sort: the seed last
     _check_target(target)
     if not axes:
-        raise ExperimentError(f"nothing to compare: {_how_to_compare(changes)}")
+        raise ExperimentError(f"nothing to compare: {_how_to_compare(in_all)}")
     _leave_out_large_records(description)
     _check_number(axes)
     with words_of(file or file_of(source), own, allowed=allow_imports):
