@@ -87,7 +87,7 @@ def make_pipeline(resolved: Sequence[tuple[Plug, dict[str, Any]]]) -> Pipeline:
 
 
 def as_list(stages: Stage | Sequence[Stage]) -> list[Stage]:
-    return [stages] if isinstance(stages, (str, dict)) else list(stages)
+    return list(stages) if isinstance(stages, (list, tuple)) else [stages]
 
 
 def _key(place: str) -> str:

@@ -1,4 +1,4 @@
-"""Aggregation in one line, on any tensor."""
+"""Aggregation in one line, on tensors, arrays and state_dicts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedsim.aggregation.cohort import Cohort, Nonfinite, screened
 from fedsim.aggregation.columns import all_finite
+from fedsim.aggregation.containers import as_row, as_rows
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.resolving import Stage, as_list, make_pipeline, resolve
 from fedsim.aggregation.threads import alone_if_small
@@ -21,34 +22,36 @@ from fedsim.randomness import numpy_generator
 
 
 def aggregate(
-    updates: Tensor,
+    updates: Any,
     weights: Tensor | Sequence[float] | None = None,
     rule: Stage | Sequence[Stage] = "mean",
     *,
-    root: Tensor | None = None,
+    root: Any = None,
     losses: Tensor | Sequence[float] | None = None,
-    last: Tensor | None = None,
+    last: Any = None,
     seed: int = 0,
     nonfinite: Nonfinite = "error",
     **params: Any,
-) -> Tensor:
+) -> Any:
     """Aggregate the rows of `updates` with a rule: `aggregate(updates, rule="krum", f=2)`.
 
     Args:
-        updates: [n, d], any floating dtype and device; left unchanged.
+        updates: a tensor or NumPy array [n, d], any floating dtype and device; or a list of n updates: tensors or
+            arrays of any shape, dicts of them (state_dicts) or lists of them. Left unchanged. Entries that are not
+            floating, as BatchNorm's num_batches_tracked, are taken from the first update.
         weights: [n], finite and >= 0, need not sum to one. A rule without a weighted form refuses them; one that
             needs them takes equal ones where they are left out.
-        rule: a registered name (see `fedsim.rules()`), "package.module:function", or a list of pre-aggregators that
-            ends in a rule: `["nnm", "trimmed_mean"]`. A stage with parameters of its own is a table:
-            `[{"rule": "bucketing", "s": 3}, "krum"]`.
-        root: [d], for rules that need the update that the server's own data gives (fltrust).
+        rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
+            pre-aggregators that ends in a rule: `["nnm", "trimmed_mean"]`. A stage with parameters of its own is a
+            table: `[{"rule": "bucketing", "s": 3}, "krum"]`.
+        root: [d], or of the form of one update, for rules that need the update of the server's own data (fltrust).
         losses: [n], for rules that need each worker's loss (qfedavg).
-        last: [d], where centered_clipping starts.
+        last: [d], or of the form of one update, where centered_clipping starts.
         seed: of random draws (bucketing, dnc, signguard), which are a pure function of it.
         nonfinite: what becomes of rows that hold NaN or infinity: "error", "exclude" (they count among the f), "keep".
         params: parameters by name; each goes to every stage that has one of that name.
 
-    Returns the aggregate [d], with the dtype and device of `updates`.
+    Returns the aggregate, of the form, dtype and device of one update: [d] for a matrix [n, d].
 
     Raises ExperimentError (a ValueError) for an unknown rule, a wrong parameter, a wrong shape, impossible weights,
     rows that are not finite, or a constraint on n and f that does not hold.
@@ -56,17 +59,18 @@ def aggregate(
     if nonfinite not in get_args(Nonfinite):
         raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
     pipeline = _pipeline(rule, params)
+    updates, rebuild = as_rows(updates, "updates")
     cohort = _checked_cohort(updates, weights, pipeline)
     n, d = updates.shape
     cohort.rng = numpy_generator(seed, "aggregate") if pipeline.takes("rng") else None
-    cohort.root = _checked("root", root, (d,), updates)
-    cohort.last = _checked("last", last, (d,), updates)
+    cohort.root = _checked("root", as_row(root, "root"), (d,), updates)
+    cohort.last = _checked("last", as_row(last, "last"), (d,), updates)
     if losses is not None:
         cohort.losses = _checked("losses", losses, (n,), updates)
         assert cohort.losses is not None
         cohort.losses = cohort.losses.double()
     with alone_if_small(updates.numel()):
-        return _aggregated(cohort, pipeline, nonfinite)
+        return rebuild(_aggregated(cohort, pipeline, nonfinite))
 
 
 def _aggregated(cohort: Cohort, pipeline: Pipeline, nonfinite: Nonfinite) -> Tensor:
@@ -84,16 +88,17 @@ def _aggregated(cohort: Cohort, pipeline: Pipeline, nonfinite: Nonfinite) -> Ten
     return update
 
 
-def pre_aggregate(updates: Tensor, rule: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Tensor:
+def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Any:
     """The rows [m, d] that pre-aggregators make of `updates` [n, d]: `pre_aggregate(updates, "nnm", f=2)`.
 
-    Arguments and errors are those of `aggregate`.
+    Arguments and errors are those of `aggregate`. A list of updates gives a list of m updates.
     """
     pipeline = make_pipeline(resolve([*as_list(rule), "mean"], params))
+    updates, rebuild = as_rows(updates, "updates")
     cohort = _checked_cohort(updates, None, pipeline)
     cohort.rng = numpy_generator(seed, "aggregate")
     with alone_if_small(updates.numel()):
-        return pipeline.rows(screened(cohort, "error")[0]).block()
+        return rebuild(pipeline.rows(screened(cohort, "error")[0]).block())
 
 
 def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:

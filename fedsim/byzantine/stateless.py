@@ -10,28 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedsim.aggregation.containers import as_row, as_rows
 from fedsim.byzantine.strategy import Aggregate, attack_strategy, bind_attack
 from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.randomness import numpy_generator
 
 
 def attack(
-    honest: Tensor,
+    honest: Any,
     n_byzantine: int,
-    name: str = "alie",
+    name: str | Callable[..., Tensor] = "alie",
     *,
-    own: Tensor | None = None,
-    last: Tensor | None = None,
+    own: Any = None,
+    last: Any = None,
     aggregate: Callable[[Tensor], Tensor] | None = None,
     seed: int = 0,
     **params: Any,
-) -> Tensor:
+) -> Any:
     """The rows that Byzantine workers send: `attack(honest, 4, "min_max", dev="std")`.
 
     Args:
-        honest: [h, d], h >= 1: the honest workers' updates, of any floating dtype and device; left unchanged.
+        honest: [h, d], h >= 1: the honest workers' updates, of any floating dtype and device; left unchanged. Or an
+            array or a list of updates, as for `aggregate`; then `own`, `last` and the result have that form too.
         n_byzantine: b >= 0, how many Byzantine workers there are beside the honest ones.
-        name: a registered attack, or "package.module:function".
+        name: a registered attack, "package.module:function", or a function.
         own: [b, d], what the Byzantine workers' updates would be, had they followed the protocol. Where it is left
             out honest rows stand in, in turn: row j is honest row j mod h. Attacks on data send what they have trained
             (label_flipping) or a multiple of it (backdoor), so here they give `own` or a multiple of that.
@@ -48,6 +50,8 @@ def attack(
     """
     plug = attack_strategy.get(name, "attack.name")
     bound = bind_attack(plug, plug.check(params, "attack", beside=["name"]))
+    honest, rebuild = as_rows(honest, "honest")
+    own = as_rows(own, "own")[0]
     _check_honest(honest)
     honest = honest.detach()
     if not isinstance(n_byzantine, Integral) or isinstance(n_byzantine, bool) or n_byzantine < 0:
@@ -59,13 +63,14 @@ def attack(
         warnings.warn(line, SettingWarning, stacklevel=2)
     if own is None:
         own = honest[torch.arange(b, device=honest.device) % h]
-    return bound(
+    rows = bound(
         honest,
         _checked("own", own, (b, d), honest),
         rng=numpy_generator(seed, "attack"),
-        last=None if last is None else _checked("last", last, (d,), honest),
+        last=None if last is None else _checked("last", as_row(last, "last"), (d,), honest),
         aggregate=None if aggregate is None else _beside(honest, b, aggregate),
     )
+    return rebuild(rows)
 
 
 def _check_honest(honest: Tensor) -> None:
