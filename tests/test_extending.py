@@ -91,6 +91,18 @@ def test_the_python_of_the_readme_runs(number, tmp_path, capsys):
     assert 0.1 < float(printed[-1] if number == 0 else printed[0]) < 1
 
 
+def test_the_objects_of_the_document_run(tmp_path, capsys):
+    script = tmp_path / "notebook.py"
+    (text,) = (block for block in blocks("docs/extending.md", "python") if "class MyNet" in block)
+    script.write_text(
+        text.replace("rounds=1", 'rounds=1, engine="serial"').replace(
+            ' "rounds": 1', ' "rounds": 1, "engine": "serial"'
+        )
+    )
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out.startswith("Result(MyNet-TensorDataset")
+
+
 def test_the_readme_counts_the_plugs_right():
     text = (ROOT / "README.md").read_text()
     counts = re.search(
