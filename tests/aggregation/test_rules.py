@@ -161,7 +161,8 @@ def test_impossible_weights_are_refused(updates, weights, message):
 
 
 @pytest.mark.parametrize(
-    "bad", [torch.zeros(3), torch.zeros(0, 3), torch.zeros(2, 3, dtype=torch.long), np.zeros((2, 3), int), [[1.0]], None]
+    "bad",
+    [torch.zeros(3), torch.zeros(0, 3), torch.zeros(2, 3, dtype=torch.long), np.zeros((2, 3), int), [[1.0]], None],
 )
 def test_anything_but_a_floating_matrix_is_refused(bad):
     with pytest.raises(ExperimentError, match=r"must be a floating tensor \[n, d\]"):
