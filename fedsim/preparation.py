@@ -23,7 +23,7 @@ from fedsim.engines.shortage import shortage_told
 from fedsim.errors import ExperimentError, FedsimWarning, one_line, show
 from fedsim.experiment import Experiment
 from fedsim.objects import names_in, why_unsendable
-from fedsim.randomness import numpy_generator, random_state_kept, sample_workers
+from fedsim.randomness import numpy_generator, random_state_kept, sample_cohort, sample_workers
 from fedsim.registry import Imported
 from fedsim.rows import Layout
 from fedsim.system.devices import describe_device, free_memory, shares_memory
@@ -127,6 +127,7 @@ def prepare(
         on_setup(f"partitioning the data among {experiment.workers:,} workers")
         shards = _shards(experiment, train)
         _check_smallest_batch(experiment, task, train, shards)
+        _check_last_steps(experiment, task, shards)
         root = _root(experiment, train) if task.rule.takes("root") else None
         on_setup(f"getting the engine {experiment.engine} ready for the first round")
         with _room_on(task, processes):
@@ -372,6 +373,40 @@ def _processes(experiment: Experiment, device: torch.device) -> int:
 def _why_unsendable(experiment: Experiment) -> str | None:
     """Why an engine cannot send the experiment's objects to processes. Data goes there as tensors."""
     return why_unsendable(names_in(experiment.model_dump(exclude={"data": {"dataset"}})))
+
+
+def _check_last_steps(experiment: Experiment, task: Task, shards: Shards) -> None:
+    """Whether the rule can aggregate the gradients of so few workers as have data left in the last step of a round.
+
+    Raises ExperimentError where it cannot. All rounds are looked at, since their cohorts are known.
+    """
+    try:
+        if experiment.rounds_of_gradients:
+            task.rule.rehearse(1)
+        return
+    except ExperimentError:  # then there is a number that is too small
+        pass
+    whole = experiment.cohort_size == experiment.workers
+    fewest, first = experiment.cohort_size, 1
+    for round in (1,) if whole else range(1, experiment.rounds_of_gradients + 1):
+        cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
+        count = _still_at_work(task, cohort, [task.schedule.steps_for(shards.size(worker)) for worker in cohort])
+        if count < fewest:
+            fewest, first = count, round
+    if fewest == experiment.cohort_size:  # which has been tried already
+        return
+    try:
+        task.rule.rehearse(fewest)
+    except ExperimentError as error:
+        where = f"in round {first} only {fewest} of {experiment.cohort_size} workers have data left for the last step"
+        raise ExperimentError(*(f"{line}; {where}; local.steps gives all as many" for line in error.lines)) from None
+
+
+def _still_at_work(task: Task, cohort: list[int], steps: list[int]) -> int:
+    """How many of a cohort take part in the last step of a round of gradients that is aggregated."""
+    weights = task.weights if isinstance(task.weights, tuple) and task.rule.takes_weights else None
+    last = max(n for worker, n in zip(cohort, steps, strict=True) if weights is None or weights[worker])
+    return sum(n >= last for n in steps)
 
 
 def _root(experiment: Experiment, train: TensorData) -> np.ndarray:
