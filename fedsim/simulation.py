@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from fedsim.asynchronous.pace import RoundClock
@@ -11,6 +12,7 @@ from fedsim.asynchronous.simulation import ClockLoop
 from fedsim.engines import Engine
 from fedsim.engines.job import FiniteCheck
 from fedsim.engines.spawn import SpawnEngine
+from fedsim.errors import FedsimWarning, show
 from fedsim.preparation import Setting
 from fedsim.randomness import sample_cohort
 from fedsim.records import RoundRecord
@@ -45,6 +47,7 @@ class SynchronousLoop:
         self._setting, self._engine = setting, engine
         self._check_finite = FiniteCheck(setting.task, engine.memory)
         self._virtual = RoundClock.of(setting) if setting.experiment.mode == "clock" else None
+        self._warned = False
 
     def cohort(self, round: int) -> list[int]:
         """The workers who are to take part in a round."""
@@ -70,6 +73,7 @@ class SynchronousLoop:
         with clock("test"):
             test_loss, test_accuracy, attack_success = engine.test(round)
         sizes = [engine.memory.shards.size(worker) for worker in cohort]
+        self._warn_of_attack_without_honest_rows(round, cohort, sizes)
         rows_sent = len(cohort) if sync == "parameters" else sum(map(schedule.steps_for, sizes))
         sent = rows_sent * setting.row_bytes + len(cohort) * setting.buffer_bytes
         samples = [schedule.samples_for(size) for size in sizes]
@@ -95,6 +99,24 @@ class SynchronousLoop:
             asynchronous=None,
             race=None,
         )
+
+    def _warn_of_attack_without_honest_rows(self, round: int, cohort: Sequence[int], sizes: Sequence[int]) -> None:
+        """Warn, once in a run, where only Byzantine workers were in an aggregation, and their attack needs others."""
+        task = self._setting.task
+        if self._warned or not task.byzantine or not task.attack.needs_honest:
+            return
+        in_steps = task.sync_in(round) == "gradients"
+        counts = [task.schedule.steps_for(size) if in_steps else 1 for size in sizes]  # of aggregations
+        honest = [count for worker, count in zip(cohort, counts, strict=True) if worker not in task.byzantine]
+        if max(counts) > max(honest, default=0):
+            self._warned = True
+            where = "worker has data left in the last steps" if honest else "worker is in the cohort"
+            warnings.warn(
+                f"round {round}: no honest {where}, and attack.name = {show(task.attack.name)} is computed from honest "
+                "rows; there, and wherever this happens again, the Byzantine workers send what they have trained",
+                FedsimWarning,
+                stacklevel=3,
+            )
 
     def state(self) -> Snapshot:
         state = self._engine.state()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fedsim
-from fedsim.errors import ExperimentError, SettingWarning, show
+from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
 from fedsim.loading import PLUG_TABLES
-from fedsim.randomness import numpy_generator
+from fedsim.models import logistic
+from fedsim.randomness import numpy_generator, sample_cohort
+from fedsim.rows import Layout
 from tests import plugs
+from tests.test_simulation import start_of
 
 
 @pytest.fixture
@@ -112,10 +117,66 @@ def test_rows_that_are_not_finite_stop_the_run_or_are_left_out(rule, tables):
         assert record["coefficients"][2] == record["coefficients"][5] == 0.0
 
 
-def test_a_cohort_without_an_honest_worker_is_a_clear_error(tables):
-    attacked = {**tables, "cohort": 1, "rounds": 30, "attack": {"name": "alie", "fraction": 0.7}}
-    with pytest.raises(ExperimentError, match="all 1 workers of the cohort in round .* are Byzantine"):
-        fedsim.run(attacked)
+@pytest.mark.parametrize(
+    ("attack", "expected"),
+    [
+        ({"name": "sign_flipping"}, lambda updates: -updates.mean(0)),
+        ({"name": "backdoor", "gamma": 3.0, "poisoned": 0.0001, "size": 1}, lambda updates: 3 * updates.mean(0)),
+        ({"name": "free_rider"}, lambda updates: 0 * updates[0]),
+        ({"name": "alie"}, lambda updates: updates.mean(0)),
+        ({"name": "opt_ipm"}, lambda updates: updates.mean(0)),
+        ({"name": "sign_flipping", "of": "mean"}, lambda updates: updates.mean(0)),
+    ],
+)
+def test_attacks_of_a_cohort_without_honest_workers(attack, expected, tables):
+    """Attacks on own rows take place; attackers that need honest rows send the rows that they have trained."""
+    tables = {**tables, "precision": "float64"}
+    start, updates = updates_of(tables)
+    cohort = sample_cohort(0, 1, 7, 2).tolist()
+    change = {"cohort": 2, "attack": {**attack, "workers": cohort}, "aggregate": {"rule": "mean", "f": 0}}
+    needs_honest = attack["name"] in ("alie", "opt_ipm") or attack.get("of") == "mean"
+    with pytest.warns(FedsimWarning, match="round 1: no honest") if needs_honest else contextlib.nullcontext():
+        found = fedsim.run({**tables, **change}).global_row
+    assert torch.allclose(found, start + expected(updates[cohort]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:round 1. no honest")
+@pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
+def test_steps_at_which_only_attackers_have_data_left(engine, tables):
+    """ipm, where the attacker has the most data: at the last steps it sends its own gradient."""
+    tables = {**tables, "workers": 3, "partition": "tests.plugs:uneven", "precision": "float64", "sync": "gradients"}
+    tables |= {"local": {"batch_size": 16, "lr": 0.05}, "aggregate": "mean", "engine": engine}
+    result = fedsim.run({**tables, "attack": {"name": "ipm", "eps": 0.5, "workers": [2]}})
+    train, _ = plugs.tiny(None)
+    train = train.to(torch.device("cpu"), torch.float64)
+    shards = fedsim.dataset_split(train, 3, "tests.plugs:uneven", seed=0)
+    model = start_of(logistic)
+    orders = [numpy_generator(0, "batches", 1, worker).permutation(len(shard)) for worker, shard in enumerate(shards)]
+    steps = [len(order[::16]) for order in orders]
+    assert steps[2] > max(steps[:2])
+    for step in range(steps[2]):
+        gradients = {}
+        for worker in (worker for worker in range(3) if step < steps[worker]):
+            inputs, targets = shards[worker].gather(torch.from_numpy(orders[worker][16 * step : 16 * step + 16]))
+            loss = F.cross_entropy(model(inputs), targets)
+            gradients[worker] = torch.cat([part.flatten() for part in torch.autograd.grad(loss, model.parameters())])
+        honest = [gradients[worker] for worker in gradients if worker != 2]
+        if honest:
+            gradients[2] = -0.5 * torch.stack(honest).mean(0)
+        row = Layout.of(model).read(model) - 0.05 * torch.stack(list(gradients.values())).mean(0)
+        Layout.of(model).write(row, model)
+    assert torch.allclose(result.global_row, row, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_a_rule_that_too_few_workers_with_data_break_is_refused_before_the_start(cohort, tables):
+    tables = {**tables, "partition": "tests.plugs:uneven", "aggregate": {"rule": "krum"}, "cohort": cohort}
+    started = []
+    with pytest.raises(ExperimentError, match=r"krum: needs n >= 2f \+ 3; .* n = 1; in round 1 .* local.steps"):
+        fedsim.run({**tables, "sync": "gradients"}, on_start=started.append)
+    assert not started
+    fedsim.run({**tables, "sync": "gradients", "local": {"steps": 3}})
+    fedsim.run(tables)
 
 
 def test_label_flipping_trains_on_flipped_labels(tables):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -24,14 +25,23 @@ def none(own: Tensor) -> Tensor:
 
 
 @attack_strategy("sign_flipping")
-def sign_flipping(
-    honest: Tensor, own: Tensor, *, scale: PositiveFloat = 1.0, of: Literal["own", "mean"] = "own"
-) -> Tensor:
+@dataclass(frozen=True)
+class SignFlipping:
     """-scale times each one's own row, or with of = "mean" -scale times the mean of the honest rows (Li et al. 2019).
 
     Of the mean, all rows are the same, and there must be an honest row. Cost: one pass over [b, d], or [h, d].
     """
-    return own * -scale if of == "own" else mean_of(honest).mul_(-scale)
+
+    scale: PositiveFloat = 1.0
+    of: Literal["own", "mean"] = "own"
+
+    @property
+    def needs_honest(self) -> bool:
+        return self.of == "mean"
+
+    def __call__(self, honest: Tensor, own: Tensor) -> Tensor:
+        """-scale times the own rows [b, d], or -scale times the mean [d] of the honest rows [h, d]."""
+        return own * -self.scale if self.of == "own" else mean_of(honest).mul_(-self.scale)
 
 
 @attack_strategy("gaussian")

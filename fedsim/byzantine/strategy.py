@@ -3,7 +3,8 @@
 An attack on rows is a function of what it names among these, and gives the Byzantine rows [b, d], or one row [d] where
 all of them are the same. It changes nothing that it is given.
 
-    honest       [h, d]: the updates of this round's honest workers
+    honest       [h, d], h >= 1: the updates of this round's honest workers. Where there are none, an attack that takes
+                 them does not take place, unless its attribute `needs_honest` is false; then h may be 0
     own          [b, d]: the updates of the Byzantine workers, had they followed the protocol
     n_byzantine  b >= 1
     rng          a NumPy generator, for this attack in this round alone
@@ -86,6 +87,14 @@ class BoundAttack:
         An attack on data does so where it has an attribute of this name that says so.
         """
         return getattr(self.function, "alters_rows", self.poison is None)
+
+    @property
+    def needs_honest(self) -> bool:
+        """Whether it is computed from honest rows, so that a cohort without an honest worker is not attacked.
+
+        An attack that takes `honest` needs such rows, unless it has an attribute of this name that says otherwise.
+        """
+        return getattr(self.function, "needs_honest", "honest" in self.takes)
 
     def weakness(self, n: int, f: int) -> str | None:
         """Why this attack does nothing with f Byzantine workers among n, as one line; None if it does something."""

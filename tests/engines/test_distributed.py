@@ -95,6 +95,10 @@ ROWS_OF_GRADIENTS = {  # averaged, or aggregated otherwise, as rows of single wo
     "a rule by distances, under attack": CASES["a rule by distances, under attack"],
     "rows that may be left out": {"partition": "tests.plugs:uneven", "aggregate": {"nonfinite": "exclude"}},
     "buffers of rows left out": CASES["buffers of rows left out"],
+    "steps of attackers alone": {
+        **{"workers": 5, "partition": "tests.plugs:uneven", "aggregate": "mean"},
+        **{"attack": {"name": "ipm", "workers": [4]}},
+    },
     "a linear rule that draws": FURTHER["a linear rule that draws"],
     "stacked in each rank": FURTHER["stacked in each rank"],
 }
@@ -215,6 +219,7 @@ class Row:
         self.state_dict = lambda: left["state"]
 
 
+@pytest.mark.filterwarnings("ignore:round 1. no honest")
 @pytest.mark.parametrize(("count", "name"), all_cases())
 def test_ranks_agree_with_serial_up_to_rounding(count, name, groups, serial):
     reference = serial(cases_of(count)[name])
