@@ -17,10 +17,11 @@ from fedsim.consistency import what_needs_rows
 from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
 from fedsim.engines import Engine, Schedule, SpawnEngine, Task
 from fedsim.engines import engine as engines
+from fedsim.engines.footprint import memory_needed
 from fedsim.engines.job import Memory
 from fedsim.engines.retrying import Note, announce, retried
 from fedsim.engines.shortage import shortage_told
-from fedsim.errors import ExperimentError, FedsimWarning, one_line, show
+from fedsim.errors import ExperimentError, FedsimWarning, one_line, show, show_bytes
 from fedsim.experiment import Experiment
 from fedsim.objects import names_in, why_unsendable
 from fedsim.randomness import numpy_generator, random_state_kept, sample_cohort, sample_workers
@@ -120,7 +121,7 @@ def prepare(
     ):  # the engine first: its processes start while the data loads
         on_setup(f"making the model {show(experiment.model.name)}")
         task = task_of(experiment, device)
-        _check_rows(experiment, task)
+        _check_memory(experiment, task, processes, recorded=note is not None)
         on_setup(f"loading the data set {show(experiment.data.dataset)}")
         train, test = workshop.data(experiment.data.dataset, experiment.data.root, experiment.data.params, device)
         _check_fit(experiment, task, train, test)
@@ -274,16 +275,31 @@ def _check_parameters(where: str, task: Task) -> None:
         )
 
 
-def _check_rows(experiment: Experiment, task: Task) -> None:
-    """Whether there is memory for a row for each of the cohort. Cards say that themselves; ranks share the rows."""
-    if task.device.type != "cpu" or engines.get(experiment.engine).target.ranks:
+def _check_memory(experiment: Experiment, task: Task, processes: int, *, recorded: bool) -> None:
+    """Whether there is memory for the run. Cards say that themselves; ranks share the rows."""
+    engine = engines.get(_engine_of(experiment)).target
+    if task.device.type != "cpu" or engine.ranks:
         return
-    count = Layout.of(task.new_module()).d
-    needed, free = experiment.cohort_size * count * task.dtype.itemsize, free_memory()
+    d = Layout.of(task.new_module()).d
+    may_replace = not engine.chooses and engine.may_lose_processes(processes)
+    parts = memory_needed(
+        task,
+        d,
+        experiment.cohort_size,
+        1 if engine.chooses else processes,  # it may choose one
+        stacked=engine.stacks and not engine.chooses,
+        in_rounds=experiment.policy.bind().in_rounds,
+        replaces=may_replace and experiment.on_worker_failure != "abort",
+        checkpoints=recorded and experiment.checkpoint.every != 0,
+    )
+    needed, free = sum(parts.values()), free_memory()
     if needed > free:
+        listed = ", ".join(f"{what} {show_bytes(nbytes)}" for what, nbytes in parts.items())
+        fewer = ", fewer processes" if processes > 1 else ""
         raise ExperimentError(
-            f"cohort = {experiment.cohort_size}: rows of {count:,} parameters each need {needed / 1e9:,.1f} GB, and "
-            f"{free / 1e9:,.1f} GB of memory are free; take a smaller cohort or model"
+            f"cohort = {experiment.cohort_size}: with a model of {d:,} parameters this run needs about "
+            f"{show_bytes(needed)} of memory ({listed}), and {show_bytes(free)} are free; use a smaller cohort{fewer} "
+            "or a smaller model"
         )
 
 

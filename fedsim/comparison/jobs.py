@@ -27,7 +27,7 @@ from fedsim.experiment import Experiment
 from fedsim.preparation import Setting
 from fedsim.records import RoundRecord
 from fedsim.runs.running import run
-from fedsim.system.limits import require_files
+from fedsim.system.limits import lines_of, require_files
 from fedsim.system.messages import Channel
 from fedsim.system.processes import (
     GRACE,
@@ -63,7 +63,7 @@ def attempt(
     except FedsimError as error:
         return str(error)
     except Exception as error:  # of a plug, or of fedsim itself: this run's failure alone
-        return f"{one_line(error)}\n{traceback.format_exc()}"
+        return lines_of(error)
     return None
 
 

@@ -36,8 +36,8 @@ from fedsim.engines.barrier import (
     DeadlineError,
     Silence,
 )
-from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError, one_line
-from fedsim.system.limits import require_files
+from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError
+from fedsim.system.limits import lines_of, require_files
 from fedsim.system.messages import Channel, Message, ReceivedMessage
 from fedsim.system.processes import (
     GRACE,
@@ -247,10 +247,9 @@ class Crew:
             raise self._silence(list(range(self.count)), self._timeout)
         if kind == "refused":
             raise ExperimentError(*content)
-        summary, trace = content
         worker = worker_in_hand(self._board, index)
         where = f"process {index}, {whereabouts(self._board, index)}, failed"
-        raise WorkerError(f"{f'{worker} failed (process {index})' if worker else where}: {summary}\n{trace}")
+        raise WorkerError(f"{f'{worker} failed (process {index})' if worker else where}: {content}")
 
     def _silence(self, pending: list[int], timeout: float) -> ProcessLostError:
         """All of `pending` are silent, and wait for the one that has come least far, and does not wait itself."""
@@ -306,5 +305,4 @@ def _answer(seat: Seat, message: ReceivedMessage) -> Message | tuple[str, Any]:
     except ExperimentError as error:
         return "refused", error.lines
     except Exception as error:
-        summary = str(error) if isinstance(error, FedsimError) else one_line(error)
-        return "failed", (summary, traceback.format_exc())
+        return "failed", f"{error}\n{traceback.format_exc()}" if isinstance(error, FedsimError) else lines_of(error)

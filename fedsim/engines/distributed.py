@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +34,7 @@ from fedsim.engines.trainer import RowTrainer
 from fedsim.engines.vigil import TERMINATED
 from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, WorkerError, one_line, show
 from fedsim.snapshot import Snapshot
+from fedsim.system.limits import lines_of
 
 SAMPLES = 8  # on which it is found out whether copies of a model can share its parameters
 
@@ -210,7 +210,7 @@ class DistributedEngine(Engine):
         except Exception as error:
             worker = worker_in_hand(station.seat.board, 0)
             where = f"{worker} failed (rank {ranks.index})" if worker else f"rank {ranks.index} failed"
-            raise WorkerError(f"{where}: {one_line(error)}\n{traceback.format_exc()}") from error
+            raise WorkerError(f"{where}: {lines_of(error)}") from error
 
 
 class RankStation(Station):

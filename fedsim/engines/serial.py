@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.station import MakeTrainer, Station
 from fedsim.engines.trainer import RowTrainer
-from fedsim.errors import FedsimError, WorkerError, one_line
+from fedsim.errors import FedsimError, WorkerError
+from fedsim.system.limits import lines_of
 
 
 class SerialEngine(Engine):
@@ -51,7 +51,7 @@ class SerialEngine(Engine):
             here = self._seat.board, self._seat.index
             worker = worker_in_hand(*here)
             where = f"{worker} failed" if worker else f"failed {whereabouts(*here)}"
-            raise WorkerError(f"{where}: {one_line(error)}\n{traceback.format_exc()}") from error
+            raise WorkerError(f"{where}: {lines_of(error)}") from error
 
     def close(self) -> None:
         self.leave()

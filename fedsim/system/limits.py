@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -55,12 +56,23 @@ def told(error: Exception) -> str | None:
     if isinstance(error, OSError):
         place = "" if error.filename is None else f"{error.filename}: "
         return f"{place}{error.strerror or one_line(error)}{remedy_of_limit(error)}"
-    text = " ".join(str(error).split())
-    if isinstance(error, MemoryError) or any(phrase in text for phrase in MEMORY_RAN_OUT):
+    if is_out_of_memory(error):
+        text = " ".join(str(error).partition("\n")[0].split())
         return f"memory ran out{f' ({text})' if text else ''}{remedy_of_limit(OSError(errno.ENOMEM, ''))}"
+    text = " ".join(str(error).split())
     if "can't start new thread" in text:
         return f"{text}{remedy_of_limit(OSError(errno.EAGAIN, ''))}"
     return None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether main memory could not be had."""
+    return isinstance(error, MemoryError) or any(phrase in str(error) for phrase in MEMORY_RAN_OUT)
+
+
+def lines_of(error: Exception) -> str:
+    """An exception of the code of a run: one line, and its traceback below, or no traceback if memory ran out."""
+    return told(error) or "" if is_out_of_memory(error) else f"{one_line(error)}\n{traceback.format_exc()}"
 
 
 def require_files(processes: int, instead: str) -> None:

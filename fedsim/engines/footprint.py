@@ -1,0 +1,58 @@
+"""How much main memory a run needs, known before anything is allocated.
+
+Only what has the size of a model, or of all pairs of a cohort, is counted: not data, activations and libraries. So a
+run may need somewhat more, but hardly less.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fedsim.engines.job import Task
+
+
+def memory_needed(
+    task: Task,
+    d: int,
+    cohort: int,
+    processes: int,
+    *,
+    stacked: bool,
+    in_rounds: bool,
+    replaces: bool,
+    checkpoints: bool,
+) -> dict[str, int]:
+    """Bytes of main memory that a run on CPUs needs, by what they are for.
+
+    Args:
+        task: what is trained.
+        d: parameters of the model.
+        cohort: how many workers take part in a round.
+        processes: how many processes train them.
+        stacked: whether a process trains stacks of rows.
+        in_rounds: whether a round begins with the global model alone; on the clock, rows go on from round to round.
+        replaces: whether processes that die are replaced, for which the state before a round is kept.
+        checkpoints: whether checkpoints are written.
+    """
+    row, one = d * task.dtype.itemsize, torch.zeros(1)
+    seats = cohort + task.rule.takes("root")
+    solver_state = len(task.solver.start(one))
+    state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(one)) for sync in task.syncs)
+    lasting = state if in_rounds else state + seats
+    gradients_of_all = "gradients" in task.syncs and not stacked
+    modules = 3 * processes + (seats - processes if gradients_of_all and seats > processes else 0)
+    if stacked:
+        width = min(task.width or 1, -(-seats // processes))
+        training = processes * (3 + 2 * solver_state) * width
+    else:
+        training = processes * (1 + solver_state)
+    copies = (1 if replaces else 0) + (3 if checkpoints else 0)  # a checkpoint: a snapshot, its bytes, and the file
+    parts = {
+        "rows": seats * row,
+        "global model and optimizer state": state * row,
+        "modules": modules * row,
+        "gradients and solver state": training * row,
+        "copies for recovery and checkpoints": copies * lasting * row,
+        "distances of all pairs": 8 * cohort * cohort if task.rule.takes("gram") else 0,
+    }
+    return {what: nbytes for what, nbytes in parts.items() if nbytes}

@@ -1,0 +1,56 @@
+"""Main memory: what a run needs is known before the first round, and memory that runs out all the same is one line."""
+
+from __future__ import annotations
+
+import pytest
+
+import fedsim
+from fedsim import ExperimentError, WorkerError, preparation
+from fedsim.system.limits import lines_of
+
+ROW = 4 * 7_850  # bytes of the model "logistic"
+SERIAL = {"workers": 4, "model": "logistic", "data": "tests.plugs:tiny", "engine": "serial", "rounds": 1}
+
+
+@pytest.mark.parametrize(
+    ("tables", "recorded", "rows"),
+    [
+        ({}, False, 4 + 1 + 3 + 1),
+        ({}, True, 4 + 1 + 3 + 1 + 3),
+        ({"checkpoint": {"every": 0}}, True, 4 + 1 + 3 + 1),
+        ({"local": {"momentum": 0.9}}, False, 4 + 1 + 3 + 2),
+        ({"server": "adam"}, True, 4 + 3 + 3 + 1 + 3 * 3),
+        ({"sync": "gradients"}, False, 4 + 1 + 6 + 1),
+        ({"engine": "spawn", "processes": 2}, False, 4 + 1 + 6 + 2 + 1),
+        ({"engine": "batched", "processes": 1, "batched": {"width": 2}}, False, 4 + 1 + 3 + 6),
+        ({"aggregate": "fltrust"}, False, 5 + 1 + 3 + 1),
+    ],
+)
+def test_all_that_has_the_size_of_a_model_is_counted_before_the_first_round(
+    tables, recorded, rows, tmp_path, monkeypatch
+):
+    out = tmp_path / "run" if recorded else None
+    monkeypatch.setattr(preparation, "free_memory", lambda: rows * ROW - 1.0)
+    with pytest.raises(ExperimentError, match=r"^cohort = 4: .* needs about .* of memory \(rows .* are free; use a s"):
+        fedsim.run({**SERIAL, **tables}, out)
+    monkeypatch.setattr(preparation, "free_memory", lambda: rows * ROW + 0.0)
+    fedsim.run({**SERIAL, **tables}, out)
+
+
+def test_rules_that_compare_all_pairs_need_memory_for_them(monkeypatch):
+    monkeypatch.setattr(preparation, "free_memory", lambda: 9.0 * ROW)
+    with pytest.raises(ExperimentError, match="distances of all pairs 128 B"):
+        fedsim.run({**SERIAL, "aggregate": {"rule": "krum", "f": 0}})
+
+
+@pytest.mark.parametrize("engine", [{}, {"engine": "spawn", "processes": 1}])
+def test_memory_that_runs_out_in_a_round_is_one_line(engine):
+    with pytest.raises(WorkerError) as caught:
+        fedsim.run({**SERIAL, "model": "tests.plugs:Greedy", **engine})
+    assert "worker 0 in round 1 failed" in str(caught.value)
+    assert "memory ran out" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_errors_keep_their_traceback():
+    assert "\n" in lines_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
