@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from fedsim.data.partitions import Transform, partition, partition_transforms
-from fedsim.data.tensors import TensorData
+from fedsim.data.tensors import TensorData, class_of
 from fedsim.randomness import torch_generator
 
 CHUNK_BYTES = 1 << 20  # gathered and normalised at once: many small batches share the calls, and it stays in cache
@@ -137,13 +137,24 @@ def dataset_split(
 
 
 def labels_of(dataset: Any) -> np.ndarray:
-    """The class label of every sample, [n]: the data set's `targets` or `labels`, else read sample by sample."""
+    """The class label of every sample, [n]: the data set's `targets` or `labels`, else read sample by sample.
+
+    Raises DataError where a label is not one integer.
+    """
     if isinstance(dataset, Subset):
         return labels_of(dataset.dataset)[np.asarray(dataset.indices)]
     if isinstance(dataset, TensorDataset):
-        return dataset.tensors[1].cpu().numpy()
+        return _classes(dataset.tensors[1])
     for name in ("targets", "labels"):
         labels = getattr(dataset, name, None)
         if labels is not None:
-            return labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
-    return np.array([int(dataset[index][1]) for index in range(len(dataset))])
+            return _classes(labels)
+    return np.array([class_of(dataset[index][1], index) for index in range(len(dataset))])
+
+
+def _classes(labels: Any) -> np.ndarray:
+    """Labels as an array of integers, [n]; the first label that is not one integer is refused."""
+    array = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
+    if array.dtype.kind in "iub" and array.ndim == 1:
+        return array
+    return np.array([class_of(label, index) for index, label in enumerate(array)])

@@ -119,7 +119,7 @@ def as_tensor_data(data: Any) -> TensorData:
         return data
     samples = [data[index] for index in range(len(data))]
     inputs = torch.stack([_as_tensor(sample[0]) for sample in samples])
-    targets = torch.tensor([_as_class(sample[1], index) for index, sample in enumerate(samples)])
+    targets = torch.tensor([class_of(sample[1], index) for index, sample in enumerate(samples)])
     ids = getattr(data, "ids", None)
     ids = None if ids is None else np.asarray(ids)
     if inputs.dtype == torch.uint8:
@@ -127,7 +127,7 @@ def as_tensor_data(data: Any) -> TensorData:
     return TensorData(inputs, targets, dtype=torch.float32 if inputs.is_floating_point() else inputs.dtype, ids=ids)
 
 
-def _as_class(target: Any, index: int) -> int:
+def class_of(target: Any, index: int) -> int:
     """The class of a sample; anything but one integer (or boolean) is refused."""
     value = target.detach().cpu().numpy() if isinstance(target, Tensor) else np.asarray(target)
     if value.dtype.kind in "iub" and value.size == 1:

@@ -182,3 +182,11 @@ def test_labels_are_found_whatever_the_data_set(kind):
     assert labels_of(make(kind)).tolist() == expected
     assert labels_of(Subset(make(kind), [2, 4])).tolist() == [2, 1]
     assert labels_of(CustomSubset(make(kind), [2, 4])).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("targets", [torch.rand(10), torch.zeros(10, 2, dtype=torch.int64)])
+def test_labels_that_are_not_one_integer_are_refused(targets):
+    with pytest.raises(fedsim.DataError, match="the target of sample 0 is .*must be one integer"):
+        labels_of(TensorDataset(torch.zeros(10, 2), targets))
+    with pytest.raises(fedsim.DataError, match="the target of sample 0 is .*must be one integer"):
+        labels_of([(torch.zeros(2), target) for target in targets])
