@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,6 +26,9 @@ class ProgressBar(tqdm):
     """A progress bar that starts no thread: each round moves it."""
 
     monitor_interval = 0
+
+
+ProgressBar.set_lock(threading.RLock())  # tqdm's own is also a semaphore, which a killed process leaves behind
 
 
 def progress_bar(rounds: int, *, quiet: bool) -> ProgressBar:
@@ -95,7 +99,7 @@ class Display:
 
     def _print(self, line: str) -> None:
         if not self._quiet:
-            with tqdm.external_write_mode():
+            with ProgressBar.external_write_mode():
                 print(line, flush=True)
 
     def __enter__(self) -> Display:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fedsim
+from tests.commands import run_python
 
 
 def test_a_run_is_silent_or_shows_a_line_for_each_round(tiny_experiment, tmp_path, capsys):
@@ -40,3 +41,12 @@ def test_results_have_a_short_repr(tiny_experiment, tmp_path):
     assert repr(result).endswith(f" s, in {tmp_path / 'run'})")
     comparison = fedsim.compare(tiny_experiment, {"seed": [0, 1]}, name="pair")
     assert repr(comparison) == "Comparison(pair: 2 runs (2 seed); see .table)"
+
+
+def test_runs_take_no_semaphore_for_their_display(tiny_experiment):
+    code = (
+        "import fedsim; from tqdm import std\n"
+        f"fedsim.run({tiny_experiment}, rounds=1, progress=True)\n"
+        "print(hasattr(std.TqdmDefaultWriteLock, 'mp_lock'))"
+    )
+    assert run_python("-c", code).stdout.splitlines()[-1] == "False"

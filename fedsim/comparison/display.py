@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.display import ProgressBar, progress_bar
 from fedsim.errors import plural
@@ -92,7 +90,7 @@ class GridDisplay(Watcher):
 
     def _print(self, line: str) -> None:
         if not self._quiet:
-            with tqdm.external_write_mode():
+            with ProgressBar.external_write_mode():
                 print(line, flush=True)
 
     def __enter__(self) -> GridDisplay:
