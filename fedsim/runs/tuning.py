@@ -130,5 +130,5 @@ def _shortened(experiment: Experiment, keys: dict[str, Any]) -> Experiment:
 def _steps(experiment: Experiment, setting: Setting) -> float:
     """Of a worker in a round, on average."""
     local = experiment.local
-    schedule = Schedule(local.batch_size, local.epochs, local.steps)
+    schedule = Schedule(local.batch_size, local.epochs, local.steps, local.drop_last)
     return sum(map(schedule.steps_for, setting.shard_sizes)) / len(setting.shard_sizes)
