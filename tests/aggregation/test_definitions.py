@@ -303,7 +303,7 @@ def test_a_broken_constraint_is_an_error_with_the_numbers(name, params, message)
 def test_weights_are_refused_by_rules_without_a_weighted_form():
     takes_weights = {"mean", "weighted_mean", "geometric_median"}
     for name in set(RULES) - takes_weights:
-        with pytest.raises(ExperimentError, match=f"the rule {name} takes no weights"):
+        with pytest.raises(ExperimentError, match=f"the rule {name} has no weighted form"):
             fedsim.aggregate(torch.from_numpy(normal(11, 3)), [1.0] * 11, name, **RULES[name])
 
 

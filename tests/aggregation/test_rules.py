@@ -140,7 +140,7 @@ def test_rows_that_are_not_finite_are_an_error_unless_they_are_excluded(plug, ba
 def test_a_users_own_rule_comes_by_import_path(updates):
     result = fedsim.aggregate(updates, rule="tests.plugs:clipped_mean", c=0.5)
     assert result.norm() <= 0.5
-    with pytest.raises(ExperimentError, match="the rule tests.plugs:clipped_mean takes no weights"):
+    with pytest.raises(ExperimentError, match="the rule tests.plugs:clipped_mean has no weighted form"):
         fedsim.aggregate(updates, [1.0] * 5, rule="tests.plugs:clipped_mean")
 
 

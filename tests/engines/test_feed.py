@@ -88,7 +88,7 @@ def test_the_server_trains_on_its_own_samples_as_one_more_worker(sync, prepared)
 
 def test_the_server_is_one_more_worker_again_after_rounds_of_gradients(prepared):
     task, memory = prepared(**{"sync": "post_local", "gradient_rounds": 2, "rounds": 4, **ROOT})
-    assert [Feed(task, memory).steps(5, round) > 10**9 for round in range(5)] == [False, True, True, False, False]
+    assert [Feed(task, memory).steps(5, round) > 10**9 for round in range(1, 5)] == [True, True, False, False]
 
 
 def test_nothing_becomes_of_batches_where_nothing_is_asked_for(prepared):

@@ -44,7 +44,7 @@ def test_ranks_that_were_killed_after_the_last_round_end_well_when_they_are_star
     """All rounds are on record then, by the first rank."""
     for _ in range(2):
         out, _ = ranks(2, *WORDS, "model=logistic", "--resume", "run", cwd=tmp_path)
-    assert "after 5 rounds, 0 of them now" in out
+    assert "after 5 rounds, 0 of them in this session" in out
 
 
 @pytest.mark.slow

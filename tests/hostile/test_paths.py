@@ -211,11 +211,12 @@ def test_a_folder_of_data_that_holds_other_things_is_one_clear_line(tmp_path):
 def test_no_module_of_fedsim_unpickles_or_evaluates_what_files_hold():
     """What processes of one run send each other (pipes, ranks) is no file's."""
     suspicious = re.compile(r"(?<![.\w])(eval|exec)\(|[Pp]ickle[r]?\.loads?\(|torch\.load\(|np\.load\(|shelve|marshal")
-    between_processes = {("comparison", "jobs.py"), ("engines", "crew.py")}
+    between_processes = {("system", "messages.py"), ("objects.py",)}
+    of_the_package = "with np.load(MNIST5K_FILE) as file:"  # without pickles, as by default
     found = [
         (path.relative_to(PACKAGE).parts, line.strip())
         for path in PACKAGE.rglob("*.py")
         for line in path.read_text().splitlines()
         if suspicious.search(line)
     ]
-    assert [line for parts, line in found if parts not in between_processes] == []
+    assert [line for parts, line in found if parts not in between_processes and line != of_the_package] == []
