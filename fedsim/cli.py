@@ -1,4 +1,4 @@
-"""The command line: `fedsim run`, `compare`, `replay`, `report`, `list`; `run_experiment.py` is `fedsim run`."""
+"""The command line: `fedsim run`, `compare`, `tune`, `replay`, `report`, `list`; `run_experiment.py` is the first."""
 
 from __future__ import annotations
 

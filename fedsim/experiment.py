@@ -69,7 +69,7 @@ class Experiment(Table):
     workers: Amount = 4
     cohort: Amount | None = None  # workers that take part in a round; None: all
     engine: Name = "auto"
-    processes: Processes | None = None  # None: by cores, and by free memory on a card
+    processes: Processes | None = None  # None: by cores and memory
     threads_per_process: Processes = 1
     timeout: PositiveFloat = 300.0  # seconds without a sign of life after which a process counts as hanging
     on_worker_failure: Literal["retry", "drop", "abort"] = "retry"  # what becomes of a round that loses a process

@@ -89,8 +89,8 @@ def compare(
     is compared. A run that fails is noted, and the others go on.
 
     Args:
-        experiment: an Experiment, tables, the path of a TOML file, or None for the default experiment, as for `run`;
-            tables and files may hold the axes in a table `grid`.
+        experiment: an Experiment, tables, the path of a TOML file, the name of an experiment that comes with fedsim, or
+            None for the default experiment, as for `run`; tables and files may hold the axes in a table `grid`.
         grid: by dotted key, the list of its values; one that is a table changes several keys at once.
         out: a folder for the records: new, or empty, or that of the same grid, whose finished runs are kept.
         jobs: runs at a time. By default as many as cores and memory bear, each in one process; but one where the
@@ -197,8 +197,8 @@ def default_jobs(grid: Grid, runs: Sequence[PlannedRun]) -> int:
     by_cores = usable_cores() // threads
     if min(by_cores, len(runs)) <= 1:
         return 1
-    by_memory = int(0.8 * free_memory() / max(job_bytes(run.experiment) for run in _of_different_size(runs)))
-    return max(1, min(len(runs), by_cores, by_memory))
+    by_memory = 0.8 * free_memory() / max(job_bytes(run.experiment) for run in _of_different_size(runs))
+    return max(1, int(min(len(runs), by_cores, by_memory)))  # memory may be infinite
 
 
 def _why_unsendable(runs: Iterable[PlannedRun]) -> str | None:

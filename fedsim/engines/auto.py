@@ -21,8 +21,6 @@ from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import ExperimentError, FedsimWarning
 from fedsim.system.devices import default_processes
 
-Trial = Rehearsal | None  # of the model's rows in a stack, if they are stacked
-
 
 class AutoEngine(Engine):
     """Trains rows one by one or stacked, in this process or in several, whichever should be fastest.
@@ -42,7 +40,7 @@ class AutoEngine(Engine):
         self._here = SerialEngine(1, threads, timeout)
         self._pool: SpawnEngine | None = None
         self._host: SerialEngine | SpawnEngine = self._here
-        self._plans: dict[str, tuple[ExecutionPlan, Trial]] = {}
+        self._plans: dict[str, tuple[ExecutionPlan, Rehearsal | None]] = {}
         self._plan, self._width = ExecutionPlan(1, False, ""), 0
 
     def begin(self, task: Task, memory: Memory) -> None:
@@ -61,7 +59,7 @@ class AutoEngine(Engine):
             self._plans[key] = ExecutionPlan(1, False, reason), None
             self._begin(*self._plans[key], task, memory)
 
-    def _begin(self, plan: ExecutionPlan, trial: Trial, task: Task, memory: Memory) -> None:
+    def _begin(self, plan: ExecutionPlan, trial: Rehearsal | None, task: Task, memory: Memory) -> None:
         self._plan, self._width, trainer = plan, 0, RowTrainer
         if trial is not None:
             self._width = task.width or stack_width(task, memory, trial, plan.processes, self._threads)
@@ -76,7 +74,7 @@ class AutoEngine(Engine):
             self._pool = SpawnEngine(self._processes, self._threads, self._timeout)
         return self._pool
 
-    def _choose(self, task: Task, memory: Memory) -> tuple[ExecutionPlan, Trial]:
+    def _choose(self, task: Task, memory: Memory) -> tuple[ExecutionPlan, Rehearsal | None]:
         trial, single = self._try_stacks(task, memory)
         stacked = trial is not None
         rows = "rows are stacked" if stacked else f"rows are trained one by one: {single}"
@@ -85,8 +83,8 @@ class AutoEngine(Engine):
             processes, reason = plan_processes(Workload.of(task, memory), self._processes, stacked=stacked)
         return ExecutionPlan(processes, stacked, f"{rows}; {reason}"), trial
 
-    def _try_stacks(self, task: Task, memory: Memory) -> tuple[Trial, str]:
-        """What a trial of stacked rows has shown, if they pay; else None and why they do not."""
+    def _try_stacks(self, task: Task, memory: Memory) -> tuple[Rehearsal | None, str]:
+        """What a trial of stacked rows has shown, if stacks pay; else None and why they do not."""
         reason = stacks_may_pay(task, memory, self._processes)
         if reason is not None:
             return None, reason

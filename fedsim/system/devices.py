@@ -130,7 +130,7 @@ def default_processes(device: torch.device, cohort: int, threads_per_process: in
     """How many processes train a cohort: as many as the cores and the memory of the machine, or of a GPU, allow."""
     processes = min(cohort, max(1, usable_cores() // threads_per_process))
     if device.type == "cpu":
-        return min(processes, max(1, int(total_memory() / 2 / PROCESS_BYTES)))
+        return int(min(processes, max(1, total_memory() / 2 / PROCESS_BYTES)))  # which may be infinite
     by_memory = max(1, int(0.8 * total_memory_of(device) / PROCESS_BYTES_ON_CARD))
     return min(processes, MOST_PROCESSES_ON_CARD, by_memory)
 

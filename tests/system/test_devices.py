@@ -82,6 +82,8 @@ def test_a_machine_with_little_memory_runs_fewer_processes(monkeypatch):
     monkeypatch.setattr(devices, "usable_cores", lambda: 64)
     monkeypatch.setattr(devices, "total_memory", lambda: 8e9)
     assert devices.default_processes(torch.device("cpu"), 100, 1) == 10
+    monkeypatch.setattr(devices, "total_memory", lambda: float("inf"))  # unknown, as on macOS
+    assert devices.default_processes(torch.device("cpu"), 100, 1) == 64
 
 
 def test_free_memory_respects_the_containers_limit(tmp_path, monkeypatch):
