@@ -236,9 +236,15 @@ class Crew:
     def _receive(self, index: int) -> Any:
         child = self._children[index]
         try:
-            kind, content = child.pipe.receive().load()
-        except (EOFError, ConnectionResetError):  # it died, perhaps as it was sending
+            message = child.pipe.receive()
+        except (EOFError, ConnectionResetError):
             raise self._death(index) from None
+        except OSError:  # the process died while it sent a message, or the system refuses to receive it
+            child.wait(GRACE)
+            if child.exitcode is None:
+                raise
+            raise self._death(index) from None
+        kind, content = message.load()
         if kind == "result":
             return content
         if kind == "aborted":  # a peer has failed; its own message, or its sentinel, says how

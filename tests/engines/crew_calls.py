@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -112,6 +114,16 @@ def refuse(seat):
     if seat.index == 1:
         raise ExperimentError("f = 9: too many", "n = 3: too few")
     seat.barrier.wait()
+
+
+def die_while_sending(seat):
+    """Its answer ends in the middle of the message."""
+
+    def send_half(connection, data):
+        os.write(connection.fileno(), struct.pack("!i", len(data)) + data[:1])
+        kill_this()
+
+    Connection.send_bytes = send_half
 
 
 class KillsItsReader:

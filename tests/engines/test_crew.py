@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from fedsim.engines.crew import Crew
-from fedsim.errors import ExperimentError, WorkerError
-from fedsim.system.messages import MOST_FILES
+from fedsim.errors import ExperimentError, ProcessLostError, WorkerError
+from fedsim.system.messages import MOST_FILES, Channel
 from tests.commands import run_python, start
 from tests.engines.crew_calls import (
     KillsItsReader,
     OnlyHere,
     add_to,
     add_to_all,
+    die_while_sending,
     fail,
     give_by_handle_and_die,
     hang_at_the_barrier,
@@ -223,6 +224,23 @@ def test_an_answer_that_was_sent_counts_even_if_its_process_died_since():
         ((_, tensor),) = crew.call(give_by_handle_and_die)
         assert tensor.tolist() == [0, 0]
         assert "was killed by SIGKILL (exit code -9)" in fails_within(10, crew, who)
+
+
+def test_a_process_killed_while_it_sends_its_answer_is_lost():
+    with Crew(1) as crew, pytest.raises(ProcessLostError, match=r"was killed by SIGKILL \(exit code -9\)$"):
+        crew.call(die_while_sending)
+
+
+def test_an_error_in_a_connection_to_a_process_that_lives_is_raised_unchanged(monkeypatch):
+    def refuse_to_receive(channel):
+        raise OSError("too many open files")
+
+    monkeypatch.setattr("fedsim.engines.crew.GRACE", 0.1)
+    with Crew(1) as crew:
+        crew.call(who)
+        monkeypatch.setattr(Channel, "receive", refuse_to_receive)
+        with pytest.raises(OSError, match="too many open files"):
+            crew.call(who)
 
 
 def test_a_crew_that_was_never_asked_goes_too():
