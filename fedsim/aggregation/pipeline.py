@@ -76,9 +76,9 @@ class Pipeline:
         result = self.rule(lambda name: cohort.menu(name, rows), cohort.f_for(self.rule))
         result, state = result if isinstance(result, tuple) else (result, {})
         if not isinstance(result, Mix):
-            return Outcome(_checked(result, self.rule, rows, rows.shape[1:]), state=state)
+            return Outcome(check_result(result, self.rule, rows, rows.shape[1:]), state=state)
         shape = (*result.coefficients.shape[:-1], len(rows))
-        _checked(result.coefficients, self.rule, rows, shape, "a Mix of coefficients [n]")
+        check_result(result.coefficients, self.rule, rows, shape, "a Mix of coefficients [n]")
         return Outcome(rows.row(result), rows.shares(result), state)
 
     def rows(self, cohort: Cohort) -> Rows:
@@ -89,7 +89,7 @@ class Pipeline:
             made = result.coefficients if isinstance(result, Mix) else result
             width = len(rows) if isinstance(result, Mix) else rows.shape[1]
             m = len(made) if isinstance(made, Tensor) and made.ndim == 2 else len(rows)
-            _checked(made, stage, rows, (m, width), "a Mix of coefficients [m, n] or rows [m, d]")
+            check_result(made, stage, rows, (m, width), "a Mix of coefficients [m, n] or rows [m, d]")
             rows = rows.mixed(made) if isinstance(result, Mix) else rows.replaced(made)
         return rows
 
@@ -102,7 +102,7 @@ class Pipeline:
 
         def applied_to(part: Tensor) -> Tensor:
             result = self.rule(cohort.menu_of_columns(rows, part), cohort.f_for(self.rule))
-            return _checked(result, self.rule, part, part.shape[1:])
+            return check_result(result, self.rule, part, part.shape[1:])
 
         if not rows.are_mixed and d < 2 * BLOCK:  # few columns, and nobody to share them with
             return applied_to(rows.block())
@@ -149,7 +149,9 @@ class ResultError(ExperimentError):
     """A stage has returned what is no row, or no rows."""
 
 
-def _checked(result: Any, stage: BoundRule, rows: Rows | Tensor, shape: Sequence[int], what: str = "a row [d]") -> Any:
+def check_result(
+    result: Any, stage: BoundRule, rows: Rows | Tensor, shape: Sequence[int], what: str = "a row [d]"
+) -> Any:
     """What a stage has returned. Raises ResultError unless it is a tensor of that shape."""
     if isinstance(result, Tensor) and result.shape == tuple(shape):
         return result

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedsim.aggregation import Cohort, column_blocks, screened
 from fedsim.aggregation.averaging import mean
+from fedsim.aggregation.pipeline import check_result
 from fedsim.engines.crew import Seat
 from fedsim.engines.job import Memory, Sync, Task
 from fedsim.errors import ExperimentError
@@ -202,8 +203,9 @@ class Averaging:
         cohort, bad = self._screened(meeting)
         rule, rows = self._task.rule.rule, cohort.rows()
         for block in self._blocks:
-            menu = cohort.menu_of_columns(rows, cohort.updates[:, block])
-            self._step(block, rule(menu, cohort.f_for(rule)))
+            part = cohort.updates[:, block]
+            result = rule(cohort.menu_of_columns(rows, part), cohort.f_for(rule))
+            self._step(block, check_result(result, rule, part, part.shape[1:]))
         return self._account(meeting, bad, self._shares(meeting, cohort, bad) if self._first else None)
 
     def _shares(self, meeting: Meeting, cohort: Cohort, bad: list[int]) -> Tensor | None:

@@ -33,6 +33,13 @@ def mean_alone(updates):
     return updates.mean(0)
 
 
+def mean_of_all_numbers(updates):
+    return updates.mean()
+
+
+mean_of_all_numbers.columnwise = True
+
+
 UPDATES = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -72,3 +79,9 @@ def test_a_pre_aggregator_may_return_rows(stage, rows, rule):
 def test_a_run_with_such_a_pre_aggregator_records_no_coefficients(tiny_experiment):
     tables = {**tiny_experiment, "aggregate": {"rule": [f"{__name__}:halved", "medoid"]}}
     assert [record["coefficients"] for record in fedsim.run(tables).history] == [None, None]
+
+
+def test_a_columnwise_rule_that_returns_a_number_ends_the_run(tiny_experiment):
+    rule = f"{__name__}:mean_of_all_numbers"
+    with pytest.raises(fedsim.ExperimentError, match=rf"^{rule}: .* must return a row \[d\], .* of shape \[\]$"):
+        fedsim.run({**tiny_experiment, "aggregate": rule})
