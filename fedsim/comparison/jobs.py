@@ -189,10 +189,15 @@ class Job:
         return not self.started and (self._exitcode or 0) > 0
 
     def begin(self, planned: PlannedRun, experiment: Experiment, folder: Path) -> None:
-        """Send it a run."""
+        """Send it a run, as soon as it has started: a process that does not read yet would block this one."""
         self._work, self._timeout = (planned, experiment, folder), planned.experiment.timeout
+        if self.started:
+            self._send()
+
+    def _send(self) -> None:
+        assert self._work is not None
         with contextlib.suppress(OSError):  # it is dead, which will be noticed
-            self._child.pipe.send((experiment, folder))
+            self._child.pipe.send(self._work[1:])
 
     def end(self) -> Work:
         """What it had in hand."""
@@ -218,7 +223,10 @@ class Job:
             yield from self._give_up(dead)
 
     def _heard(self, kind: str) -> None:
-        self.started = True
+        if kind == "started":
+            self.started = True
+            if self._work is not None:
+                self._send()
         self._limit = self._timeout if kind in ("begun", "round") else math.inf
         self._silence = Silence(self._board, 0, self._limit)
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,6 +124,22 @@ def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp
     assert not comparison.failed
     alone = fedsim.compare({**serial, "rounds": 2}, axes)
     assert [without_times(run.history) for run in comparison.runs] == [without_times(run.history) for run in alone.runs]
+
+
+def test_work_is_sent_without_waiting_for_a_process_that_hangs_while_it_starts(tmp_path):
+    """The work is larger than what a pipe holds."""
+    planned = SimpleNamespace(experiment=SimpleNamespace(timeout=1.0))
+    with jobs.Jobs() as started:
+        started.grow(1)
+        (job,) = started.idle
+        os.kill(job._child.pid, signal.SIGSTOP)
+        begin = threading.Thread(target=job.begin, args=(planned, bytes(2**24), tmp_path), daemon=True)
+        begin.start()
+        begin.join(10)
+        blocked = begin.is_alive()
+        os.kill(job._child.pid, signal.SIGKILL)
+    assert not blocked
+    assert job.planned is planned
 
 
 @pytest.mark.slow
