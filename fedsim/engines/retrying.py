@@ -48,8 +48,9 @@ def announce(
     kind: str = "worker replaced",
     then: str = "",
 ) -> None:
-    """Warn that a process was lost and is replaced, and record the event. Round 0 is the time before the first round.
+    """Warn that a process was lost and is replaced, and record the event.
 
+    `round` is the current round: 0 before the first, the last one after it.
     `then` is what happens besides, as the middle of the sentence.
     """
     often = f"{attempt} of at most {plural(retries, 'time')}"

@@ -46,7 +46,7 @@ class RecoveringLoop:
 
     def __init__(self, loop: Loop, setting: Setting, engine: Engine, note: Note | None = None) -> None:
         self._loop, self._engine, self._note = loop, engine, note
-        self._retries = setting.experiment.worker_retries
+        self._retries, self._rounds = setting.experiment.worker_retries, setting.experiment.rounds
         self._before: Snapshot | None = None
 
     def play(self, round: int) -> RoundRecord:
@@ -75,10 +75,20 @@ class RecoveringLoop:
 
     def finish(self) -> None:
         before = self.state()
-        self._between_rounds(self._loop.finish, lambda: self._loop.resume(before))
+        restore = functools.partial(self._loop.resume, before)
+        self._between_rounds(self._loop.finish, restore, self._rounds, "ending the run has been tried")
 
-    def _between_rounds(self, call: Callable[[], T], restore: Callable[[], object] = lambda: None) -> T:
-        """What `call` gives; after a loss it is called again on new processes, to which `restore` gives the state."""
+    def _between_rounds(
+        self,
+        call: Callable[[], T],
+        restore: Callable[[], object] = lambda: None,
+        round: int = 0,
+        what: str = "its processes have been started",
+    ) -> T:
+        """What `call` gives; after a loss it is called again on new processes, to which `restore` gives the state.
+
+        `round` is the last round before the call, for the record of a loss; `what` is as in `retried`.
+        """
 
         def attempt(number: int) -> T:
             if number > 1:
@@ -86,7 +96,7 @@ class RecoveringLoop:
                 restore()
             return call()
 
-        return retried(attempt, self._retries, self._report_start, "its processes have been started")
+        return retried(attempt, self._retries, functools.partial(self._report_between, round), what)
 
     def _attempt(self, round: int) -> RoundRecord:
         return self._loop.play(round)
@@ -96,8 +106,8 @@ class RecoveringLoop:
         then = f", and round {round} is done again"
         announce(loss, attempt, self._retries, self._note, round=round, then=then)
 
-    def _report_start(self, loss: ProcessLostError, attempt: int) -> None:
-        announce(loss, attempt, self._retries, self._note)
+    def _report_between(self, round: int, loss: ProcessLostError, attempt: int) -> None:
+        announce(loss, attempt, self._retries, self._note, round=round)
 
 
 class DroppingLoop(RecoveringLoop):

@@ -225,9 +225,9 @@ class Fake:
 
     can_lose_processes = True
 
-    def __init__(self, *losses, retries=2, policy="retry"):
+    def __init__(self, *losses, retries=2, policy="retry", rounds=2):
         self.row, self.losses, self.replaced = torch.zeros(1), list(losses), 0
-        experiment = SimpleNamespace(on_worker_failure=policy, worker_retries=retries)
+        experiment = SimpleNamespace(on_worker_failure=policy, worker_retries=retries, rounds=rounds)
         self.setting = SimpleNamespace(experiment=experiment)
         self.notes = []
 
@@ -290,7 +290,7 @@ def test_a_process_that_is_lost_after_its_round_costs_that_round_once_more_but_n
 
 
 def test_a_loss_before_the_first_round_or_after_the_last_costs_no_round():
-    fake = Fake("state", "resume")
+    fake = Fake("state", "resume", rounds=1)
     loop = fake.loop()
     with pytest.warns(FedsimWarning, match=r"^process 1 is gone; a new one takes its place \(1 of at most 2 times\)$"):
         loop.resume(loop.state())
@@ -299,7 +299,7 @@ def test_a_loss_before_the_first_round_or_after_the_last_costs_no_round():
     with pytest.warns(FedsimWarning):
         loop.finish()
     assert (fake.finished, fake.replaced) == (True, 3)
-    assert [facts["round"] for _, facts in fake.notes] == [0, 0, 0]
+    assert [facts["round"] for _, facts in fake.notes] == [0, 0, 1]
 
 
 def test_losses_before_the_first_round_count_too():
@@ -307,6 +307,17 @@ def test_losses_before_the_first_round_count_too():
     line = r"^process 1 is gone; its processes have been started 3 times \(worker_retries = 2\)$"
     with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match=line):
         fake.loop().play(1)
+
+
+def test_losses_after_the_last_round_count_too():
+    fake = Fake()
+    loop = fake.loop()
+    loop.play(2)
+    fake.losses = ["finish"] * 3
+    line = r"^process 1 is gone; ending the run has been tried 3 times \(worker_retries = 2\)$"
+    with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match=line):
+        loop.finish()
+    assert [facts["round"] for _, facts in fake.notes] == [2, 2]
 
 
 @pytest.mark.parametrize("policy", ["retry", "drop", "abort"])
