@@ -8,12 +8,13 @@ only while a command runs (`signals_as_exceptions`), and only one; else Ctrl-C e
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 PATIENCE = 5.0  # seconds for a program to clean up after a signal; from then on another signal ends it at once
@@ -48,7 +49,8 @@ def signals_as_exceptions() -> Iterator[None]:
     taken = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _exit):
         taken.append(signal.SIGINT)
-    hook, sys.unraisablehook = sys.unraisablehook, _raise_again
+    hook = sys.unraisablehook
+    sys.unraisablehook = functools.partial(_raise_again, hook)
     before = {number: signal.signal(number, _raise_once) for number in taken}
     try:
         yield
@@ -67,11 +69,11 @@ def _raise_once(number: int, frame: object) -> None:
         _exit(number)
 
 
-def _raise_again(unraisable: Any) -> None:
-    """The hook for exceptions in destructors, which go no further: let the signal come again after the destructor."""
+def _raise_again(hook: Callable[[Any], object], unraisable: Any) -> None:
+    """Handle an exception in a destructor: send its signal again after the destructor; pass others to `hook`."""
     global _first
     if not issubclass(unraisable.exc_type, (KeyboardInterrupt, Terminated)):
-        sys.__unraisablehook__(unraisable)
+        hook(unraisable)
         return
     _first = None
     number = signal.SIGINT if issubclass(unraisable.exc_type, KeyboardInterrupt) else signal.SIGTERM

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 
 import pytest
@@ -66,6 +67,19 @@ def test_a_signal_that_meets_a_destructor_is_not_lost():
 
     with pytest.raises(KeyboardInterrupt):
         run()
+
+
+class Fails:
+    def __del__(self):
+        raise ValueError
+
+
+def test_other_exceptions_in_destructors_go_to_the_hook_that_was_set_before(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable.exc_type))
+    with signals_as_exceptions():
+        Fails()
+    assert seen == [ValueError]
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
