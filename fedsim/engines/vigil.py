@@ -185,7 +185,7 @@ class Vigil:
         while not self._stop.wait(self.interval):
             cause = silences.look()
             if self._broken:
-                cause = cause or "the rank that kept the ranks' meeting place is gone"
+                cause = cause or f"{self.keeper} is gone"
             waited = waited + self.interval if cause and self.on_duty else 0.0
             if waited > GRACE:
                 print(f"error: {cause}", file=sys.stderr, flush=True)

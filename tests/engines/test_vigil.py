@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import queue
 import time
 
 import pytest
 import torch.distributed as dist
 
-from fedsim.engines.vigil import Seen, Silences, ranks, wait_for_all
+from fedsim.engines import vigil
+from fedsim.engines.vigil import Seen, Silences, Vigil, ranks, wait_for_all
 
 
 class Peers:
@@ -93,6 +95,20 @@ def test_a_store_that_does_not_answer_means_that_its_keeper_is_lost(clock):
     said, when = looks(Peers(), clock, 100, stops)
     assert said == "rank 1 gave no sign of life for 3 s (distributed.timeout)"
     assert 8 < when < 10
+
+
+def test_a_store_that_fails_ends_the_process_with_its_keeper(monkeypatch, capsys):
+    class Failing(dist.HashStore):
+        def set(self, key, value):
+            raise RuntimeError
+
+    codes = queue.SimpleQueue()
+    monkeypatch.setattr(vigil, "GRACE", 0.0)
+    monkeypatch.setattr("os._exit", codes.put)
+    watch = Vigil(Failing(), "the launcher", 0, 2, beats=lambda: 0, timeout=2.0)
+    assert codes.get(timeout=30) == 1
+    watch.stop()
+    assert capsys.readouterr().err.startswith("error: the launcher is gone\n")
 
 
 def test_a_store_that_answers_late_is_waited_for(clock):
