@@ -415,7 +415,8 @@ def _check_last_steps(experiment: Experiment, task: Task, shards: Shards) -> Non
         task.rule.rehearse(fewest)
     except ExperimentError as error:
         where = f"in round {first} only {fewest} of {experiment.cohort_size} workers have data left for the last step"
-        raise ExperimentError(*(f"{line}; {where}; local.steps gives all as many" for line in error.lines)) from None
+        remedy = "set local.steps, so that all workers take the same number of steps"
+        raise ExperimentError(*(f"{line}; {where}; {remedy}" for line in error.lines)) from None
 
 
 def _still_at_work(task: Task, cohort: list[int], steps: list[int]) -> int:

@@ -197,6 +197,13 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
         ({"model": {"name": "tests.plugs:Fails", "how": 3}}, "model.how = 3: must be a valid string"),
         ({"partition": "tests.plugs:lossy"}, "must give each of 203 samples to exactly one worker"),
         ({"device": "cuda:99"}, "device"),
+        (
+            {
+                **{"sync": "gradients", "aggregate": {"rule": "trimmed_mean", "f": 1}},
+                "partition": {"strategy": "tests.plugs:same_last", "first": 65},
+            },
+            r"in round 1 only 1 of 3 workers .*; set local\.steps, so that all workers take the same number of steps$",
+        ),
     ],
 )
 def test_what_cannot_run_is_one_clear_error(tiny_experiment, change, message):
