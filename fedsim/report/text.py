@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedsim.errors import show
+from fedsim.errors import plural, show
 from fedsim.experiment import Experiment
 from fedsim.intervals import fixed
 from fedsim.plotting import line_style, prepare_axes
@@ -132,7 +132,8 @@ def draw_curve(history: list[RoundRecord], title: str) -> Figure:
     rounds, accuracies, times = numbers("round"), numbers("test_accuracy"), numbers("virtual_seconds")
     timed = times[-1] is not None
     figure = Figure(figsize=(12 if timed else 8.5, 3.4), layout="constrained")
-    figure.suptitle(f"{title}: test accuracy {fixed(accuracies[-1])} after {rounds[-1]} rounds", fontsize="medium")
+    reached = f"test accuracy {fixed(accuracies[-1])} after {plural(rounds[-1], 'round')}"
+    figure.suptitle(f"{title}: {reached}", fontsize="medium")
     accuracy, loss, *further = figure.subplots(1, 3 if timed else 2)
     style, second = line_style(0, len(rounds)), line_style(1, len(rounds))
     accuracy.plot(rounds, accuracies, **style)

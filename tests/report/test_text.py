@@ -71,3 +71,9 @@ def test_the_curve_has_a_panel_for_virtual_seconds_where_there_are_such():
     assert labels([record(round=1), record(round=2)]) == ["round", "round"]
     timed = [record(round=1, virtual_seconds=3.0), record(round=2, virtual_seconds=9.0)]
     assert labels(timed) == ["round", "round", "virtual seconds"]
+
+
+@pytest.mark.parametrize(("rounds", "words"), [(1, "0.7450 after 1 round"), (2, "0.7450 after 2 rounds")])
+def test_the_title_of_a_curve_counts_rounds(rounds, words):
+    figure = draw_curve([record(round=round) for round in range(1, rounds + 1)], "x")
+    assert figure.get_suptitle().endswith(words)
