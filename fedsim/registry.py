@@ -13,6 +13,7 @@ of these a file may name says `fedsim.permission`. Python code may give the func
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import importlib
 import inspect
@@ -28,7 +29,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.errors import MOST_PROBLEMS, ExperimentError, cut, explain, nearest, nearest_key, one_line, show
-from fedsim.objects import NOTE, ObjectName, holds_objects, name_of, plain
+from fedsim.objects import NOTE, ObjectName, holds_objects, name_of, names_in, plain
 from fedsim.permission import ImportRefusedError, require_importable, require_own
 from fedsim.system.vision import import_torchvision
 
@@ -55,11 +56,12 @@ class Plug:
         `place` is the table of the experiment that holds them, `beside` the other keys that table allows.
         Raises ExperimentError with one line per unknown name, missing parameter or impossible value.
         """
+        values = plain(values)
         known = set(self.parameters.model_fields)
         where = f"{place}." if place else ""
         accepts_any = self.parameters.model_config.get("extra") == "allow"
         unknown = [] if accepts_any else [name for name in values if name not in known]
-        objects = [name for name, value in values.items() if isinstance(value, ObjectName) and name not in unknown]
+        objects = [name for name, value in values.items() if any(names_in(value)) and name not in unknown]
         lines = [
             f"{where}{name} = {show(values[name])}: a parameter cannot be an object; "
             f"give the {self.kind} as a function that sets it"
@@ -85,12 +87,11 @@ class Plug:
         return {**named, **(checked.model_extra or {})}
 
     def _validated(self, values: dict[str, Any]) -> BaseModel:
-        values = plain(values)
         try:
             return self.parameters(**values)
         except ValidationError as error:
             try:  # a file has arrays for tuples, and strings for paths and enumerations, as JSON does
-                return self.parameters.model_validate_json(json.dumps(values))
+                return self.parameters.model_validate_json(json.dumps(values, default=_as_in_a_file))
             except (TypeError, ValueError):
                 raise error from None
 
@@ -232,6 +233,11 @@ class Registry:
 def _has_signature(target: Callable[..., Any]) -> bool:
     """Whether Python knows the parameters of a function; not so of some that are written in C."""
     try:
+def _as_in_a_file(value: Any) -> Any:
+    """An enumeration's value, or a path as a string. Raises TypeError for other types."""
+    return value.value if isinstance(value, enum.Enum) else os.fspath(value)
+
+
         inspect.signature(target)
     except (TypeError, ValueError):
         return dataclasses.is_dataclass(target)

@@ -51,6 +51,18 @@ def short(tiny_experiment):
 
 def local_class():
     class Local(Perceptron):
+def layered(layers=()):
+    return Perceptron()
+
+
+class NotCallable:
+    """Not a function."""
+
+
+def malformed(updates, *, c: nowhere = 1):  # noqa: F821
+    return updates.mean(0)
+
+
         pass
 
     return Local
@@ -169,6 +181,8 @@ def test_defaults_that_no_file_can_hold_are_left_to_the_function(short):
 
 def test_names_are_import_paths_or_numbered_notes():
     assert name_of(Perceptron) == "tests.test_objects:Perceptron"
+        ({"model": {"name": layered, "layers": [nn.ReLU, nn.Tanh]}}, "model.layers = .*: a parameter cannot be an"),
+        ({"model": {"name": layered, "layers": {"first": nn.ReLU}}}, "model.layers = .*: a parameter cannot be an"),
     one, other = local_class(), local_class()
     first, second = name_of(one), name_of(other)
     assert (name_of(one), name_of(other)) == (first, second)
