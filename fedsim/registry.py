@@ -143,11 +143,13 @@ class Registry:
     `given` names what the simulator has to give. A plug takes what it wants of that, in positional parameters of those
     names, and what is keyword-only is its configuration. Where nothing is given (models, solvers), every parameter is.
     A dataclass takes what it is given when it is called; its fields are its configuration.
+    `accepts` says in errors which objects can be a plug of this kind.
     """
 
-    def __init__(self, kind: str, *, given: tuple[str, ...] = ()) -> None:
+    def __init__(self, kind: str, *, given: tuple[str, ...] = (), accepts: str = "a function or a class") -> None:
         self.kind = kind
         self._given = given
+        self._accepts = accepts
         self._plugs: dict[str, Plug] = {}
 
     def __call__(self, name: str) -> Callable[[Callable[..., Any]], Any]:
@@ -188,7 +190,8 @@ class Registry:
         except TypeError as error:
             raise ExperimentError(f"{where}: cannot be used: {cut(' '.join(str(error).split()))}") from error
         except Exception as error:
-            raise ExperimentError(f"{where}: cannot be imported: {one_line(error)}") from error
+            verb = "used" if isinstance(name, ObjectName) else "imported"
+            raise ExperimentError(f"{where}: cannot be {verb}: {one_line(error)}") from error
 
     def _require_path(self, name: str, where: str) -> None:
         """Raise ExperimentError, with what to write, unless a name that is not registered may be an import path."""
@@ -214,7 +217,7 @@ class Registry:
 
     def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
         if not callable(target) and (self._given or not dataclasses.is_dataclass(target)):
-            raise TypeError(f"a {type(target).__name__} is not a function or class (nor a tuple (train, test) of data)")
+            raise TypeError(f"a {type(target).__name__} is not {self._accepts}")
         if not _has_signature(target):
             raise TypeError(f"has no signature; write a function of ({', '.join(self._given)}) that calls it")
         if not self._given:

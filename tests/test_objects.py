@@ -188,6 +188,8 @@ def test_names_are_import_paths_or_numbered_notes():
     assert (name_of(one), name_of(other)) == (first, second)
     assert first != second
     del first, one
+        ({"aggregate": NotCallable()}, r'aggregate.rule = "<NotCallable.*>": .* is not a function or a class$'),
+        ({"aggregate": malformed}, r'aggregate.rule = "tests.*:malformed": cannot be used: .*nowhere'),
     gc.collect()
     assert name_of(local_class()) not in {str(second)}
 

@@ -19,7 +19,7 @@ from fedsim.errors import DataError, FedsimError, one_line, show
 from fedsim.registry import Registry
 from fedsim.system import vision
 
-dataset = Registry("data set", given=("root",))
+dataset = Registry("data set", given=("root",), accepts="a function, a class or a tuple (train, test)")
 
 MNIST_MEAN, MNIST_STD = (0.1307,), (0.3081,)
 FASHION_MNIST_MEAN, FASHION_MNIST_STD = (0.2860,), (0.3530,)
