@@ -195,7 +195,7 @@ class Registry:
 
     def _require_path(self, name: str, where: str) -> None:
         """Raise ExperimentError, with what to write, unless a name that is not registered may be an import path."""
-        if path := _import_path(name):
+        if path := _as_import_path(name):
             raise ExperimentError(f"{where}: write {cut(path)}")
         if NOTE.fullmatch(name):
             raise ExperimentError(
@@ -233,14 +233,14 @@ class Registry:
         return Plug(self.kind, name, target, _parameters(target, keyword_only=not is_dataclass), takes, self)
 
 
-def _has_signature(target: Callable[..., Any]) -> bool:
-    """Whether Python knows the parameters of a function; not so of some that are written in C."""
-    try:
 def _as_in_a_file(value: Any) -> Any:
     """An enumeration's value, or a path as a string. Raises TypeError for other types."""
     return value.value if isinstance(value, enum.Enum) else os.fspath(value)
 
 
+def _has_signature(target: Callable[..., Any]) -> bool:
+    """Whether Python knows the parameters of a function; not so of some that are written in C."""
+    try:
         inspect.signature(target)
     except (TypeError, ValueError):
         return dataclasses.is_dataclass(target)
@@ -254,7 +254,7 @@ def _taken_by_position(target: Callable[..., Any]) -> dict[str, bool]:
     return {name: needed for name, needed in named.items() if name != "self"}
 
 
-def _import_path(name: str) -> str | None:
+def _as_import_path(name: str) -> str | None:
     """How a name that is the path of a file, or has a dot for the colon, is written as an import path; else None."""
     file, _, attribute = name.rpartition(":")
     if not attribute.isidentifier():
