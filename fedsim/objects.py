@@ -114,15 +114,15 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(
 def plain(value: Any) -> Any:
     """A value as a file would hold it: dicts, lists and Python's numbers, and names in place of objects.
 
-    NumPy arrays and tensors become numbers or lists of numbers, any Mapping a dict, any Sequence a list. A tuple of
-    objects is one object. A value of another type stays as it is.
+    NumPy arrays and tensors become numbers or lists of numbers, any Mapping a dict, any Sequence a list. A tuple of two
+    objects that cannot be called, as data sets, is one object. A value of another type stays as it is.
     """
     if isinstance(value, (np.generic, np.ndarray, Tensor)):
         return value.tolist()
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, tuple):
-        return name_of(value) if len(value) > 1 and all(map(_is_object, value)) else tuple(map(plain, value))
+    if isinstance(value, tuple) and len(value) == 2 and all(_is_object(part) and not callable(part) for part in value):
+        return name_of(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [plain(each) for each in value]
     if isinstance(value, torch.device):

@@ -114,6 +114,25 @@ def test_a_pair_of_datasets_is_a_data_set(short, pair):
 
 def test_rules_attacks_partitions_and_augmentations_can_be_functions(short):
     calls = []
+def test_a_tuple_of_functions_is_a_list(short):
+    def first(updates):
+        return updates
+
+    def second(updates):
+        return updates.mean(0)
+
+    def same_images(images, generator):
+        return images
+
+    experiment = fedsim.Experiment(
+        **{**short, "data": {"dataset": tiny, "augment": (same_images, same_images)}, "aggregate": (first, second)}
+    )
+    assert [stage["rule"] for stage in experiment.aggregate.rule] == [name_of(first), name_of(second)]
+    assert [each.name for each in experiment.data.augment] == [name_of(same_images)] * 2
+    mean = fedsim.run({**short, "aggregate": [first, "mean"]})
+    assert torch.allclose(fedsim.run({**short, "aggregate": (first, second)}).global_row, mean.global_row, atol=1e-6)
+
+
 
     def halves(labels, n_workers):
         return np.array_split(np.arange(len(labels)), n_workers)
@@ -209,8 +228,8 @@ def test_numbers_of_numpy_and_torch_are_numbers_and_any_mapping_is_a_table(short
 
 
 def test_plain_values_are_not_taken_for_objects():
-    value = {"a": [1, "b", None, 2.5, True], "c": (1, 2)}
-    assert plain(value) == value
+    value = {"a": [1, "b", None, 2.5, True], "c": [1, 2]}
+    assert plain(value) == plain({**value, "c": (1, 2)}) == value
     assert isinstance(plain([nn.ReLU])[0], ObjectName)
 
 

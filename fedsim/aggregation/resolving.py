@@ -35,7 +35,7 @@ def resolve(
 
     Raises ExperimentError, one line per problem.
     """
-    stages = plain(list(stages) if isinstance(stages, tuple) else stages)
+    stages = plain(stages)
     if not isinstance(stages, (str, dict, list)):
         raise ExperimentError(f"{_key(place)} = {show(stages)}: must be a name, or a list of names and tables")
     wheres = _places(stages, place)

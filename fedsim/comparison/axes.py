@@ -127,10 +127,11 @@ def readable_id(point: Mapping[str, Any]) -> str:
 def _checked(key: str, values: Any, place: str) -> list[Any]:
     if not all(part.strip() for part in key.split(".")):
         raise ExperimentError(f"{place}: is no key of an experiment")
-    values = list(values) if isinstance(values, tuple) else plain(values)
+    values = plain(list(values) if isinstance(values, tuple) else values)
     if not isinstance(values, list) or not values:
         raise ExperimentError(f"{place} = {show(values)}: must be a list of one or more values, such as [1, 2]")
-    values = [_plain(value, f"{place}[{index}]") for index, value in enumerate(values)]
+    for index, value in enumerate(values):
+        _check_value(value, f"{place}[{index}]")
     seen: set[str] = set()
     for value in values:
         if canonical(value) in seen:
@@ -159,13 +160,12 @@ def _check_labels(key: str, values: list[Any], place: str) -> None:
         seen.add(name)
 
 
-def _plain(value: Any, place: str) -> Any:
-    """A value as JSON has it: lists for tuples, Python's numbers for NumPy's, names for objects."""
-    value = plain(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(each, place) for each in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each, place) for key, each in value.items()}
-    if isinstance(value, (str, bool, int, float)):
-        return value
-    raise ExperimentError(f"{place} = {show(value)}: must be a string, a number, a list or a table")
+def _check_value(value: Any, place: str) -> None:
+    """Refuse what JSON cannot hold."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _check_value(each, place)
+    elif not isinstance(value, (str, bool, int, float)):
+        raise ExperimentError(f"{place} = {show(value)}: must be a string, a number, a list or a table")
