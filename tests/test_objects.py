@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.aggregation import ServerStep
 from fedsim.cli import app
+from fedsim.comparison import load_grid
+from fedsim.comparison.folder import GridFolder
 from fedsim.errors import ExperimentError, FedsimWarning
 from fedsim.loading import load_experiment, to_toml
 from fedsim.local.sgd import SGD
@@ -49,8 +51,6 @@ def short(tiny_experiment):
     return {**tiny_experiment, "rounds": 1, "model": "logistic"}
 
 
-def local_class():
-    class Local(Perceptron):
 def layered(layers=()):
     return Perceptron()
 
@@ -63,6 +63,8 @@ def malformed(updates, *, c: nowhere = 1):  # noqa: F821
     return updates.mean(0)
 
 
+def local_class():
+    class Local(Perceptron):
         pass
 
     return Local
@@ -112,8 +114,6 @@ def test_a_pair_of_datasets_is_a_data_set(short, pair):
     assert (len(train), len(test)) == (60, 30)
 
 
-def test_rules_attacks_partitions_and_augmentations_can_be_functions(short):
-    calls = []
 def test_a_tuple_of_functions_is_a_list(short):
     def first(updates):
         return updates
@@ -133,6 +133,8 @@ def test_a_tuple_of_functions_is_a_list(short):
     assert torch.allclose(fedsim.run({**short, "aggregate": (first, second)}).global_row, mean.global_row, atol=1e-6)
 
 
+def test_rules_attacks_partitions_and_augmentations_can_be_functions(short):
+    calls = []
 
     def halves(labels, n_workers):
         return np.array_split(np.arange(len(labels)), n_workers)
@@ -179,11 +181,15 @@ def test_functions_that_work_without_an_experiment_take_objects():
     [
         ({"aggregate": torch.median}, r'aggregate.rule = "<median>": .* write a function of \(updates, '),
         ({"model": {"name": Perceptron, "activation": nn.Tanh}}, "model.activation = .*: a parameter cannot be an"),
+        ({"model": {"name": layered, "layers": [nn.ReLU, nn.Tanh]}}, "model.layers = .*: a parameter cannot be an"),
+        ({"model": {"name": layered, "layers": {"first": nn.ReLU}}}, "model.layers = .*: a parameter cannot be an"),
         ({"model": {"name": Perceptron, "hiden": 3}}, 'did you mean "hidden"'),
         ({"aggregate": lambda grads: grads[0]}, r"aggregate.rule = .*grads"),
         ({"rounds": len}, 'rounds = "builtins:len": must be a valid integer'),
         ({"server": SGD(lr=1.0)}, 'server.optimizer = "<SGD.*>": cannot be used: must be a dataclass'),
         ({"data": TensorDataset(torch.zeros(3))}, r'data.dataset = "<TensorDataset.*>": .* \(train, test\)'),
+        ({"aggregate": NotCallable()}, r'aggregate.rule = "<NotCallable.*>": .* is not a function or a class$'),
+        ({"aggregate": malformed}, r'aggregate.rule = "tests.*:malformed": cannot be used: .*nowhere'),
     ],
 )
 def test_an_object_that_does_not_fit_is_one_line(short, change, line):
@@ -200,15 +206,11 @@ def test_defaults_that_no_file_can_hold_are_left_to_the_function(short):
 
 def test_names_are_import_paths_or_numbered_notes():
     assert name_of(Perceptron) == "tests.test_objects:Perceptron"
-        ({"model": {"name": layered, "layers": [nn.ReLU, nn.Tanh]}}, "model.layers = .*: a parameter cannot be an"),
-        ({"model": {"name": layered, "layers": {"first": nn.ReLU}}}, "model.layers = .*: a parameter cannot be an"),
     one, other = local_class(), local_class()
     first, second = name_of(one), name_of(other)
     assert (name_of(one), name_of(other)) == (first, second)
     assert first != second
     del first, one
-        ({"aggregate": NotCallable()}, r'aggregate.rule = "<NotCallable.*>": .* is not a function or a class$'),
-        ({"aggregate": malformed}, r'aggregate.rule = "tests.*:malformed": cannot be used: .*nowhere'),
     gc.collect()
     assert name_of(local_class()) not in {str(second)}
 
@@ -252,6 +254,24 @@ def test_a_comparison_takes_objects_on_its_axes_and_keeps_them_apart(short, tmp_
     assert one == pytest.approx(mean, abs=1e-5)
     assert one != other
     assert not comparison.failed
+
+
+def test_a_comparison_goes_on_with_objects_that_are_defined_again(short, tmp_path):
+    def arguments():
+        base = {**short, "rounds": 2, "model": local_class(), "checkpoint": {"every": 1}}
+        return base, {"aggregate.rule": [lambda updates: updates.mean(0), "mean"]}
+
+    first = fedsim.compare(*arguments(), tmp_path / "grid", jobs=1)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "grid").glob("runs/*/metrics.jsonl")}
+    again = fedsim.compare(*arguments(), tmp_path / "grid", jobs=1)
+    assert len(files) == 2
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    assert [run.history for run in again.runs] == [run.history for run in first.runs]
+
+    grid = load_grid(*arguments())
+    with GridFolder(tmp_path / "grid", grid) as folder:
+        folder.make_ready(grid.runs[0])
+        assert folder.is_finished(grid.runs[0])
 
 
 def locked_model():

@@ -19,6 +19,7 @@ from fedsim.comparison.axes import IS_ID, canonical
 from fedsim.comparison.grid import Grid, PlannedRun, common_tables
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.loading import read_toml
+from fedsim.objects import names_in, with_objects
 from fedsim.records import CURVE, ERROR, EXPERIMENT, MODEL, RoundRecord
 from fedsim.report.reading import MOST_ERROR_BYTES, MOST_GRID_BYTES
 from fedsim.runs.checkpoints import FOLDER as CHECKPOINTS
@@ -100,7 +101,7 @@ class GridFolder:
         folder = self.run_folder(run)
         if self.error(run) is None and (folder / CHECKPOINTS).is_dir():
             with contextlib.suppress(ExperimentError):
-                if not differences_of(read_toml(folder / EXPERIMENT), run.experiment.resolved()):
+                if not _differences_of_run(read_toml(folder / EXPERIMENT), run):
                     return
         self.clear(run)
 
@@ -147,6 +148,7 @@ class GridFolder:
 
     def _go_on_with(self, held: dict[str, Any]) -> None:
         """Check that what the folder holds is part of the grid, and take over the names of its runs."""
+        held = with_objects(held, names_in([run.experiment.model_dump() for run in self._grid.runs]))
         lines = _differences_of_axes(held["axes"], self._grid.axes)
         self._ids = {canonical(run["point"]): run["id"] for run in held["runs"]}
         if not lines:
@@ -155,7 +157,7 @@ class GridFolder:
             for run in both:
                 if not lines and self.is_finished(run):
                     there = read_toml(self.run_folder(run) / EXPERIMENT, self.run_folder(run))
-                    lines = [f"{self._id(run)}: {line}" for line in differences_of(there, run.experiment.resolved())]
+                    lines = [f"{self._id(run)}: {line}" for line in _differences_of_run(there, run)]
         if lines:
             raise RecordError(f"{self.path}: holds another grid; name a new folder\n" + "\n".join(lines))
 
@@ -205,6 +207,12 @@ def differences_of_grids(there: dict[str, Any], here: dict[str, Any]) -> list[st
     """In what two grids, as their files have them, are not one and the same; [] where they are."""
     axes = [*_differences_of_axes(there["axes"], here["axes"]), *_differences_of_axes(here["axes"], there["axes"])]
     return axes or differences_of(there["base"], here["base"])
+
+
+def _differences_of_run(there: dict[str, Any], run: PlannedRun) -> list[str]:
+    """In what a run differs from the tables in its folder."""
+    tables = with_objects(there, names_in(run.experiment.model_dump()))
+    return differences_of(tables, run.experiment.resolved())
 
 
 def _differences_of_axes(there: dict[str, list[Any]], here: dict[str, list[Any]]) -> list[str]:
