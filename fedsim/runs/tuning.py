@@ -115,7 +115,7 @@ def _measure(experiment: Experiment, keys: dict[str, Any]) -> Candidate:
 
 def _shortened(experiment: Experiment, keys: dict[str, Any]) -> Experiment:
     """Two rounds of few steps, of the same work otherwise."""
-    tables = experiment.resolved()
+    tables = experiment.model_dump(exclude_none=True)  # with objects
     used = engines.get(keys["engine"]).target.settings(keys.get("processes", 1))
     for key in (SETTINGS - used) | {"records", "checkpoint"}:  # nothing is written
         tables.pop(key, None)

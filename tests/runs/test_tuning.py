@@ -79,3 +79,13 @@ def test_the_command_ends_with_lines_for_the_file(cli):
 
 def test_the_lines_are_toml():
     assert lines_for_file(Candidate({"engine": "spawn", "processes": 2})) == 'engine = "spawn"\nprocesses = 2'
+
+
+def test_an_experiment_with_objects_can_be_measured(tiny_experiment):
+    def average(updates):
+        return updates.mean(0)
+
+    measured = []
+    wanted = {**tiny_experiment, "engine": "auto", "processes": 1, "aggregate": average}
+    assert tune(fedsim.Experiment(**wanted), measured.append) in measured
+    assert [candidate.refusal for candidate in measured] == [None, None]
