@@ -34,6 +34,8 @@ else:
 
 Change = tuple[list[str], Any]  # the parts of a dotted key, and the value that it is to have
 
+GRID = "grid"  # the table of a comparison's axes
+
 MOST_BYTES = 8 * 2**20  # of an experiment file: a weight for each of a million workers has room
 
 
@@ -65,7 +67,7 @@ def load_experiment(
     description = describe(source)
     override(description, words)
     try:
-        if isinstance(description.get("grid"), dict):
+        if isinstance(description.get(GRID), dict):
             raise ExperimentError("the table [grid] describes several experiments; use fedsim compare")
         with words_of(file_of(source), (value for _, value in words), allowed=allow_imports):
             return experiment_of(description)
@@ -88,11 +90,39 @@ def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict
         return source.model_dump(exclude_none=True, exclude_unset=True)
     if source is not None and not isinstance(source, Mapping):
         raise ExperimentError(f"{show(source)}: must be an Experiment, a table (dict) or the path of a TOML file")
-    tables = plain(source or {})
+    tables = dict(source or {})
+    grid = _take_grid(tables)
+    tables = plain(tables)
     if any("." in str(key) for key in tables):
         changes, tables = changes_in(tables), {}
         override(tables, changes)
-    return tables
+    return {**tables, **grid}
+
+
+def _take_grid(tables: dict[str, Any]) -> dict[str, Any]:
+    """Remove the axes from tables; {"grid": {dotted key: values}}, or {} if there are none.
+
+    They do not become nested tables, since both `attack` and `attack.fraction` may be axes.
+    """
+    keys = [key for key in tables if str(key).partition(".")[0] == GRID]
+    if not keys or (keys == [GRID] and not isinstance(tables[GRID], Mapping)):
+        return {}
+    axes: dict[str, Any] = {}
+    for key, values in leaves_of({key: tables.pop(key) for key in keys}):
+        axis = key.partition(".")[2]
+        if axis in axes:
+            raise ExperimentError(f"{key}: is given twice")
+        axes[axis] = values
+    return {GRID: axes}
+
+
+def drop_default_name(description: dict[str, Any]) -> None:
+    """Remove the name from nested tables if it is the default one, so that it follows later changes."""
+    if "name" in description and GRID not in description:
+        unnamed = {key: value for key, value in description.items() if key != "name"}
+        with contextlib.suppress(ExperimentError):  # a change may mend them
+            if experiment_of(unnamed).name == description["name"]:
+                del description["name"]
 
 
 def changes_in(tables: Mapping[str, Any]) -> list[Change]:

@@ -275,3 +275,22 @@ def test_a_target_stands_in_the_grid_or_is_given(variants):
 def test_a_target_is_an_accuracy(target):
     with pytest.raises(ExperimentError, match=r"^target = .*: must be a test accuracy, more than 0 and at most 1$"):
         load_grid({}, {"seed": [0], "target": target})
+
+
+@pytest.mark.parametrize("dotted", [{}, {"local.lr": 0.1}])
+def test_dotted_keys_beside_a_grid_leave_its_keys_alone(dotted):
+    axes = {"attack": ["alie", "ipm"], "attack.fraction": [0.2, 0.4]}
+    assert len(load_grid({"rounds": 1, "workers": 5, "grid": axes, **dotted}).runs) == 4
+
+
+def test_dotted_keys_of_a_grid_are_added_to_it():
+    grid = load_grid({"grid": {"seed": [0, 1]}, "grid.local.lr": [0.1, 0.2]})
+    assert grid.axes == {"local.lr": [0.1, 0.2], "seed": [0, 1]}
+    with pytest.raises(ExperimentError, match=r"^grid.seed: is given twice$"):
+        load_grid({"grid": {"seed": [0, 1]}, "grid.seed": [2, 3]})
+
+
+def test_an_axis_can_be_a_tuple_of_objects():
+    rules = (lambda updates: updates.mean(0), lambda updates: updates.median(0).values)
+    assert len(load_grid({"workers": 3, "grid": {"aggregate.rule": rules}}).runs) == 2
+    assert len(load_grid({"workers": 3}, {"aggregate.rule": rules}).runs) == 2
