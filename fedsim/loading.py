@@ -59,12 +59,17 @@ def load_experiment(
             `overrides`, tables and Experiments is the caller's own word, and imported as it is named.
         changes: keys of the experiment, set after the overrides. A table changes the keys that it has.
 
+    A default name in `source`, as a saved experiment has it, is derived again after changes.
+
     Raises ExperimentError, one line per problem, each with its place.
     """
     words = [parse_word(word) for word in overrides] + changes_in(changes)
     if isinstance(source, Experiment) and not words:
         return source
     description = describe(source)
+    if words:
+        with words_of(file_of(source), allowed=allow_imports):
+            drop_default_name(description)
     override(description, words)
     try:
         if isinstance(description.get(GRID), dict):

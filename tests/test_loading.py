@@ -268,3 +268,20 @@ def test_keywords_change_keys_of_an_experiment(tmp_path):
     assert load_experiment(Experiment(rounds=5), rounds=3).rounds == 3
     with pytest.raises(ExperimentError, match='roundz = 3: unknown key.*did you mean "rounds"'):
         load_experiment(roundz=3)
+
+
+def test_a_default_name_in_a_saved_file_follows_the_changes(tmp_path):
+    saved = tmp_path / "experiment.toml"
+    saved.write_text(to_toml(Experiment()))
+    assert load_experiment(saved).name == "net-mnist5k-weighted_mean"
+    assert load_experiment(saved, ["aggregate.rule=median", "model=2nn"]).name == "2nn-mnist5k-median"
+    assert load_grid(saved, {"aggregate.rule": ["mean", "median"]}).name == "net-mnist5k"
+    saved.write_text(to_toml(Experiment(name="own")))
+    assert load_experiment(saved, ["aggregate.rule=median"]).name == "own"
+    assert load_grid(saved, {"aggregate.rule": ["mean", "median"]}).name == "own"
+
+
+def test_the_name_of_a_grid_is_a_default_name_of_its_runs():
+    run = load_grid(None, {"aggregate.rule": ["mean", "median"]}).runs[0].experiment
+    assert run.name == "net-mnist5k"
+    assert load_experiment(run, ["model=2nn"]).name == "2nn-mnist5k-mean"

@@ -27,12 +27,23 @@ from fedsim.comparison.axes import (
 )
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.experiment import Experiment, default_name
-from fedsim.loading import Change, changes_in, describe, experiment_of, file_of, key_changed, override, parse_word
+from fedsim.loading import (
+    GRID,
+    Change,
+    changes_in,
+    describe,
+    drop_default_name,
+    experiment_of,
+    file_of,
+    key_changed,
+    override,
+    parse_word,
+)
 from fedsim.permission import words_of
 from fedsim.preparation import task_of
 from fedsim.system.devices import resolve_device
 
-GRID, TARGET = "grid", "target"
+TARGET = "target"
 MOST_RUNS = 100_000  # all of which are checked, and kept, before the first begins
 LONGEST_ID = 100  # characters; file systems allow 255 bytes
 
@@ -122,6 +133,7 @@ def load_grid(
     _leave_out_large_records(description)
     _check_number(axes)
     with words_of(file or file_of(source), own, allowed=allow_imports):
+        drop_default_name(description)
         experiments, engine_chosen = _experiments(description, in_all, axes)
     points = points_of(axes)
     experiments = _named_alike(experiments, points)
@@ -134,7 +146,14 @@ def _named_alike(experiments: list[Experiment], points: list[dict[str, Any]]) ->
     """The experiments with one name for all that have none, which does not depend on the values of the axes."""
     changes = [change for point in points for key, value in point.items() for change in changes_of(key, value)]
     name = default_name(experiments[0], {key_changed(*change) for change in changes})
-    return [each if "name" in each.model_fields_set else each.model_copy(update={"name": name}) for each in experiments]
+    return [each if "name" in each.model_fields_set else _with_default_name(each, name) for each in experiments]
+
+
+def _with_default_name(experiment: Experiment, name: str) -> Experiment:
+    """The experiment with a name that the user did not choose, which later changes of the experiment replace."""
+    named = experiment.model_copy(update={"name": name})
+    named.model_fields_set.discard("name")
+    return named
 
 
 def _how_to_compare(changes: Iterable[Change]) -> str:
