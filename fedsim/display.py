@@ -18,6 +18,7 @@ from fedsim.notices import SlowStepNotice
 from fedsim.preparation import Setting
 from fedsim.records import RoundRecord
 from fedsim.report import columns_of, headline, table_header, table_line
+from fedsim.runs.checkpoints import Checkpoints
 
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
 
@@ -95,7 +96,9 @@ class Display:
         if self._done and self._folder:
             with contextlib.suppress(OSError):  # that stdout is closed may be what ended it
                 rounds = f"{self._done} of {plural(self._bar.total, 'round')}"
-                self._print(f"{rounds} are in {self._folder}; continue with --resume {self._folder}")
+                saved = Checkpoints(Path(self._folder), None, 0).rounds()
+                start = f"continue after round {max(saved)}" if saved else "there is no checkpoint yet; start again"
+                self._print(f"{rounds} are in {self._folder}; {start} with --resume {self._folder}")
 
     def _print(self, line: str) -> None:
         if not self._quiet:

@@ -4,6 +4,8 @@ import io
 import sys
 from types import SimpleNamespace
 
+import pytest
+
 import fedsim
 from fedsim.comparison import display as of_comparisons
 from fedsim.display import Display, progress_bar
@@ -64,3 +66,21 @@ def test_the_rounds_that_a_failed_run_has_left_are_not_counted_as_done(monkeypat
         display.round(runs[0], {})
         display.end(runs[0], [], "failed")
         assert (display._bar.n, display._bar.total) == (1, 11)
+
+
+@pytest.mark.parametrize(
+    ("every", "told"), [(1, "continue after round 1 with"), (0, "there is no checkpoint yet; start")]
+)
+def test_an_interrupted_run_tells_where_a_resumed_one_starts(every, told, tiny_experiment, tmp_path, capsys):
+    def interrupt(record):
+        if record["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedsim.run(
+            {**tiny_experiment, "rounds": 5, "checkpoint": {"every": every}},
+            tmp_path / "run",
+            progress=True,
+            on_round=interrupt,
+        )
+    assert told in capsys.readouterr().out

@@ -50,7 +50,7 @@ class GridDisplay(Watcher):
         axes = " x ".join(f"{len(values)} {key}" for key, values in grid.axes.items())
         self._print(f"{grid.name}: {plural(len(grid.runs), 'run')} ({axes}), {jobs} at a time")
         if len(todo) < len(grid.runs):
-            self._print(f"{len(grid.runs) - len(todo)} of them were finished before")
+            self._print(f"{len(grid.runs) - len(todo)} of them already finished")
 
     def round(self, run: PlannedRun, record: RoundRecord) -> None:
         assert self._bar is not None

@@ -102,7 +102,7 @@ def finished_runs(folder):
 def goes_on_where_it_stopped(cli, tmp_path, before):
     done = cli(*LONG[2:], *ENDLESS, "--jobs", "1", "engine=serial")  # in this process
     assert done.exit_code == 0, done.output
-    assert f"{len(before)} of them were finished before" in done.stdout
+    assert f"{len(before)} of them already finished" in done.stdout
     assert not any(f" {name}: " in done.stdout for name in before)
     assert len(finished_runs(tmp_path / "x")) == 8
 
