@@ -9,6 +9,8 @@ Two parts, on a CPU:
 
 That all ways do the same work is checked: in float64 their global rows agree after a round of few steps.
 
+A repeat takes more than seven minutes on 2 cores; nothing is printed before the end.
+
     FEDSIM_DATA=... python benchmarks/plans.py [--workloads w1,w2,w3] [--repeats 3]
 """
 
