@@ -37,7 +37,7 @@ WAYS = {
 
 
 def training_seconds(model: str, batch_size: int, engine: str) -> float:
-    """The least time that a round of few steps takes in one process."""
+    """Return the least time of a short round in one process."""
     local = {"batch_size": batch_size, "steps": STEPS}
     tables = {"model": model, "workers": ROWS, "engine": engine, "rounds": TIMES, "local": local}
     if engine == "batched":

@@ -50,7 +50,7 @@ class Message:
         return self.descriptors.index(descriptor)
 
     def DupFd(self, index: int) -> _File:  # noqa: N802  # multiprocessing's name
-        """What stands for a file in the pickled data."""
+        """Return the placeholder of a file in the pickled data."""
         return _File(index)
 
 
@@ -143,7 +143,7 @@ class _File:
         self._index = index
 
     def detach(self) -> int:
-        """A descriptor of its own, for whoever unpickles the file."""
+        """Return a duplicate of the file's descriptor; the caller closes it."""
         return os.dup(_received.get()[self._index])
 
 

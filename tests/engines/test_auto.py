@@ -183,7 +183,7 @@ BUSY = "import os, time\nwhile os.getppid() == {parent}: sum(range(10_000))"
 
 @pytest.mark.slow
 def test_twenty_runs_beside_other_programs_give_the_same_bits(tmp_path):
-    """Each a command of its own; half of them while as many programs compute as the machine has cores, twice over."""
+    """Each run is a command. Half of them run beside twice as many busy programs as the machine has cores."""
     models, plans = set(), set()
     busy = BUSY.format(parent=os.getpid())
     for number in range(20):

@@ -52,7 +52,7 @@ def test_a_misspelt_width_is_told_of():
 
 @pytest.fixture
 def width_for(monkeypatch):
-    """The width for an experiment, in so many processes, on a machine with so much memory."""
+    """Return the stack width for an experiment, given the processes and the bytes of memory."""
 
     def width(processes, total, threads=1, **tables):
         monkeypatch.setattr("fedsim.engines.batched.total_memory_of", lambda device: total)
