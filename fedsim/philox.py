@@ -1,0 +1,102 @@
+"""Philox 4x32-10, a counter-based random number generator, in integer arithmetic of PyTorch.
+
+Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". A block of four 32-bit words is a
+function of a 64-bit key and a 128-bit counter, and of nothing else: any block can be computed at any time, on any
+device, and is the same there. Words are kept in int64 tensors, since PyTorch multiplies no unsigned integers of 32
+bits. A key stands for (seed, purpose, coordinates), see `fedsim.randomness.draw_key`; the counter is
+
+    (number of the block, step, layer, 0)
+
+`step` and `layer` are two numbers below 2^32 that tell streams of one key apart; what they count is up to the caller.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF  # of 32 bits
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+BLOCKS_AT_ONCE = 1 << 15  # on a CPU: they stay in cache, and the calls cost little beside the arithmetic
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Stream(NamedTuple):
+    """Which streams of random words are meant. All fields broadcast against each other.
+
+    Attributes:
+        keys: int64 [...], 64 bits each.
+        step, layer: int or int64 [...], from 0 to 2^32 - 1.
+    """
+
+    keys: Tensor
+    step: Tensor | int = 0
+    layer: Tensor | int = 0
+
+
+def blocks(counter: Words, keys: Tensor) -> Words:
+    """The four words of each block, int64 from 0 to 2^32 - 1; counter words and 64-bit keys are broadcast."""
+    c0, c1, c2, c3 = counter
+    low, high = keys & MASK, (keys >> 32) & MASK
+    for round in range(ROUNDS):
+        first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # modulo 2^64, whose upper half the mask keeps
+        c0 = ((second >> 32) ^ c1 ^ (low + round * KEY_STEPS[0])) & MASK
+        c2 = ((first >> 32) ^ c3 ^ (high + round * KEY_STEPS[1])) & MASK
+        c1, c3 = second, first
+    return c0, c1 & MASK, c2, c3 & MASK
+
+
+def words(stream: Stream, count: int) -> Tensor:
+    """The first `count` words of each stream, int64 [..., count], from 0 to 2^32 - 1, on the device of the keys.
+
+    More words of a stream begin with the same ones. Cost: about 5 ns a word on a CPU core; 100 kernels on a GPU.
+    """
+    keys, step, layer = (_tensor(part, stream.keys.device).unsqueeze(-1) for part in stream)
+    zero = torch.zeros((), dtype=torch.int64, device=keys.device)
+    numbers = torch.arange(-(-count // 4), device=keys.device)
+    streams = math.prod(torch.broadcast_shapes(keys.shape, step.shape, layer.shape))
+    at_once = max(1, BLOCKS_AT_ONCE // max(1, streams)) if keys.device.type == "cpu" else max(1, len(numbers))
+    parts = [torch.stack(blocks((some, step, layer, zero), keys), -1).flatten(-2) for some in numbers.split(at_once)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, -1))[..., :count]
+
+
+def uniform(stream: Stream, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers from [0, 1), [..., count]: multiples of 2^-24, or of 2^-53 in float64, which takes two words for each."""
+    if dtype == torch.float64:
+        pairs = words(stream, 2 * count).unflatten(-1, (count, 2))
+        return ((pairs[..., 0] << 21) | (pairs[..., 1] >> 11)).to(dtype) * 2.0**-53
+    return ((words(stream, count) >> 8).float() * 2.0**-24).to(dtype)
+
+
+def normal(stream: Stream, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers, [..., count], by the method of Box and Muller, at most 6.7 in size.
+
+    The same on every device but for the rounding of logarithm, sine and cosine, which are computed in float64 where the
+    device has it.
+    """
+    wide = torch.float32 if stream.keys.device.type == "mps" else torch.float64
+    pairs = words(stream, count + count % 2).to(wide).unflatten(-1, (-1, 2))
+    radius = ((pairs[..., 0] + 1) * 2.0**-32).log_().mul_(-2).sqrt_()
+    angle = pairs[..., 1] * (2 * math.pi * 2.0**-32)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(-2)[..., :count].to(dtype)
+
+
+def permutations(stream: Stream, sizes: Tensor, longest: int) -> Tensor:
+    """A permutation of range(size) for each stream, int64 [..., longest]; behind it are the numbers up to `longest`.
+
+    `sizes` is int64 [...]. The numbers are sorted by random keys of 63 bits. Cost: O(longest log longest) a stream.
+    """
+    pairs = words(stream, 2 * longest).unflatten(-1, (longest, 2))
+    order = (pairs[..., 0] << 31) | (pairs[..., 1] >> 1)
+    beyond = torch.arange(longest, device=order.device) >= sizes.unsqueeze(-1)
+    return order.masked_fill_(beyond, torch.iinfo(torch.int64).max).sort(stable=True).indices
+
+
+def _tensor(part: Tensor | int, device: torch.device) -> Tensor:
+    return part if isinstance(part, Tensor) else torch.full((), part, dtype=torch.int64, device=device)
