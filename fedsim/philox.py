@@ -13,6 +13,7 @@ bits. A key stands for (seed, purpose, coordinates), see `fedsim.randomness.draw
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 BLOCKS_AT_ONCE = 1 << 15  # on a CPU: they stay in cache, and the calls cost little beside the arithmetic
+BLOCKS_AT_ONCE_ON_GPU = 1 << 22  # 32 MiB for each of some ten tensors
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -57,34 +59,69 @@ def words(stream: Stream, count: int) -> Tensor:
 
     More words of a stream begin with the same ones. Cost: about 5 ns a word on a CPU core; 100 kernels on a GPU.
     """
+    return converted(stream, count, lambda words: words)[..., :count]
+
+
+def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `convert` makes of the first words of each stream, at least `count` of them: a multiple of four.
+
+    `convert` maps words [..., 4 m] to numbers [..., m k], with k the same for all m. It is called for one part of the
+    words after another, so that the words of a long stream never exist all at once.
+    """
     keys, step, layer = (_tensor(part, stream.keys.device).unsqueeze(-1) for part in stream)
     zero = torch.zeros((), dtype=torch.int64, device=keys.device)
     numbers = torch.arange(-(-count // 4), device=keys.device)
     streams = math.prod(torch.broadcast_shapes(keys.shape, step.shape, layer.shape))
-    at_once = max(1, BLOCKS_AT_ONCE // max(1, streams)) if keys.device.type == "cpu" else max(1, len(numbers))
-    parts = [torch.stack(blocks((some, step, layer, zero), keys), -1).flatten(-2) for some in numbers.split(at_once)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, -1))[..., :count]
+    at_once = BLOCKS_AT_ONCE if keys.device.type == "cpu" else BLOCKS_AT_ONCE_ON_GPU
+    parts = [
+        convert(torch.stack(blocks((some, step, layer, zero), keys), -1).flatten(-2))
+        for some in numbers.split(max(1, at_once // max(1, streams)))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def uniform(stream: Stream, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers from [0, 1), [..., count]: multiples of 2^-24, or of 2^-53 in float64, which takes two words for each."""
-    if dtype == torch.float64:
-        pairs = words(stream, 2 * count).unflatten(-1, (count, 2))
-        return ((pairs[..., 0] << 21) | (pairs[..., 1] >> 11)).to(dtype) * 2.0**-53
-    return ((words(stream, count) >> 8).float() * 2.0**-24).to(dtype)
+    """Numbers from [0, 1), [..., count]; see `to_uniform`."""
+    return converted(stream, count * words_per_uniform(dtype), lambda words: to_uniform(words, dtype))[..., :count]
+
+
+def words_per_uniform(dtype: torch.dtype) -> int:
+    return 2 if dtype == torch.float64 else 1
+
+
+def to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers from [0, 1) with as many bits as the type holds: multiples of 2^-24 in float32.
+
+    One of each word, or in float64, with multiples of 2^-53, one of two words.
+    """
+    bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    if words_per_uniform(dtype) == 2:
+        first, second = _pairs(words)
+        return ((first << bits - 32) | (second >> 64 - bits)).to(dtype) * 2.0**-bits
+    return (words >> 32 - bits).to(dtype) * 2.0**-bits
 
 
 def normal(stream: Stream, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers, [..., count], by the method of Box and Muller, at most 6.7 in size.
+    """Standard normal numbers, [..., count]; see `to_normal`."""
+    return converted(stream, count, lambda words: to_normal(words, dtype))[..., :count]
 
-    The same on every device but for the rounding of logarithm, sine and cosine, which are computed in float64 where the
-    device has it.
+
+def to_normal(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two standard normal numbers of two words, by the method of Box and Muller; at most 6.7 in size.
+
+    Computed in float64 for float64, else in float32. The same on every device but for the rounding of logarithm, sine
+    and cosine.
     """
-    wide = torch.float32 if stream.keys.device.type == "mps" else torch.float64
-    pairs = words(stream, count + count % 2).to(wide).unflatten(-1, (-1, 2))
-    radius = ((pairs[..., 0] + 1) * 2.0**-32).log_().mul_(-2).sqrt_()
-    angle = pairs[..., 1] * (2 * math.pi * 2.0**-32)
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(-2)[..., :count].to(dtype)
+    first, second = (word.to(torch.promote_types(dtype, torch.float32)) for word in _pairs(words))
+    radius = first.add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+    angle = second.mul_(2 * math.pi * 2.0**-32)
+    return torch.stack([radius * angle.cos(), angle.sin_().mul_(radius)], -1).flatten(-2).to(dtype)
+
+
+def to_integers(words: Tensor, high: int) -> Tensor:
+    """Integers from 0 to high - 1, for 1 <= high <= 2^31, one of two words: floor(x high / 2^64) of their 64 bits x."""
+    first, second = _pairs(words)
+    return (first * high + (second * high >> 32)) >> 32
 
 
 def permutations(stream: Stream, sizes: Tensor, longest: int) -> Tensor:
@@ -92,10 +129,14 @@ def permutations(stream: Stream, sizes: Tensor, longest: int) -> Tensor:
 
     `sizes` is int64 [...]. The numbers are sorted by random keys of 63 bits. Cost: O(longest log longest) a stream.
     """
-    pairs = words(stream, 2 * longest).unflatten(-1, (longest, 2))
-    order = (pairs[..., 0] << 31) | (pairs[..., 1] >> 1)
+    first, second = _pairs(words(stream, 2 * longest))
+    order = (first << 31) | (second >> 1)
     beyond = torch.arange(longest, device=order.device) >= sizes.unsqueeze(-1)
     return order.masked_fill_(beyond, torch.iinfo(torch.int64).max).sort(stable=True).indices
+
+
+def _pairs(words: Tensor) -> tuple[Tensor, Tensor]:
+    return words[..., ::2], words[..., 1::2]
 
 
 def _tensor(part: Tensor | int, device: torch.device) -> Tensor:

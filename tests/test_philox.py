@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedsim.philox import MASK, Stream, blocks, normal, permutations, uniform, words
+from fedsim import philox
+from fedsim.philox import MASK, Stream, blocks, normal, permutations, to_integers, uniform, words
 from fedsim.randomness import draw_key
 
 PUBLISHED = [  # kat_vectors of Random123: counter, key, block
@@ -59,6 +60,41 @@ def test_uniform_numbers_are_from_the_half_open_interval():
         assert numbers.max() < 1
         assert abs(float(numbers.mean()) - 0.5) < 4 / (12 * 200_000) ** 0.5
     assert torch.equal(numbers * 2**53, (numbers * 2**53).round())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_largest_uniform_number_of_a_type_is_below_one(dtype):
+    largest = philox.to_uniform(torch.full((4,), MASK), dtype)
+    assert largest.dtype == dtype
+    assert (largest < 1).all()
+    assert (largest == 1 - torch.finfo(dtype).eps / 2).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_numbers_are_those_of_box_and_muller_by_hand(dtype):
+    drawn = words(Stream(keys_of(4), 1, 2), 1000).double()[0]
+    radius = (-2 * ((drawn[::2] + 1) / 2**32).log()).sqrt()
+    angle = 2 * torch.pi * drawn[1::2] / 2**32
+    expected = torch.stack([radius * angle.cos(), radius * angle.sin()], 1).flatten()
+    found = normal(Stream(keys_of(4), 1, 2), 999, dtype)[0]
+    assert torch.allclose(found.double(), expected[:999], rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-5)
+
+
+def test_the_cut_into_parts_does_not_show(monkeypatch):
+    stream = Stream(keys_of(1, 2), 3)
+    made = [(uniform(stream, 4001, dtype), normal(stream, 4001, dtype)) for dtype in (torch.float32, torch.float64)]
+    monkeypatch.setattr(philox, "BLOCKS_AT_ONCE", 14)
+    for dtype, (numbers, normals) in zip((torch.float32, torch.float64), made, strict=True):
+        assert torch.equal(uniform(stream, 4001, dtype), numbers)
+        assert torch.allclose(normal(stream, 4001, dtype), normals, rtol=1e-6, atol=0)  # vectorised or not
+
+
+def test_integers_are_the_upper_part_of_a_product():
+    drawn = words(Stream(keys_of(5)), 2000)[0]
+    for high in (1, 2, 10, 3**15, 2**31):
+        found = to_integers(drawn, high).tolist()
+        assert found == [((a << 32 | b) * high) >> 64 for a, b in drawn.view(-1, 2).tolist()]
+    assert to_integers(torch.tensor([MASK, MASK, 0, 0]), 2**31).tolist() == [2**31 - 1, 0]
 
 
 def test_normal_numbers_have_the_moments_and_the_tails_of_the_normal_distribution():
