@@ -1,0 +1,175 @@
+"""The functions of torch.cuda and torch.accelerator, of one GPU without work in flight."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch._dynamo  # now, since it keeps the functions of torch.cuda that it finds when it is imported
+
+from tests.device.pretend.counting import SYNCHRONISATION
+from tests.device.pretend.placement import CPU, GPU, on_gpu
+from tests.device.pretend.recording import Recording
+
+if TYPE_CHECKING:
+    from tests.device.pretend.gpu import PretendGpu
+
+FREE, TOTAL = 100 * 10**9, 141 * 10**9  # bytes of memory
+
+
+def cuda_api(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
+    """Replace what Python asks PyTorch about GPUs, until `patch` is undone."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def synchronize(device: Any = None) -> None:
+        if device is None or torch.device(device).type != "cpu":
+            gpu.wait(SYNCHRONISATION, "synchronize")
+
+    class Stream(_Stream):
+        def synchronize(self) -> None:
+            synchronize()
+
+    class Event(_Event):
+        def synchronize(self) -> None:
+            synchronize()
+
+    class CUDAGraph(_Graph):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(gpu)
+
+    stream = Stream()
+    one_gpu = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "synchronize": synchronize,
+        "current_stream": lambda device=None: stream,
+        "empty_cache": nothing,
+        "set_device_index": nothing,
+        "current_device_index": lambda: 0,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+    }
+    for name, value in one_gpu.items():
+        patch.setattr(torch.accelerator, name, value, raising=False)
+    of_cuda = {
+        **{name: one_gpu[name] for name in ("is_available", "device_count", "synchronize", "current_stream")},
+        **dict.fromkeys(("init", "_lazy_init", "set_device", "empty_cache", "ipc_collect", "set_stream"), nothing),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_accumulated_memory_stats"), nothing),
+        **{name: lambda device=None: TOTAL - FREE for name in ("memory_allocated", "max_memory_allocated")},
+        **{name: lambda device=None: TOTAL - FREE for name in ("memory_reserved", "max_memory_reserved")},
+        "is_initialized": lambda: True,
+        "current_device": lambda: 0,
+        "mem_get_info": lambda device=None: (FREE, TOTAL),
+        "get_device_name": lambda device=None: "pretend GPU",
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            name="pretend GPU", total_memory=TOTAL, major=9, minor=0, multi_processor_count=132, uuid="pretend"
+        ),
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "default_generators": (gpu.generator,),
+        "get_rng_state": lambda device=None: gpu.generator.get_state(),
+        "set_rng_state": lambda state, device=None: gpu.generator.set_state(state),
+        "manual_seed": gpu.generator.manual_seed,
+        "manual_seed_all": gpu.generator.manual_seed,
+        "device": lambda device=None: contextlib.nullcontext(),
+        "default_stream": lambda device=None: stream,
+        "stream": lambda stream=None: contextlib.nullcontext(),
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": CUDAGraph,
+        "graph_pool_handle": lambda: (0, 1),
+        "is_current_stream_capturing": lambda: gpu.capturing is not None,
+    }
+    for name, value in of_cuda.items():
+        patch.setattr(torch.cuda, name, value, raising=False)
+    patch.setattr(torch._C, "_host_emptyCache", nothing, raising=False)  # torch.cuda.graph calls it
+    patch.setattr(torch.cuda.graph, "default_capture_stream", None)
+    patch.setattr(torch.Tensor, "device", property(_device_of))
+    patch.setattr(torch.Tensor, "is_cuda", property(on_gpu))
+    patch.setattr(torch.Tensor, "get_device", lambda tensor: 0 if on_gpu(tensor) else -1)
+    _autocast_as_on_cpu(patch)
+
+
+def _device_of(tensor: torch.Tensor) -> torch.device:
+    if on_gpu(tensor):
+        return GPU
+    with torch._C.DisableTorchFunction():
+        return torch._C.TensorBase.device.__get__(tensor)
+
+
+def _autocast_as_on_cpu(patch: pytest.MonkeyPatch) -> None:
+    """The operations below are those of the CPU, whose autocast has to be on for them."""
+
+    class Autocast(torch.autocast):
+        def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+            super().__init__(CPU.type if device_type == GPU.type else device_type, *args, **kwargs)
+
+    patch.setattr(torch, "autocast", Autocast)
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        of_cpu = getattr(torch, name)
+        patch.setattr(torch, name, lambda device_type=None, of_cpu=of_cpu: of_cpu(CPU.type))
+
+
+class _Stream:
+    """A stream; everything is finished at once, so there is nothing to wait for."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = GPU
+
+    def wait_stream(self, stream: _Stream) -> None:
+        pass
+
+    def wait_event(self, event: _Event) -> None:
+        pass
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: _Stream | None = None) -> None:
+        pass
+
+    def wait(self, stream: _Stream | None = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Graph:
+    """A CUDA graph, of which `torch.cuda.graph` calls the two ends of a capture."""
+
+    def __init__(self, gpu: PretendGpu) -> None:
+        self._gpu, self._recording = gpu, Recording()
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        if self._gpu.capturing is not None:
+            raise RuntimeError("a capture is under way")
+        self._gpu.capturing = self._recording
+
+    def capture_end(self) -> None:
+        self._gpu.capturing = None
+        self._gpu.graphs.append(self._recording)
+
+    def replay(self) -> None:
+        self._gpu.replay(self._recording)
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        pass
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def reset(self) -> None:
+        self._recording = Recording()

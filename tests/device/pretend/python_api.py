@@ -1,0 +1,136 @@
+"""The calls of Python that name a device, or that make something else than a tensor of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests.device.pretend.counting import DOWNLOAD, UPLOAD, source_line
+from tests.device.pretend.placement import DeviceError, download, on_gpu, place, upload
+
+if TYPE_CHECKING:
+    from tests.device.pretend.gpu import PretendGpu
+
+FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
+ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted, Tensor.new_empty}
+FACTORIES = {
+    *FROM_DATA,
+    *ALLOCATIONS,
+    *(torch.zeros, torch.ones, torch.full, torch.scalar_tensor, torch.arange, torch.linspace, torch.logspace),
+    *(torch.eye, torch.tril_indices, torch.triu_indices),
+    *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal),
+    *(torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
+}
+
+
+class PythonApi(TorchFunctionMode):
+    """Answers the calls of Python in which a device matters."""
+
+    def __init__(self, gpu: PretendGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+        self._answers: dict[Any, Callable[..., Any]] = {
+            Tensor.to: self._to,
+            Tensor.cpu: lambda tensor, **_: self._move(tensor, False),
+            Tensor.cuda: lambda tensor, device=None, non_blocking=False, **_: self._move(tensor, True, non_blocking),
+            **{function: self._of_host(function) for function in (Tensor.numpy, Tensor.__array__)},
+            Tensor.tolist: self._tolist,
+            Tensor.__setitem__: self._set_item,
+            Tensor.__deepcopy__: self._deepcopy,
+            Tensor.is_shared: lambda tensor: on_gpu(tensor) or Tensor.is_shared(tensor),
+            Tensor.pin_memory: lambda tensor, *_: tensor.clone(),
+        }
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function in FACTORIES:
+            return self._make(function, args, kwargs or {})
+        return self._answers.get(function, function)(*args, **kwargs or {})
+
+    def _make(self, function: Any, args: tuple, kwargs: dict) -> Any:
+        """A factory: of a size, of data, or after the likeness of a tensor."""
+        kwargs = dict(kwargs)
+        device = kwargs.pop("device", None)
+        like = next((arg for arg in args[:1] if isinstance(arg, Tensor)), None)
+        if device is not None and torch.device(device).type == "meta":
+            return function(*args, device=device, **kwargs)
+        to_gpu = (like is not None and on_gpu(like)) if device is None else torch.device(device).type == "cuda"
+        if like is not None and function in (torch.as_tensor, torch.asarray):
+            return self._to(like, "cuda" if to_gpu else "cpu", kwargs.get("dtype"))
+        if to_gpu and kwargs.get("generator") not in (None, self._gpu.generator):
+            raise DeviceError(
+                f"{function.__name__}: Expected a 'cuda' device type for generator but found 'cpu', at {source_line()}"
+            )
+        if like is not None and on_gpu(like):
+            if to_gpu and function not in FROM_DATA:
+                return function(*args, **kwargs)  # an operation with a GPU tensor, which the rules see
+            args = (download(like), *args[1:])
+        with self._gpu.making(to_gpu):
+            result = function(*args, **kwargs)
+        if to_gpu:
+            place(result)
+            if function in FROM_DATA:
+                self._gpu.wait(UPLOAD, function.__name__)
+            elif function not in ALLOCATIONS and result.numel():
+                self._gpu.launch(function.__name__)
+        return result
+
+    def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        options = {"dtype": dtype or tensor.dtype, "memory_format": memory_format or torch.preserve_format}
+        if device is not None and device.type == "meta":
+            return Tensor.to(tensor, device=device, **options)
+        if device is None or on_gpu(tensor) == (device.type == "cuda"):
+            return Tensor.to(tensor, copy=copy, **options)
+        return self._move(Tensor.to(tensor, **options), device.type == "cuda", non_blocking)
+
+    def _move(self, tensor: Tensor, to_gpu: bool, non_blocking: bool = False) -> Tensor:
+        if on_gpu(tensor) == to_gpu:
+            return tensor
+        if tensor.requires_grad and torch.is_grad_enabled() and not tensor.is_leaf:
+            raise NotImplementedError("the pretend GPU moves no tensors between devices within autograd")
+        if tensor.numel():
+            kind = UPLOAD if to_gpu else DOWNLOAD
+            self._gpu.wait(f"{kind} without a wait" if non_blocking and to_gpu else kind, "to")
+        return (upload if to_gpu else download)(tensor)
+
+    def _of_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, refused for tensors of the GPU."""
+
+        def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if on_gpu(tensor):
+                raise TypeError(
+                    "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+                    f"memory first, at {source_line()}"
+                )
+            return function(tensor, *args, **kwargs)
+
+        return checked
+
+    def _tolist(self, tensor: Tensor) -> Any:
+        if on_gpu(tensor):
+            self._gpu.wait(DOWNLOAD, "tolist")
+            tensor = download(tensor)
+        return Tensor.tolist(tensor)
+
+    def _set_item(self, tensor: Tensor, index: Any, value: Any) -> None:
+        """CUDA makes a tensor of a number, and copies it."""
+        if on_gpu(tensor) and isinstance(value, Number):
+            self._gpu.launch("fill_")
+            with self._gpu.making(True):
+                value = place(torch.scalar_tensor(value, dtype=tensor.dtype))
+        Tensor.__setitem__(tensor, index, value)
+
+    def _deepcopy(self, tensor: Tensor, memo: dict) -> Tensor:
+        copied = Tensor.__deepcopy__(tensor, memo)
+        if on_gpu(tensor):
+            self._gpu.launch("clone")
+            place(copied)
+        return copied

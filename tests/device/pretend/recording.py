@@ -1,0 +1,63 @@
+"""A captured graph: the operations of a step, executed again on the same memory without the step's Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@dataclass
+class Operation:
+    """One operation of a graph, with the tensors that it reads and those that it writes."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    def execute(self) -> None:
+        results = self.function(*self.args, **self.kwargs)
+        for new, kept in zip(tensors_in(results), tensors_in(self.result), strict=True):
+            if new.data_ptr() != kept.data_ptr():
+                kept.copy_(new)
+
+
+class Recording:
+    """The operations of a graph, and how many of them are launches."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.launches = 0
+
+    def add(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on_gpu: Callable) -> None:
+        """Record an operation. A number of the host, as an operand, is a constant of the graph."""
+        if function.is_view:
+            return  # a view of memory that stays where it is
+
+        def constant(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(map(constant, value))
+            return value.clone() if isinstance(value, Tensor) and not on_gpu(value) else value
+
+        with _disable_current_modes():
+            kept = tuple(map(constant, args)), {name: constant(value) for name, value in kwargs.items()}
+        self.operations.append(Operation(function, *kept, result))
+
+    def replay(self) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
+            for operation in self.operations:
+                operation.execute()
+
+
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """The tensors among some values and in the lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(*value)

@@ -1,0 +1,151 @@
+"""The device rules of CUDA, enforced for each operation that PyTorch executes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.device.pretend.counting import DOWNLOAD, READ, UPLOAD, source_line
+from tests.device.pretend.placement import DeviceError, is_unplaced, leave_unplaced, on_gpu, place
+from tests.device.pretend.recording import tensors_in
+
+if TYPE_CHECKING:
+    from tests.device.pretend.gpu import PretendGpu
+
+READS = {  # operations whose result, or the size of it, the host must know
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "bincount"),
+    *("_unique2", "unique_dim", "unique_consecutive", "_linalg_eigh", "linalg_eig", "_linalg_svd", "_linalg_solve_ex"),
+    *("linalg_inv_ex", "linalg_cholesky_ex", "linalg_qr", "linalg_lstsq", "repeat_interleave"),
+}
+NO_LAUNCHES = {
+    *(
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "empty_permuted",
+        "_local_scalar_dense",
+    ),
+    *("resize_", "set_", "lift_fresh", "_unsafe_view", "alias", "detach", "is_same_size", "is_pinned"),
+}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+TAKE_HOST_SCALARS = {"fill_", "fill", "where", "masked_fill", "masked_fill_", "lerp", "lerp_"}  # beside pointwise ones
+
+
+class DeviceRules(TorchDispatchMode):
+    """Refuses operations that CUDA refuses, counts launches and waits, and records operations that are captured."""
+
+    def __init__(self, gpu: PretendGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise each operation goes through a wrapper of torch.compile
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [*tensors_in(*args, *kwargs.values())]
+        if not any(map(on_gpu, tensors)):
+            return self._on_host(function, tensors, args, kwargs)
+        name = function._schema.name.removeprefix("aten::")
+        if name == "copy_":
+            self._copy(args[0], args[1])
+        else:
+            for tensor in filter(is_unplaced, tensors):
+                place(tensor)
+            if name in INDEXING:
+                self._require_indices(name, *args)
+            else:
+                self._require_one_device(function, name, args, kwargs, tensors)
+            if name in READS:
+                self._gpu.wait(READ, name)
+            if name not in NO_LAUNCHES and not function.is_view and any(tensor.numel() for tensor in tensors):
+                self._gpu.launch(name)
+        result = self._execute(function, args, kwargs)
+        if name != "copy_":
+            for tensor in tensors_in(result):
+                place(tensor)
+        self._record(function, args, kwargs, result)
+        return result
+
+    def _on_host(self, function: Any, tensors: list[Tensor], args: tuple, kwargs: dict) -> Any:
+        """An operation without GPU tensors. A tensor that C++ makes of nothing may be meant for the GPU."""
+        factory = self._gpu.factory
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        if factory != "cuda" and self._gpu.generator in given:
+            raise DeviceError(f"{function}: Expected a 'cpu' device type for generator but found 'cuda'")
+        result = self._execute(function, args, kwargs) if factory == "cuda" else function(*args, **kwargs)
+        if not tensors and isinstance(result, Tensor) and factory != "cpu":
+            if factory is None:
+                leave_unplaced(result)
+            self._record(function, args, kwargs, result)
+        return result
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        if is_unplaced(source):
+            place(source)
+        if not target.numel():
+            return
+        if on_gpu(target) and on_gpu(source):
+            self._gpu.launch("copy_")
+        else:
+            self._gpu.wait(UPLOAD if on_gpu(target) else DOWNLOAD, "copy_")
+
+    def _require_indices(self, name: str, whole: Tensor, indices: list[Tensor | None], *rest: Any) -> None:
+        """Indices on the host are uploaded, but only for a tensor of the GPU; a mask is read."""
+        given = [index for index in indices if index is not None]
+        if not on_gpu(whole) and any(map(on_gpu, given)):
+            raise DeviceError(f"{name}: indices should be either on cpu or on the same device as the indexed tensor")
+        for index in given:
+            if not on_gpu(index):
+                self._gpu.wait(UPLOAD, f"{name} by an index of the host")
+            if index.dtype in (torch.bool, torch.uint8):
+                self._gpu.wait(READ, f"{name} by a mask")
+        for values in tensors_in(*rest):
+            if on_gpu(values) == on_gpu(whole):
+                continue
+            if values.dim() or on_gpu(values):
+                self._refuse(name, [values])
+            self._gpu.wait(UPLOAD, f"{name} of a number of the host")
+
+    def _require_one_device(self, function: Any, name: str, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
+        """Only an elementwise operation may read a number (a tensor without dimensions) of the host."""
+        of_host = [tensor for tensor in tensors if not on_gpu(tensor)]
+        if not of_host:
+            return
+        elementwise = torch.Tag.pointwise in function.tags or name in TAKE_HOST_SCALARS or name.startswith("_foreach")
+        if not elementwise or any(tensor.dim() for tensor in of_host):
+            self._refuse(name, of_host)
+        given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
+        written = [a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if not all(map(on_gpu, tensors_in(*(given.get(argument) for argument in written)))):
+            self._refuse(name, of_host)
+
+    @staticmethod
+    def _refuse(name: str, of_host: list[Tensor]) -> None:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in of_host)
+        raise DeviceError(
+            f"{name}: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu "
+            f"(shapes on the cpu: {shapes}), at {source_line()}"
+        )
+
+    def _execute(self, function: Any, args: tuple, kwargs: dict) -> Any:
+        """Execute an operation on the GPU, which draws from a generator of its own."""
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        if any(generator is not self._gpu.generator for generator in given):
+            raise DeviceError(
+                f"{function}: Expected a 'cuda' device type for generator but found 'cpu', at {source_line()}"
+            )
+        if torch.Tag.nondeterministic_seeded in function.tags and not given:
+            with self._gpu.drawing():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def _record(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        if self._gpu.capturing is not None:
+            self._gpu.capturing.add(function, args, kwargs, result, lambda t: on_gpu(t) or is_unplaced(t))

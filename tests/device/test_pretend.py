@@ -1,0 +1,184 @@
+"""The pretend GPU refuses what CUDA refuses, and counts launches and waits."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.device.pretend import GPU, DeviceError, download, on_gpu, pretend_gpu, upload
+
+
+@pytest.fixture
+def x(gpu):
+    return upload(torch.arange(6.0).view(2, 3))
+
+
+def test_a_tensor_says_where_it_lies(gpu, x):
+    assert x.device == GPU
+    assert x.is_cuda
+    for other in (x[0], x.T, x + 1, x.clone(), x.double(), torch.zeros_like(x), x.new_zeros(2), x.detach()):
+        assert other.device == GPU
+    assert torch.zeros(2, device="cuda").device == torch.tensor([1.0], device="cuda:0").device == GPU
+    assert torch.zeros(2).to(GPU).device == torch.zeros(2).cuda().device == torch.zeros(2).to(x).device == GPU
+    for other in (torch.zeros(2), x.cpu(), x.to("cpu"), torch.zeros_like(x, device="cpu")):
+        assert other.device == torch.device("cpu")
+    assert torch.nn.Linear(2, 2).to(GPU).weight.device == GPU
+
+
+def test_without_the_block_there_is_no_gpu():
+    with pretend_gpu():
+        assert torch.cuda.is_available()
+        x = torch.zeros(2, device="cuda")
+    assert not torch.cuda.is_available()
+    assert on_gpu(x)
+    assert torch.zeros(2).device == torch.device("cpu")
+
+
+REFUSED = {
+    "two devices": lambda x: x + torch.zeros(3),
+    "a host matrix": lambda x: x @ torch.zeros(3, 2),
+    "rows of two devices": lambda x: torch.stack([x[0], torch.zeros(3)]),
+    "a number of the host in a stack": lambda x: torch.stack([x[0, 0], torch.tensor(1.0)]),
+    "a result on the host": lambda x: torch.zeros(2, 3).add_(x),
+    "a number of the GPU added to a number of the host": lambda x: torch.tensor(1.0).add_(x[0, 0]),
+    "rows chosen by positions of the host": lambda x: x.index_select(0, torch.tensor([1])),
+    "host rows indexed on the GPU": lambda x: torch.zeros(3)[torch.tensor([1], device="cuda")],
+    "host values at positions": lambda x: x.index_put_((torch.tensor([1], device="cuda"),), torch.ones(1, 3)),
+    "a generator of the host": lambda x: x.normal_(generator=torch.Generator()),
+    "a factory with a generator of the host": lambda x: torch.rand(2, generator=torch.Generator(), device="cuda"),
+    "a copy from the host in a capture": lambda x: capture(lambda: x.copy_(torch.ones(2, 3))),
+    "a read in a capture": lambda x: capture(lambda: x.sum().item()),
+    "positions of the host in a capture": lambda x: capture(lambda: x[torch.tensor([0])]),
+    "a synchronisation in a capture": lambda x: capture(torch.cuda.synchronize),
+    "a tensor of Python numbers in a capture": lambda x: capture(lambda: torch.tensor([1.0], device="cuda")),
+}
+
+
+def capture(step):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cuda_refuses_is_refused(case, x):
+    with pytest.raises(DeviceError):
+        REFUSED[case](x)
+    assert not torch.cuda.is_current_stream_capturing()
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x.numpy(), lambda x: torch.from_numpy(x.numpy()), lambda x: x.__array__()]
+)
+def test_a_gpu_tensor_does_not_become_an_array(function, x):
+    with pytest.raises(TypeError, match="to numpy"):
+        function(x)
+
+
+def test_a_number_of_the_host_is_an_operand_of_an_elementwise_operation(x):
+    half = torch.tensor(0.5)
+    for result in (x * half, half * x, x.clone().mul_(half), torch.where(x > half, x, half), x.fill_(half)):
+        assert result.device == GPU
+
+
+COUNTED = {  # launches, graph launches, uploads, downloads, reads
+    "a view": (lambda x: x[0].view(3, 1), (0, 0, 0, 0, 0)),
+    "an allocation": (lambda x: torch.empty_like(x), (0, 0, 0, 0, 0)),
+    "a sum of two": (lambda x: x + x, (1, 0, 0, 0, 0)),
+    "a product in place": (lambda x: x.mul_(2), (1, 0, 0, 0, 0)),
+    "all of a list": (lambda x: torch._foreach_mul_([x[0], x[1]], 2.0), (1, 0, 0, 0, 0)),
+    "zeros": (lambda x: torch.zeros(2, device="cuda"), (1, 0, 0, 0, 0)),
+    "zeros alike": (lambda x: torch.zeros_like(x), (1, 0, 0, 0, 0)),
+    "nothing": (lambda x: x[:0] + 1, (0, 0, 0, 0, 0)),
+    "a copy on the GPU": (lambda x: x.copy_(x), (1, 0, 0, 0, 0)),
+    "a copy from the host": (lambda x: x.copy_(torch.ones(2, 3)), (0, 0, 1, 0, 0)),
+    "a copy to the host": (lambda x: torch.ones(2, 3).copy_(x), (0, 0, 0, 1, 0)),
+    "to": (lambda x: x.to("cpu").to(x), (0, 0, 1, 1, 0)),
+    "to another type on the host": (lambda x: x.to("cpu", torch.double), (1, 0, 0, 1, 0)),
+    "a number set": (lambda x: x.__setitem__(0, 1.0), (2, 0, 0, 0, 0)),
+    "a number read": (lambda x: float(x[0, 0]), (0, 0, 0, 0, 1)),
+    "a truth read": (lambda x: bool((x >= 0).all()), (2, 0, 0, 0, 1)),
+    "a list": (lambda x: x.tolist(), (0, 0, 0, 1, 0)),
+    "a mask": (lambda x: x[x > 2], (2, 0, 0, 0, 1)),
+    "positions of the host": (lambda x: x[torch.tensor([1])], (1, 0, 1, 0, 0)),
+    "data": (lambda x: torch.tensor([1.0, 2.0], device="cuda"), (0, 0, 1, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_launches_and_waits_are_counted(case, gpu, x):
+    function, expected = COUNTED[case]
+    with gpu.counting() as counts:
+        function(x)
+    found = counts.launches, counts.graph_launches, counts.uploads, counts.downloads, counts.reads
+    assert found == expected, counts.table()
+    assert counts.waits == sum(expected[2:])
+
+
+def test_an_upload_without_blocking_is_no_wait(gpu):
+    with gpu.counting() as counts:
+        torch.ones(3).to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+    assert (counts.uploads, counts.waits, counts.synchronisations) == (1, 1, 1)
+
+
+def test_a_replay_does_what_was_captured_without_its_python(gpu, x):
+    calls = []
+    total = torch.zeros(3, device="cuda")
+
+    def step():
+        calls.append(1)
+        ones = torch.ones(3, device="cuda")
+        ones.add_(x.sum(0))
+        total.add_(ones)
+
+    graph = capture(step)
+    total.zero_()
+    with gpu.counting() as counts:
+        for _ in range(3):
+            graph.replay()
+            x.add_(1)
+    assert len(calls) == 1
+    assert (counts.launches, counts.graph_launches) == (3 + 3, 3 * 4)
+    assert download(total).tolist() == [3 * (1 + 3.0 + 2), 3 * (1 + 5.0 + 2), 3 * (1 + 7.0 + 2)]
+
+
+def test_a_number_of_the_host_is_a_constant_of_a_graph(x):
+    number = torch.tensor(1.0)
+    graph = capture(lambda: x.fill_(number))
+    number.fill_(2)
+    graph.replay()
+    assert download(x).unique().tolist() == [1.0]
+
+
+def test_derivatives_and_batched_functions_stay_on_the_gpu(x):
+    x.requires_grad_()
+    (x.sin() * 2).sum().backward()
+    assert x.grad.device == GPU
+    squares = torch.func.vmap(torch.func.grad(lambda row: (row * row).sum()))(x.detach())
+    assert squares.device == GPU
+    assert torch.equal(download(squares), 2 * download(x))
+
+
+def test_a_thread_has_the_gpu_too(gpu):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(torch.zeros(2, device="cuda").device))
+    thread.start()
+    thread.join()
+    assert found == [GPU]
+
+
+def test_random_numbers_come_from_the_generator_of_the_gpu(gpu):
+    def draws():
+        first = torch.rand(3, device="cuda")
+        return torch.cat([first, torch.rand_like(first), first.clone().normal_()])
+
+    torch.manual_seed(1)
+    first, on_host = draws(), torch.rand(3)
+    torch.cuda.manual_seed(1)
+    assert torch.equal(download(draws()), download(first))
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), on_host)
