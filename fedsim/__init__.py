@@ -28,6 +28,7 @@ __all__ = [
     "Comparison",
     "CustomSubset",
     "DataError",
+    "Draws",
     "Experiment",
     "ExperimentError",
     "FedsimError",

@@ -21,6 +21,7 @@ from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, 
 from fedsim.experiment import Experiment
 from fedsim.listing import attacks, noises, partitions, policies, pre_aggregators, rules, server_optimizers, speeds
 from fedsim.loading import load_experiment
+from fedsim.randomness import Draws
 from fedsim.rows import Layout, bind, new_rows, pull_down
 from fedsim.runs.running import Result, run
 from fedsim.training import test, train_epoch

@@ -124,13 +124,18 @@ def to_integers(words: Tensor, high: int) -> Tensor:
     return (first * high + (second * high >> 32)) >> 32
 
 
+def to_keys(words: Tensor) -> Tensor:
+    """Integers of 63 bits, for sorting, one of two words."""
+    first, second = _pairs(words)
+    return (first << 31) | (second >> 1)
+
+
 def permutations(stream: Stream, sizes: Tensor, longest: int) -> Tensor:
     """A permutation of range(size) for each stream, int64 [..., longest]; behind it are the numbers up to `longest`.
 
     `sizes` is int64 [...]. The numbers are sorted by random keys of 63 bits. Cost: O(longest log longest) a stream.
     """
-    first, second = _pairs(words(stream, 2 * longest))
-    order = (first << 31) | (second >> 1)
+    order = to_keys(words(stream, 2 * longest))
     beyond = torch.arange(longest, device=order.device) >= sizes.unsqueeze(-1)
     return order.masked_fill_(beyond, torch.iinfo(torch.int64).max).sort(stable=True).indices
 
