@@ -8,7 +8,9 @@ step is one operation over a flat vector, and averaging N models is arithmetic o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -161,14 +163,28 @@ def require_finite_buffers(global_buffers: Tensor, finite_at_start: Tensor, roun
         )
 
 
-def pull_down(global_row: Tensor, rows: Tensor) -> None:
-    """Give every worker the global model: rows[:] = global_row, a copy and never an alias.
+def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(None)) -> None:
+    """Give workers the global model: rows[index] = global_row, a copy and never an alias, in one operation.
 
     Args:
         global_row: [d].
         rows: [n, d] (or one row [d]), overwritten.
+        index: which of the rows; see `index_of`.
     """
-    rows.copy_(global_row)
+    rows[index] = global_row
+
+
+def index_of(slots: Sequence[int], device: torch.device) -> slice | Tensor:
+    """What selects these rows of a matrix on `device`: a slice, which selects a view, if they ascend in equal steps.
+
+    Otherwise int64 [n] on the device, because an index on the host would have to be copied there at each use.
+    """
+    if not slots:
+        return slice(0, 0)
+    step = slots[1] - slots[0] if len(slots) > 1 else 1
+    if step > 0 and all(b - a == step for a, b in pairwise(slots)):
+        return slice(slots[0], slots[-1] + 1, step)
+    return torch.tensor(slots, device=device)
 
 
 def _entries(tensors: list[tuple[str, Tensor]]) -> tuple[Entry, ...]:

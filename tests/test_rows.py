@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedsim.models import Net
-from fedsim.rows import ALIGNMENT, Layout, bind, new_rows, pull_down
+from fedsim.rows import ALIGNMENT, Layout, bind, index_of, new_rows, pull_down
 from tests.plugs import Normalised
 
 
@@ -121,3 +121,18 @@ def test_pull_down_copies_and_never_aliases():
     rows[0, 0] = 7
     assert global_row[0] == 0
     assert rows[1, 0] == 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "index"), [([], slice(0, 0)), ([3], slice(3, 4, 1)), ([1, 3, 5], slice(1, 6, 2)), ([0, 1, 3], None)]
+)
+def test_evenly_spaced_rows_are_pulled_down_through_a_view_and_others_by_an_index(slots, index):
+    found = index_of(slots, torch.device("cpu"))
+    assert found == index if index is not None else found.tolist() == slots
+    global_row, rows = torch.arange(5.0), torch.zeros(7, 5)
+    pull_down(global_row, rows, found)
+    assert [slot for slot in range(7) if torch.equal(rows[slot], global_row)] == slots
+
+
+def test_rows_that_do_not_ascend_are_selected_in_their_order():
+    assert index_of([2, 1], torch.device("cpu")).tolist() == [2, 1]

@@ -10,18 +10,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.rehearsal import Rehearsal
-from fedsim.engines.scaling import LossScale, step_where
-from fedsim.engines.stack import Lot, Stack, starting_states
+from fedsim.engines.scaling import LossScale
+from fedsim.engines.stack import Lot, Stack
+from fedsim.engines.stack_step import Batch, StackState, StackStep, gather
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
-from fedsim.local import step_along
 from fedsim.rows import new_rows
 
 WARM_UPS = 3  # steps before a capture, in which libraries make room for themselves
@@ -75,19 +74,19 @@ class ReplayedStack:
         device, batch = task.device, task.schedule.batch_size
         self._rows = new_rows(k, module.layout.d, task.dtype, device)
         self._rows.copy_(memory.global_row)
-        self._parameters = module.views(self._rows)
-        self._states = starting_states(task.solver, self._rows, module)
-        self._buffers = module.unpack_buffers(memory.global_buffers.expand(k, -1))
-        self._scale = LossScale((k,), device) if task.precision.scales_losses else None
+        buffers = module.unpack_buffers(memory.global_buffers.expand(k, -1))
+        scale = LossScale((k,), device) if task.precision.scales_losses else None
+        self._state = StackState(module, self._rows, task.solver.start(self._rows), buffers, scale)
         self._positions = torch.zeros(k, batch, dtype=torch.int64, device=device)
         self._weights = torch.zeros(k, batch, dtype=task.dtype, device=device)
         self._counts = torch.zeros(k, dtype=memory.buffers.dtype, device=device)
         self._active = torch.ones(k, dtype=torch.bool, device=device)
         self._loss_sums = torch.zeros_like(self._counts)
-        lying = self._addresses()
+        self._step_of_stack = StackStep(task, module)
+        kept = set(self._state.solver_state)
         self._whole, self._masked = (capture(partial(self._step, masked=masked), device) for masked in (False, True))
-        if self._addresses() != lying:
-            raise ExperimentError("local.solver makes new tensors as it steps")
+        if set(self._state.solver_state) != kept:
+            raise ExperimentError("local.solver makes state that its `start` does not, as it steps")
 
     def train(self, stack: Stack, beat: Callable[[], None]) -> Tensor:
         """One round of a stack; its buffers afterwards, as rows. Its parameters go back to where they came from."""
@@ -98,19 +97,18 @@ class ReplayedStack:
             (self._whole if len(lot.members) == len(stack) else self._masked)()
             stack.count(lot)
         stack.add_losses(self._loss_sums)
-        self._memory.rows[stack.slots] = self._rows
-        return self._module.pack_buffers(self._buffers, torch.empty_like(self._memory.buffers[: len(stack)]))
+        self._memory.rows[stack.index] = self._rows
+        return self._module.pack_buffers(self._state.buffers, torch.empty_like(self._memory.buffers[: len(stack)]))
 
     def _start(self, stack: Stack) -> None:
-        memory, module = self._memory, self._module
-        self._rows.copy_(memory.rows[stack.slots])
-        for state, fresh in zip(self._states, starting_states(self._task.solver, self._rows, module), strict=True):
-            for name, tensor in fresh.items():
-                state[name].copy_(tensor)
-        for buffer, fresh in zip(self._buffers, module.unpack_buffers(memory.buffers[stack.slots]), strict=True):
+        memory, module, state = self._memory, self._module, self._state
+        self._rows.copy_(memory.rows[stack.index])
+        for name, fresh in self._task.solver.start(self._rows).items():
+            state.solver_state[name].copy_(fresh)
+        for buffer, fresh in zip(state.buffers, module.unpack_buffers(memory.buffers[stack.index]), strict=True):
             buffer.copy_(fresh)
-        if self._scale is not None:
-            self._scale.start_again()
+        if state.scale is not None:
+            state.scale.start_again()
         self._loss_sums.zero_()
         self._active.fill_(True)
 
@@ -124,29 +122,10 @@ class ReplayedStack:
         self._active[active:] = False
 
     def _step(self, masked: bool) -> None:
-        inputs, targets = self._memory.train.gather(self._positions.flatten())
-        inputs, targets = (tensor.unflatten(0, self._positions.shape) for tensor in (inputs, targets))
-        scales = None if self._scale is None else self._scale.of()
-        buffers = list(self._buffers)
-        given = self._parameters, buffers, inputs, targets, self._weights, (), scales
-        losses, gradients = self._module.gradients(*given, leave_products=not masked and scales is None)
-        moving = self._active if masked else None
-        if self._scale is not None:
-            finite = self._scale.unscale(gradients)
-            moving = finite if moving is None else moving & finite
-        solver = self._task.solver
-        step = partial(step_along, solver) if moving is None else partial(step_where, moving, solver)
-        for parameter, gradient, state in zip(self._parameters, gradients, self._states, strict=True):
-            step(parameter, gradient, state)
-        seen = losses * self._counts
+        batch = Batch(*gather(self._memory.train, self._positions), self._weights)
+        active = self._active if masked else None
+        seen = self._step_of_stack(self._state, batch, active) * self._counts
         self._loss_sums += torch.where(self._active, seen, 0) if masked else seen
-        for ours, new in zip(self._buffers, buffers, strict=True):
-            active = self._active.view(-1, *[1] * (ours.ndim - 1))
-            ours.copy_(torch.where(active, new, ours) if masked else new)
-
-    def _addresses(self) -> list[Any]:
-        states = [{name: tensor.data_ptr() for name, tensor in state.items()} for state in self._states]
-        return [*states, *(tensor.data_ptr() for tensor in (*self._parameters, *self._buffers))]
 
 
 class Replays:

@@ -56,6 +56,26 @@ def _goes_by_numbers(function: Any, args: tuple) -> bool:
     return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags))
 
 
+class LeftProducts:
+    """Gradients of weights that are products and have not been computed, by the place of the weight among the stacks.
+
+    Args:
+        least: bytes of a stack of weights from which on its gradient is left.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._lists: dict[int, list[Product]] = {}
+
+    def list_for(self, place: int, weight: Tensor) -> list[Product] | None:
+        """Where a layer leaves the product for a weight; None if it is to compute the gradient."""
+        return self._lists.setdefault(place, []) if weight.nbytes >= self._least else None
+
+    def of(self, place: int) -> list[Product]:
+        """What has been left for the weight at a place."""
+        return self._lists.get(place, [])
+
+
 class MergedBatch(PreparedDropout):
     """In a forward pass on a merged batch: gives operations with stacked parameters what they need.
 
@@ -65,8 +85,7 @@ class MergedBatch(PreparedDropout):
         factors: for each call of a dropout in turn, [rows, batch, ...].
         stacks: the parameters and buffers, one stack [k, ...] for each.
         size: how many samples there are, rows * batch.
-        products: where to leave products that are gradients of weights, by the weight's place among the stacks, in
-            place of computing them; None: nowhere.
+        products: takes gradients of weights that are products, in place of computing them; None: all are computed.
     """
 
     def __init__(
@@ -74,7 +93,7 @@ class MergedBatch(PreparedDropout):
         factors: Iterable[Tensor],
         stacks: Sequence[Tensor],
         size: int,
-        products: dict[int, list[Product]] | None = None,
+        products: LeftProducts | None = None,
     ) -> None:
         super().__init__(factor.flatten(0, 1) for factor in factors)
         self._size = size
@@ -103,9 +122,7 @@ class MergedBatch(PreparedDropout):
         self.require(len(stack) == 1 or len(input) % self._size == 0)
 
     def products_of(self, weight: Tensor) -> list[Product] | None:
-        if self._products is None:
-            return None
-        return self._products.setdefault(self._places[id(weight)], [])
+        return None if self._products is None else self._products.list_for(self._places[id(weight)], weight)
 
     def _has_stack(self, value: object) -> bool:
         if isinstance(value, (list, tuple)):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.merged_operations import ByNumbers
 from fedsim.engines.module import differ
-from fedsim.engines.stack import starting_states
+from fedsim.engines.stack_step import StackState, move
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.engines.stacked_operations import OTHER_DROPOUTS, Dropout, Recording, not_stackable
 from fedsim.errors import ExperimentError, one_line
-from fedsim.local import Product, step_along
+from fedsim.local import Product
 from fedsim.randomness import global_states, random_state_kept
 from fedsim.rows import Layout, new_rows
 from fedsim.system.precision import FULL, Precision, full_precision
@@ -219,7 +219,7 @@ def _stack(
         unpacked = stacked.unpack_buffers(buffers)
         given = stacked.views(rows), unpacked, inputs.clone(), targets, weights, kept
         with ByNumbers() if merged else contextlib.nullcontext():
-            _, found = stacked.gradients(*given, leave_products=True)  # as in training
+            _, found = stacked.gradients(*given, leave_products=0)  # as in training
         gradients = [part.computed() if isinstance(part, Product) else part for part in found]
         stacked.pack_buffers(unpacked, buffers_after)
     except ExperimentError:
@@ -236,12 +236,11 @@ def _compare_steps(task: Task) -> None:
     gradients = torch.linspace(-1, 1, 2 * d, dtype=task.dtype, device=task.device).view(2, d)
     whole, rows = gradients.cos(), gradients.cos()
     try:
-        state, states = solver.start(whole), starting_states(solver, rows, module)
+        whole_state, state = solver.start(whole), StackState(module, rows, solver.start(rows), [])
         for _ in range(2):
-            solver.step(whole, gradients.clone(), state)
-            parts = zip(module.views(rows), module.views(gradients.clone()), states, strict=True)
-            for parameter, gradient, its_state in parts:
-                step_along(solver, parameter, _as_product(gradient), its_state)
+            solver.step(whole, gradients.clone(), whole_state)
+            parts = [_as_product(gradient) for gradient in module.views(gradients.clone())]
+            move(solver, state, list(zip(module.layout.parameters, parts, strict=True)))
     except Exception as error:
         raise not_stackable(f"local.solver cannot step them: {one_line(error)}") from error
     if not _agree(rows, whole, task.dtype):

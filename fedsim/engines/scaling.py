@@ -74,15 +74,16 @@ def step_where(finite: Tensor, solver: Solver, rows: Tensor, gradients: Tensor, 
     before = {name: tensor.clone() for name, tensor in state.items()}
     rows_before = rows.clone()
     solver.step(rows, gradients, state)
-    rows.copy_(torch.where(_like(finite, rows), rows, rows_before))
+    torch.where(_like(finite, rows), rows, rows_before, out=rows)
     for name, tensor in state.items():
-        tensor.copy_(torch.where(_like(finite, tensor), tensor, before.get(name, torch.zeros_like(tensor))))
+        tensor_before = before[name] if name in before else torch.zeros_like(tensor)
+        torch.where(_like(finite, tensor), tensor, tensor_before, out=tensor)
 
 
 def zero_where_not(finite: Tensor, gradients: Sequence[Tensor]) -> None:
     """Zeros in place of the gradients [m, ...] of rows that are not `finite` [m]."""
     for gradient in gradients:
-        gradient.copy_(torch.where(_like(finite, gradient), gradient, 0))
+        gradient.masked_fill_(~_like(finite, gradient), 0)
 
 
 def _like(values: Tensor, tensor: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from fedsim.engines.feed import Feed, Member
 from fedsim.engines.job import Task
-from fedsim.engines.stacked_module import StackedModule
-from fedsim.local import Solver, State
 from fedsim.randomness import Stream
+from fedsim.rows import index_of
 from fedsim.system.devices import wide_dtype
 
 STEPS_AT_A_TIME = 256  # for so many steps the positions of samples go to the device at once
@@ -67,15 +65,15 @@ class Stack:
     """Members that are trained together, those with most steps first, and their losses in a round.
 
     Attributes:
-        slots: the places of their rows, int64 [k].
-        evenly: the same as a slice, which selects a view, where the slots ascend in steps of one size; else None.
+        slots: the places of their rows, int64 [k], on the host.
+        index: selects their rows on the device, as a view if it is a slice (see `index_of`).
     """
 
     def __init__(self, members: Sequence[Member], task: Task, feed: Feed) -> None:
         self.members = sorted(members, key=lambda member: -feed.steps_of(member))
         self._task, self._feed = task, feed
-        self.slots = torch.tensor([member.slot for member in self.members])
-        self.evenly = _evenly_spaced([member.slot for member in self.members])
+        slots = [member.slot for member in self.members]
+        self.slots, self.index = torch.tensor(slots), index_of(slots, task.device)
         self._laps = [feed.lap(member) for member in self.members]
         self.alterations = [lap.alter for lap in self._laps]
         self._loss_sum = torch.zeros(len(members), dtype=wide_dtype(task.device), device=task.device)
@@ -83,6 +81,12 @@ class Stack:
 
     def __len__(self) -> int:
         return len(self.members)
+
+    def index_of(self, lot: Lot) -> slice | Tensor:
+        """What selects the rows of a lot's members on the device."""
+        if isinstance(self.index, Tensor):
+            return self.index[lot.places]
+        return index_of([self.members[place].slot for place in lot.members], self._task.device)
 
     def lots(self) -> Iterator[Lot]:
         """For each step the batches of those who have not finished, until everybody has."""
@@ -135,49 +139,3 @@ class Stack:
                 on_device[step, :active],
                 weights[step, :active],
             )
-
-
-def _evenly_spaced(numbers: list[int]) -> slice | None:
-    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    even = step > 0 and all(b - a == step for a, b in pairwise(numbers))
-    return slice(numbers[0], numbers[-1] + 1, step) if even else None
-
-
-def starting_states(solver: Solver, rows: Tensor, module: StackedModule) -> list[State]:
-    """What a solver keeps of rows [k, d] at their start, as stacks [k, ...] for each parameter."""
-    views = {name: module.views(tensor) for name, tensor in solver.start(rows).items()}
-    return [{name: of_all[place] for name, of_all in views.items()} for place in range(len(module.layout.parameters))]
-
-
-@dataclass
-class Holdings:
-    """What the members of a stack hold, [k, ...] each: parameters, the solver's state for each of them, buffers."""
-
-    parameters: list[Tensor]
-    states: list[State]
-    buffers: list[Tensor]
-
-    def of(self, lot: Lot) -> Holdings:
-        """The holdings of a lot's members: views, or copies where they do not stand side by side."""
-        places = lot.places
-        return Holdings(
-            [tensor[places] for tensor in self.parameters],
-            [{name: tensor[places] for name, tensor in state.items()} for state in self.states],
-            [tensor[places] for tensor in self.buffers],
-        )
-
-    def take_back(self, lot: Lot, theirs: Holdings) -> None:
-        """What has become of the holdings of a lot's members."""
-        places = lot.places
-        for ours, new in zip(self.buffers, theirs.buffers, strict=True):
-            ours[places] = new
-        for parameter, new, state, new_state in zip(
-            self.parameters, theirs.parameters, self.states, theirs.states, strict=True
-        ):
-            if isinstance(places, list):
-                parameter[places] = new
-            for name, tensor in new_state.items():
-                if name not in state:  # a solver that had nothing to keep before its first step
-                    state[name] = torch.zeros_like(parameter)
-                if isinstance(places, list) or tensor.data_ptr() != state[name][places].data_ptr():
-                    state[name][places] = tensor

@@ -16,10 +16,10 @@ from fedsim.engines.feed import Feed, Member
 from fedsim.engines.graphs import Replays, unsafe
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.rehearsal import Rehearsal
-from fedsim.engines.scaling import LossScale, step_where, zero_where_not
-from fedsim.engines.stack import Holdings, Lot, Stack, starting_states
+from fedsim.engines.scaling import LossScale, zero_where_not
+from fedsim.engines.stack import Lot, Stack
+from fedsim.engines.stack_step import Batch, StackState, StackStep, gather, side_by_side
 from fedsim.engines.stacked_module import StackedModule
-from fedsim.local import Product, step_along
 from fedsim.randomness import Stream
 from fedsim.rows import new_rows
 
@@ -27,12 +27,11 @@ LossesOf = Callable[..., tuple[Tensor, list[Tensor]]]
 
 
 class Meeting(NamedTuple):
-    """A stack in a round of synchronous SGD: its members' buffers, and the batches still to come."""
+    """A stack in a round of synchronous SGD: its members' state, and the batches still to come."""
 
     stack: Stack
-    holdings: Holdings
+    state: StackState
     lots: Iterator[Lot]
-    scale: LossScale | None
 
 
 class StackTrainer:
@@ -49,6 +48,7 @@ class StackTrainer:
         self._module = StackedModule(task.new_module, task.precision, merged=rehearsal.merged)
         if task.compile:
             self._compile()
+        self._step = StackStep(task, self._module)
         refusal = "they are off" if task.cuda_graphs is False else unsafe(task, rehearsal)
         self.replays = Replays(task, memory, self._module, refusal, tells=seat.index == 0)
         for k in self._usual_sizes():
@@ -68,34 +68,38 @@ class StackTrainer:
         self._tell_losses(stacks)
 
     def meet_at_global_row(self, members: Sequence[Member]) -> None:
-        self._meetings = [
-            Meeting(stack, Holdings([], [], self._buffers(stack)), stack.lots(), self._new_scale(stack))
-            for stack in self._stacks(members)
-        ]
+        self._meetings = []
+        for stack in self._stacks(members):
+            rows = self._memory.global_row.expand(len(stack), -1)
+            state = StackState(self._module, rows, {}, self._buffers(stack), self._new_scale(stack))
+            self._meetings.append(Meeting(stack, state, stack.lots()))
 
     def gradients(self, step: int) -> None:
-        memory = self._memory
-        for stack, holdings, lots, scale in self._meetings:
+        for stack, state, lots in self._meetings:
             whole = next(lots, None)
             if whole is None:
                 continue
             with self._seat.working_on_several(stack.members[0].round):
                 streams = self._streams(stack, step)
                 for lot in self._lots_of(whole):
-                    theirs = holdings.of(lot)
-                    parameters = self._module.views(memory.global_row.expand(len(lot.members), -1))
-                    losses, gradients = self._gradients(stack, lot, parameters, theirs.buffers, streams, scale)
-                    if scale is not None:
-                        zero_where_not(scale.unscale(gradients, lot.places), gradients)
-                    holdings.take_back(lot, theirs)
-                    slots = stack.slots[lot.places]
-                    memory.rows[slots] = torch.cat([gradient.unsqueeze(-1).flatten(1) for gradient in gradients], 1)
+                    theirs = state.of(lot.places)
+                    losses, gradients = self._step.gradients(theirs, self._batch(stack, lot, streams))
+                    self._give_gradients(stack, lot, theirs, gradients)
+                    state.take_back_buffers(theirs)
+                    stack.count(lot, losses)
                     if self._task.rule.takes("losses"):
-                        memory.losses[slots] = losses.double().cpu()
+                        self._memory.losses[stack.slots[lot.places]] = losses.double().cpu()
+
+    def _give_gradients(self, stack: Stack, lot: Lot, state: StackState, gradients: Sequence[Tensor]) -> None:
+        """Write a lot's gradients [m, ...] to the rows of its members; zeros for a row whose gradient overflowed."""
+        flat = side_by_side(gradients)
+        if state.scale is not None:
+            zero_where_not(state.scale.unscale([flat], lot.places), [flat])
+        self._memory.rows[stack.index_of(lot)] = flat
 
     def part(self) -> None:
-        for stack, holdings, *_ in self._meetings:
-            self._give_buffers(stack, holdings)
+        for stack, state, _ in self._meetings:
+            self._give_buffers(stack, state)
         self._tell_losses([meeting.stack for meeting in self._meetings])
         self._meetings = []
 
@@ -111,55 +115,31 @@ class StackTrainer:
     def _train(self, stack: Stack) -> None:
         memory, solver = self._memory, self._task.solver
         if (replayed := self.replays.of(len(stack))) is not None:
-            memory.buffers[stack.slots] = replayed.train(stack, self._seat.beat)
+            memory.buffers[stack.index] = replayed.train(stack, self._seat.beat)
             return
-        rows = memory.rows[stack.evenly] if stack.evenly else self._copies(stack)
-        parameters = self._module.views(rows)
-        holdings = Holdings(parameters, starting_states(solver, rows, self._module), self._buffers(stack))
-        streams, scale = self._streams(stack), self._new_scale(stack)
+        in_place = isinstance(stack.index, slice)
+        rows = memory.rows[stack.index] if in_place else self._copies(stack)
+        state = StackState(self._module, rows, solver.start(rows), self._buffers(stack), self._new_scale(stack))
+        streams = self._streams(stack)
         for whole in stack.lots():
             for lot in self._lots_of(whole):
-                theirs = holdings.of(lot)
-                held = theirs.parameters, theirs.buffers
-                _, found = self._gradients(stack, lot, *held, streams, scale, leave_products=scale is None)
-                step = partial(step_along, solver)
-                if scale is not None:
-                    step = partial(step_where, scale.unscale(found, lot.places), solver)
-                for parameter, gradient, state in zip(theirs.parameters, found, theirs.states, strict=True):
-                    step(parameter, gradient, state)
-                holdings.take_back(lot, theirs)
-        if not stack.evenly:
-            memory.rows[stack.slots] = rows
-        self._give_buffers(stack, holdings)
+                theirs = state.of(lot.places)
+                losses = self._step(theirs, self._batch(stack, lot, streams))
+                state.take_back(theirs)
+                stack.count(lot, losses)
+        if not in_place:
+            memory.rows[stack.index] = rows
+        self._give_buffers(stack, state)
 
-    def _gradients(
-        self,
-        stack: Stack,
-        lot: Lot,
-        parameters: list[Tensor],
-        buffers: list[Tensor],
-        streams: Sequence[Stream],
-        scale: LossScale | None,
-        *,
-        leave_products: bool = False,
-    ) -> tuple[Tensor, list[Tensor | Product]]:
-        """The losses [m] and gradients, times the scale, of a lot's members at these parameters.
-
-        Their buffers are replaced.
-        """
+    def _batch(self, stack: Stack, lot: Lot, streams: Sequence[Stream]) -> Batch:
+        """What a lot's members train on."""
         self._seat.beat()
-        inputs, targets = self._memory.train.gather(lot.positions.flatten())
-        inputs, targets = (tensor.unflatten(0, lot.positions.shape) for tensor in (inputs, targets))
+        inputs, targets = gather(self._memory.train, lot.positions)
         for place, member in enumerate(lot.members):
             if alter := stack.alterations[member]:
                 size = int(lot.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size])
-        factors = self._factors(lot, streams)
-        scales = None if scale is None else scale.of(lot.places)
-        given = parameters, buffers, inputs, targets, lot.weights, factors, scales
-        losses, gradients = self._module.gradients(*given, leave_products=leave_products)
-        stack.count(lot, losses)
-        return losses, gradients
+        return Batch(inputs, targets, lot.weights, self._factors(lot, streams))
 
     def _factors(self, lot: Lot, streams: Sequence[Stream]) -> list[Tensor]:
         """What each dropout multiplies by, [m, batch, ...]: each member's drawn as if it trained alone."""
@@ -220,15 +200,14 @@ class StackTrainer:
         """The rows of members whose rows do not lie so that a stack of them would be a view."""
         if len(self._room) < len(stack):
             self._room = new_rows(len(stack), self._module.layout.d, self._task.dtype, self._task.device)
-        return self._room[: len(stack)].copy_(self._memory.rows[stack.slots])
+        return self._room[: len(stack)].copy_(self._memory.rows[stack.index])
 
     def _buffers(self, stack: Stack) -> list[Tensor]:
-        return self._module.unpack_buffers(self._memory.buffers[stack.slots])
+        return self._module.unpack_buffers(self._memory.buffers[stack.index])
 
-    def _give_buffers(self, stack: Stack, holdings: Holdings) -> None:
+    def _give_buffers(self, stack: Stack, state: StackState) -> None:
         rows = torch.empty_like(self._memory.buffers[: len(stack)])
-        self._module.pack_buffers(holdings.buffers, rows)
-        self._memory.buffers[stack.slots] = rows
+        self._memory.buffers[stack.index] = self._module.pack_buffers(state.buffers, rows)
 
     def _tell_losses(self, stacks: Sequence[Stack]) -> None:
         for stack in stacks:  # only now, because reading numbers waits for the device

@@ -12,7 +12,7 @@ from torch.func import functional_call, vmap
 
 from fedsim.data.tensors import in_order
 from fedsim.engines.compiling import Compilation, Run
-from fedsim.engines.merged_operations import MergedBatch, NotMergeableError
+from fedsim.engines.merged_operations import LeftProducts, MergedBatch, NotMergeableError
 from fedsim.engines.stacked_operations import Substitutes, not_stackable
 from fedsim.local import Product
 from fedsim.rows import Entry, Layout
@@ -46,11 +46,11 @@ class StackedModule:
 
     def views(self, rows: Tensor) -> list[Tensor]:
         """Rows [k, d] as a stack [k, ...] of each parameter: no copies."""
-        return [_view(rows, entry) for entry in self.layout.parameters]
+        return [view_of(rows, entry) for entry in self.layout.parameters]
 
     def unpack_buffers(self, rows: Tensor) -> list[Tensor]:
         """Buffer rows [k, b] as a stack [k, ...] of each buffer, in the module's own types."""
-        views = [_view(rows, entry) for entry in self.layout.buffers]
+        views = [view_of(rows, entry) for entry in self.layout.buffers]
         return [
             (view if dtype.is_floating_point else view.round()).to(dtype, copy=True)
             for view, dtype in zip(views, self._buffer_dtypes, strict=True)
@@ -59,7 +59,7 @@ class StackedModule:
     def pack_buffers(self, buffers: Sequence[Tensor], rows: Tensor) -> Tensor:
         """The reverse, into `rows` [k, b], which are returned."""
         for entry, buffer in zip(self.layout.buffers, buffers, strict=True):
-            _view(rows, entry).copy_(buffer)
+            view_of(rows, entry).copy_(buffer)
         return rows
 
     def gradients(
@@ -72,7 +72,7 @@ class StackedModule:
         factors: Sequence[Tensor] = (),
         scales: Tensor | None = None,
         *,
-        leave_products: bool = False,
+        leave_products: int | None = None,
     ) -> tuple[Tensor, list[Tensor | Product]]:
         """Each row's loss [k] on its batch, and its gradients, a stack [k, ...] for each parameter.
 
@@ -84,22 +84,22 @@ class StackedModule:
             weights: [k, batch], of the samples in the loss; 0 for padding, else one over the batch's true size.
             factors: of each dropout in turn, [k, batch, ...].
             scales: [k], by which the gradients are multiplied.
-            leave_products: whether gradients that are products may be left uncomputed.
+            leave_products: bytes of a stack of weights from which on a gradient that is a product is left uncomputed;
+                None: all are computed.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
-        left: dict[int, list[Product]] = {}
+        left = None if leave_products is None or self._precision.autocast is not None else LeftProducts(leave_products)
         losses_of: Callable[..., tuple[Tensor, list[Tensor]]] = self._losses
         if self.compiled and self.compiled.refusal is None and targets.shape in self._compiled_shapes:
             losses_of = self.compiled
         elif self._merged:
-            products = left if leave_products and self._precision.autocast is None else None
-            losses_of = partial(self._losses, forward=partial(self._forward_merged, products=products))
+            losses_of = partial(self._losses, forward=partial(self._forward_merged, products=left))
         with torch.enable_grad():
             losses, buffers[:] = losses_of(leaves, list(buffers), inputs, targets, weights, list(factors))
             total = (losses if scales is None else losses * scales).sum()
             found = torch.autograd.grad(total, leaves, allow_unused=True)
         gradients = [
-            _total(parameter, gradient, left.get(place, []))
+            _total(parameter, gradient, left.of(place) if left else [])
             for place, (parameter, gradient) in enumerate(zip(parameters, found, strict=True))
         ]
         return losses.detach(), _owned(gradients)
@@ -145,7 +145,7 @@ class StackedModule:
         inputs: Tensor,
         factors: list[Tensor],
         *,
-        products: dict[int, list[Product]] | None,
+        products: LeftProducts | None,
     ) -> tuple[Tensor, list[Tensor]]:
         self._hold(parameters, buffers)
         merged = in_order(inputs.flatten(0, 1))
@@ -187,7 +187,8 @@ def _places(module: nn.Module, tensor: Tensor) -> Places:
     ]
 
 
-def _view(rows: Tensor, entry: Entry) -> Tensor:
+def view_of(rows: Tensor, entry: Entry) -> Tensor:
+    """The columns of one entry of rows [k, d], as a stack [k, ...] of its shape: no copy."""
     return rows[:, entry.span].unflatten(1, entry.shape) if entry.shape else rows[:, entry.offset]
 
 

@@ -22,7 +22,7 @@ from fedsim.engines.module import RowModule
 from fedsim.engines.shortage import shortage_told
 from fedsim.engines.trainer import Trainer
 from fedsim.randomness import seed_everything
-from fedsim.rows import new_rows, pull_down
+from fedsim.rows import index_of, new_rows, pull_down
 from fedsim.system.devices import synchronize, wide_dtype
 from fedsim.system.precision import full_precision
 from fedsim.training import test
@@ -76,12 +76,14 @@ class Station:
     def pull_down(self, cohort: Sequence[int], round: int) -> None:
         """Give this process's members of the cohort the global model."""
         task, memory = self.task, self.memory
-        sent = self.averaging.sent_row() if task.sync_in(round) == "parameters" else None
-        for slot, worker, *_ in self._mine(cohort):
-            if sent is not None:
-                pull_down(sent, memory.rows[slot])
-            own = task.buffers == "local"
-            memory.buffers[slot] = memory.own_buffers[worker] if own else memory.global_buffers
+        members = self._mine(cohort)
+        index = index_of([member.slot for member in members], task.device)
+        if task.sync_in(round) == "parameters":
+            pull_down(self.averaging.sent_row(), memory.rows, index)
+        if task.buffers == "local":
+            memory.buffers[index] = memory.own_buffers[index_of([member.worker for member in members], task.device)]
+        else:
+            pull_down(memory.global_buffers, memory.buffers, index)
         synchronize(task.device)
 
     def train(self, cohort: Sequence[int], round: int) -> None:

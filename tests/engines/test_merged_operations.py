@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim.engines.merged_operations import ByNumbers, MergedBatch, NotMergeableError
+from fedsim.engines.merged_operations import ByNumbers, LeftProducts, MergedBatch, NotMergeableError
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.local import Product
 
@@ -39,13 +39,12 @@ def test_each_row_has_its_own_parameters(stacks, inputs):
 
 
 def test_a_gradient_is_left_as_a_product_where_that_is_asked_for(stacks, inputs):
-    products = {}
+    products = LeftProducts(0)
     with MergedBatch((), stacks, K * BATCH, products):
         found = F.linear(inputs, *stacks)
     weight, bias = torch.autograd.grad(found.square().sum(), stacks, allow_unused=True)
     expected = torch.autograd.grad(row_by_row(inputs, *stacks).square().sum(), stacks)
-    ((place, (product,)),) = products.items()
-    assert place == 0
+    (product,) = products.of(0)
     assert weight is None
     torch.testing.assert_close(product.computed(), expected[0])
     torch.testing.assert_close(bias, expected[1])
@@ -69,7 +68,7 @@ def test_a_weight_that_is_used_twice_has_the_sum_as_its_gradient(twice):
     rows = torch.randn(K, 6, dtype=torch.double, generator=torch.Generator().manual_seed(3))
     inputs, targets = torch.linspace(-1, 1, K * BATCH * 2).double().view(K, BATCH, 2), torch.ones(K, BATCH).long()
     given = module.views(rows), [], inputs, targets, torch.full((K, BATCH), 1 / BATCH, dtype=torch.double)
-    losses, (weight, bias) = module.gradients(*given, leave_products=True)
+    losses, (weight, bias) = module.gradients(*given, leave_products=0)
     expected_losses, (expected, expected_bias) = module.gradients(*given)
     assert isinstance(weight, Product) == (not twice)
     torch.testing.assert_close(weight if twice else weight.computed(), expected)

@@ -1,4 +1,4 @@
-"""Which batches the members of a stack have, step by step, what is drawn for them, and what they hold."""
+"""Which batches the members of a stack have, step by step, and what is drawn for them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 
 from fedsim.engines import stack as stack_module
 from fedsim.engines.feed import Feed, Member
-from fedsim.engines.stack import Holdings, Lot, Stack, starting_states
-from fedsim.engines.stacked_module import StackedModule
-from fedsim.local import SGD
+from fedsim.engines.stack import Lot, Stack
 from fedsim.randomness import random_state_kept, seed_everything
 
 CPU = torch.device("cpu")
@@ -49,7 +47,7 @@ def test_members_with_most_steps_stand_first_and_else_in_their_order(stack):
     made, _ = stack(0, 1, 2, 3, 4)
     assert len(made) == 5
     assert [member.worker for member in made.members] == [3, 4, 1, 2, 0]
-    assert made.slots.tolist() == [13, 14, 11, 12, 10]
+    assert made.slots.tolist() == made.index.tolist() == [13, 14, 11, 12, 10]
 
 
 @pytest.mark.parametrize("ahead", [256, 3, 1])
@@ -130,69 +128,3 @@ def test_alterations_stand_with_their_members(stack):
     made, _ = stack(0, 3, 4, attack={"name": "label_flipping", "workers": [4, 0]})
     altered = [alteration is not None for alteration in made.alterations]
     assert altered == [member.worker in (0, 4) for member in made.members] == [False, True, True]
-
-
-def holdings(k):
-    return Holdings(
-        [torch.arange(k * 6.0).view(k, 2, 3), torch.arange(float(k))],
-        [{"momentum": torch.ones(k, 2, 3)}, {"momentum": torch.ones(k)}],
-        [torch.zeros(k, 2), torch.zeros(k, dtype=torch.long)],
-    )
-
-
-def step(of_some):
-    """Moves parameters and state in place, and replaces buffers, as a stacked module does."""
-    for parameter, state in zip(of_some.parameters, of_some.states, strict=True):
-        parameter += 100
-        state["momentum"] *= 7
-    of_some.buffers = [buffer + 1 for buffer in of_some.buffers]
-
-
-@pytest.mark.parametrize("chosen", [range(2), [3, 1]], ids=["side by side", "picked out"])
-def test_what_a_lot_s_members_hold_is_changed_and_nobody_else_s(chosen):
-    ours, before = holdings(4), holdings(4)
-    lot = lot_of([1, 1], chosen)
-    theirs = ours.of(lot)
-    assert [len(tensor) for tensor in (*theirs.parameters, *theirs.buffers)] == [2] * 4
-    step(theirs)
-    ours.take_back(lot, theirs)
-    step(before)
-    untouched = holdings(4)
-    for place in range(4):
-        expected = before if place in chosen else untouched
-        assert all(torch.equal(a[place], b[place]) for a, b in zip(ours.parameters, expected.parameters, strict=True))
-        assert all(torch.equal(a[place], b[place]) for a, b in zip(ours.buffers, expected.buffers, strict=True))
-        for found, state in zip(ours.states, expected.states, strict=True):
-            assert torch.equal(found["momentum"][place], state["momentum"][place])
-
-
-def test_members_that_stand_side_by_side_are_held_by_views():
-    ours = holdings(4)
-    theirs = ours.of(lot_of([1, 1]))
-    assert theirs.parameters[0].data_ptr() == ours.parameters[0].data_ptr()
-    assert theirs.states[0]["momentum"].data_ptr() == ours.states[0]["momentum"].data_ptr()
-
-
-@pytest.mark.parametrize("chosen", [range(2), [3, 1]], ids=["side by side", "picked out"])
-def test_state_that_a_solver_replaces_or_begins_with_its_first_step_is_kept(chosen):
-    ours, lot = holdings(4), lot_of([1, 1], chosen)
-    theirs = ours.of(lot)
-    for parameter, state in zip(theirs.parameters, theirs.states, strict=True):
-        state["momentum"] = parameter + 5
-        state["new"] = parameter + 6
-    ours.take_back(lot, theirs)
-    others = [place for place in range(4) if place not in chosen]
-    for parameter, state in zip(ours.parameters, ours.states, strict=True):
-        assert torch.equal(state["momentum"][list(chosen)], parameter[list(chosen)] + 5)
-        assert torch.equal(state["momentum"][others], torch.ones_like(parameter[others]))
-        assert torch.equal(state["new"][list(chosen)], parameter[list(chosen)] + 6)
-        assert not state["new"][others].any()
-
-
-def test_the_state_of_a_solver_is_cut_as_the_parameters_are(prepared):
-    task, memory = prepared()
-    module = StackedModule(task.new_module)
-    states = starting_states(SGD(momentum=0.5), memory.rows, module)
-    assert [state["momentum"].shape for state in states] == [view.shape for view in module.views(memory.rows)]
-    assert not any(state["momentum"].any() for state in states)
-    assert starting_states(SGD(), memory.rows, module) == [{} for _ in states]

@@ -1,0 +1,135 @@
+"""One local step of a stack: joined gradients move the rows as single ones do, and only those that may move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedsim.engines import stack_step
+from fedsim.engines.scaling import LossScale
+from fedsim.engines.stack_step import Batch, StackState, StackStep, gather, joined, move
+from fedsim.engines.stacked_module import StackedModule
+from fedsim.local import SGD, Product
+from tests.local.variants import every_variant, made
+
+K, BATCH = 4, 3
+GPU = torch.device("cuda")  # only named: the step itself lies where its tensors lie
+
+
+@pytest.fixture
+def steps(prepared):
+    """A task, its stacked module, and a function that makes the state of K different rows."""
+    task, memory = prepared()
+    module = StackedModule(task.new_module, merged=True)
+
+    def state(solver, scaled=False):
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.randn(K, module.layout.d, generator=generator, dtype=task.dtype) / 4
+        scale = LossScale((K,), task.device) if scaled else None
+        buffers = module.unpack_buffers(memory.global_buffers.expand(K, -1))
+        return StackState(module, rows, solver.start(rows), buffers, scale)
+
+    batch = Batch(*gather(memory.train, torch.arange(K * BATCH).view(K, BATCH)), torch.full((K, BATCH), 1 / BATCH))
+    return task, module, state, batch._replace(weights=batch.weights.to(task.dtype))
+
+
+@pytest.mark.parametrize("way", ["all rows", "some rows", "scaled losses", "left products"])
+@every_variant
+def test_joined_gradients_move_rows_and_state_as_single_ones_do(variant, way, steps, monkeypatch):
+    task, module, state, batch = steps
+    monkeypatch.setattr(stack_step, "LEFT_PRODUCT_BYTES", 1 if way == "left products" else 2**40)
+    task = replace(task, solver=made(variant))
+    active = torch.tensor([True, False, True, False]) if way == "some rows" else None
+    single, together = (state(task.solver, way == "scaled losses") for _ in range(2))
+    start = single.rows.clone()
+    on_cpu, on_gpu = StackStep(task, module), StackStep(replace(task, device=GPU), module)
+    for _ in range(3):
+        losses = on_cpu(single, batch, active), on_gpu(together, batch, active)
+        torch.testing.assert_close(*losses)
+    torch.testing.assert_close(single.rows, together.rows, rtol=0, atol=1e-12)
+    torch.testing.assert_close(single.solver_state, together.solver_state, rtol=0, atol=1e-12)
+    moved = (together.rows != start).any(1)
+    assert torch.equal(moved, torch.ones(K, dtype=torch.bool) if active is None else active)
+
+
+def test_a_solver_steps_once_for_a_whole_stack_off_the_cpu(steps):
+    task, module, state, batch = steps
+    calls = []
+
+    class Counting(SGD):
+        def step(self, rows, gradients, state):
+            calls.append(rows.shape)
+            super().step(rows, gradients, state)
+
+    task = replace(task, device=GPU, solver=Counting())
+    StackStep(task, module)(state(task.solver), batch)
+    assert calls == [(K, module.layout.d)]
+
+
+def test_only_neighbours_that_are_not_products_are_joined(steps):
+    _, module, _, _ = steps
+    entries = module.layout.parameters
+    assert len(entries) > 3
+    stacks = [torch.full((2, *entry.shape), float(place)) for place, entry in enumerate(entries)]
+    product = Product(torch.ones(2, 1, 1), torch.ones(2, 1, 1))
+    first, left, rest = joined(entries, [stacks[0], product, *stacks[2:]])
+    assert first == (entries[0], stacks[0])
+    assert left == (entries[1], product)
+    assert (rest[0].offset, rest[0].span.stop) == (entries[2].offset, module.layout.d)
+    assert torch.equal(rest[1], torch.cat([stack.flatten(1) for stack in stacks[2:]], 1))
+
+
+def test_members_that_lie_side_by_side_are_held_by_views_and_others_are_copied_back(steps):
+    _, _, state, _ = steps
+    ours = state(SGD(momentum=0.5))
+    assert ours.of(slice(0, K)) is ours
+    some = ours.of(slice(0, 2))
+    assert some is ours.of(slice(0, 2))
+    some.rows += 1
+    some.solver_state["momentum"] += 2
+    before = ours.rows.clone()
+    picked = ours.of([3, 1])
+    picked.rows += 10
+    picked.solver_state["momentum"] += 5
+    assert torch.equal(ours.rows, before)
+    ours.take_back(picked)
+    assert torch.equal(ours.rows, before + torch.tensor([[0.0], [10], [0], [10]]))
+    assert ours.solver_state["momentum"][:, 0].tolist() == [2, 7, 0, 5]
+
+
+class Replacing:
+    """A solver that makes new tensors of state at each step, one of them only from its first step on."""
+
+    def start(self, rows):
+        return {"steps": torch.zeros_like(rows)}
+
+    def step(self, rows, gradients, state):
+        state["steps"] = state["steps"] + 1
+        state["last"] = gradients.clone()
+
+
+@pytest.mark.parametrize("places", [slice(0, K), slice(0, 2), [3, 1]], ids=str)
+def test_state_that_a_solver_replaces_or_begins_late_is_kept_where_it_is(places, steps):
+    _, module, state, _ = steps
+    ours = state(Replacing())
+    lies = ours.solver_state["steps"].data_ptr()
+    theirs = ours.of(places)
+    stacks = module.views(torch.full_like(theirs.rows, 3.0))
+    for _ in range(2):
+        move(Replacing(), theirs, list(zip(module.layout.parameters, stacks, strict=True)))
+    ours.take_back(theirs)
+    chosen = torch.zeros(K, 1, dtype=torch.bool)
+    chosen[places] = True
+    assert ours.solver_state["steps"].data_ptr() == lies
+    assert torch.equal(ours.solver_state["steps"], torch.where(chosen, 2.0, 0.0).expand_as(ours.rows).to(ours.rows))
+    assert torch.equal(ours.solver_state["last"], torch.where(chosen, 3.0, 0.0).expand_as(ours.rows).to(ours.rows))
+
+
+@pytest.mark.parametrize("least", [1, 2**40])
+def test_a_product_is_left_only_of_a_stack_of_weights_that_is_large_enough(least, steps):
+    _, module, state, batch = steps
+    start = state(SGD())
+    _, found = module.gradients(start.parameters, [], batch.inputs, batch.targets, batch.weights, leave_products=least)
+    assert any(isinstance(gradient, Product) for gradient in found) == (least == 1)
