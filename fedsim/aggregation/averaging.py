@@ -11,6 +11,7 @@ from torch import Tensor
 from fedsim.aggregation.columns import squared_norms
 from fedsim.aggregation.rule import Mix, Positive, rule
 from fedsim.errors import ExperimentError
+from fedsim.system.devices import to_device
 
 LEAST_LOSS = 1e-10  # so that a loss of zero can be raised to a negative power
 
@@ -32,6 +33,8 @@ def mean(updates: Tensor, weights: Tensor | None = None) -> Tensor:
 def weighted_mean(updates: Tensor, weights: Tensor) -> Tensor:
     """Sum of p_k x_k with p_k = weight_k / sum of weights: FedAvg's average (McMahan et al. 2017).
 
+    The weights may lie on the CPU, whatever the device of the updates; then nothing here waits for that device.
+
     All weights zero is an error. Cost: one pass over the [n, d] updates.
     """
     total = weights.sum()
@@ -39,7 +42,7 @@ def weighted_mean(updates: Tensor, weights: Tensor) -> Tensor:
         raise ExperimentError("weighted_mean: all weights of this cohort are zero")
     if (weights == 0).any():  # such a row does not count even where it is not finite
         updates, weights = updates[weights > 0], weights[weights > 0]
-    return (weights / total).to(updates.dtype) @ updates
+    return to_device((weights / total).to(updates.dtype), updates.device) @ updates
 
 
 @rule("qfedavg")
@@ -68,6 +71,6 @@ def qfedavg(
     raised = torch.where(losses == 0, LEAST_LOSS, losses).cpu()
     steps = raised**q / lr
     if q:  # or nothing depends on the squares, even where they overflow
-        squares = squared_norms(updates).double().cpu()
+        squares = squared_norms(updates).cpu().double()
         steps += q * raised ** (q - 1) * (squares if sync == "gradients" else squares / lr**2)
     return Mix(raised**q / lr / steps.sum())

@@ -118,7 +118,7 @@ def geometric_median(
     result [d]. Cost: one n x n x d matrix product, since all iterates are combinations of the rows.
     """
     n = len(gram)
-    shares = torch.full((n,), 1 / n, dtype=torch.double) if weights is None else (weights / weights.sum()).cpu()
+    shares = torch.full((n,), 1 / n, dtype=torch.double) if weights is None else weights / weights.sum()
     if not bool(shares.isfinite().all()):
         raise ExperimentError("geometric_median: all weights of this cohort are zero")
     point = shares

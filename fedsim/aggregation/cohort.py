@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from fedsim.aggregation.columns import Reduce, bad_rows, own_columns
+from fedsim.aggregation.columns import CPU, Reduce, bad_rows, own_columns
 from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.rows import Rows
 from fedsim.aggregation.rule import BoundRule
 from fedsim.errors import ExperimentError
 from fedsim.randomness import numpy_generator
+from fedsim.system.devices import to_device, wide_dtype
 
 Nonfinite = Literal["error", "exclude", "keep"]
 
@@ -24,7 +26,10 @@ SHOWN = 5  # rows named in an error
 
 @dataclass
 class Cohort:
-    """Everything that a rule may be given about one aggregation; see `fedsim.aggregation.rule`."""
+    """Everything that a rule may be given about one aggregation; see `fedsim.aggregation.rule`.
+
+    Weights and losses are best given on the CPU, wherever the updates are: what is decided by them needs no wait.
+    """
 
     updates: Tensor
     weights: Tensor | None = None
@@ -51,7 +56,7 @@ class Cohort:
     def f_for(self, stage: BoundRule) -> int | None:
         return None if stage.f is None else max(0, stage.f - self.excluded)
 
-    def menu(self, name: str, rows: Rows) -> Any:
+    def menu(self, name: str, rows: Rows, stage: BoundRule) -> Any:
         """What a stage takes under this name, where `rows` have come so far."""
         if name == "updates":
             return rows.block()
@@ -62,6 +67,8 @@ class Cohort:
             return self.rng
         if name == "workers":
             return self.workers if len(rows) == len(self.updates) else list(range(len(rows)))
+        if name == "weights":
+            return self._weights_on(self.updates.device if "updates" in stage.takes else CPU)
         value = getattr(self, name)
         if value is None and name == "root":
             raise ExperimentError("this rule needs root [d], the update that the server's own data gives")
@@ -69,7 +76,7 @@ class Cohort:
             raise ExperimentError("this rule needs losses [n], each worker's loss at the global row")
         return value
 
-    def menu_of_columns(self, rows: Rows, part: Tensor) -> Callable[[str], Any]:
+    def menu_of_columns(self, rows: Rows, part: Tensor, stage: BoundRule) -> Callable[[str], Any]:
         """What a columnwise rule takes whose updates are `part`, some columns [n, columns] of `rows`.
 
         The rule draws the same numbers for every part.
@@ -78,9 +85,15 @@ class Cohort:
         def menu(name: str) -> Any:
             if name == "updates":
                 return part
-            return copy.deepcopy(self.menu(name, rows)) if name == "rng" else self.menu(name, rows)
+            if name == "weights":
+                return self._weights_on(part.device)
+            value = self.menu(name, rows, stage)
+            return copy.deepcopy(value) if name == "rng" else value
 
         return menu
+
+    def _weights_on(self, device: torch.device) -> Tensor | None:
+        return None if self.weights is None else to_device(self.weights.to(wide_dtype(device)), device)
 
 
 def screened(cohort: Cohort, nonfinite: Nonfinite, bad: list[int] | None = None) -> tuple[Cohort, list[int]]:

@@ -1,11 +1,14 @@
 """Columns: how long rows are cut, and what sums over them give.
 
-Everything here goes over blocks of columns that stay in cache, so that what a rule needs beyond its input is a small
-part of it, however long the rows are.
+Everything here goes over blocks of columns. On a CPU a block stays in cache, so that what a rule needs beyond its input
+is a small part of it, however long the rows are. Other devices get as few blocks as their memory allows, because each
+block costs kernel launches; there a rule takes up to WORKING bytes for each number of its input, and at most SHARE of
+the device's memory. A copy in float64 of 100 rows of 1,663,370 numbers is 1.3 GB.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -15,40 +18,61 @@ import torch
 from torch import Tensor
 
 from fedsim.aggregation.magnitude import in_range
-from fedsim.system.devices import wide_dtype
+from fedsim.system.devices import to_device, total_memory_of, wide_dtype
 
 Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]  # over processes of which each has other columns
 
+CPU = torch.device("cpu")
 BLOCK = 16_384  # columns at least that a process takes: in smaller blocks the calls cost more than the arithmetic
 BLOCKS = 64  # at most, so that the number of calls stays small however long a row is
 FEWEST, MOST = 256, 4_096  # columns that are worked on at once within a process
 SAMPLED = 512  # columns that stand for all
 RUN = 16  # of them side by side: a line of the cache, in float32
+WORKING = 64  # bytes for each number of a block off the CPU: wide or sorted copies, positions, the own memory of a sort
+SHARE = 1 / 8  # of the memory of a device, for one block
+LINE = 64  # columns: the blocks of several processes on one device begin at multiples of that
 
 
-def column_blocks(d: int, index: int = 0, count: int = 1) -> Iterator[slice]:
+def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device: torch.device = CPU) -> Iterator[slice]:
     """The blocks of columns that process `index` of `count` aggregates; together they cover range(d).
 
-    The cuts depend on d alone, never on who computes them, so that every engine does the same arithmetic on the same
-    blocks and gets the same bits.
+    On a CPU the cuts depend on d alone, never on who computes them, so that every engine does the same arithmetic on
+    the same blocks and gets the same bits. On another device each process has one block, or as few as the device's
+    memory allows for `n` rows.
     """
-    size = max(BLOCK, math.ceil(d / BLOCKS / BLOCK) * BLOCK)
+    if device.type == "cpu":
+        size = max(BLOCK, math.ceil(d / BLOCKS / BLOCK) * BLOCK)
+    else:
+        size = min(math.ceil(d / count / LINE) * LINE, most_columns(n, device)) or 1
     for start in range(index * size, d, count * size):
         yield slice(start, min(start + size, d))
 
 
-def block_size(d: int, device: torch.device, columns: int | None = None) -> int:
-    """Columns of a small block of rows [n, d], at least FEWEST; `columns` takes the place of a twelfth of them all.
+@functools.cache
+def most_columns(n: int, device: torch.device) -> int:
+    """Columns of n rows that a device other than the CPU works on at once, a multiple of LINE."""
+    values = min(SHARE * total_memory_of(device) / WORKING, 2**62)  # the memory may be infinite
+    return max(LINE, int(values) // max(1, n) // LINE * LINE)
 
-    On the CPU the block fits in cache; elsewhere every block costs a call or more, and there are only a few.
+
+def block_size(updates: Tensor, columns: int | None = None) -> int:
+    """Columns of a small block of rows [n, d].
+
+    On a CPU at least FEWEST, and so few that the block fits in cache; `columns` takes the place of a twelfth of them
+    all. On another device `most_columns`.
     """
-    size = max(FEWEST, d // 12 if columns is None else columns)
-    return min(MOST, size) if device.type == "cpu" else size
+    n, d = updates.shape
+    if updates.device.type != "cpu":
+        return most_columns(n, updates.device)
+    return min(MOST, max(FEWEST, d // 12 if columns is None else columns))
 
 
-def small_blocks(d: int, device: torch.device, columns: int | None = None) -> Iterator[slice]:
-    """Blocks of columns of which a copy in float64 is at most a sixth of the rows in float32; see `block_size`."""
-    size = block_size(d, device, columns)
+def small_blocks(updates: Tensor, columns: int | None = None) -> Iterator[slice]:
+    """Blocks of columns of rows [n, d]; see `block_size`.
+
+    On a CPU a copy of one in float64 is at most a sixth of the rows in float32.
+    """
+    d, size = updates.shape[1], block_size(updates, columns)
     for start in range(0, d, size):
         yield slice(start, min(start + size, d))
 
@@ -59,12 +83,12 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
     The copy may be changed; the next one takes its place, in memory that is in cache by then.
     """
     n, d = updates.shape
-    widest = min(d, block_size(d, updates.device))
+    widest = min(d, block_size(updates))
     room = torch.empty(n, widest, dtype=wide_dtype(updates.device), device=updates.device)
     # NumPy takes two thirds of the time of PyTorch for many short runs of numbers, but does not share them out.
     by_numpy = room.device.type == "cpu" and updates.dtype != torch.bfloat16 and torch.get_num_threads() == 1
     source, target = (updates.detach().numpy(), room.numpy()) if by_numpy else (updates, room)
-    for block in small_blocks(d, updates.device):
+    for block in small_blocks(updates):
         width = block.stop - block.start
         if by_numpy:
             target[:, :width] = source[:, block]
@@ -85,10 +109,10 @@ def sampled_columns(updates: Tensor) -> Tensor:
 def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
     """[d], where `function` makes [columns] of a block [n, columns], which it gets in float32 at least.
 
-    There are not many more `columns` in a block than said, where that is said.
+    On a CPU there are not many more `columns` in a block than said, where that is said.
     """
     result = updates.new_empty(updates.shape[1])
-    for block in small_blocks(len(result), updates.device, columns):
+    for block in small_blocks(updates, columns):
         result[block] = function(widened(updates[:, block])).to(result.dtype)
     return result
 
@@ -134,8 +158,8 @@ def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
 
     Right also where the squares leave the range of float64; infinite where the distance itself does.
     """
-    squares = squared_distances_to(updates, point)
-    distances = squares.double().cpu().sqrt()
+    squares = squared_distances_to(updates, point).cpu()
+    distances = squares.double().sqrt()
     if all(values.element_size() < squares.element_size() for values in (updates, point) if values is not None):
         return distances  # the squares of narrower numbers are all in range
     for row in (~in_range(squares)).nonzero().flatten().tolist():  # zero, as a rule, and then soon done
@@ -144,10 +168,12 @@ def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
 
 
 def distances_beyond(updates: Tensor, point: Tensor | None, reach: float) -> Tensor:
-    """`distances_to`, but 0 for rows that are surely nearer than `reach`: faster where these are most of them.
+    """`distances_to`; on a CPU 0 for rows that are surely nearer than `reach`: faster where these are most of them.
 
     A pass in the updates' own precision tells which those are, unless a few columns say that it is not worth while.
     """
+    if updates.device.type != "cpu":  # each of those passes would wait for the device
+        return distances_to(updates, point)
     n, d = updates.shape
     lost = math.sqrt(d * torch.finfo(updates.dtype).tiny)  # where squares are too small for that precision
     others: list[int] = []
@@ -173,7 +199,7 @@ def _rough_distances(updates: Tensor, point: Tensor | None) -> Tensor:
     if point is None:
         return torch.linalg.vector_norm(updates, dim=1)
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
-    for block in small_blocks(updates.shape[1], updates.device):
+    for block in small_blocks(updates):
         total += torch.linalg.vector_norm(updates[:, block] - point[block], dim=1).to(total.dtype).square()
     return total.sqrt()
 
@@ -211,18 +237,19 @@ def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
     used = coefficients.numpy().nonzero()[0]
     narrow = updates.dtype in (torch.float16, torch.bfloat16)
     working = working_dtype(coefficients, torch.float32 if narrow else updates.dtype, updates.device)
+    some = torch.from_numpy(used)
     if working != updates.dtype:
-        some = torch.from_numpy(used).to(updates.device)
-        exact = coefficients.to(updates.device, working)[some]
+        exact, some = (to_device(values, updates.device) for values in (coefficients[some].to(working), some))
         return map_columns(updates, lambda block: exact @ block[some].to(working))
     if len(used) == 1:
         return updates[int(used[0])] * float(coefficients[used[0]])
-    coefficients = coefficients.to(updates.device, updates.dtype)
-    result = coefficients @ updates
-    if len(used) == len(updates) or math.isfinite(result.sum()):
+    coefficients = coefficients.to(updates.dtype)
+    if len(used) == len(updates):
+        return to_device(coefficients, updates.device) @ updates
+    if updates.device.type == "cpu" and math.isfinite((result := coefficients @ updates).sum()):
         return result
-    some = torch.from_numpy(used).to(updates.device)  # 0 times infinity is not a number
-    return map_columns(updates, lambda block: coefficients[some] @ block[some])
+    exact, some = (to_device(values, updates.device) for values in (coefficients[some], some))
+    return map_columns(updates, lambda block: exact @ block[some])  # 0 times infinity is not a number
 
 
 def working_dtype(coefficients: Tensor, dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from fedsim.aggregation.columns import (
 )
 from fedsim.aggregation.magnitude import limits, unit_for
 from fedsim.errors import ExperimentError
-from fedsim.system.devices import wide_dtype
+from fedsim.system.devices import to_device, wide_dtype
 
 STRIP = 48  # columns of the product at once: with its symmetry, half of it need not be computed
 FEW = 32  # rows whose products NumPy makes in half of PyTorch's time
@@ -162,31 +163,40 @@ class Gram:
     def _recompute(self, result: Tensor, pairs: list[list[int]]) -> None:
         """Put squared distances from differences in place of spoilt ones; equal rows get equal ones from others."""
         twin: dict[int, int] = {}
-        for i, j in pairs:
-            if i in twin or j in twin:
-                continue
-            difference = self._squared_difference(i, j)
-            result[i, j] = result[j, i] = difference
-            if difference == 0:
-                twin[j] = i
+        for i, of_one in groupby(pairs, lambda pair: pair[0]):
+            others = [] if i in twin else [j for _, j in of_one if j not in twin]
+            for j, difference in zip(others, self._squared_differences(i, others), strict=True):
+                result[i, j] = result[j, i] = difference
+                if difference == 0:
+                    twin[j] = i
         for j, i in twin.items():
             result[j] = result[i]
             result[:, j] = result[:, i]
             result[j, j] = result[i, j] = result[j, i] = 0
 
-    def _squared_difference(self, i: int, j: int) -> float:
-        wide, total = wide_dtype(self._updates.device), 0.0
-        weights = None if self._mixing is None else (self._mixing[i] - self._mixing[j]).to(self._updates.device, wide)
-        factor = 1 / self.unit
-        for block in small_blocks(self._updates.shape[1], self._updates.device):
+    def _squared_differences(self, i: int, others: list[int]) -> list[float]:
+        """Of row i from others."""
+        if not others:
+            return []
+        totals = torch.stack([self._squared_difference(i, j) for j in others]).cpu().double()
+        return self._reduce(totals, "sum").tolist()
+
+    def _squared_difference(self, i: int, j: int) -> Tensor:
+        """Of two rows, in these columns; stays on the device."""
+        device, wide, factor = self._updates.device, wide_dtype(self._updates.device), 1 / self.unit
+        total = torch.zeros((), dtype=wide, device=device)
+        weights = None
+        if self._mixing is not None:
+            weights = to_device((self._mixing[i] - self._mixing[j]).to(wide), device)
+        for block in small_blocks(self._updates):
             if weights is None:
                 away = self._updates[i, block].to(wide) - self._updates[j, block].to(wide)
             else:
                 away = weights @ self._updates[:, block].to(wide)
             if factor != 1:
                 away = away * factor
-            total += float(away @ away)
-        return float(self._reduce(torch.tensor([total], dtype=torch.double), "sum"))
+            total += away @ away
+        return total
 
 
 Basis = tuple[Tensor, float]  # products, and the unit of length that they are counted in
@@ -227,17 +237,17 @@ def _products(updates: Tensor, unit: float, reduce: Reduce) -> Tensor:
     n = len(updates)
     wide = wide_dtype(updates.device)
     sample = sampled_columns(updates).to(wide) / unit
-    centre = int(reduce(torch.linalg.vecdot(sample, sample), "sum").argmin())
+    centre = reduce(torch.linalg.vecdot(sample, sample), "sum").argmin().reshape(1)  # [1], so that the device keeps it
     del sample  # before there are wide blocks as well
     total = torch.zeros(n, n, dtype=wide, device=updates.device)
     for _, rows in wide_blocks(updates):
         if unit != 1:
             rows.mul_(1 / unit)
-        middle = rows[centre]  # stays as it is, in place of the zeros that its own difference would be
-        rows[:centre].sub_(middle)
-        rows[centre + 1 :].sub_(middle)
+        middle = rows.index_select(0, centre)
+        rows.sub_(middle).index_copy_(0, centre, middle)  # in place of the zeros that its own difference would be
         _add_products(total, rows)
-    lower = reduce(total.double().cpu(), "sum").tril()
+    on_host = torch.cat([total.flatten(), centre.to(wide)]).cpu().double()  # together, to wait for the device once
+    lower, centre = reduce(on_host[:-1].view(n, n), "sum").tril(), int(on_host[-1])
     products = lower + lower.tril(-1).t()
     basis = np.zeros((n + 1, n + 1))
     basis[:n, :n] = products

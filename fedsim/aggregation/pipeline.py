@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from fedsim.aggregation.cohort import Cohort
-from fedsim.aggregation.columns import BLOCK, column_blocks, small_blocks
+from fedsim.aggregation.columns import BLOCK, column_blocks, combine, small_blocks
 from fedsim.aggregation.rows import Rows
 from fedsim.aggregation.rule import BoundRule, Mix
 from fedsim.aggregation.threads import alone_if_small
 from fedsim.errors import ExperimentError
-from fedsim.system.devices import wide_dtype
 
 MOST_REHEARSED = 500  # rows; of a thousand bulyan takes half a minute
 WHOLE = {"updates", "root", "last"}  # what is [d], or has rows [d]
@@ -73,7 +72,7 @@ class Pipeline:
         rows = self.rows(cohort)
         if self.rule.columnwise:
             return Outcome(self._by_columns(rows, cohort), self._linear_shares(rows, cohort))
-        result = self.rule(lambda name: cohort.menu(name, rows), cohort.f_for(self.rule))
+        result = self.rule(lambda name: cohort.menu(name, rows, self.rule), cohort.f_for(self.rule))
         result, state = result if isinstance(result, tuple) else (result, {})
         if not isinstance(result, Mix):
             return Outcome(check_result(result, self.rule, rows, rows.shape[1:]), state=state)
@@ -85,7 +84,7 @@ class Pipeline:
         """The rows that the rule is applied to: a cohort's updates, or what pre-aggregators make of them."""
         rows = cohort.rows()
         for stage in self.pre:
-            result = stage(lambda name, rows=rows: cohort.menu(name, rows), cohort.f_for(stage))
+            result = stage(lambda name, stage=stage, rows=rows: cohort.menu(name, rows, stage), cohort.f_for(stage))
             made = result.coefficients if isinstance(result, Mix) else result
             width = len(rows) if isinstance(result, Mix) else rows.shape[1]
             m = len(made) if isinstance(made, Tensor) and made.ndim == 2 else len(rows)
@@ -98,18 +97,29 @@ class Pipeline:
         return self._by_columns(cohort.rows(), cohort)
 
     def _by_columns(self, rows: Rows, cohort: Cohort) -> Tensor:
-        d = cohort.updates.shape[1]
-
-        def applied_to(part: Tensor) -> Tensor:
-            result = self.rule(cohort.menu_of_columns(rows, part), cohort.f_for(self.rule))
-            return check_result(result, self.rule, part, part.shape[1:])
-
+        updates, (n, d) = cohort.updates, cohort.updates.shape
+        shares = None if updates.device.type == "cpu" else self._linear_shares(rows, cohort)
+        if shares is not None:
+            return combine(shares, updates)
         if not rows.are_mixed and d < 2 * BLOCK:  # few columns, and nobody to share them with
-            return applied_to(rows.block())
-        result = cohort.updates.new_empty(d)
-        for block in column_blocks(d) if not rows.are_mixed else small_blocks(d, result.device):
-            result[block] = applied_to(rows.block(block))
+            return self.of_columns(rows.block(), rows, cohort)
+        result = updates.new_empty(d)
+        blocks = small_blocks(updates) if rows.are_mixed else column_blocks(d, n=n, device=updates.device)
+        for block in blocks:
+            result[block] = self.of_columns(rows.block(block), rows, cohort)
         return result
+
+    def of_columns(self, part: Tensor, rows: Rows, cohort: Cohort, shares: Tensor | None = None) -> Tensor:
+        """The result of a columnwise rule in some columns, `part` [n, columns] of `rows`.
+
+        Args:
+            shares: the result of `shares`, if it is known. Off the CPU it takes the place of a linear rule, which might
+                read weights from the device.
+        """
+        if shares is not None and part.device.type != "cpu":
+            return combine(shares, part)
+        result = self.rule(cohort.menu_of_columns(rows, part, self.rule), cohort.f_for(self.rule))
+        return check_result(result, self.rule, part, part.shape[1:])
 
     def shares(self, cohort: Cohort) -> Tensor | None:
         """The coefficient with which each row goes into the result [n], where the rule is linear in all columns."""
@@ -118,9 +128,9 @@ class Pipeline:
     def _linear_shares(self, rows: Rows, cohort: Cohort) -> Tensor | None:
         if not self.rule.linear:
             return None
-        units = torch.eye(len(rows), dtype=wide_dtype(cohort.updates.device), device=cohort.updates.device)
-        shares = self.rule(cohort.menu_of_columns(rows, units), cohort.f_for(self.rule))
-        return rows.shares(Mix(shares.double().cpu()))
+        units = torch.eye(len(rows), dtype=torch.double)
+        shares = self.rule(cohort.menu_of_columns(rows, units, self.rule), cohort.f_for(self.rule))
+        return rows.shares(Mix(check_result(shares, self.rule, units, units.shape[1:]).double()))
 
     def rehearse(self, n: int, local_lr: float | None = 1.0) -> None:
         """Try it on n short rows, so that a constraint that n and f break is found out before anything is trained.

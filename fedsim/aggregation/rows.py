@@ -10,6 +10,7 @@ from torch import Tensor
 from fedsim.aggregation.columns import Reduce, combine, own_columns, small_blocks, widened, working_dtype
 from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.rule import Mix
+from fedsim.system.devices import to_device
 
 
 class Rows:
@@ -70,20 +71,31 @@ class Rows:
 
     def _ready(self, matrix: Tensor) -> Tensor:
         updates = self._updates
-        return matrix.to(updates.device, working_dtype(matrix, updates.dtype, updates.device))
+        return to_device(matrix.to(working_dtype(matrix, updates.dtype, updates.device)), updates.device)
 
     def row(self, mix: Mix) -> Tensor:
         """The one row [d] that a mix of these rows is."""
         if mix.then is None:
             row = combine(self._of_updates(mix.coefficients), self._updates)
             return row if mix.base is None else row + mix.base
-        matrix = self._ready(self._of_updates(mix.coefficients))
+        rows_of = self._rows_of(self._of_updates(mix.coefficients))
         result = self._updates.new_empty(self._updates.shape[1])
-        chosen = matrix.any(0).nonzero().flatten()
-        for block in small_blocks(len(result), result.device):
-            rows = widened(_matmul(matrix, chosen, self._updates[:, block]))
-            result[block] = mix.then(rows).to(result.dtype)
+        for block in small_blocks(self._updates):
+            result[block] = mix.then(widened(rows_of(self._updates[:, block]))).to(result.dtype)
         return result
+
+    def _rows_of(self, matrix: Tensor) -> Callable[[Tensor], Tensor]:
+        """The function that makes matrix [m, n] @ block of a block of updates; of mere choices it makes no products.
+
+        A row with coefficients of 0 alone does not count, even if it is not finite.
+        """
+        device = self._updates.device
+        if bool((matrix.count_nonzero(1) == 1).all()) and bool(((matrix == 0) | (matrix == 1)).all()):
+            choice = to_device(matrix.argmax(1), device)
+            return lambda block: block[choice]
+        chosen = matrix.any(0).nonzero().flatten()
+        factors, chosen = self._ready(matrix[:, chosen]), to_device(chosen, device)
+        return lambda block: (factors @ block[chosen].to(factors.dtype)).to(block.dtype)
 
     def shares(self, mix: Mix) -> Tensor | None:
         """The coefficient of each update in a mix, [n]; None where rows are no combinations of updates."""
@@ -94,10 +106,3 @@ class Rows:
 
     def _of_updates(self, coefficients: Tensor) -> Tensor:
         return coefficients if self._mixing is None else coefficients @ self._mixing
-
-
-def _matmul(matrix: Tensor, chosen: Tensor, block: Tensor) -> Tensor:
-    """matrix @ block, where only the rows `chosen` of the block count; mere choices of rows cost no arithmetic."""
-    if bool((matrix.count_nonzero(1) == 1).all()) and bool(((matrix == 0) | (matrix == 1)).all()):
-        return block[matrix.argmax(1)]
-    return (matrix[:, chosen] @ block[chosen].to(matrix.dtype)).to(block.dtype)

@@ -4,14 +4,15 @@ A rule is a pure function that makes one row [d] of the workers' updates [n, d].
 name, what it needs of all that there is; its keyword-only parameters are its configuration:
 
     updates   [n, d], the workers' updates
-    weights   [n] float64, >= 0. Without it a rule has no weighted form, and weights are an error. With a default it
-              can do without; where it has none, an experiment gives sample counts unless told otherwise
+    weights   [n] float64, >= 0, not all zero; on the device of the updates if the rule takes those, else on the CPU.
+              Without it a rule has no weighted form, and weights are an error. With a default it can do without; where
+              it has none, an experiment gives sample counts unless told otherwise
     gram      Gram: distances and inner products of all pairs of rows, shared by all rules that ask for them (where
               squares would leave the range of float64, in a unit of its own: `gram.unit`)
     rng       NumPy generator, seeded by (seed, round)
     state     what the rule returned last time, a dict of tensors; {} at first. Such a rule returns (result, state)
     root      [d], the update that the server's own data gives
-    losses    [n] float64, each worker's loss at the global row before it trained
+    losses    [n] float64 on the CPU, each worker's loss at the global row before it trained
     workers   the workers' numbers, one per row
     last      [d], what the rule gave last time, or None
     local_lr  the learning rate of the local solver, or None if it has none
@@ -23,7 +24,8 @@ pre-aggregator is the same, but its Mix has a matrix [m, n] and makes m rows of 
 `@rule(name, columnwise=True)` declares that each column of the result depends on that column of the updates alone.
 Such rules run on blocks of columns, several processes at a time; `rng` draws the same numbers in every block.
 `linear=True` declares that they are one and the same linear combination of the rows in all columns, so that it can be
-told which row counts for how much.
+told which row counts for how much. On a GPU only these coefficients are computed by the rule, from the identity matrix
+on the CPU, and the rows are combined by one matrix product.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Order statistics of each column: its values sorted, its median, the mean of those nearest a point.
 
-Few rows are sorted by a network of comparators, each of which takes the lesser and the greater of two rows for all
-columns of a block at once; more rows by NumPy, a column at a time.
+On a CPU few rows are sorted by a network of comparators, each of which takes the lesser and the greater of two rows for
+all columns of a block at once; more rows by NumPy, a column at a time. Other devices use PyTorch's sort.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedsim.aggregation.columns import map_columns
 
 COMPARATORS = 90  # beyond which NumPy's sort is faster: 16 rows have 63 of them, 20 have 97, or 81 for the median alone
 BY_NUMPY = (torch.float32, torch.float64)  # its sort of short runs is vectorised, PyTorch's is not
-ROOM = 0.16  # of the size of the updates, for what is being sorted
+ROOM = 0.16  # of the size of the updates, for what is being sorted on a CPU
 NARROWEST = 1_024  # columns at once, all the same: a comparator takes half a microsecond to call
 
 
@@ -147,6 +147,8 @@ def mean_nearest(ascending: Tensor, block: Tensor, centre: Tensor, keep: int) ->
     n = len(ascending)
     if keep == n:
         return ascending.mean(0)
+    if block.device.type != "cpu":  # to find out which columns have ties would wait for the device
+        return _mean_of_first(block, centre, keep)
     away = (ascending - centre).abs_()
     # The nearest values lie side by side; how far the farthest of them is, for each place where they may begin.
     reach = torch.maximum(away[: n - keep + 1], away[keep - 1 :]).amin(0)
@@ -154,7 +156,11 @@ def mean_nearest(ascending: Tensor, block: Tensor, centre: Tensor, keep: int) ->
     result = ascending.addcmul_(ascending, far, value=-1).sum(0) / keep
     tied = ((far.sum(0) != n - keep) | ~result.isfinite()).nonzero().flatten()
     if len(tied):  # rare, unless rows repeat or are not finite: now it matters which row a value comes from
-        values = block[:, tied]
-        order = (values - centre[tied]).abs().argsort(dim=0, stable=True)[:keep]
-        result[tied] = values.gather(0, order).mean(0)
+        result[tied] = _mean_of_first(block[:, tied], centre[tied], keep)
     return result
+
+
+def _mean_of_first(values: Tensor, centre: Tensor, keep: int) -> Tensor:
+    """The result of `mean_nearest`, by a stable sort of the values' distances from the centre."""
+    order = (values - centre).abs_().argsort(dim=0, stable=True)[:keep]
+    return values.gather(0, order).mean(0)

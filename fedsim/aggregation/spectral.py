@@ -11,15 +11,15 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.clipping import clip_factors
-from fedsim.aggregation.columns import norms
+from fedsim.aggregation.columns import most_columns, norms
 from fedsim.aggregation.gram import TIED, Gram
 from fedsim.aggregation.magnitude import unit_for
 from fedsim.aggregation.rule import Count, Mix, Positive, average_of, require, rule
 from fedsim.errors import ExperimentError
-from fedsim.system.devices import wide_dtype
+from fedsim.system.devices import to_device, wide_dtype
 
 ROUNDING = 1e-9  # 0.29 times 100 is 29
-PART = 512  # columns, of those that were drawn, to work on at once
+PART = 512  # columns, of those that were drawn, to work on at once on a CPU
 ROUNDED = 8 * np.finfo(float).eps  # of an eigenvector's numbers
 NORM_RANGE = (0.1, 3.0)  # SignGuard: of the median norm
 
@@ -94,16 +94,22 @@ def dnc(
 
 def _centred_products(updates: Tensor, columns: np.ndarray) -> Tensor:
     """Inner products of the rows less their mean at these columns, float64 [n, n], in a unit in which they fit."""
-    n = len(updates)
-    parts = torch.from_numpy(columns).to(updates.device).split(PART)
+    n, wide = len(updates), wide_dtype(updates.device)
+    parts = _parts(updates, columns)
     peak = max((float(torch.linalg.vector_norm(updates[:, part], torch.inf)) for part in parts), default=0.0)
-    unit = unit_for(peak, n * n * len(columns), torch.double)
-    products = torch.zeros(n, n, dtype=torch.double)
+    unit = unit_for(peak, n * n * len(columns), wide)
+    products = torch.zeros(n, n, dtype=wide, device=updates.device)
     for part in parts:
-        rows = updates[:, part].to(wide_dtype(updates.device)).double().cpu().div_(unit)
+        rows = updates[:, part].to(wide).div_(unit)
         rows -= rows.mean(0)
         products.addmm_(rows, rows.t())
-    return products
+    return products.cpu().double()
+
+
+def _parts(updates: Tensor, columns: np.ndarray) -> tuple[Tensor, ...]:
+    """The numbers of columns in parts, each to be worked on at once."""
+    size = PART if updates.device.type == "cpu" else most_columns(len(updates), updates.device)
+    return to_device(torch.from_numpy(columns), updates.device).split(size)
 
 
 def _ascending(along: Tensor) -> Tensor:
@@ -146,11 +152,11 @@ def signguard(updates: Tensor, rng: np.random.Generator, *, fraction: Annotated[
 
 def _sign_shares(updates: Tensor, columns: np.ndarray) -> Tensor:
     """The shares of positive, zero and negative values of each row at these columns, [n, 3]."""
-    counts = torch.zeros(len(updates), 3, dtype=torch.double)
-    for part in torch.from_numpy(columns).to(updates.device).split(PART):
+    counts = torch.zeros(len(updates), 3, dtype=torch.int64, device=updates.device)
+    for part in _parts(updates, columns):
         signs = updates[:, part].sign()
-        counts += torch.stack([(signs == value).sum(1) for value in (1, 0, -1)], dim=1).double().cpu()
-    return counts / len(columns)
+        counts += torch.stack([(signs == value).sum(1) for value in (1, 0, -1)], dim=1)
+    return counts.cpu().double() / len(columns)
 
 
 def _largest_cluster(features: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def aggregate(
     if losses is not None:
         cohort.losses = _checked("losses", losses, (n,), updates)
         assert cohort.losses is not None
-        cohort.losses = cohort.losses.double()
+        cohort.losses = cohort.losses.cpu().double()
     with alone_if_small(updates.numel()):
         return rebuild(_aggregated(cohort, pipeline, nonfinite))
 
@@ -125,13 +125,13 @@ def _checked_cohort(updates: Tensor, weights: Tensor | Sequence[float] | None, p
     if weights is not None:
         weights = _checked_weights(weights, updates, pipeline)
     elif pipeline.needs_weights:
-        weights = torch.ones(len(updates), dtype=torch.double, device=updates.device)
+        weights = torch.ones(len(updates), dtype=torch.double)
     return Cohort(updates, weights)
 
 
 def _checked_weights(weights: Tensor | Sequence[float], updates: Tensor, pipeline: Pipeline) -> Tensor:
     try:
-        weights = torch.as_tensor(weights, dtype=torch.double, device=updates.device)
+        weights = torch.as_tensor(weights, dtype=torch.double, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise ExperimentError(f"weights: must be {len(updates)} numbers, not {show(weights)}") from None
     if not pipeline.takes_weights:

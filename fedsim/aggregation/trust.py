@@ -9,6 +9,7 @@ from fedsim.aggregation.columns import norms, products_with
 from fedsim.aggregation.gram import TIED, Gram
 from fedsim.aggregation.magnitude import in_range, power_of_two
 from fedsim.aggregation.rule import Mix, require, rule
+from fedsim.system.devices import to_device
 
 
 @rule("fltrust")
@@ -29,7 +30,7 @@ def fltrust(updates: Tensor, root: Tensor) -> Mix:
 def _cosines(updates: Tensor, lengths: Tensor, root: Tensor, length: Tensor) -> Tensor:
     """cos(x_k, root), [n], given the norms; 0 where one of these is zero."""
     both = lengths * length
-    cosines = torch.where(both > 0, products_with(updates, root).double().cpu() / both, 0.0)
+    cosines = torch.where(both > 0, products_with(updates, root).cpu().double() / both, 0.0)
     unlike = (lengths > 0) & (length > 0) & ~in_range(both)
     for row in unlike.nonzero().flatten().tolist():  # products out of range
         sizes = power_of_two(float(lengths[row])), power_of_two(float(length))
@@ -80,6 +81,6 @@ def _with_history(
     new = [worker for worker in workers if worker not in known]
     places = {**known, **{worker: len(known) + i for i, worker in enumerate(new)}}
     histories = torch.cat([state["histories"], updates.new_zeros(len(new), updates.shape[1])])
-    rows = torch.tensor([places[worker] for worker in workers], device=updates.device)
+    rows = to_device(torch.tensor([places[worker] for worker in workers]), updates.device)
     histories[rows] += updates
     return histories[rows], {"workers": torch.tensor(list(places)), "histories": histories}

@@ -206,7 +206,8 @@ class Server:
         """The mean [d] of these workers' rows, in ascending order: to the bit what the rule `mean` makes of them."""
         slots = sorted(slots)
         rows = self.memory.rows if slots == list(range(self.n)) else self.memory.rows[slots]
-        return torch.cat([mean(rows[:, block]) for block in column_blocks(rows.shape[1])])  # as engines cut them
+        blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)  # as engines cut them
+        return torch.cat([mean(rows[:, block]) for block in blocks])
 
     def delta(self, slot: int) -> Tensor:
         """How far local training has moved a worker's row [d], in float64.

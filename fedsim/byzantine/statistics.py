@@ -1,7 +1,7 @@
 """What attackers compute from the honest rows, in float64 and over blocks of columns.
 
-So float32 rows are never copied as a whole: beyond [h, d] it takes a few vectors [d] and one block, at most a 64th of
-the columns (or 16,384 of them).
+So on a CPU float32 rows are never copied as a whole: beyond [h, d] it takes a few vectors [d] and one block, at most a
+64th of the columns (or 16,384 of them).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def wide_blocks(honest: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """
     if not len(honest):
         raise ExperimentError("attack: is made of the honest rows and needs at least 1, there are 0")
-    for columns in column_blocks(honest.shape[1]):
+    for columns in column_blocks(honest.shape[1], n=len(honest), device=honest.device):
         yield columns, honest[:, columns].to(wide_dtype(honest.device))
 
 

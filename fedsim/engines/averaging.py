@@ -10,12 +10,11 @@ from torch import Tensor
 
 from fedsim.aggregation import Cohort, column_blocks, screened
 from fedsim.aggregation.averaging import mean
-from fedsim.aggregation.pipeline import check_result
 from fedsim.engines.crew import Seat
 from fedsim.engines.job import Memory, Sync, Task
 from fedsim.errors import ExperimentError
 from fedsim.randomness import numpy_generator
-from fedsim.system.devices import synchronize, wide_dtype
+from fedsim.system.devices import synchronize, to_device
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Meeting:
     Attributes:
         slots: the rows that take part.
         workers: whose they are.
-        weights: [n], or None.
+        weights: [n], float64 on the CPU, or None.
         moment: (round,), or (round, step) where every step is a synchronisation; coordinates of random draws.
     """
 
@@ -53,7 +52,8 @@ class Averaging:
     def __init__(self, seat: Seat, task: Task, memory: Memory, root_slot: int | None) -> None:
         self._seat, self._task, self._memory, self._root_slot = seat, task, memory, root_slot
         d = len(memory.global_row)
-        self._blocks = list(column_blocks(d, seat.index, seat.count))
+        cuts = column_blocks(d, seat.index, seat.count, n=len(memory.rows), device=task.device)
+        self._blocks = list(cuts)
         self._first = seat.index == 0
         self._state: dict[str, Tensor] = {}  # of the rule
         self._number = 0  # of aggregations so far, the same in every process
@@ -62,7 +62,7 @@ class Averaging:
         self._shared: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)  # weights, rows, their shares
 
     def weights(self, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
-        """The weights [n] that the rule is given for these workers, or None for equal ones.
+        """The weights [n] that the rule is given for these workers, on the CPU, or None for equal ones.
 
         `samples` are what each of them went through, for weights by samples.
         """
@@ -73,7 +73,7 @@ class Averaging:
             values: Sequence[float] = samples
         else:
             values = [1.0 if task.weights == "uniform" else task.weights[worker] for worker in workers]
-        return torch.tensor(values, dtype=wide_dtype(task.device), device=task.device)
+        return torch.tensor(values, dtype=torch.double)
 
     def sent_row(self) -> Tensor:
         """What the workers are sent, [d], in a round in which parameters are aggregated; only to be read."""
@@ -93,7 +93,6 @@ class Averaging:
                 self._attack(meeting)
         self._meet()
         account = self._move_by_columns(meeting) if self._task.rule.columnwise else self._move_by_rows(meeting)
-        synchronize(self._task.device)
         self._has_last = self._task.keeps_last
         return account
 
@@ -120,8 +119,7 @@ class Averaging:
         synchronize(self._task.device)
 
     def _meet(self) -> None:
-        synchronize(self._task.device)
-        self._seat.barrier.wait()
+        meet(self._seat, self._task.device)
 
     def _take_differences(self) -> None:
         """Updates in place of parameters, in this process's columns; and which rows hold what is not finite there."""
@@ -131,7 +129,7 @@ class Averaging:
             if self._sync == "parameters":
                 rows -= task.server.broadcast(memory.global_row[block], self._state_of(block))
             if task.nonfinite != "keep":  # a sum may overflow, so this is a suspicion only
-                suspects = (~rows.sum(1).isfinite()).nonzero().flatten().cpu()
+                suspects = (~rows.sum(1).isfinite()).cpu().nonzero().flatten()
                 memory.unfit[suspects] = self._number
 
     def _attack(self, meeting: Meeting) -> None:
@@ -142,21 +140,23 @@ class Averaging:
         honest = [slot for slot, attacks in zip(meeting.slots, attackers, strict=True) if not attacks]
         if not honest and task.attack.needs_honest:
             return  # the Byzantine workers send what they have trained
+        theirs = to_device(torch.tensor(byzantine), task.device)
 
         def aggregate(rows: Tensor) -> Tensor:
-            memory.rows[byzantine] = rows
+            memory.rows[theirs] = rows
             kept, _ = screened(self._cohort(meeting), "exclude")
             return task.rule(kept).update
 
         rows = task.attack(
-            memory.rows[honest],
-            memory.rows[byzantine],
+            _copies_of(memory.rows, honest),
+            memory.rows[theirs],
             rng=numpy_generator(task.seed, "attack", *meeting.moment),
             last=memory.last if self._has_last else None,
             aggregate=aggregate,
         )
-        memory.rows[byzantine] = rows
-        memory.unfit[byzantine] = torch.where(rows.isfinite().all(1).cpu(), 0, self._number)
+        memory.rows[theirs] = rows
+        if task.nonfinite != "keep":
+            memory.unfit[byzantine] = torch.where(rows.isfinite().all(1).cpu(), 0, self._number)
 
     def _cohort(self, meeting: Meeting) -> Cohort:
         task, memory = self._task, self._memory
@@ -201,12 +201,10 @@ class Averaging:
     def _move_by_columns(self, meeting: Meeting) -> Account:
         """A rule that looks at columns: each process applies it to its own, and moves the global row there."""
         cohort, bad = self._screened(meeting)
-        rule, rows = self._task.rule.rule, cohort.rows()
+        rule, rows, shares = self._task.rule, cohort.rows(), self._shares(meeting, cohort, bad)
         for block in self._blocks:
-            part = cohort.updates[:, block]
-            result = rule(cohort.menu_of_columns(rows, part), cohort.f_for(rule))
-            self._step(block, check_result(result, rule, part, part.shape[1:]))
-        return self._account(meeting, bad, self._shares(meeting, cohort, bad) if self._first else None)
+            self._step(block, rule.of_columns(cohort.updates[:, block], rows, cohort, shares))
+        return self._account(meeting, bad, shares)
 
     def _shares(self, meeting: Meeting, cohort: Cohort, bad: list[int]) -> Tensor | None:
         """The shares of a linear rule. Those of the step before are used again if only the weights decide on them."""
@@ -272,4 +270,15 @@ def _rows_at(rows: Tensor, slots: list[int]) -> Tensor:
     """The rows at these slots; a view where they lie side by side."""
     if slots == list(range(slots[0], slots[-1] + 1)):
         return rows[slots[0] : slots[-1] + 1]
-    return rows[slots]
+    return _copies_of(rows, slots)
+
+
+def _copies_of(rows: Tensor, slots: list[int]) -> Tensor:
+    return rows[to_device(torch.tensor(slots, dtype=torch.int64), rows.device)]
+
+
+def meet(seat: Seat, device: torch.device) -> None:
+    """Wait until all processes have come, and the device has finished the work that the others are to see."""
+    if seat.count > 1:
+        synchronize(device)
+    seat.barrier.wait()

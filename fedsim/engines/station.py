@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.engines.averaging import Account, Averaging, Meeting
+from fedsim.engines.averaging import Account, Averaging, Meeting, meet
 from fedsim.engines.crew import Seat
 from fedsim.engines.feed import Feed, Member
 from fedsim.engines.job import Memory, Task, test_batch_size
@@ -264,8 +264,7 @@ class Station:
             synchronize(self.task.device)
 
     def _meet(self) -> None:
-        synchronize(self.task.device)
-        self.seat.barrier.wait()
+        meet(self.seat, self.task.device)
 
 
 def deal(costs: Sequence[int], count: int, most: int | None = None) -> list[list[int]]:

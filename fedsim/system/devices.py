@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fedsim.errors import ExperimentError, show, show_bytes
 
@@ -100,6 +101,14 @@ def forget_shared_memory(device: torch.device) -> None:
         torch.cuda.ipc_collect()
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """The same values on a device. A copy from the host to a CUDA device does not wait for the device.
+
+    The values must not lie in pinned memory: only then CUDA has read them when this returns.
+    """
+    return values.to(device, non_blocking=device.type == "cuda")
+
+
 def wide_dtype(device: torch.device) -> torch.dtype:
     """What sums and weights are kept in: float64, except on devices that have none."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -137,9 +146,8 @@ def default_processes(device: torch.device, cohort: int, threads_per_process: in
 
 def total_memory_of(device: torch.device) -> float:
     """Bytes of memory that a device has, free or not: what must not depend on other programs goes by this."""
-    if device.type == "cpu":
-        return total_memory()
-    return torch.get_device_module(device).mem_get_info(device)[1]
+    mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)  # mps has main memory only
+    return total_memory() if device.type == "cpu" or mem_get_info is None else mem_get_info(device)[1]
 
 
 def total_memory() -> float:

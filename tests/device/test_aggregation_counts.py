@@ -1,0 +1,108 @@
+"""Kernel launches and host waits of one aggregation. The bounds may only fall."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.aggregation import Cohort, column_blocks, make_pipeline, resolve, rule
+from fedsim.aggregation.columns import LINE, most_columns, small_blocks
+from tests.device.pretend import GPU, download, upload
+
+N, D, F = 10, 40_000, 1
+BOUNDS = {  # launches and waits
+    "mean": (2, 0),
+    "weighted_mean": (2, 0),
+    "qfedavg": (7, 1),
+    "norm_clipping": (7, 1),
+    "arc": (7, 1),
+    "centered_clipping": (7, 1),
+    "geometric_median": (16, 1),
+    "median": (5, 0),
+    "trimmed_mean": (4, 0),
+    "meamed": (10, 0),
+    "phocas": (9, 0),
+    "sign_vote": (5, 0),
+    "krum": (15, 1),
+    "multi_krum": (18, 1),
+    "bulyan": (24, 1),
+    "mda": (18, 1),
+    "medoid": (15, 1),
+    "cge": (9, 1),
+    "aksel": (14, 1),
+    "monna": (10, 1),
+    "caf": (16, 1),
+    "dnc": (13, 2),
+    "signguard": (20, 2),
+    "fltrust": (19, 3),
+    "foolsgold": (16, 1),
+}
+PIPELINES = {"nnm + median": (20, 1), "nnm + mean": (16, 1), "bucketing + krum": (18, 1), "arc + mean": (7, 1)}
+
+
+@pytest.fixture(autouse=True)
+def memory_is_looked_up_anew():
+    yield
+    most_columns.cache_clear()
+
+
+def rows(n=N, d=D):
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(0))
+
+
+def cohort_of(pipeline, updates):
+    weights = torch.arange(1.0, N + 1, dtype=torch.double) if pipeline.needs_weights else None
+    root = updates[0] if pipeline.takes("root") else None
+    return Cohort(updates, weights, root, losses=torch.ones(N, dtype=torch.double))
+
+
+@pytest.mark.parametrize("name", [*(plug.name for plug in rule), *PIPELINES])
+def test_an_aggregation_on_a_gpu_takes_few_launches_and_waits(name, gpu):
+    names = name.split(" + ")
+    known = {name for part in names for name in (fedsim.rules() | fedsim.pre_aggregators())[part].parameters}
+    pipeline = make_pipeline(resolve(names, {key: value for key, value in {"f": F, "c": 1.0}.items() if key in known}))
+    expected = pipeline(cohort_of(pipeline, rows()))
+    on_gpu = cohort_of(pipeline, upload(rows()))
+    with gpu.counting() as counts:
+        found = pipeline(on_gpu)
+    assert torch.allclose(
+        download(found.update), expected.update, rtol=0, atol=1e-5 * float(expected.update.abs().max())
+    )
+    launches, waits = (BOUNDS | PIPELINES)[name]
+    assert counts.launches <= launches, counts.table()
+    assert counts.waits <= waits, counts.table()
+
+
+@pytest.mark.parametrize(("weights", "launches"), [(None, 2), ([1.0, 0.0, 3.0], 4)])
+def test_a_mean_on_a_gpu_looks_at_its_result_alone(weights, launches, gpu):
+    updates = rows(3)
+    updates[1] = torch.nan if weights else updates[1]  # its weight is zero
+    expected, on_gpu = fedsim.aggregate(updates, weights), upload(updates)
+    with gpu.counting() as counts:
+        found = fedsim.aggregate(on_gpu, weights)
+    assert torch.allclose(download(found), expected, rtol=0, atol=1e-6)
+    assert (counts.launches, counts.waits) == (launches + 1, 1), counts.table()
+
+
+@pytest.mark.parametrize("name", ["median", "meamed", "krum", "multi_krum", "bulyan", "signguard", "dnc"])
+def test_what_does_not_fit_into_the_memory_of_a_gpu_is_done_in_blocks(name, gpu, monkeypatch):
+    monkeypatch.setattr("fedsim.aggregation.columns.total_memory_of", lambda device: 8 * 64 * N * 1_000)
+    params = {"f": F} if "f" in fedsim.rules()[name].parameters else {}
+    updates = rows()
+    on_gpu = upload(updates)
+    assert [block.stop - block.start for block in small_blocks(on_gpu)] == [960] * 41 + [640]
+    found = download(fedsim.aggregate(on_gpu, rule=name, **params))
+    assert torch.allclose(found, fedsim.aggregate(updates, rule=name, **params), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("d", [1, 21_840, 1_663_370])
+def test_each_process_has_one_block_of_columns_of_a_gpu(d, count, gpu):
+    blocks = [list(column_blocks(d, index, count, n=100, device=GPU)) for index in range(count)]
+    assert all(len(own) <= 1 for own in blocks)
+    columns = [column for own in blocks for block in own for column in (block.start, block.stop)]
+    assert columns[0] == 0
+    assert columns[-1] == d
+    assert columns[1:-1:2] == columns[2::2]
+    assert all(start % LINE == 0 for start in columns[::2])
