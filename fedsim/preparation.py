@@ -151,6 +151,7 @@ def prepare(
             row_bytes=memory.global_row.nbytes,
             buffer_bytes=memory.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,
         )
+        del memory  # so that the engine, as it leaves, is the last to hold it
         yield setting, engine
 
 

@@ -197,7 +197,9 @@ class VirtualClock:
             wanted = max(1, wanted)
             coming = [*(slot for slot in arriving if slot in self._under_way), *self._calendar.soonest(wanted)]
         coming = [slot for slot in coming if slot not in self._leaving][:wanted]
-        self._train([self._untrained.pop(slot) for slot in coming if slot in self._untrained])
+        members = [self._untrained.pop(slot) for slot in coming if slot in self._untrained]
+        self._train(members)
+        self.desk.look_at(members)
 
     def _cancel(self) -> None:
         """After an update, end all work that began before it."""

@@ -99,7 +99,9 @@ class LoggedOrder:
             raise self._misfit(number, f"worker {slot} has not begun what comes in")
         member = self._under_way.pop(slot)
         if slot in self._untrained:
-            self._train(list(self._untrained.values()))  # all of them can be, so they may as well be together
+            members = list(self._untrained.values())  # all of them can be, so they may as well be together
+            self._train(members)
+            self.desk.look_at(members)
             self._untrained.clear()
         self._compare(number, f"the work of worker {slot} finds", entry.applied, self._server.version)
         if self.desk.is_void(member.slot) != (entry.kind == GIVEN_UP):

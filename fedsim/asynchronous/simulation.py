@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -40,7 +41,8 @@ class ClockLoop:
             memory.shards.size,
         )
         self._model_bytes = setting.row_bytes + setting.buffer_bytes
-        self._source = _order_of(setting, self._server, roster, self._train, self._model_bytes)
+        train = partial(_train, engine, self._stopwatch)  # not a method of this loop: the cycle would keep the rows
+        self._source = _order_of(setting, self._server, roster, train, self._model_bytes)
 
     def play(self, round: int) -> RoundRecord:
         stopwatch, source, policy = self._stopwatch, self._source, self._policy
@@ -95,10 +97,10 @@ class ClockLoop:
     def finish(self) -> None:
         """Nothing is left to do."""
 
-    def _train(self, members: Sequence[Member]) -> None:
-        with self._stopwatch("train"):
-            self._engine.train_apart(members)
-            self._source.desk.look_at(members)
+
+def _train(engine: Engine, stopwatch: Stopwatch, members: Sequence[Member]) -> None:
+    with stopwatch("train"):
+        engine.train_apart(members)
 
 
 def _order_of(

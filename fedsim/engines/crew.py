@@ -296,7 +296,9 @@ def _serve(pipe: Connection, index: int, board: Board, threads: int, timeout: fl
         channel.send(("result", None))  # reports for work
         while (message := channel.receive()) is not None:
             channel.send(_answer(seat, message))
-    seat.belongings.clear()
+    if seat.belongings:  # after a failure; memory of a device that is in cycles would never be closed
+        seat.belongings.clear()
+        gc.collect()
 
 
 def _answer(seat: Seat, message: ReceivedMessage) -> Message | tuple[str, Any]:

@@ -12,6 +12,7 @@ from fedsim.engines.job import Memory, Task
 from fedsim.engines.station import MakeTrainer, Station
 from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import FedsimError, WorkerError
+from fedsim.system.devices import release_memory
 from fedsim.system.limits import lines_of
 
 
@@ -27,10 +28,11 @@ class SerialEngine(Engine):
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         self._threads_before = torch.get_num_threads()
         self._station: Station | None = None
+        self._began = False
         torch.set_num_threads(threads)
 
     def begin(self, task: Task, memory: Memory, trainer: MakeTrainer = RowTrainer) -> None:
-        self.memory = memory
+        self.memory, self._began = memory, True
         self._seat = Seat.alone()
         self._station = Station(self._seat, task, memory, trainer)
 
@@ -38,9 +40,12 @@ class SerialEngine(Engine):
         return {"processes": 1}
 
     def leave(self) -> None:
-        if self._station is not None:
-            self._station = None
-            del self.memory
+        if not self._began:
+            return
+        self._began, self._station = False, None
+        device = self.memory.global_row.device
+        del self.memory
+        release_memory(device)
 
     def _each(self, method: str, *arguments: object) -> list[Any]:
         try:

@@ -14,7 +14,7 @@ from fedsim.engines.job import Memory, Task
 from fedsim.engines.station import MakeTrainer, Station
 from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import ExperimentError, FedsimError, one_line, show
-from fedsim.system.devices import forget_shared_memory
+from fedsim.system.devices import release_memory
 
 
 class SpawnEngine(Engine):
@@ -38,6 +38,7 @@ class SpawnEngine(Engine):
         self.memory = memory.share()
         self._began = True
         self._work = task, self.memory, trainer
+        release_memory(task.device)  # what this process used to try the model, say
         try:
             self._crew.call(_take_station, *self._work)
         except RuntimeError as error:
@@ -55,7 +56,7 @@ class SpawnEngine(Engine):
     def replace_processes(self) -> None:
         """All of them, since the others may be in the middle of anything; they start side by side, as fast as one."""
         self._crew.close()
-        forget_shared_memory(self.memory.global_row.device)
+        release_memory(self.memory.global_row.device)
         self._crew = Crew(*self._staff)
         self.memory.unfit.zero_()  # new stations count aggregations from the first
         self._crew.call(_take_station, *self._work)
@@ -91,7 +92,7 @@ class SpawnEngine(Engine):
                 self._crew.call(_leave_station)
         finally:
             del self.memory, self._work
-        forget_shared_memory(device)
+        release_memory(device)
 
 
 def _take_station(seat: Seat, task: Task, memory: Memory, trainer: MakeTrainer) -> None:

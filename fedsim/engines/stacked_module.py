@@ -42,7 +42,6 @@ class StackedModule:
         self._parameters = [_places(self._module, parameters[entry.name]) for entry in self.layout.parameters]
         self._buffers = [_places(self._module, buffers[entry.name]) for entry in self.layout.buffers]
         self._buffer_dtypes = [buffers[entry.name].dtype for entry in self.layout.buffers]
-        self._forward = vmap(self._forward_one)
 
     def views(self, rows: Tensor) -> list[Tensor]:
         """Rows [k, d] as a stack [k, ...] of each parameter: no copies."""
@@ -133,7 +132,7 @@ class StackedModule:
     ) -> tuple[Tensor, list[Tensor]]:
         """Each row's loss [k], and what becomes of the buffers."""
         with self._precision.forward(inputs.device):
-            outputs, buffers = (forward or self._forward)(parameters, buffers, inputs, factors)
+            outputs, buffers = (forward or vmap(self._forward_one))(parameters, buffers, inputs, factors)
         outputs = self._precision.widened(outputs)
         losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
         return (losses * weights).sum(1), buffers

@@ -95,7 +95,7 @@ class RowTrainer:
                 optimizer = RowOptimizer(solver, self._rows[slot], self._gradient)
                 tallies[slot] = train_epoch(
                     module.module,
-                    self._with_signs_of_life(self._feed.batches_of(member)),
+                    with_heartbeats(self._seat, self._feed.batches_of(member)),
                     optimizer,
                     backward=partial(self._backward, scale=scale),
                 )
@@ -129,7 +129,7 @@ class RowTrainer:
         device = self._task.device
         module.module.train()
         loss_sum = torch.zeros((), dtype=wide_dtype(device), device=device)
-        batches = self._with_signs_of_life(self._feed.batches(member.worker, member.round))
+        batches = with_heartbeats(self._seat, self._feed.batches(member.worker, member.round))
         return Partaker(member, module, batches, loss_sum, self._new_scale())
 
     def _loss_of(self, partaker: Partaker, step: int) -> Tensor:
@@ -179,10 +179,12 @@ class RowTrainer:
         compiled.rehearse(partial(_step_of_a_new, task.new_module, inputs, targets), task.device, task.precision)
         return compiled
 
-    def _with_signs_of_life(self, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in batches:
-            self._seat.beat()
-            yield batch
+
+def with_heartbeats(seat: Seat, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches; send a heartbeat before each."""
+    for batch in batches:
+        seat.beat()
+        yield batch
 
 
 def _step_of_a_new(

@@ -149,6 +149,7 @@ def run(
         model = finished_model(setting, engine)
         books.end(history, model)
         global_row = engine.memory.global_row.cpu().clone()
+        del loop  # so that the engine, as it leaves, is the last to hold its memory
     result = Result(experiment, history, model, global_row, folder.path if folder else None)
     display.finish(result.test_accuracy)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import shutil
@@ -95,10 +96,19 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def forget_shared_memory(device: torch.device) -> None:
-    """Free device memory that other processes had opened and have let go of."""
-    if device.type == "cuda":
-        torch.cuda.ipc_collect()
+def release_memory(device: torch.device) -> None:
+    """Give memory of an accelerator that nothing uses any more back, so that other processes can have it.
+
+    That is memory of cyclic garbage, memory that PyTorch's allocator caches, and memory that other processes had
+    opened and have closed. PyTorch frees none of these by itself. Does nothing for a CPU.
+    """
+    if device.type == "cpu":
+        return
+    gc.collect()
+    with contextlib.suppress(RuntimeError):  # a device that has failed refuses every call, and that has been reported
+        if device.type == "cuda":
+            torch.cuda.ipc_collect()
+        torch.get_device_module(device).empty_cache()
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

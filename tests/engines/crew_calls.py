@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -73,13 +75,15 @@ def unpicklable(seat):
 
 class Note:
     def __init__(self, path):
-        self.path = path
+        self.path, self.cycle = path, self
 
     def __del__(self):
-        self.path.touch()
+        if not sys.is_finalizing():  # then CUDA may be gone already
+            self.path.touch()
 
 
 def leave_a_note_at_the_end(seat, folder):
+    gc.disable()  # nothing but an explicit collection finds the note
     seat.belongings["note"] = Note(folder / str(seat.index))
 
 

@@ -1,0 +1,97 @@
+"""What engines hold after a run: no memory of it, also without a cyclic garbage collection."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fedsim
+from fedsim.engines import serial, spawn
+from fedsim.engines.job import Memory
+from fedsim.system.devices import release_memory
+from tests.engines.in_process import InProcessCrew
+
+CLOCK = {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}}
+
+
+@pytest.fixture
+def matrices(monkeypatch):
+    """Weak references to the matrices of rows that have been allocated, with the garbage collection off."""
+    found, allocate = [], Memory.allocate.__func__
+
+    def noted(cls, *arguments, **options):
+        memory = allocate(cls, *arguments, **options)
+        found.append(StorageWeakRef(memory.rows.untyped_storage()))
+        return memory
+
+    monkeypatch.setattr(Memory, "allocate", classmethod(noted))
+    gc.collect()
+    gc.disable()
+    yield found
+    gc.enable()
+
+
+def alive(matrices):
+    return [not each.expired() for each in matrices]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"engine": "auto", "workers": 4},
+        {"engine": "auto", "workers": 4, "model": "tests.plugs:Stateful"},
+        {"engine": "batched"},
+        {"engine": "batched", "model": "tests.plugs:Normalised"},
+        {"engine": "batched", "sync": "gradients"},
+        {"sync": "gradients", "model": "net"},
+        {**CLOCK},
+        {"engine": "batched", **CLOCK},
+        {"engine": "batched", "precision": "float16"},
+    ],
+    ids=str,
+)
+def test_no_run_keeps_a_matrix_of_rows(changes, tiny_experiment, matrices):
+    tables = {**tiny_experiment, "rounds": 1, "processes": 1, **changes}
+    if tables["engine"] == "serial":
+        del tables["processes"]
+    for seed in range(2):
+        fedsim.run({**tables, "seed": seed})
+    with fedsim.Workshop() as workshop:
+        for seed in range(3):
+            fedsim.run({**tables, "seed": seed}, workshop=workshop)
+        assert alive(matrices) == [False] * 5
+
+
+@pytest.mark.parametrize("changes", [{}, CLOCK], ids=str)
+def test_processes_release_device_memory_when_nothing_holds_the_rows(changes, tiny_experiment, matrices, monkeypatch):
+    alive_at_release = []
+    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
+    monkeypatch.setattr(spawn, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
+    fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2, "rounds": 1, **changes})
+    assert alive_at_release == [[True], [False]], "before the processes begin, and when all is done"
+
+
+def test_releasing_memory_is_no_failure_on_a_failed_device_and_does_nothing_on_a_cpu(monkeypatch):
+    asked = []
+
+    def fail():
+        asked.append("empty_cache")
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: asked.append("ipc_collect"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail)
+    release_memory(torch.device("cpu"))
+    assert asked == []
+    release_memory(torch.device("cuda", 0))
+    assert asked == ["ipc_collect", "empty_cache"]
+
+
+def test_one_process_releases_device_memory_after_each_run(tiny_experiment, matrices, monkeypatch):
+    alive_at_release = []
+    monkeypatch.setattr(serial, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
+    fedsim.run({**tiny_experiment, "rounds": 1})
+    assert alive_at_release == [[False]]
