@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -68,21 +69,34 @@ class TensorData(Dataset):
         indices = indices.to(self.inputs.device)
         raw = self.inputs.index_select(0, indices)  # many times faster than self.inputs[indices] on a CPU
         targets = self.targets.index_select(0, indices)
-        inputs = torch.empty(raw.shape, dtype=self.dtype, device=raw.device, memory_format=_order_of(raw)).copy_(raw)
+        if raw.device.type != "cpu":
+            return self._normalised_at_once(raw), targets
+        inputs = torch.empty(raw.shape, dtype=self.dtype, memory_format=_order_of(raw)).copy_(raw)
         return self._normalise(inputs), targets
 
     def _normalise(self, inputs: Tensor) -> Tensor:
         if isinstance(self.scale, tuple):
-            if inputs.device.type != "cpu":  # a tensor of these numbers would have to wait for the device
-                for channel, scale, shift in zip(inputs.unbind(1), self.scale, self.shift, strict=True):
-                    channel.mul_(scale).add_(shift)
-                return inputs
             per_channel = (-1, *[1] * (inputs.ndim - 2))
             inputs.mul_(inputs.new_tensor(self.scale).view(per_channel))
             return inputs.add_(inputs.new_tensor(self.shift).view(per_channel))
         if self.scale != 1.0:
             inputs.mul_(self.scale)
         return inputs.add_(self.shift) if self.shift else inputs
+
+    def _normalised_at_once(self, raw: Tensor) -> Tensor:
+        """Samples that have been gathered, converted and normalised by one kernel."""
+        if self.scale == 1.0 and not self.shift:
+            return raw.to(self.dtype)
+        scale, shift = self._scale_and_shift
+        return torch.addcmul(shift, raw, scale, out=torch.empty_like(raw, dtype=self.dtype))
+
+    @cached_property
+    def _scale_and_shift(self) -> list[Tensor]:
+        """Both on the device of the data, where they stay: copying them there would be a wait for each batch."""
+        made = [
+            torch.tensor(values, dtype=self.dtype, device=self.inputs.device) for values in (self.scale, self.shift)
+        ]
+        return [values.view(-1, *[1] * (self.inputs.ndim - 2)) if values.ndim else values for values in made]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
         """The same data on `device`, handing out floating inputs as `dtype` (token numbers stay what they are)."""
