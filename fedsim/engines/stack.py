@@ -114,7 +114,10 @@ class Stack:
     def count(self, lot: Lot, losses: Tensor | None = None) -> None:
         """Add up mean losses [m] of a lot, without waiting for the device; None where others do that."""
         if losses is not None:
-            self._loss_sum[lot.places] += losses * lot.counts
+            sums = self._loss_sum[lot.places]
+            sums.addcmul_(losses, lot.counts)
+            if isinstance(lot.places, list):  # `sums` is a copy
+                self._loss_sum[lot.places] = sums
         self._samples[lot.places] += lot.sizes
 
     def add_losses(self, sums: Tensor) -> None:

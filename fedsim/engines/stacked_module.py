@@ -95,8 +95,8 @@ class StackedModule:
             losses_of = partial(self._losses, forward=partial(self._forward_merged, products=left))
         with torch.enable_grad():
             losses, buffers[:] = losses_of(leaves, list(buffers), inputs, targets, weights, list(factors))
-            total = (losses if scales is None else losses * scales).sum()
-            found = torch.autograd.grad(total, leaves, allow_unused=True)
+            of_losses = torch.ones_like(losses) if scales is None else scales.to(losses)
+            found = torch.autograd.grad(losses, leaves, of_losses, allow_unused=True)
         gradients = [
             _total(parameter, gradient, left.of(place) if left else [])
             for place, (parameter, gradient) in enumerate(zip(parameters, found, strict=True))

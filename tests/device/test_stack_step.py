@@ -1,0 +1,40 @@
+"""How many kernels the rows of a stack take, whatever the number of parameters and members."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedsim.engines.stack_step import StackState, joined, move
+from fedsim.engines.stacked_module import StackedModule
+from fedsim.local import SGD
+from fedsim.models import Net
+from fedsim.rows import index_of, new_rows, pull_down
+from tests.device.pretend import GPU, download, upload
+
+K = 3
+MOMENTUM = 3  # mul_, add_, add_
+KEEP = 4  # of rows that must not move: rows and momentum are cloned, and put back
+
+
+@pytest.mark.parametrize(("some", "launches"), [(False, 1 + MOMENTUM), (True, 1 + MOMENTUM + KEEP)])
+def test_a_step_of_momentum_joins_all_gradients_and_moves_all_rows_at_once(some, launches, gpu):
+    module = StackedModule(lambda: Net().to(GPU))
+    rows, solver = upload(torch.zeros(K, module.layout.d)), SGD(lr=1.0, momentum=0.5)
+    state = StackState(module, rows, solver.start(rows), [])
+    gradients = [stack.clone() for stack in module.views(torch.ones_like(rows))]
+    moving = upload(torch.tensor([True, False, True])) if some else None
+    with gpu.counting() as counts:
+        move(solver, state, joined(module.layout.parameters, gradients), moving)
+    assert (counts.launches, counts.waits) == (launches, 0), counts.table()
+    assert download(rows)[:, 0].tolist() == ([-1, 0, -1] if some else [-1, -1, -1])
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [1, 3, 5], [5, 0, 2]], ids=str)
+def test_rows_are_pulled_down_in_one_launch_without_a_wait(slots, gpu):
+    rows, sent = new_rows(6, 9, torch.float32, GPU), upload(torch.arange(9.0))
+    index = index_of(slots, GPU)
+    with gpu.counting() as counts:
+        pull_down(sent, rows, index)
+    assert (counts.launches, counts.waits) == (1, 0), counts.table()
+    assert [slot for slot, row in enumerate(download(rows)) if row.any()] == sorted(slots)
