@@ -98,12 +98,16 @@ class Draws:
         return self._drawn(2 * n, philox.to_keys, (n,)).sort(stable=True).indices
 
     def choice(self, n: int, count: int) -> Tensor:
-        """`count` of the numbers from 0 to n - 1 without replacement, ascending, int64 [count]. Cost: n words.
+        """`count` of the numbers from 0 to n - 1 without replacement, ascending, int64 [count].
+
+        Cost: n words, and finding the least `count` of them; nothing is drawn where count = n.
 
         Raises ValueError unless 0 <= count <= n <= 2^31.
         """
         if not 0 <= count <= n <= LARGEST:
             raise ValueError(f"count = {count}: must be from 0 to n = {n}, and n at most 2^31")
+        if count == n:
+            return torch.arange(n, device=self._key.device)
         keys = self._drawn(n, lambda words: words * LARGEST, (n,))
         keys += torch.arange(n, device=keys.device)  # so no two are equal, and each says whose it is
         return (keys.topk(count, largest=False, sorted=False).values % LARGEST).sort().values

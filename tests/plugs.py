@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import fedsim
 from fedsim.data import TensorData, load_dataset
+from fedsim.randomness import Draws
 
 TINY_TRAIN, TINY_TEST = 203, 90
 
@@ -165,12 +166,17 @@ def drawn_mean(updates: Tensor, rng: np.random.Generator) -> Tensor:
     return torch.from_numpy(rng.dirichlet(np.ones(len(updates)))).to(updates) @ updates
 
 
+def drawn_on_device(updates: Tensor, draws: Draws) -> Tensor:
+    """The same, of coefficients that are drawn where the updates lie."""
+    return draws.uniform(len(updates), dtype=updates.dtype) @ updates
+
+
 def lossy_mean(updates: Tensor, losses: Tensor) -> Tensor:
     """A linear rule whose coefficients are in proportion to the losses."""
     return (losses / losses.sum()).to(updates) @ updates
 
 
-for function in (drawn_mean, lossy_mean):
+for function in (drawn_mean, drawn_on_device, lossy_mean):
     function.columnwise = function.linear = True
 
 

@@ -14,7 +14,7 @@ import fedsim
 from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
 from fedsim.loading import PLUG_TABLES
 from fedsim.models import logistic
-from fedsim.randomness import numpy_generator, sample_cohort
+from fedsim.randomness import Draws, numpy_generator, sample_cohort
 from fedsim.rows import Layout
 from tests import plugs
 from tests.test_simulation import start_of
@@ -89,20 +89,39 @@ def test_coefficients_are_those_of_the_aggregate(tables):
     assert fedsim.run({**tables, "aggregate": "median"}).history[0]["coefficients"] is None
 
 
+DRAWN = {
+    "tests.plugs:drawn_mean": lambda *moment: numpy_generator(0, "aggregate", *moment).dirichlet(np.ones(3)),
+    "tests.plugs:drawn_on_device": lambda *moment: Draws.of(0, "aggregate", *moment).uniform(3, dtype=torch.double),
+}
+
+
 @pytest.mark.parametrize("engine", ["serial", "spawn"])
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
-def test_a_linear_rule_may_draw_its_coefficients(sync, engine, tables):
+@pytest.mark.parametrize("rule", DRAWN)
+def test_a_linear_rule_may_draw_its_coefficients(rule, sync, engine, tables):
     """On a model of several blocks of columns, which processes share; a new draw for each aggregation."""
     tables = {**tables, "workers": 3, "model": "2nn", "local": {"steps": 1, "batch_size": 16, "lr": 0.1}}
     start, updates = updates_of({**tables, "precision": "float64", "sync": sync})
-    change = {"aggregate": "tests.plugs:drawn_mean", "precision": "float64", "sync": sync, "engine": engine}
+    change = {"aggregate": rule, "precision": "float64", "sync": sync, "engine": engine}
     moment = {"parameters": lambda round: (round,), "gradients": lambda round: (round, 0)}[sync]
-    drawn = [numpy_generator(0, "aggregate", *moment(round)).dirichlet(np.ones(3)) for round in (1, 2)]
+    drawn = [np.asarray(DRAWN[rule](*moment(round))) for round in (1, 2)]
     first = fedsim.run({**tables, **change})
     assert torch.allclose(first.global_row, start + torch.from_numpy(drawn[0]) @ updates, rtol=0, atol=1e-12)
     history = fedsim.run({**tables, **change, "rounds": 2}).history
     for record, expected in zip(history, drawn, strict=True):
         assert record["coefficients"] == pytest.approx(expected.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
+def test_rows_of_noise_are_a_function_of_seed_and_round(engine, tables):
+    """Worker 1 counts for nothing, so the global row moves by the mean of two rows of noise in each round."""
+    tables = {**tables, "workers": 3, "precision": "float64", "engine": engine, "processes": 1, "seed": 5}
+    start = fedsim.run({**tables, "local": {"lr": 0.0}}).global_row
+    noise = {"attack": {"name": "gaussian", "workers": [0, 2], "s": 0.5}}
+    noise["aggregate"] = {"rule": "mean", "weights": [1.0, 0.0, 1.0]}
+    found = fedsim.run({**tables, **noise, "rounds": 2}).global_row
+    rows = [Draws.of(5, "attack", round).normal(2, len(start), dtype=torch.double) for round in (1, 2)]
+    assert torch.allclose(found, start + 0.5 * sum(rows).mean(0), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["mean", "median", "krum"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -16,11 +17,12 @@ from fedsim.aggregation.gram import Gram
 from fedsim.aggregation.rows import Rows
 from fedsim.aggregation.rule import BoundRule
 from fedsim.errors import ExperimentError
-from fedsim.randomness import numpy_generator
+from fedsim.randomness import Draws, numpy_generator
 from fedsim.system.devices import to_device, wide_dtype
 
 Nonfinite = Literal["error", "exclude", "keep"]
 
+RANDOM = "rng", "draws"
 SHOWN = 5  # rows named in an error
 
 
@@ -36,7 +38,8 @@ class Cohort:
     root: Tensor | None = None
     losses: Tensor | None = None
     workers: list[int] | None = None
-    rng: np.random.Generator | None = None
+    seed: int = 0
+    moment: tuple[int, ...] = ()  # (round,) or (round, step): coordinates of random draws, beside the seed
     state: dict[str, Tensor] | None = None  # None: nobody will see it again
     last: Tensor | None = None
     local_lr: float | None = 0.1  # in `fedsim.aggregate`, which knows no local solver
@@ -48,6 +51,14 @@ class Cohort:
     def __post_init__(self) -> None:
         if self.workers is None:
             self.workers = list(range(len(self.updates)))
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        return numpy_generator(self.seed, "aggregate", *self.moment)
+
+    @cached_property
+    def draws(self) -> Draws:
+        return Draws.of(self.seed, "aggregate", *self.moment, device=self.updates.device)
 
     def rows(self) -> Rows:
         """The updates, before anything has been mixed of them."""
@@ -62,9 +73,6 @@ class Cohort:
             return rows.block()
         if name == "gram":
             return rows.gram
-        if name == "rng":
-            self.rng = self.rng or numpy_generator(0, "aggregate")
-            return self.rng
         if name == "workers":
             return self.workers if len(rows) == len(self.updates) else list(range(len(rows)))
         if name == "weights":
@@ -88,7 +96,7 @@ class Cohort:
             if name == "weights":
                 return self._weights_on(part.device)
             value = self.menu(name, rows, stage)
-            return copy.deepcopy(value) if name == "rng" else value
+            return copy.deepcopy(value) if name in RANDOM else value
 
         return menu
 
@@ -127,7 +135,8 @@ def screened(cohort: Cohort, nonfinite: Nonfinite, bad: list[int] | None = None)
         root=cohort.root,
         losses=None if cohort.losses is None else cohort.losses[good],
         workers=[cohort.workers[row] for row in good],
-        rng=cohort.rng,
+        seed=cohort.seed,
+        moment=cohort.moment,
         state=cohort.state,
         last=cohort.last,
         local_lr=cohort.local_lr,

@@ -9,7 +9,8 @@ name, what it needs of all that there is; its keyword-only parameters are its co
               it has none, an experiment gives sample counts unless told otherwise
     gram      Gram: distances and inner products of all pairs of rows, shared by all rules that ask for them (where
               squares would leave the range of float64, in a unit of its own: `gram.unit`)
-    rng       NumPy generator, seeded by (seed, round)
+    rng       NumPy generator, seeded by (seed, round): for a few numbers, on the host
+    draws     Draws, a function of (seed, round): for tensors as long as a row, on the device of the updates
     state     what the rule returned last time, a dict of tensors; {} at first. Such a rule returns (result, state)
     root      [d], the update that the server's own data gives
     losses    [n] float64 on the CPU, each worker's loss at the global row before it trained
@@ -22,7 +23,8 @@ A rule that gives a Mix instead of a row says which workers count for how much, 
 pre-aggregator is the same, but its Mix has a matrix [m, n] and makes m rows of n. It may also return rows [m, d].
 
 `@rule(name, columnwise=True)` declares that each column of the result depends on that column of the updates alone.
-Such rules run on blocks of columns, several processes at a time; `rng` draws the same numbers in every block.
+Such rules run on blocks of columns, several processes at a time; in every block `rng` and `draws` begin anew, so that
+such a rule may draw numbers for rows, but none for columns.
 `linear=True` declares that they are one and the same linear combination of the rows in all columns, so that it can be
 told which row counts for how much. On a GPU only these coefficients are computed by the rule, from the identity matrix
 on the CPU, and the rows are combined by one matrix product.
@@ -42,7 +44,7 @@ from torch import Tensor
 from fedsim.errors import ExperimentError
 from fedsim.registry import Plug, Registry
 
-GIVEN = ("updates", "weights", "gram", "rng", "state", "root", "losses", "workers", "last", "local_lr", "sync")
+GIVEN = ("updates", "weights", "gram", "rng", "draws", "state", "root", "losses", "workers", "last", "local_lr", "sync")
 
 Count = Annotated[int, Field(ge=0)]  # f, the number of Byzantine rows that a rule is to withstand
 Positive = Annotated[float, Field(gt=0)]

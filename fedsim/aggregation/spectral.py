@@ -16,11 +16,13 @@ from fedsim.aggregation.gram import TIED, Gram
 from fedsim.aggregation.magnitude import unit_for
 from fedsim.aggregation.rule import Count, Mix, Positive, average_of, require, rule
 from fedsim.errors import ExperimentError
-from fedsim.system.devices import to_device, wide_dtype
+from fedsim.randomness import Draws
+from fedsim.system.devices import wide_dtype
 
 ROUNDING = 1e-9  # 0.29 times 100 is 29
 PART = 512  # columns, of those that were drawn, to work on at once on a CPU
 ROUNDED = 8 * np.finfo(float).eps  # of an eigenvector's numbers
+SAME = 1e-7  # scikit-learn's distance of equal points may be rounded up to sqrt(eps); shares differ by more
 NORM_RANGE = (0.1, 3.0)  # SignGuard: of the median norm
 
 
@@ -61,7 +63,7 @@ def caf(gram: Gram, *, f: Count) -> Mix:
 @rule("dnc")
 def dnc(
     updates: Tensor,
-    rng: np.random.Generator,
+    draws: Draws,
     *,
     f: Count,
     b: PositiveInt = 10_000,
@@ -79,7 +81,7 @@ def dnc(
     require(dropped < n, "dnc", "c f < n", c=c, f=f, n=n)
     kept = torch.ones(n, dtype=torch.bool)
     for _ in range(iterations):
-        columns = np.arange(d) if d <= b else np.sort(rng.choice(d, b, replace=False))
+        columns = draws.choice(d, min(b, d))
         values, vectors = torch.linalg.eigh(_centred_products(updates, columns))
         along = vectors[:, -1].square() * values[-1].clamp(min=0)
         good = torch.zeros(n, dtype=torch.bool)
@@ -92,7 +94,7 @@ def dnc(
     return average_of(kept.nonzero().flatten(), n)
 
 
-def _centred_products(updates: Tensor, columns: np.ndarray) -> Tensor:
+def _centred_products(updates: Tensor, columns: Tensor) -> Tensor:
     """Inner products of the rows less their mean at these columns, float64 [n, n], in a unit in which they fit."""
     n, wide = len(updates), wide_dtype(updates.device)
     parts = _parts(updates, columns)
@@ -106,10 +108,9 @@ def _centred_products(updates: Tensor, columns: np.ndarray) -> Tensor:
     return products.cpu().double()
 
 
-def _parts(updates: Tensor, columns: np.ndarray) -> tuple[Tensor, ...]:
+def _parts(updates: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
     """The numbers of columns in parts, each to be worked on at once."""
-    size = PART if updates.device.type == "cpu" else most_columns(len(updates), updates.device)
-    return to_device(torch.from_numpy(columns), updates.device).split(size)
+    return columns.split(PART if updates.device.type == "cpu" else most_columns(len(updates), updates.device))
 
 
 def _ascending(along: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def _ascending(along: Tensor) -> Tensor:
 
 
 @rule("signguard")
-def signguard(updates: Tensor, rng: np.random.Generator, *, fraction: Annotated[float, Field(gt=0, le=1)] = 0.1) -> Mix:
+def signguard(updates: Tensor, draws: Draws, *, fraction: Annotated[float, Field(gt=0, le=1)] = 0.1) -> Mix:
     """The mean of rows of ordinary norm and ordinary signs, clipped to the median norm (Xu et al. 2022).
 
     Rows pass the norm filter if their norm is within 0.1 and 3 times the median norm. The shares of positive, zero
@@ -141,7 +142,7 @@ def signguard(updates: Tensor, rng: np.random.Generator, *, fraction: Annotated[
     lengths = norms(updates)
     typical = float(lengths.quantile(0.5))
     ordinary = (lengths >= NORM_RANGE[0] * typical) & (lengths <= NORM_RANGE[1] * typical)
-    columns = np.sort(rng.choice(d, max(1, int(fraction * d + ROUNDING)), replace=False))
+    columns = draws.choice(d, max(1, int(fraction * d + ROUNDING)))
     kept = (ordinary & _largest_cluster(_sign_shares(updates, columns))).nonzero().flatten()
     if not len(kept):
         raise ExperimentError(f"signguard: none of the {n} rows passes both filters")
@@ -150,7 +151,7 @@ def signguard(updates: Tensor, rng: np.random.Generator, *, fraction: Annotated[
     return Mix(coefficients)
 
 
-def _sign_shares(updates: Tensor, columns: np.ndarray) -> Tensor:
+def _sign_shares(updates: Tensor, columns: Tensor) -> Tensor:
     """The shares of positive, zero and negative values of each row at these columns, [n, 3]."""
     counts = torch.zeros(len(updates), 3, dtype=torch.int64, device=updates.device)
     for part in _parts(updates, columns):
@@ -165,7 +166,7 @@ def _largest_cluster(features: Tensor) -> Tensor:
 
     points = features.numpy()
     bandwidth = estimate_bandwidth(points, quantile=0.5)
-    if not bandwidth > 0:  # most rows are the same point
+    if bandwidth < SAME:  # most rows are the same point
         _, labels = np.unique(points, axis=0, return_inverse=True)
     else:
         labels = MeanShift(bandwidth=bandwidth, bin_seeding=True, cluster_all=False).fit(points).labels_

@@ -18,7 +18,6 @@ from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.resolving import Stage, as_list, make_pipeline, resolve
 from fedsim.aggregation.threads import alone_if_small
 from fedsim.errors import ExperimentError, nearest, show
-from fedsim.randomness import numpy_generator
 
 
 def aggregate(
@@ -62,7 +61,7 @@ def aggregate(
     updates, rebuild = as_rows(updates, "updates")
     cohort = _checked_cohort(updates, weights, pipeline)
     n, d = updates.shape
-    cohort.rng = numpy_generator(seed, "aggregate") if pipeline.takes("rng") else None
+    cohort.seed = seed
     cohort.root = _checked("root", as_row(root, "root"), (d,), updates)
     cohort.last = _checked("last", as_row(last, "last"), (d,), updates)
     if losses is not None:
@@ -96,7 +95,7 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
     pipeline = make_pipeline(resolve([*as_list(rule), "mean"], params))
     updates, rebuild = as_rows(updates, "updates")
     cohort = _checked_cohort(updates, None, pipeline)
-    cohort.rng = numpy_generator(seed, "aggregate")
+    cohort.seed = seed
     with alone_if_small(updates.numel()):
         return rebuild(pipeline.rows(screened(cohort, "error")[0]).block())
 

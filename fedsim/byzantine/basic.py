@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from fedsim.byzantine.statistics import mean_of
 from fedsim.byzantine.strategy import attack_strategy
 from fedsim.errors import ExperimentError
+from fedsim.randomness import Draws
 
 
 @attack_strategy("none")
@@ -45,16 +45,12 @@ class SignFlipping:
 
 
 @attack_strategy("gaussian")
-def gaussian(own: Tensor, rng: np.random.Generator, *, s: NonNegativeFloat = 1.0) -> Tensor:
+def gaussian(own: Tensor, draws: Draws, *, s: NonNegativeFloat = 1.0) -> Tensor:
     """Noise N(0, s^2) in every coordinate, drawn anew for each Byzantine row (Blanchard et al. 2017).
 
-    Drawn in float64 and then rounded, so the noise is the same for every dtype and device. Result [b, d]. Cost: b d
-    draws.
+    The noise is the same for every dtype and device, but for rounding. Result [b, d]. Cost: b d draws.
     """
-    rows = torch.empty_like(own)
-    for row in rows:
-        row.copy_(torch.from_numpy(rng.standard_normal(len(row))).mul_(s))
-    return rows
+    return draws.normal(*own.shape, dtype=own.dtype).mul_(s)
 
 
 @attack_strategy("mimic")

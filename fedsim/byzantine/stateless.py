@@ -13,7 +13,6 @@ from torch import Tensor
 from fedsim.aggregation.containers import as_row, as_rows
 from fedsim.byzantine.strategy import Aggregate, attack_strategy, bind_attack
 from fedsim.errors import ExperimentError, SettingWarning, show
-from fedsim.randomness import numpy_generator
 
 
 def attack(
@@ -66,7 +65,7 @@ def attack(
     rows = bound(
         honest,
         _checked("own", own, (b, d), honest),
-        rng=numpy_generator(seed, "attack"),
+        seed=seed,
         last=None if last is None else _checked("last", as_row(last, "last"), (d,), honest),
         aggregate=None if aggregate is None else _beside(honest, b, aggregate),
     )

@@ -7,7 +7,8 @@ all of them are the same. It changes nothing that it is given.
                  them does not take place, unless its attribute `needs_honest` is false; then h may be 0
     own          [b, d]: the updates of the Byzantine workers, had they followed the protocol
     n_byzantine  b >= 1
-    rng          a NumPy generator, for this attack in this round alone
+    rng          a NumPy generator, for this attack in this round alone: for a few numbers, on the host
+    draws        Draws, for this attack in this round alone: for tensors as long as a row, on the device of the rows
     last         [d], the aggregated update of the round before; None in the first round
     aggregate    a callable: what the rule in use makes of Byzantine rows [b, d], which it leaves unchanged, together
                  with the honest ones, [d]
@@ -30,9 +31,10 @@ import numpy as np
 from torch import Tensor
 
 from fedsim.errors import ExperimentError
+from fedsim.randomness import Draws, numpy_generator
 from fedsim.registry import Plug, Registry
 
-attack_strategy = Registry("attack", given=("honest", "own", "n_byzantine", "rng", "last", "aggregate"))
+attack_strategy = Registry("attack", given=("honest", "own", "n_byzantine", "rng", "draws", "last", "aggregate"))
 
 Aggregate = Callable[[Tensor], Tensor]
 
@@ -107,11 +109,14 @@ class BoundAttack:
         honest: Tensor,
         own: Tensor,
         *,
-        rng: np.random.Generator,
+        seed: int = 0,
+        moment: tuple[int, ...] = (),
         last: Tensor | None = None,
         aggregate: Aggregate | None = None,
     ) -> Tensor:
         """The Byzantine rows, a new tensor with the shape [b, d], dtype and device of `own`.
+
+        Random draws are a function of the seed and the moment: (round,) or (round, step).
 
         Raises ExperimentError where the attack cannot be made of what it is given.
         """
@@ -121,7 +126,11 @@ class BoundAttack:
         if self.needs_aggregate and aggregate is None:
             raise ExperimentError(f"aggregate: the attack {self.name} needs the rule that it is to be tuned against")
         menu = {"honest": honest, "own": own, "n_byzantine": len(own)}
-        menu |= {"rng": rng, "last": last, "aggregate": aggregate}
+        menu |= {"last": last, "aggregate": aggregate}
+        if "rng" in self.takes:
+            menu["rng"] = numpy_generator(seed, "attack", *moment)
+        if "draws" in self.takes:
+            menu["draws"] = Draws.of(seed, "attack", *moment, device=own.device)
         made = self.function(**{name: menu[name] for name in self.takes})
         shape = tuple(getattr(made, "shape", ()))
         if shape not in (own.shape, own.shape[1:]):

@@ -13,7 +13,6 @@ from fedsim.aggregation.averaging import mean
 from fedsim.engines.crew import Seat
 from fedsim.engines.job import Memory, Sync, Task
 from fedsim.errors import ExperimentError
-from fedsim.randomness import numpy_generator
 from fedsim.system.devices import synchronize, to_device
 
 
@@ -150,7 +149,8 @@ class Averaging:
         rows = task.attack(
             _copies_of(memory.rows, honest),
             memory.rows[theirs],
-            rng=numpy_generator(task.seed, "attack", *meeting.moment),
+            seed=task.seed,
+            moment=meeting.moment,
             last=memory.last if self._has_last else None,
             aggregate=aggregate,
         )
@@ -167,7 +167,8 @@ class Averaging:
             root=None if self._root_slot is None else memory.rows[self._root_slot],
             losses=memory.losses[slots] if task.rule.takes("losses") else None,
             workers=list(meeting.workers),
-            rng=numpy_generator(task.seed, "aggregate", *meeting.moment) if task.rule.takes("rng") else None,
+            seed=task.seed,
+            moment=meeting.moment,
             state=self._state,
             last=memory.last if self._has_last else None,
             local_lr=task.local_lr,

@@ -22,7 +22,6 @@ from fedsim.errors import ExperimentError, RecordError, cut, printable, show
 from fedsim.experiment import Experiment
 from fedsim.loading import load_experiment
 from fedsim.preparation import Setting
-from fedsim.randomness import numpy_generator
 from fedsim.records import EXPERIMENT, RoundRecord
 from fedsim.system.files import is_file, require_regular, to_json
 from fedsim.wrapping import hang
@@ -225,7 +224,8 @@ def _cohort(stored: StoredRound, pipeline: Pipeline) -> Cohort:
         root=tensors.get("root"),
         losses=tensors.get("losses"),
         workers=stored.workers,
-        rng=numpy_generator(experiment.seed, "aggregate", stored.round),
+        seed=experiment.seed,
+        moment=(stored.round,),
         local_lr=experiment.local_lr,
         sync="gradients" if stored.round <= experiment.rounds_of_gradients else "parameters",
     )

@@ -176,9 +176,13 @@ def caf(x, f):
 
 
 def dnc(x, f, c=1.0):
+    return x[dnc_kept(x, f, c)].mean(0)
+
+
+def dnc_kept(x, f, c=1.0):
     away = x - x.mean(0)
     top = np.linalg.svd(away, full_matrices=False)[2][0]
-    return x[first_least((away @ top) ** 2, len(x) - int(c * f))].mean(0)
+    return first_least((away @ top) ** 2, len(x) - int(c * f))
 
 
 def qfedavg(x, losses, q, lr):

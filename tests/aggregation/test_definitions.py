@@ -9,6 +9,7 @@ import torch
 import fedsim
 from fedsim.aggregation import rule
 from fedsim.errors import ExperimentError
+from fedsim.randomness import Draws
 from tests.aggregation import reference
 
 RULES = {
@@ -258,6 +259,24 @@ def test_signguard_drops_other_norms_and_other_signs():
     clipped = reference.clipped(x, float(np.quantile(np.linalg.norm(x, axis=1), 0.5)))
     ours = fedsim.aggregate(torch.from_numpy(x), rule="signguard", fraction=1.0).numpy()
     assert np.allclose(ours, clipped[2:].mean(0), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_dnc_looks_at_coordinates_that_are_drawn(iterations):
+    x, draws = outliers(12, 300), Draws.of(1, "aggregate")
+    drawn = [draws.choice(300, 20).numpy() for _ in range(iterations)]
+    kept = set.intersection(*(set(reference.dnc_kept(x[:, columns], 3)) for columns in drawn))
+    found = fedsim.aggregate(torch.from_numpy(x), rule="dnc", f=3, b=20, iterations=iterations, seed=1)
+    assert np.allclose(found.numpy(), x[sorted(kept)].mean(0), rtol=0, atol=1e-9)
+
+
+def test_signguard_looks_at_signs_of_coordinates_that_are_drawn():
+    """Rows 0 to 4 differ from the others in the signs of those alone, so that the larger cluster is the others."""
+    x, columns = np.ones((12, 400)), Draws.of(2, "aggregate").choice(400, 40).numpy()
+    x[:5, columns[:20]] = -1
+    x[:, np.setdiff1d(np.arange(400), columns)] *= np.where(np.arange(12) % 2, 1, -1)[:, None]
+    found = fedsim.aggregate(torch.from_numpy(x), rule="signguard", seed=2).numpy()
+    assert np.allclose(found, x[5:].mean(0), rtol=0, atol=1e-9)
 
 
 def test_dnc_with_fewer_coordinates_is_a_pure_function_of_the_seed():

@@ -3,9 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from fedsim.byzantine import attack
 from fedsim.errors import ExperimentError
+from fedsim.randomness import Draws
 
 
 def test_none_sends_what_the_protocol_asks_for(honest, own):
@@ -24,6 +26,11 @@ def test_sign_flipping_of_the_mean_sends_the_negated_mean_of_the_honest_rows(hon
         assert torch.allclose(rows, (-scale * mean).expand(3, -1), rtol=0, atol=1e-12)
 
 
+def test_gaussian_rows_pass_for_normal_ones():
+    rows = attack(torch.zeros(1, 40_000), 2, "gaussian", s=3.0, seed=1)
+    assert stats.kstest(rows.flatten().numpy(), stats.norm(scale=3).cdf).pvalue > 0.01
+
+
 def test_gaussian_is_normal_with_standard_deviation_s_and_drawn_for_each_row(honest):
     wide = torch.zeros(1, 100_000, dtype=torch.double)
     rows = attack(wide, 2, "gaussian", s=3.0)
@@ -39,7 +46,8 @@ def test_gaussian_noise_depends_on_the_seed_and_not_on_dtype_or_number_of_rows(h
     assert torch.equal(rows, attack(honest, 3, "gaussian", seed=5))
     assert not torch.equal(rows, attack(honest, 3, "gaussian", seed=6))
     assert torch.equal(rows[:2], attack(honest, 2, "gaussian", seed=5))
-    assert torch.equal(rows.float(), attack(honest.float(), 3, "gaussian", seed=5))
+    assert torch.allclose(rows.float(), attack(honest.float(), 3, "gaussian", seed=5), rtol=0, atol=1e-4)
+    assert torch.equal(rows, Draws.of(5, "attack").normal(3, 33, dtype=torch.double))
 
 
 def test_mimic_copies_one_honest_row(honest):

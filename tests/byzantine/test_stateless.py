@@ -102,7 +102,7 @@ def test_without_an_honest_row_there_is_no_attack(name):
 def test_in_a_round_without_honest_workers_an_attack_needs_none_or_says_so(name, own):
     plug = attack_strategy.get(name)
     bound = bind_attack(plug, plug.check({}))
-    given = {"rng": np.random.default_rng(0), "aggregate": lambda rows: rows[0]}
+    given = {"aggregate": lambda rows: rows[0]}
     if "honest" in bound.takes and name != "sign_flipping":
         with pytest.raises(ExperimentError, match=r"at least 1, there are 0|number of honest rows, 0"):
             bound(own[:0], own, **given)
@@ -137,7 +137,7 @@ def test_a_users_own_attack_comes_by_import_path(honest, own):
 def test_a_users_own_attack_on_data_is_known_by_its_methods(honest, own):
     plug = attack_strategy.get("tests.byzantine.test_stateless:Blank")
     bound = bind_attack(plug, plug.check({"times": 3.0}))
-    assert torch.equal(bound(honest, own, rng=np.random.default_rng(0)), own * 3)
+    assert torch.equal(bound(honest, own), own * 3)
     assert bound.poison(torch.ones(2), torch.arange(2), 2, np.random.default_rng(0))[0].tolist() == [0, 0]
     assert bound.goal is None
 

@@ -42,6 +42,7 @@ FURTHER = {
     "rows of equal workers": {"workers": 6, "attack": {"name": "mimic", "fraction": 0.4}, "aggregate": "medoid"},
     "stacked in each rank": {"workers": 5, "distributed": {"inner": "batched"}, "partition": "tests.plugs:uneven"},
     "a linear rule that draws": {"aggregate": "tests.plugs:drawn_mean"},
+    "a linear rule that draws on the device": {"aggregate": "tests.plugs:drawn_on_device"},
     "a linear rule that asks for losses": {"aggregate": "tests.plugs:lossy_mean"},
     "draws at test time": {"model": "tests.plugs:AlwaysDropping", "data": "tests.plugs:tested_on_many"},
     "a forward pass that writes to parameters": {"model": "tests.plugs:Renormalised", "data": "tests.plugs:tokens"},
