@@ -291,17 +291,25 @@ def describe_environment() -> dict[str, Any]:
 
 @functools.cache  # one of many short runs must not pay for it again, nor be said to be of a commit made since
 def _describe_process() -> dict[str, Any]:
-    packages = ("torchvision", "numpy", "pydantic", "safetensors")
     return {
         "fedsim": __version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
-        "packages": {"torch": str(torch.__version__), **{name: metadata.version(name) for name in packages}},
+        "packages": _versions(),
         "platform": platform.platform(),
         "processor": _processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "command": sys.argv,
     }
+
+
+def _versions() -> dict[str, str]:
+    """The version of each package that is installed, by name."""
+    found = {"torch": str(torch.__version__)}
+    for name in ("torchvision", "numpy", "pydantic", "safetensors"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _git_commit() -> str | None:

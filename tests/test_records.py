@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fedsim
+from fedsim import records
 from fedsim.data import partition_shards
 from fedsim.errors import RecordError
 from fedsim.records import RunFolder, new_folder_name
@@ -54,6 +56,18 @@ def test_events_are_lines_beside_the_metrics_and_only_where_there_were_any(finis
         {"event": "worker replaced", "round": 4, "process": 0},
     ]
     assert not (tmp_path / "b").exists(), "no round is on record"
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
+    def version(name):
+        if name == "torchvision":
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = records._versions()
+    assert found["numpy"] == "1.0"
+    assert "torchvision" not in found
 
 
 def test_the_environment_names_versions_device_and_commit(finished):
