@@ -1,0 +1,35 @@
+"""MNIST where it is, else images of its shape that are drawn at random."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from fedsim import TensorData
+from fedsim.data.idx import missing_files
+from fedsim.data.sources import default_root
+
+
+def has_mnist() -> bool:
+    return not missing_files(default_root() / "MNIST" / "raw")
+
+
+def synthetic(root: Path, *, train: int = 60_000, test: int = 10_000) -> tuple[TensorData, TensorData]:
+    """Ten blurred patterns with noise: images and labels as many and as large as MNIST's, which can be learned."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.rand(10, 1, 7, 7, generator=generator).repeat_interleave(4, 2).repeat_interleave(4, 3)
+
+    def images(count: int) -> TensorData:
+        labels = torch.arange(count) % 10
+        noise = torch.rand(count, 1, 28, 28, generator=generator)
+        return TensorData(((patterns[labels] + noise) * 127).to(torch.uint8), labels, 1 / 78.5, -1.6)
+
+    return images(train), images(test)
+
+
+def workload_data(quick: bool) -> dict[str, object]:
+    """The data set of the workloads, as the table `data` of an experiment."""
+    if quick:
+        return {"dataset": "benchmarks.gpu.data:synthetic", "train": 6000, "test": 1000}
+    return {"dataset": "mnist"} if has_mnist() else {"dataset": "benchmarks.gpu.data:synthetic"}

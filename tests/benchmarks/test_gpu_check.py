@@ -1,0 +1,167 @@
+"""The GPU check: what it tells of cases that fail, and some of its cases on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import __main__ as check
+from benchmarks.gpu import packages
+from benchmarks.gpu.driver import FILES, Options, Record, drive
+from benchmarks.gpu.plan import BUDGET, STAGES, SUMMARY_SECONDS, Section, Stage
+from benchmarks.gpu.summary import LINES, WIDTH, Findings, goals, summarize
+
+ROOT = Path(__file__).parents[2]
+
+
+def driven(out, *sections, budget=BUDGET, only=(), stop=None, seconds=60.0):
+    """The lines of some sections of tests, by case."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    record = Record(out)
+    stage = Stage(seconds * BUDGET / budget, tuple(Section(name, "", package="tests.benchmarks") for name in sections))
+    options = Options("cpu", False, budget, only, out, out, environment)
+    drive(options, record, stop or threading.Event(), (stage,))
+    return record
+
+
+def statuses(record):
+    return {line["case"]: line["status"] for line in record.lines}
+
+
+def test_a_case_that_fails_does_not_stop_the_others(tmp_path):
+    record = driven(tmp_path, "failing")
+    assert statuses(record) == {
+        **{"right": "ok", "wrong": "wrong", "raises": "error", "does not apply": "skipped", "aborts": "died"},
+        **{"exits": "died", "hangs": "hung", "prints": "ok", "last": "ok"},
+    }
+    lines = {line["case"]: line for line in record.lines}
+    assert lines["wrong"]["facts"] == {"off": 2.0}
+    assert "ZeroDivisionError" in lines["raises"]["error"]
+    assert lines["raises"]["where"][-1].startswith("tests/benchmarks/failing.py:")
+    assert "SIGABRT" in lines["aborts"]["error"]
+    assert "exit status 7" in lines["exits"]["error"]
+    written = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert written == record.lines
+    child = int(re.search(r"child (\d+)", lines["hangs"]["output"])[1])
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()
+    assert "{not json}" in (tmp_path / "log.txt").read_text(errors="replace")
+
+
+def test_a_section_that_cannot_start_is_told(tmp_path):
+    record = driven(tmp_path, "broken", "failing", only=("broken", "failing:last"))
+    assert statuses(record) == {"start": "died", "all cases": "not reached", "last": "ok"}
+    assert any("No module named 'pydantic'" in line.get("error", "") for line in record.lines)
+
+
+@pytest.mark.parametrize("how", ["stage", "budget", "signal"])
+def test_what_there_is_no_time_for_is_told(how, tmp_path):
+    stop = threading.Event()
+    threading.Timer(1.0, stop.set if how == "signal" else dict).start()
+    budget = 1.5 * BUDGET / (BUDGET - SUMMARY_SECONDS) if how == "budget" else BUDGET
+    record = driven(tmp_path, "hanging", budget=budget, seconds=1.0 if how == "stage" else 60.0, stop=stop)
+    assert [(line["case"], line["status"]) for line in record.lines] == [("hangs", "cut"), ("2 cases", "not reached")]
+    assert record.lines[1]["names"] == ["second", "third"]
+
+
+def test_a_full_disk_is_told_and_stops_nothing(tmp_path):
+    for name in FILES:
+        (tmp_path / name).symlink_to("/dev/full")
+    record = driven(tmp_path, "failing", only=("failing:right",))
+    assert statuses(record) == {"right": "ok"}
+    assert "No space left on device" in record.problem
+
+
+def test_a_folder_that_cannot_be_written_is_replaced(tmp_path):
+    (tmp_path / "file").touch()
+    out, notes = check.writable(tmp_path / "file" / "out")
+    assert out.is_dir()
+    assert "Not a directory" in notes[0]
+
+
+def test_limits_of_stages_leave_a_third_of_the_budget_to_the_last():
+    assert sum(stage.seconds for stage in STAGES[:-1]) <= 2 / 3 * BUDGET
+
+
+def test_some_cases_on_the_cpu(tmp_path, capsys):
+    words = ["machine:versions", "rules:rule krum, float64", "constants:launch", "draws:published"]
+    assert check.main(["--device", "cpu", "--out", str(tmp_path), "--only", *words]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [line["status"] for line in lines] == ["ok"] * 4
+    shown = capsys.readouterr().out
+    assert "no case failed" in shown
+    assert (tmp_path / "summary.txt").read_text() in shown
+
+
+@pytest.mark.parametrize(("word", "hint"), [("rule", "did you mean rules"), ("?", "sections: machine, ways")])
+def test_a_section_that_does_not_exist_is_refused(word, hint, capsys):
+    with pytest.raises(SystemExit):
+        check.main(["--only", word])
+    assert hint in capsys.readouterr().err
+
+
+def test_a_summary_fits_on_a_screen():
+    lines = [{"section": "rules", "case": f"case {k}", "status": "error", "error": "long " * 99} for k in range(99)]
+    lines += [{"section": "ways", "case": str(k), "status": "ok", "warnings": [f"{k} " * 99]} for k in range(99)]
+    shown = summarize(lines, device="cuda", seconds=1.0, budget=BUDGET, notes=["note"] * 99).splitlines()
+    assert len(shown) == LINES
+    assert max(map(len, shown)) <= WIDTH
+
+
+def rounds(**milliseconds):
+    """Lines of workload w3."""
+    kinds = {"limit": "limit_ms"}
+    return [
+        {
+            "section": "workloads",
+            "case": f"w3, {way.replace('_', ' ')}",
+            "status": "ok",
+            "facts": {kinds.get(way, "round_ms"): ms},
+        }
+        for way, ms in milliseconds.items()
+    ]
+
+
+def test_goals_are_against_the_faster_of_the_baselines_and_against_the_limit():
+    met = rounds(batched=10.0, serial=300.0, bare_loop=250.0, limit=2.5)
+    assert [goal.met for goal in goals(Findings(met)) if goal.met is not None] == [True, True]
+    missed = rounds(batched=10.0, serial=300.0, bare_loop=150.0, limit=1.5)
+    assert [goal.met for goal in goals(Findings(missed)) if goal.met is not None] == [False, False]
+    assert "goal NOT met: w3: 15 times faster" in summarize(missed, device="cuda", seconds=1.0, budget=BUDGET)
+
+
+def test_without_figures_no_goal_is_told():
+    assert all(goal.met is None for goal in goals(Findings(rounds(batched=10.0))))
+
+
+def test_packages_that_are_carried_are_those_that_are_needed_beside_pytorch():
+    names = {re.match(r"[\w-]+", word)[0] for word in packages.requirements()}
+    assert names >= {"pydantic", "safetensors", "cloudpickle", "tomli-w", "tqdm", "typer"}
+    assert not names & {"torch", "torchvision", "numpy", "scipy", "scikit-learn", "matplotlib"}
+
+
+def test_a_wheel_is_installed_where_the_package_is_missing_or_older(tmp_path):
+    newer = [packages._is_newer(tmp_path / name) for name in ("pydantic-99.0-py3.whl", "no_such_package-1.0-py3.whl")]
+    assert newer == [True, True]
+    assert not packages._is_newer(tmp_path / "pydantic-0.1-py3.whl")
+
+
+def test_data_that_are_carried_are_unpacked(tmp_path):
+    (tmp_path / "MNIST").mkdir()
+    with tarfile.open(tmp_path / packages.DATA, "w:xz") as archive:
+        archive.add(tmp_path / "MNIST", "MNIST")
+    assert (packages.unpack_data(tmp_path, tmp_path / "target") / "MNIST").is_dir()
+    assert packages.unpack_data(tmp_path / "target", tmp_path) is None
+
+
+@pytest.mark.slow
+def test_the_whole_check_on_the_cpu(tmp_path):
+    assert check.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert {line["section"] for line in lines} >= {section.name for stage in STAGES for section in stage.sections}
+    assert {line["status"] for line in lines} <= {"ok", "skipped"}
