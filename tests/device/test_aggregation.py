@@ -1,0 +1,109 @@
+"""Every rule, pre-aggregator, attack and server optimizer by itself: on GPU tensors as on tensors of the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.aggregation import rule
+from fedsim.aggregation.rule import pre_aggregator
+from fedsim.aggregation.server import server_optimizer
+from fedsim.byzantine.strategy import attack_strategy
+from tests.device.agreement import settings_of
+from tests.device.pretend import download, on_gpu, pretend_gpu, upload
+
+N, D = 12, 301
+
+
+def rows(kind: str = "ordinary") -> torch.Tensor:
+    """Float64 rows [n, d]."""
+    updates = torch.randn(N, D, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    if kind == "not finite":
+        updates[2, 3], updates[5] = torch.nan, torch.inf
+    if kind == "large":
+        updates *= 1e170
+        updates[1] = updates[0]
+    return updates
+
+
+def assert_same_on_gpu(function, *tensors: torch.Tensor) -> None:
+    """A function makes of tensors on the GPU what it makes of tensors on the CPU, or raises the same error."""
+    expected = refusal_or(function, *tensors)
+    with pretend_gpu():
+        found = refusal_or(function, *map(upload, tensors))
+    if isinstance(expected, str):
+        assert found == expected
+        return
+    assert on_gpu(found)
+    scale = max(1.0, float(expected.nan_to_num(posinf=0, neginf=0).abs().max()))
+    assert torch.allclose(download(found) / scale, expected / scale, rtol=0, atol=1e-9, equal_nan=True)
+
+
+def refusal_or(function, *tensors):
+    """The result of a function, or the message of the error that it raises."""
+    try:
+        return function(*tensors)
+    except fedsim.ExperimentError as error:
+        return str(error)
+
+
+def aggregated(plug, updates, root, **given):
+    """The aggregate of rows by a rule with the parameters that it requires."""
+    settings = settings_of(plug)
+    if "root" in plug.takes:
+        given["root"] = root
+    if "losses" in plug.takes:
+        given["losses"] = torch.arange(1.0, len(updates) + 1, dtype=torch.double)
+    return fedsim.aggregate(updates, rule=settings.pop("name"), **settings, **given)
+
+
+every_rule = pytest.mark.parametrize("plug", list(rule), ids=lambda plug: plug.name)
+
+
+@every_rule
+@pytest.mark.parametrize(("kind", "nonfinite"), [("ordinary", "error"), ("not finite", "exclude"), ("large", "error")])
+def test_a_rule(plug, kind, nonfinite):
+    updates = rows(kind)
+    assert_same_on_gpu(lambda x, root: aggregated(plug, x, root, nonfinite=nonfinite), updates, rows()[0])
+
+
+@pytest.mark.parametrize("plug", [plug for plug in rule if "weights" in plug.takes], ids=lambda plug: plug.name)
+def test_a_rule_with_weights(plug):
+    weights = torch.arange(1.0, N + 1)
+    assert_same_on_gpu(lambda x, root: aggregated(plug, x, root, weights=weights), rows(), rows()[0])
+    assert_same_on_gpu(lambda x, w: aggregated(plug, x, x[0], weights=w), rows(), weights)
+
+
+@pytest.mark.parametrize("after", ["median", "krum"])
+@pytest.mark.parametrize("plug", list(pre_aggregator), ids=lambda plug: plug.name)
+def test_a_pre_aggregator(plug, after):
+    settings = settings_of(plug)
+    name = settings.pop("name")
+    last = {"rule": after, "f": 1} if after == "krum" else after
+    assert_same_on_gpu(lambda x: fedsim.aggregate(x, rule=[{"rule": name, **settings}, last]), rows())
+    assert_same_on_gpu(lambda x: fedsim.pre_aggregate(x, name, **settings), rows())
+
+
+@pytest.mark.parametrize("plug", list(attack_strategy), ids=lambda plug: plug.name)
+def test_an_attack(plug):
+    settings = settings_of(plug)
+    name = settings.pop("name")
+
+    def attacked(honest, own, last):
+        given = {"own": own, "last": last, "aggregate": lambda x: fedsim.aggregate(x, rule="median")}
+        return fedsim.attack(honest, len(own), name, **given, **settings)
+
+    assert_same_on_gpu(attacked, rows()[:8], rows()[8:11], rows()[11])
+
+
+@pytest.mark.parametrize("plug", list(server_optimizer), ids=lambda plug: plug.name)
+def test_a_server_optimizer(plug):
+    def moved(row, updates):
+        settings = settings_of(plug)
+        server = fedsim.ServerOptimizer(settings.pop("name"), **settings)
+        for update in updates:
+            row = server.step(row, update)
+        return torch.cat([row, server.broadcast(row), *server.state.values()])
+
+    assert_same_on_gpu(moved, rows()[0], rows()[1:4])

@@ -1,0 +1,175 @@
+"""Whole runs on the pretend GPU give what runs on the CPU give: every engine, plug, policy and precision."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.aggregation.server import server_optimizer
+from fedsim.asynchronous.policies import policy
+from fedsim.augmentation import augmentation
+from fedsim.byzantine.strategy import attack_strategy
+from fedsim.data.partitions.strategy import partition_strategy
+from fedsim.local.solver import solver
+from fedsim.models import model
+from tests import plugs
+from tests.device.agreement import (
+    DATA,
+    ENGINES,
+    TINY,
+    assert_agrees_with_the_cpu,
+    assert_same_results,
+    refused,
+    run_on_gpu,
+    settings_of,
+    with_small_data,
+)
+from tests.device.pretend import pretend_gpu
+from tests.engines.test_contract import CASES, REFUSED
+from tests.engines.test_graphs import CASES as CAPTURED
+from tests.engines.test_graphs import UNSAFE
+
+every_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+def every(registry):
+    return pytest.mark.parametrize("plug", list(registry), ids=lambda plug: plug.name)
+
+
+@every_engine
+@pytest.mark.parametrize("case", [case for case in CASES if case != "a large model"])  # see test_a_model
+def test_the_contract_of_engines(case, engine):
+    tables = with_small_data({**TINY, **CASES[case], "precision": "float64"})
+    with refused(REFUSED.get((engine, case))):
+        assert_agrees_with_the_cpu(tables, engine)
+
+
+@every_engine
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("plain averaging", "partial cohorts of uneven shards", "dropout", "augmentation", "buffers averaged"),
+        *("a rule on columns", "a rule by distances, under attack", "a rule with data of the server's own"),
+        *("a rule that asks for losses", "an attack on data", "rows left out"),
+    ],
+)
+def test_rounds_of_gradients(case, engine):
+    tables = {**TINY, "local": {"batch_size": 8, "steps": 3}, **CASES[case], "sync": "gradients"}
+    assert_agrees_with_the_cpu(with_small_data(tables), engine)
+
+
+@pytest.mark.parametrize("case", CAPTURED)
+def test_captured_steps(case):
+    tables = with_small_data({**TINY, **CAPTURED[case]})
+    with_graphs, without = ({**tables, "cuda_graphs": captured} for captured in (True, False))
+    found, counts = run_on_gpu(with_graphs, **ENGINES["batched"])
+    assert counts.graph_launches > 0
+    assert_same_results(run_on_gpu(without, **ENGINES["batched"])[0], found, 1e-12)
+
+
+@pytest.mark.parametrize("reason", UNSAFE)
+def test_steps_that_cannot_be_captured(reason):
+    counts = assert_agrees_with_the_cpu(with_small_data({**TINY, **UNSAFE[reason]}), "batched")
+    assert counts.graph_launches == 0
+
+
+@every_engine
+@every(solver)
+def test_a_local_solver(plug, engine):
+    settings = settings_of(plug)
+    local = {"solver": settings.pop("name"), "batch_size": 8, "lr": 0.01, **settings}
+    assert_agrees_with_the_cpu({**TINY, "local": local, "partition": "tests.plugs:uneven"}, engine)
+
+
+@every(server_optimizer)
+def test_a_server_optimizer(plug):
+    settings = settings_of(plug)
+    assert_agrees_with_the_cpu(
+        {**TINY, "rounds": 3, "server": {"optimizer": settings.pop("name"), **settings}}, "serial"
+    )
+
+
+@every_engine
+@every(attack_strategy)
+def test_an_attack(plug, engine):
+    attack = settings_of(plug, workers=[1, 4])
+    assert_agrees_with_the_cpu(
+        {**TINY, "workers": 6, "attack": attack, "aggregate": {"rule": "median", "nonfinite": "exclude"}}, engine
+    )
+
+
+@every_engine
+@every(partition_strategy)
+def test_a_partition(plug, engine):
+    settings = settings_of(plug)
+    tables = {**TINY, "partition": {"strategy": settings.pop("name"), **settings}}
+    if plug.name == "natural":
+        tables["data"] = f"{__name__}:with_writers"
+    assert_agrees_with_the_cpu(tables, engine)
+
+
+def with_writers(root):
+    """A few images by three writers."""
+    train, test = plugs.tiny(root, train=60)
+    return dataclasses.replace(train, ids=np.arange(60) // 20), test
+
+
+@every_engine
+@every(augmentation)
+def test_an_augmentation(plug, engine):
+    assert_agrees_with_the_cpu({**TINY, "data": {**DATA, "augment": [settings_of(plug)]}}, engine)
+
+
+@every_engine
+@every(model)
+def test_a_model(plug, engine):
+    tables = {**TINY, "rounds": 1, "workers": 2, "model": settings_of(plug), "local": {"steps": 2, "batch_size": 4}}
+    assert_agrees_with_the_cpu(tables, engine)
+
+
+@pytest.mark.parametrize("name", ["logistic", "tests.plugs:Normalised"])
+@every(policy)
+def test_a_policy_on_the_clock(plug, name):
+    tables = {**TINY, "workers": 4, "model": name, "mode": "clock", "policy": settings_of(plug)}
+    tables["clock"] = {"speed": {"name": "lognormal"}, "noise": "shifted_exponential"}
+    if plug.name == "sync":
+        tables["sync"] = "gradients"
+    expected = fedsim.run({**tables, "device": "cpu", "engine": "serial"})
+    found, _ = run_on_gpu(tables, engine="serial")
+    assert_same_results(expected, found)
+
+
+@every_engine
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("float32", 1e-4), ("tf32", 1e-2), ("bf16", 5e-2), ("float16", 5e-2)]
+)
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_a_precision(precision, tolerance, sync, engine):
+    tables = {**TINY, "model": "2nn", "sync": sync}
+    expected = fedsim.run({**tables, "precision": "float32", "device": "cpu", "engine": "serial"})
+    found, _ = run_on_gpu({**tables, "precision": precision}, **ENGINES[engine])
+    assert torch.allclose(expected.global_row, found.global_row, rtol=0, atol=tolerance)
+
+
+def test_the_engine_auto():
+    tables = {**TINY, "model": "2nn"}
+    expected = fedsim.run({**tables, "device": "cpu", "engine": "serial"})
+    assert_same_results(expected, run_on_gpu(tables, engine="auto")[0])
+
+
+@every_engine
+@pytest.mark.parametrize(
+    "more", [{"aggregate": "centered_clipping", "server": "adam"}, {"mode": "clock", "policy": "fedbuff"}]
+)
+def test_a_resumed_run(more, engine, tmp_path):
+    tables = {**TINY, "model": "tests.plugs:Normalised", **more}
+    expected = fedsim.run({**tables, "rounds": 4, "device": "cpu", "engine": "serial"})
+    with pretend_gpu():
+        tables |= {**ENGINES[engine], "checkpoint": {"every": 1}, "device": "cuda"}
+        fedsim.run(tables, tmp_path / "run")
+        found = fedsim.run({**tables, "rounds": 4}, tmp_path / "run", resume=True)
+    assert_same_results(expected, found)
