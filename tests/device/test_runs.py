@@ -20,6 +20,7 @@ from tests import plugs
 from tests.device.agreement import (
     DATA,
     ENGINES,
+    SAMPLES,
     TINY,
     assert_agrees_with_the_cpu,
     assert_same_results,
@@ -114,8 +115,8 @@ def test_a_partition(plug, engine):
 
 def with_writers(root):
     """A few images by three writers."""
-    train, test = plugs.tiny(root, train=60)
-    return dataclasses.replace(train, ids=np.arange(60) // 20), test
+    train, test = plugs.tiny(root, train=SAMPLES)
+    return dataclasses.replace(train, ids=np.arange(SAMPLES) // 20), test
 
 
 @every_engine
