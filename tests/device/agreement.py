@@ -32,6 +32,7 @@ FITTING = {  # plugs whose defaults do not fit such small experiments
     "alie": {"z": 1.5},
     "feature_rotation": {"groups": 2, "angles": [0, 45]},
     "label_k": {"k": 4},
+    "virtual": {"samples": 20},
 }
 
 
