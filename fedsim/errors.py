@@ -141,6 +141,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {cut(' '.join(str(error).split()))}"
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says first: the first line of fedsim's own errors, any other as `one_line`."""
+    return str(error).splitlines()[0] if isinstance(error, FedsimError) else one_line(error)
+
+
 def printable(text: str) -> str:
     """A text without what a terminal would obey, or what could break its line: each such character as a `?`."""
     return "".join(character if character.isprintable() else "?" for character in text)

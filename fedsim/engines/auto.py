@@ -11,22 +11,31 @@ import torch
 from fedsim.engines.batched import stack_width
 from fedsim.engines.engine import Engine
 from fedsim.engines.job import Memory, Task
-from fedsim.engines.plan import ExecutionPlan, Workload, plan_processes, stacks_may_pay, stacks_pay, work_of_a_round
+from fedsim.engines.plan import (
+    ExecutionPlan,
+    Workload,
+    execution_plan,
+    simpler,
+    stacks_may_pay,
+    stacks_pay,
+    work_of_a_round,
+)
 from fedsim.engines.rehearsal import Rehearsal
 from fedsim.engines.serial import SerialEngine
 from fedsim.engines.spawn import SpawnEngine
 from fedsim.engines.stack_trainer import StackTrainer
 from fedsim.engines.station import MakeTrainer
 from fedsim.engines.trainer import RowTrainer
-from fedsim.errors import ExperimentError, FedsimWarning
-from fedsim.system.devices import default_processes
+from fedsim.errors import ExperimentError, FedsimWarning, first_line
+from fedsim.system.devices import default_processes, release_memory
 
 
 class AutoEngine(Engine):
     """Trains rows one by one or stacked, in this process or in several, whichever should be fastest.
 
     The choice is a pure function of the task and the machine (cores, memory, device): the same run gives the same bits
-    every time, also on a busy machine. If the processes cannot work on the task here, this one does.
+    every time, also on a busy machine. If a plan fails as it begins (no shared memory, too little memory of the device,
+    a lost process), a simpler one takes its place, with one warning.
     """
 
     racing, stacks, chooses = SpawnEngine.racing, True, True
@@ -49,15 +58,33 @@ class AutoEngine(Engine):
         if key not in self._plans:
             self._plans[key] = self._choose(task, memory)
         plan, trial = self._plans[key]
+        reasons = list[str]()
+        while reason := self._failure(plan, trial, task, memory):
+            reasons.append(reason)
+            self._give_up(task.device)
+            plan = simpler(plan, "; ".join(dict.fromkeys(reasons)))
+        if reasons:
+            self._plans[key] = plan, trial
+            how = "stacked" if plan.stacked else "one by one"
+            warnings.warn(f"one process trains all rows, {how}: {plan.reason}", FedsimWarning, stacklevel=2)
+
+    def _failure(self, plan: ExecutionPlan, trial: Rehearsal | None, task: Task, memory: Memory) -> str | None:
+        """Begin with a task as planned. Return None, or why that failed; raise if there is no simpler plan to try."""
         try:
-            self._begin(plan, trial, task, memory)
-        except ExperimentError as refusal:
-            if plan.processes == 1 and not plan.stacked:
+            self._begin(plan, trial if plan.stacked else None, task, memory)
+        except Exception as error:
+            if simpler(plan, "") is None:
                 raise
-            reason = str(refusal).splitlines()[0]
-            warnings.warn(f"one process trains all rows, one by one: {reason}", FedsimWarning, stacklevel=2)
-            self._plans[key] = ExecutionPlan(1, False, reason), None
-            self._begin(*self._plans[key], task, memory)
+            return first_line(error)
+        return None
+
+    def _give_up(self, device: torch.device) -> None:
+        """After a failure: end the processes, and release what the attempt has left on the device."""
+        self.leave()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+        release_memory(device)
 
     def _begin(self, plan: ExecutionPlan, trial: Rehearsal | None, task: Task, memory: Memory) -> None:
         self._plan, self._width, trainer = plan, 0, RowTrainer
@@ -76,25 +103,20 @@ class AutoEngine(Engine):
 
     def _choose(self, task: Task, memory: Memory) -> tuple[ExecutionPlan, Rehearsal | None]:
         trial, single = self._try_stacks(task, memory)
-        stacked = trial is not None
-        rows = "rows are stacked" if stacked else f"rows are trained one by one: {single}"
-        processes, reason = 1, "one process is all that the cores, the cohort or the device allow"
-        if self._processes > 1:
-            processes, reason = plan_processes(Workload.of(task, memory), self._processes, stacked=stacked)
-        return ExecutionPlan(processes, stacked, f"{rows}; {reason}"), trial
+        return execution_plan(task.device, self._processes, partial(Workload.of, task, memory), single), trial
 
-    def _try_stacks(self, task: Task, memory: Memory) -> tuple[Rehearsal | None, str]:
-        """What a trial of stacked rows has shown, if stacks pay; else None and why they do not."""
+    def _try_stacks(self, task: Task, memory: Memory) -> tuple[Rehearsal | None, str | None]:
+        """What a trial of stacked rows has shown, and None, if stacks pay; else None, and why they do not."""
         reason = stacks_may_pay(task, memory, self._processes)
         if reason is not None:
             return None, reason
         try:
             trial = Rehearsal.of(task, memory)
-        except ExperimentError as refusal:
-            return None, str(refusal).splitlines()[0]
+        except (ExperimentError, torch.OutOfMemoryError) as refusal:
+            return None, first_line(refusal)
         if not stacks_pay(task, memory, trial.sample_bytes):
             return None, f"a batch leaves {task.schedule.batch_size * trial.sample_bytes / 1e6:.1f} MB of activations"
-        return trial, ""
+        return trial, None
 
     @property
     def memory(self) -> Memory:  # type: ignore[override]  # it is the host's

@@ -7,6 +7,7 @@ plan as an idle one with as many cores, so the same command gives the same bits.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +97,40 @@ class Workload:
         samples = self.samples + self.test_samples / 3  # a forward pass is a third of a training step
         arithmetic = samples * self.flops * (self.itemsize / 4) / FLOPS_PER_SECOND
         return self.row_steps * (STEP_SECONDS + moved / BYTES_PER_SECOND) + arithmetic
+
+
+def execution_plan(
+    device: torch.device, most: int, workload: Callable[[], Workload], unstacked: str | None = None
+) -> ExecutionPlan:
+    """The plan for a task.
+
+    One process is enough for an accelerator: it can stack all rows and replay their steps as CUDA graphs, while several
+    processes take turns on the device and each need memory for a context of its own.
+
+    Args:
+        device: to compute on.
+        most: processes at most.
+        workload: gives the task's workload, if several processes may pay.
+        unstacked: why rows are trained one by one; None if they are stacked.
+    """
+    rows = "rows are stacked" if unstacked is None else f"rows are trained one by one: {unstacked}"
+    if device.type != "cpu":
+        processes, reason = 1, f"one process, since several would take turns on {device}"
+    elif most == 1:
+        processes, reason = 1, "one process is all that the cores and the cohort allow"
+    else:
+        processes, reason = plan_processes(workload(), most, stacked=unstacked is None)
+    return ExecutionPlan(processes, unstacked is None, f"{rows}; {reason}")
+
+
+def simpler(plan: ExecutionPlan, reason: str) -> ExecutionPlan | None:
+    """The plan to try after this one has failed: one process, then rows one by one; None after both.
+
+    `reason` says why this one has failed.
+    """
+    if plan.processes > 1:
+        return ExecutionPlan(1, plan.stacked, reason)
+    return ExecutionPlan(1, False, reason) if plan.stacked else None
 
 
 def plan_processes(work: Workload, most: int, *, stacked: bool) -> tuple[int, str]:

@@ -222,7 +222,7 @@ def _stack(
             _, found = stacked.gradients(*given, leave_products=0)  # as in training
         gradients = [part.computed() if isinstance(part, Product) else part for part in found]
         stacked.pack_buffers(unpacked, buffers_after)
-    except ExperimentError:
+    except (ExperimentError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise not_stackable(f"torch.func.vmap cannot run it: {one_line(error).split('. ')[0]}") from error

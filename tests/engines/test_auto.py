@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines import AutoEngine, SpawnEngine, auto, batched, plan
+from fedsim.engines import AutoEngine, SerialEngine, SpawnEngine, auto, batched, plan, spawn
 from fedsim.engines.rehearsal import Rehearsal
 from fedsim.engines.stack_trainer import StackTrainer
+from fedsim.errors import FedsimWarning, ProcessLostError
 from fedsim.system import devices
+from tests.engines.in_process import InProcessCrew
 from tests.engines.test_contract import CASES, ROUNDING, assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +134,77 @@ def test_if_the_chosen_way_is_refused_one_process_trains_rows_and_one_line_says_
     assert [str(each.message) for each in told if each.category.__name__ == "FedsimWarning"] == [expected]
     assert (settings[0].how["engine"], settings[0].how["processes"]) == ("serial", 1)
     assert torch.equal(found.global_row, fedsim.run({**tables, "engine": "serial", "processes": None}).global_row)
+
+
+FAILURES = {
+    "refused": fedsim.ExperimentError("shared memory: there is none"),
+    "failed": fedsim.WorkerError("process 1 failed: RuntimeError: CUDA error: invalid device context\nTraceback"),
+    "lost": ProcessLostError("process 1 was killed by SIGKILL", "was killed by SIGKILL", 1, 2, None),
+    "full": torch.OutOfMemoryError("cuda:0 has no memory left"),
+    "other": RuntimeError("cannot pin memory"),
+}
+
+
+def fail_with(error):
+    def fail(self, *_, **__):
+        raise error
+
+    return fail
+
+
+def told_and_done(tables):
+    """The warnings of a run, how it was computed, and its model."""
+    settings = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = fedsim.run(tables, on_start=settings.append)
+    told = [str(each.message) for each in caught if each.category is FedsimWarning]
+    return told, settings[0].how, result.global_row
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_if_processes_fail_one_process_trains_the_same_stacks_and_one_line_says_so(failure, tables, monkeypatch):
+    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
+    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
+    monkeypatch.setattr(SpawnEngine, "begin", fail_with(FAILURES[failure]))
+    told, how, row = told_and_done({**tables, "workers": 8, "processes": 2})
+    assert len(told) == 1
+    assert told[0].startswith("one process trains all rows, stacked: ")
+    assert told[0].endswith(str(FAILURES[failure]).splitlines()[0])
+    assert (how["engine"], how["processes"]) == ("batched", 1)
+    expected = fedsim.run({**tables, "workers": 8, "engine": "batched"})
+    assert torch.equal(row, expected.global_row)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_if_stacks_fail_too_one_process_trains_rows_one_by_one(processes, tables, monkeypatch):
+    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
+    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
+    monkeypatch.setattr(SpawnEngine, "begin", fail_with(FAILURES["failed"]))
+    monkeypatch.setattr(StackTrainer, "__init__", fail_with(FAILURES["full"]))
+    told, how, row = told_and_done({**tables, "workers": 8, "processes": processes})
+    assert len(told) == 1
+    assert told[0].startswith("one process trains all rows, one by one: ")
+    assert (how["engine"], how["processes"]) == ("serial", 1)
+    assert torch.equal(row, fedsim.run({**tables, "workers": 8, "engine": "serial", "processes": None}).global_row)
+
+
+def test_what_fails_in_every_way_ends_the_run_as_it_does_with_one_process(tables, monkeypatch):
+    monkeypatch.setattr(SerialEngine, "begin", fail_with(FAILURES["full"]))
+    with pytest.raises(fedsim.ExperimentError, match="^device = "):
+        fedsim.run(tables)
+
+
+def test_a_failed_way_leaves_no_processes_and_no_rows_behind(tables, monkeypatch):
+    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
+    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
+    monkeypatch.setattr(StackTrainer, "__init__", fail_with(FAILURES["full"]))
+    events = []
+    monkeypatch.setattr(InProcessCrew, "close", lambda self: events.append("close"))
+    monkeypatch.setattr(auto, "release_memory", lambda device: events.append("release"))
+    with pytest.warns(FedsimWarning):
+        fedsim.run({**tables, "workers": 8, "processes": 2})
+    assert events == ["close", "release", "release"]
 
 
 def test_runs_that_differ_in_nothing_that_a_plan_depends_on_share_it(tables, monkeypatch):

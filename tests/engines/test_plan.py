@@ -3,9 +3,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from fedsim.engines import plan
-from fedsim.engines.plan import Workload, plan_processes
+from fedsim.engines.plan import Workload, execution_plan, plan_processes, simpler
 
 WORK = Workload(
     rounds=10,
@@ -39,6 +40,27 @@ def test_processes_are_used_if_they_save_more_than_their_start_takes():
         processes, reason = plan_processes(dataclasses.replace(WORK, rounds=rounds), 2, stacked=False)
         assert processes == expected
         assert "2 processes would save about" in reason
+
+
+@pytest.mark.parametrize("unstacked", [None, "it has state"])
+def test_on_a_gpu_one_process_trains_whatever_it_costs(unstacked):
+    def workload():
+        raise AssertionError("nothing has to be counted")
+
+    found = execution_plan(torch.device("cuda", 0), 4, workload, unstacked)
+    assert (found.processes, found.stacked) == (1, unstacked is None)
+    assert "cuda:0" in found.reason
+    long = dataclasses.replace(WORK, rounds=10**6)
+    assert execution_plan(torch.device("cpu"), 4, lambda: long, unstacked).processes == 4
+    assert execution_plan(torch.device("cpu"), 1, workload, unstacked).processes == 1
+
+
+def test_after_a_failure_comes_one_process_and_then_single_rows():
+    plans = [execution_plan(torch.device("cpu"), 4, lambda: dataclasses.replace(WORK, rounds=10**6))]
+    while (after := simpler(plans[-1], "it failed")) is not None:
+        plans.append(after)
+    assert [(each.processes, each.stacked) for each in plans] == [(4, True), (1, True), (1, False)]
+    assert {each.reason for each in plans[1:]} == {"it failed"}
 
 
 def test_stacks_and_frequent_synchronisation_leave_processes_less_to_save():
