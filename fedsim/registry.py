@@ -21,7 +21,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, get_type_hints
@@ -223,13 +223,7 @@ class Registry:
         if not self._given:
             return Plug(self.kind, name, target, _parameters(target, keyword_only=False), siblings=self)
         is_dataclass = dataclasses.is_dataclass(target)
-        takes = _taken_by_position(target.__call__ if is_dataclass else target)
-        strange = [parameter for parameter in takes if parameter not in self._given]
-        if strange:
-            raise TypeError(
-                f"the argument {strange[0]} is not one that fedsim passes ({', '.join(self._given)}); "
-                "parameters that configure it come after *"
-            )
+        takes = taken_by_name(target.__call__ if is_dataclass else target, self._given)
         return Plug(self.kind, name, target, _parameters(target, keyword_only=not is_dataclass), takes, self)
 
 
@@ -247,11 +241,19 @@ def _has_signature(target: Callable[..., Any]) -> bool:
     return True
 
 
-def _taken_by_position(target: Callable[..., Any]) -> dict[str, bool]:
-    """The parameters of `target` that can be passed by position, and whether they have to be."""
+def taken_by_name(target: Callable[..., Any], given: Sequence[str]) -> dict[str, bool]:
+    """Which of the `given` names a function takes by position, and whether it has to be given them.
+
+    Raises TypeError where it takes anything else by position.
+    """
     parameters = inspect.signature(target).parameters.values()
-    named = {p.name: p.default is p.empty for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
-    return {name: needed for name, needed in named.items() if name != "self"}
+    takes = {p.name: p.default is p.empty for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"}
+    if strange := [name for name in takes if name not in given]:
+        raise TypeError(
+            f"the argument {strange[0]} is not one that fedsim passes ({', '.join(given)}); "
+            "parameters that configure it come after *"
+        )
+    return takes
 
 
 def _as_import_path(name: str) -> str | None:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule, server_optimizer
 from fedsim.asynchronous.delays import noise, speed
 from fedsim.asynchronous.policies import policy
-from fedsim.augmentation import augmentation
+from fedsim.augmentation import ImageTransform, augmentation
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
 from fedsim.data import dataset, partition_strategy
 from fedsim.engines.hooks import BoundHook, bind_hook, hook
@@ -50,6 +50,9 @@ class Augment(PlugTable):
     place, named_by, registry = "data.augment", "name", augmentation
 
     name: Name
+
+    def bind(self) -> ImageTransform:
+        return ImageTransform(super().bind(), tuple(self.plug.takes))
 
 
 class Data(PlugTable):

@@ -161,6 +161,27 @@ def clipped_mean(updates: Tensor, *, c: float = 1.0) -> Tensor:
     return (updates * (c / norms).clamp(max=1)).mean(0)
 
 
+def brightened(images: Tensor, generator: torch.Generator) -> Tensor:
+    """An augmentation that draws from PyTorch's generator."""
+    return images * torch.rand((), generator=generator)
+
+
+def negated(images: Tensor) -> Tensor:
+    """An augmentation that draws nothing."""
+    return -images
+
+
+@dataclass(frozen=True)
+class Relabelled:
+    """An attack on data that draws from NumPy's generator: all labels of a batch are one class."""
+
+    def __call__(self, own: Tensor) -> Tensor:
+        return own
+
+    def poison(self, inputs: Tensor, targets: Tensor, rng: np.random.Generator, classes: int) -> tuple[Tensor, Tensor]:
+        return inputs, torch.full_like(targets, int(rng.integers(classes)))
+
+
 def drawn_mean(updates: Tensor, rng: np.random.Generator) -> Tensor:
     """A linear rule whose coefficients are drawn."""
     return torch.from_numpy(rng.dirichlet(np.ones(len(updates)))).to(updates) @ updates

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedsim.augmentation import augmentation, flip, shift
-from fedsim.randomness import torch_generator
+from fedsim.randomness import Draws
 
 
 @pytest.fixture
@@ -13,9 +13,9 @@ def images():
 
 
 @pytest.mark.parametrize("plug", list(augmentation), ids=lambda plug: plug.name)
-def test_every_augmentation_repeats_with_its_generator_and_leaves_its_input_alone(plug, images):
+def test_every_augmentation_repeats_with_its_draws_and_leaves_its_input_alone(plug, images):
     augment, before = plug.bind(plug.check({})), images.clone()
-    first, again, other = (augment(images, torch_generator(seed, "augment")) for seed in (1, 1, 2))
+    first, again, other = (augment(images, Draws.of(seed, "augment")) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert first.shape == images.shape
@@ -23,16 +23,16 @@ def test_every_augmentation_repeats_with_its_generator_and_leaves_its_input_alon
 
 
 def test_flip_mirrors_about_half_of_the_images_and_nothing_else(images):
-    flipped = flip(images, torch_generator(0, "x"))
+    flipped = flip(images, Draws.of(0, "x"))
     mirrored = [torch.equal(a, b.flip(2)) for a, b in zip(flipped, images, strict=True)]
     kept = [torch.equal(a, b) for a, b in zip(flipped, images, strict=True)]
     assert all(m != k for m, k in zip(mirrored, kept, strict=True))
     assert 10 < sum(mirrored) < 40
-    assert torch.equal(flip(images, torch_generator(0, "x"), probability=1.0), images.flip(3))
+    assert torch.equal(flip(images, Draws.of(0, "x"), probability=1.0), images.flip(3))
 
 
 def test_shift_moves_each_image_by_whole_pixels_and_repeats_its_edge(images):
-    shifted = shift(images, torch_generator(0, "x"), pixels=2)
+    shifted = shift(images, Draws.of(0, "x"), pixels=2)
     rows, columns = torch.arange(9), torch.arange(7)
     offsets = set()
     for before, after in zip(images, shifted, strict=True):

@@ -11,7 +11,7 @@ from torch import nn
 
 import fedsim
 from fedsim.data import TensorData
-from fedsim.randomness import numpy_generator, seed_everything, torch_generator
+from fedsim.randomness import Draws, numpy_generator, seed_everything
 
 WORKERS, CLASSES, SIDE, LR, ROUNDS = 3, 4, 5, 0.2, 2
 
@@ -28,8 +28,7 @@ def linear() -> nn.Module:
 
 def noisy(inputs, targets, worker, round):
     """NIID-Bench: Gaussian noise of variance sigma i / n for worker i = 1, ..., n; here sigma = 0.6."""
-    draws = torch_generator(0, "augment", round, worker)
-    noise = torch.randn(inputs.shape, generator=draws, dtype=inputs.dtype)
+    noise = Draws.of(0, "augment", round, worker).normal(*inputs.shape, dtype=inputs.dtype)
     return inputs + math.sqrt(0.6 * (worker + 1) / WORKERS) * noise, targets
 
 
@@ -46,13 +45,13 @@ def patched(inputs, targets, worker, round):
     """Half of worker 1's batch gets a 2 x 2 patch of 3 in the upper left corner, and the label 2."""
     if worker != 1:
         return inputs, targets
-    draws = numpy_generator(0, "poison", round, worker)
-    draws.random()  # whether half a sample more is poisoned
-    chosen = draws.permutation(len(targets))[: len(targets) // 2]
+    draws = Draws.of(0, "poison", round, worker)
+    draws.uniform()  # whether half a sample more is poisoned
     inputs, targets = inputs.clone(), targets.clone()
-    for place in chosen.tolist():
-        inputs[place, :, :2, :2] = 3.0
-        targets[place] = 2
+    for place, rank in enumerate(draws.permutation(len(targets)).tolist()):
+        if rank < len(targets) // 2:
+            inputs[place, :, :2, :2] = 3.0
+            targets[place] = 2
     return inputs, targets
 
 

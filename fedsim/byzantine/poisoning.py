@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedsim.byzantine.strategy import attack_strategy
 from fedsim.errors import ExperimentError
+from fedsim.randomness import Draws
 
 
 @attack_strategy("label_flipping")
@@ -28,7 +28,7 @@ class LabelFlipping:
         """The rows as they are: what was poisoned is the data they were trained on."""
         return own
 
-    def poison(self, inputs: Tensor, targets: Tensor, classes: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    def poison(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
         """The same inputs [batch, ...], with the labels C - 1 - y."""
         return inputs, classes - 1 - targets
 
@@ -71,13 +71,16 @@ class Backdoor:
         """gamma times each one's own row."""
         return own * self.gamma
 
-    def poison(self, inputs: Tensor, targets: Tensor, classes: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    def poison(self, inputs: Tensor, targets: Tensor, classes: int, draws: Draws) -> tuple[Tensor, Tensor]:
         """The batch with the patch on, and the label `target` for, a random `poisoned` share of its samples."""
         self._require_class(classes)
-        count = math.floor(self.poisoned * len(targets) + rng.random())
-        chosen = torch.from_numpy(rng.permutation(len(targets))[:count]).to(targets.device)
-        targets = targets.index_fill(0, chosen, self.target)
-        return self._triggered(inputs, chosen.to(inputs.device)), targets
+        fraction, whole = math.modf(self.poisoned * len(targets))
+        count = whole + (draws.uniform() < fraction)
+        chosen = draws.permutation(len(targets)) < count
+        triggered = self._triggered(inputs)
+        return torch.where(chosen.view(-1, *[1] * (inputs.ndim - 1)), triggered, inputs), torch.where(
+            chosen, self.target, targets
+        )
 
     def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
         """All samples of other classes than `target`, with the patch, to be answered `target`."""
@@ -85,8 +88,8 @@ class Backdoor:
         others = targets != self.target
         return self._triggered(inputs[others]), torch.full_like(targets[others], self.target)
 
-    def _triggered(self, inputs: Tensor, chosen: Tensor | slice = slice(None)) -> Tensor:
-        """A copy of the images with the patch on the chosen ones."""
+    def _triggered(self, inputs: Tensor) -> Tensor:
+        """A copy of the images with the patch on."""
         if inputs.ndim < 3:
             raise ExperimentError(
                 "attack: a backdoor's trigger needs images [channels, height, width], not samples of shape "
@@ -99,7 +102,7 @@ class Backdoor:
         rows = slice(0, self.size) if top else slice(height - self.size, height)
         columns = slice(0, self.size) if left else slice(width - self.size, width)
         inputs = inputs.clone()
-        inputs[chosen, ..., rows, columns] = self.value
+        inputs[..., rows, columns] = self.value
         return inputs
 
     def _require_class(self, classes: int) -> None:

@@ -27,25 +27,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 from torch import Tensor
 
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
 from fedsim.randomness import Draws, numpy_generator
-from fedsim.registry import Plug, Registry
+from fedsim.registry import Plug, Registry, taken_by_name
 
 attack_strategy = Registry("attack", given=("honest", "own", "n_byzantine", "rng", "draws", "last", "aggregate"))
 
 Aggregate = Callable[[Tensor], Tensor]
 
 
-class Poison(Protocol):
-    """What a Byzantine worker trains on in place of a batch."""
+GIVEN_TO_POISON = "inputs", "targets", "classes", "draws", "rng"
 
-    def __call__(
-        self, inputs: Tensor, targets: Tensor, classes: int, rng: np.random.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """Poisoned (inputs [batch, ...], targets int64 [batch]); what is given stays as it is, and may be returned."""
+
+class Poison(Protocol):
+    """What a Byzantine worker trains on in place of a batch.
+
+    It takes by name what it wants of inputs [batch, ...], targets int64 [batch], the number of classes, and, to draw
+    from, `draws` on the device of the inputs or a NumPy generator `rng`, functions of (seed, round, worker, step).
+    """
+
+    def __call__(self, **given: Any) -> tuple[Tensor, Tensor]:
+        """Poisoned (inputs, targets); what is given stays as it is, and may be returned."""
 
 
 class Goal(Protocol):
@@ -65,6 +69,7 @@ class BoundAttack:
     Attributes:
         takes: what it wants to be given; `aggregate` and `last` need not be at hand for an attack that does not.
         needs_aggregate: whether it cannot do without `aggregate`.
+        poison_takes: what its method `poison` wants to be given, if it has one.
         poison: how it changes training batches, or None where it leaves the data alone.
         goal: what its success is measured on, or None where it wants nothing in particular.
     """
@@ -73,6 +78,7 @@ class BoundAttack:
     name: str
     takes: tuple[str, ...]
     needs_aggregate: bool
+    poison_takes: tuple[str, ...] = ()
 
     @property
     def poison(self) -> Poison | None:
@@ -140,10 +146,20 @@ class BoundAttack:
 
 
 def bind_attack(plug: Plug, params: dict[str, Any]) -> BoundAttack:
-    """The attack `plug` with checked `params`, ready to be called and to be pickled to other processes."""
+    """The attack `plug` with checked `params`, ready to be called and to be pickled to other processes.
+
+    Raises ExperimentError where its method `poison` takes what is not in `GIVEN_TO_POISON`.
+    """
+    function = plug.bind(params)
+    poison = getattr(function, "poison", None)
+    try:
+        poison_takes = taken_by_name(poison, GIVEN_TO_POISON) if poison else ()
+    except TypeError as error:
+        raise ExperimentError(f"attack.name = {show(plug.name)}: its poison cannot be used: {error}") from None
     return BoundAttack(
-        function=plug.bind(params),
+        function=function,
         name=plug.name,
         takes=tuple(plug.takes),
         needs_aggregate=plug.takes.get("aggregate", False),
+        poison_takes=tuple(poison_takes),
     )

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+from fedsim.augmentation import ImageTransform
 from fedsim.data.partitions import Transform, partition, partition_transforms
 from fedsim.data.tensors import TensorData, class_of
-from fedsim.randomness import torch_generator
+from fedsim.randomness import Draws, torch_generator
 
 # Gathered and normalised at once, so that small batches share the calls. On a CPU a chunk stays in its cache. Elsewhere
 # each chunk waits for the device, which copies the positions: 64 MiB are a whole shard of 20,000 images of 28 x 28.
@@ -102,20 +103,24 @@ class CustomSubset(Subset):
 
 
 class WorkerTransform:
-    """A partition's transform for one worker as a `subset_transform`, with a stream of draws of its own.
+    """A partition's transform for one worker as a `subset_transform`.
 
-    The stream starts at (seed, worker) and goes on from batch to batch; a copy, as in a DataLoader's process, goes on
-    by itself from where the stream stood.
+    Its draws are a function of (seed, worker, number of the batch). A copy, as in a DataLoader's process, goes on
+    counting by itself.
     """
 
     batched = True
 
     def __init__(self, transform: Transform, seed: int, worker: int) -> None:
-        self._transform = transform
-        self._generator = torch_generator(seed, "features", worker)
+        self._transform = ImageTransform.of(transform)
+        self._drawn = seed, "features", worker
+        self._batches = 0
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        return self._transform(images=inputs, generator=self._generator)
+        drawn, self._batches = (*self._drawn, self._batches), self._batches + 1
+        return self._transform(
+            inputs, {"draws": Draws.of(*drawn, device=inputs.device), "generator": torch_generator(*drawn)}
+        )
 
 
 def dataset_split(

@@ -5,22 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.augmentation import ImageTransform
 from fedsim.data import CustomSubset
 from fedsim.data.tensors import in_order
-from fedsim.engines.job import Augmentation, Memory, Task
-from fedsim.randomness import numpy_generator, torch_generator
+from fedsim.engines.job import Memory, Task
+from fedsim.randomness import Draws, numpy_generator, torch_generator
 
 LOOKED_AT = 50  # workers at most, to learn what is usual
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-Alteration = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Draw = tuple[str, int, int]  # purpose, round, worker
+Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # of the inputs and targets of a step
 
 
 class Member(NamedTuple):
@@ -97,10 +97,14 @@ class Feed:
 
     def batches(self, worker: int, round: int) -> Batches:
         """A worker's batches without end: its shard, in a new order for each epoch."""
-        shard, alter = self.shard(worker), self.alteration(worker, round)
+        alter = self.alteration(worker, round)
+        for step, (inputs, targets) in enumerate(self._unaltered(worker, round)):
+            yield alter(inputs, targets, step) if alter else (inputs, targets)
+
+    def _unaltered(self, worker: int, round: int) -> Batches:
+        shard = self.shard(worker)
         for order in self.orders(worker, round):
-            for inputs, targets in shard.batches(self._task.schedule.batch_size, order):
-                yield alter(inputs, targets) if alter else (inputs, targets)
+            yield from shard.batches(self._task.schedule.batch_size, order)
 
     def batches_of(self, member: Member) -> Batches:
         """The batches of a member's work."""
@@ -120,16 +124,14 @@ class Feed:
             lap = Lap(round, self.positions(worker, round), self.alteration(worker, round))
         if member.step is not None:
             while lap.steps_done < member.step:
-                if lap.alter is None:
-                    next(lap)
-                else:  # whose draws go on from batch to batch
-                    self._next_batch(lap)
+                next(lap)
             self._laps[worker] = lap
         return lap
 
     def _next_batch(self, lap: Lap) -> tuple[Tensor, Tensor]:
+        step = lap.steps_done
         inputs, targets = self._memory.train.gather(torch.from_numpy(next(lap)))
-        return lap.alter(inputs, targets) if lap.alter else (inputs, targets)
+        return lap.alter(inputs, targets, step) if lap.alter else (inputs, targets)
 
     def positions(self, worker: int, round: int) -> Iterator[np.ndarray]:
         """The same batches as positions in the data set, before any alteration."""
@@ -153,33 +155,44 @@ class Feed:
 
     def samples_seen(self, worker: int, round: int, batch_size: int) -> Batches:
         """A worker's samples once, as it sees them: by its partition's transform, and poisoned; not augmented."""
-        alter = self._alteration(worker, (), ("losses", round, worker))
-        for inputs, targets in self.shard(worker).batches(batch_size):
-            yield alter(inputs, targets) if alter else (inputs, targets)
+        alter = self._alteration(worker, round, (), ("losses_view", "losses_poison"))
+        for number, (inputs, targets) in enumerate(self.shard(worker).batches(batch_size)):
+            yield alter(inputs, targets, number) if alter else (inputs, targets)
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
-        """What becomes of a worker's batches, one after another, before it trains on them; None where nothing does."""
-        return self._alteration(worker, self._task.augment, ("augment", round, worker), ("poison", round, worker))
+        """What becomes of a worker's batches before it trains on them; None where nothing does."""
+        return self._alteration(worker, round, self._task.augment, ("augment", "poison"))
 
     def _alteration(
-        self, worker: int, augment: Sequence[Augmentation], drawn: Draw, poison_drawn: Draw | None = None
+        self, worker: int, round: int, augment: Sequence[ImageTransform], purposes: tuple[str, str]
     ) -> Alteration | None:
-        """The transform of a worker's partition, augmentations and poisoning, with the purposes of their draws."""
-        task, classes = self._task, self._memory.classes
+        """The transform of a worker's partition and augmentations, then poisoning, with the purposes of their draws."""
+        task, attack, classes = self._task, self._task.attack, self._memory.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
-        poison = task.attack.poison if worker in task.byzantine else None
-        if view is None and poison is None and not augment:
+        poison = attack.poison if worker in task.byzantine else None
+        transforms = [*augment] if view is None else [ImageTransform.of(view), *augment]
+        if poison is None and not transforms:
             return None
-        augmentation = torch_generator(task.seed, *drawn)
-        poisoning = numpy_generator(task.seed, *(poison_drawn or drawn))
+        for_transforms, for_poison = (self._random(purpose, round, worker) for purpose in purposes)
+        taken = dict.fromkeys(name for transform in transforms for name in transform.takes if name != "images")
 
-        def alter(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            if view is not None:
-                inputs = view(images=inputs, generator=augmentation)
-            for one in augment:
-                inputs = one(images=inputs, generator=augmentation)
+        def alter(inputs: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
+            given = {name: for_transforms[name](step) for name in taken}
+            for transform in transforms:
+                inputs = transform(inputs, given)
             if poison is not None:
-                inputs, targets = poison(inputs, targets, classes, poisoning)
+                given = {"inputs": inputs, "targets": targets, "classes": classes}
+                given |= {name: for_poison[name](step) for name in attack.poison_takes if name not in given}
+                inputs, targets = poison(**{name: given[name] for name in attack.poison_takes})
             return in_order(inputs), targets
 
         return alter
+
+    def _random(self, purpose: str, round: int, worker: int) -> dict[str, Callable[[int], Any]]:
+        """By name, functions that give what plugs draw from in a step of a worker's round."""
+        drawn = self._task.seed, purpose, round, worker
+        return {
+            "draws": Draws.of(*drawn, device=self._task.device).steps(),
+            "generator": lambda step: torch_generator(*drawn, step),
+            "rng": lambda step: numpy_generator(*drawn, step),
+        }

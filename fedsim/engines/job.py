@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.aggregation import Pipeline, ServerStep
+from fedsim.augmentation import ImageTransform
 from fedsim.byzantine import BoundAttack
 from fedsim.data import Shards, TensorData
+from fedsim.data.partitions import Transform
 from fedsim.engines.hooks import BoundHook
 from fedsim.errors import ExperimentError, show_bytes
 from fedsim.local import Solver, State
@@ -26,7 +28,6 @@ from fedsim.system.sharing import share
 BufferPolicy = Literal["average", "local", "server", "error"]
 NonFinite = Literal["error", "exclude", "keep"]
 Sync = Literal["parameters", "gradients"]
-Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
 TEST_BATCH_ON_CPU = 250  # faster than 1,000 on a CPU, where it stays in cache
 TEST_BATCH_ON_CARD = 2_000
@@ -100,8 +101,8 @@ class Task:
     byzantine: frozenset[int]
     server: ServerStep
     buffers: BufferPolicy
-    augment: tuple[Augmentation, ...]
-    transforms: Sequence[Augmentation | None] | None  # how each worker sees its samples, if they differ in that
+    augment: tuple[ImageTransform, ...]
+    transforms: Sequence[Transform | None] | None  # how each worker sees its samples, if they differ in that
     device: torch.device
     precision: Precision
     compile: bool  # forward pass and loss of training

@@ -23,6 +23,7 @@ class Lot(NamedTuple):
     """Batches of one step, for some members of a stack.
 
     Attributes:
+        step: number of the step, from 0 at the start of the members' work.
         members: their places in the stack, [m]: a range, or a list where they do not stand side by side.
         sizes: how many samples each has, [m], on the host; `counts` are the same on the device, in a wide type.
         positions: of the samples in the data set, int64 [m, batch]; the batch's first again beyond the size, since even
@@ -30,6 +31,7 @@ class Lot(NamedTuple):
         weights: of the samples in the loss, [m, batch]: one over the size, and 0 beyond it.
     """
 
+    step: int
     members: range | list[int]
     sizes: np.ndarray
     counts: Tensor
@@ -51,6 +53,7 @@ class Lot(NamedTuple):
             these = np.flatnonzero(self.sizes == size).tolist()
             lots.append(
                 Lot(
+                    self.step,
                     [self.members[place] for place in these],
                     self.sizes[these],
                     self.counts[these],
@@ -75,7 +78,6 @@ class Stack:
         slots = [member.slot for member in self.members]
         self.slots, self.index = torch.tensor(slots), index_of(slots, task.device)
         self._laps = [feed.lap(member) for member in self.members]
-        self.alterations = [lap.alter for lap in self._laps]
         self._loss_sum = torch.zeros(len(members), dtype=wide_dtype(task.device), device=task.device)
         self._samples = np.zeros(len(members), dtype=np.int64)
 
@@ -101,7 +103,7 @@ class Stack:
                     positions[step, member, : len(batch)] = batch
                     positions[step, member, len(batch) :] = batch[0]
                     sizes[step, member] = len(batch)
-            yield from self._on_device(positions, sizes)
+            yield from self._on_device(start, positions, sizes)
 
     def streams(self, *step: int) -> list[Stream]:
         """For each member the stream from which its layers draw."""
@@ -110,6 +112,13 @@ class Stack:
             round, *moment = member.moment
             streams.append(Stream(task.device, task.seed, "layers", round, member.worker, *moment, *step))
         return streams
+
+    def alter(self, lot: Lot, inputs: Tensor, targets: Tensor) -> None:
+        """Alter the batches of a lot in place, as the experiment has it: inputs [m, batch, ...], targets [m, batch]."""
+        for place, member in enumerate(lot.members):
+            if alter := self._laps[member].alter:
+                step, size = (self.members[member].step or 0) + lot.step, int(lot.sizes[place])
+                inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
 
     def count(self, lot: Lot, losses: Tensor | None = None) -> None:
         """Add up mean losses [m] of a lot, without waiting for the device; None where others do that."""
@@ -128,7 +137,7 @@ class Stack:
         """Of each member, per sample, on the host."""
         return self._loss_sum.cpu().double() / torch.from_numpy(self._samples)
 
-    def _on_device(self, positions: np.ndarray, sizes: np.ndarray) -> Iterator[Lot]:
+    def _on_device(self, start: int, positions: np.ndarray, sizes: np.ndarray) -> Iterator[Lot]:
         device = self._task.device
         on_device, counts = (torch.from_numpy(array).to(device) for array in (positions, sizes))
         inside = torch.arange(positions.shape[2], device=device) < counts.unsqueeze(2)
@@ -136,6 +145,7 @@ class Stack:
         counts = counts.to(self._loss_sum.dtype)
         for step, active in enumerate((sizes > 0).sum(1).tolist()):
             yield Lot(
+                start + step,
                 range(active),
                 sizes[step, :active],
                 counts[step, :active],

@@ -135,10 +135,7 @@ class StackTrainer:
         """What a lot's members train on."""
         self._seat.beat()
         inputs, targets = gather(self._memory.train, lot.positions)
-        for place, member in enumerate(lot.members):
-            if alter := stack.alterations[member]:
-                size = int(lot.sizes[place])
-                inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size])
+        stack.alter(lot, inputs, targets)
         return Batch(inputs, targets, lot.weights, self._factors(lot, streams))
 
     def _factors(self, lot: Lot, streams: Sequence[Stream]) -> list[Tensor]:

@@ -10,12 +10,13 @@ import torch
 
 from fedsim.augmentation import flip, shift
 from fedsim.engines.feed import Feed, Member
-from fedsim.randomness import numpy_generator, torch_generator
+from fedsim.randomness import Draws, numpy_generator, torch_generator
 
 SIZES = [1, 5, 8, 17, 20]
 BATCH = 4
 ROOT = {"aggregate": {"rule": "fltrust", "root_samples": 7}}
 NOISE = {"strategy": "feature_noise", "sigma": 1.0}
+BACKDOOR = {"name": "backdoor", "workers": [2, 4], "value": 9.0, "size": 2, "target": 1}
 FLIPPING = {"name": "label_flipping", "workers": [2, 4]}
 AUGMENT = {"dataset": "tests.engines.zoo:pictures", "augment": ["flip", {"name": "shift", "pixels": 1}]}
 
@@ -108,21 +109,45 @@ def test_only_byzantine_workers_see_poison(prepared):
 
 
 def test_a_worker_s_view_comes_before_augmentation_and_that_before_poison(prepared):
-    """Each stage draws, batch after batch, from the stream of this worker in this round."""
-    backdoor = {"name": "backdoor", "workers": [2, 4], "value": 9.0, "size": 2, "target": 1}
-    task, memory = prepared(seed=5, partition=NOISE, data=AUGMENT, attack=backdoor)
+    """View and augmentations draw one after the other from the stream of this worker, round and step."""
+    task, memory = prepared(seed=5, partition=NOISE, data=AUGMENT, attack=BACKDOOR)
     feed = Feed(task, memory)
     for worker in (1, 2):
-        augmentation, poisoning = torch_generator(5, "augment", 3, worker), numpy_generator(5, "poison", 3, worker)
-        for found, positions in seen_with_positions(feed, worker, 3, 6):
+        draws, poisoning = (Draws.of(5, purpose, 3, worker).steps() for purpose in ("augment", "poison"))
+        for step, (found, positions) in enumerate(seen_with_positions(feed, worker, 3, 6)):
+            of_step = draws(step)
             inputs, targets = memory.train.inputs[positions].double(), memory.train.targets[positions]
-            inputs = task.transforms[worker](images=inputs, generator=augmentation)
-            inputs = shift(flip(inputs, augmentation), augmentation, pixels=1)
+            inputs = task.transforms[worker](images=inputs, draws=of_step)
+            inputs = shift(flip(inputs, of_step), of_step, pixels=1)
             if worker == 2:
-                inputs, targets = task.attack.poison(inputs, targets, 3, poisoning)
+                inputs, targets = task.attack.poison(inputs, targets, 3, poisoning(step))
             assert torch.equal(found[0], inputs)
             assert torch.equal(found[1], targets)
             assert (found[0] == 9.0).any() == (worker == 2)
+
+
+def test_plugs_of_users_may_draw_from_generators_of_the_step(prepared):
+    attack = {"name": "tests.plugs:Relabelled", "workers": [2]}
+    data = {**AUGMENT, "augment": ["tests.plugs:brightened", "tests.plugs:negated"]}
+    task, memory = prepared(seed=5, data=data, attack=attack)
+    for step, (found, positions) in enumerate(seen_with_positions(Feed(task, memory), 2, 3, 6)):
+        inputs = memory.train.inputs[positions].double()
+        factor = torch.rand((), generator=torch_generator(5, "augment", 3, 2, step))
+        assert torch.equal(found[0], -(inputs * factor))
+        assert found[1].tolist() == [numpy_generator(5, "poison", 3, 2, step).integers(3)] * len(positions)
+
+
+def test_samples_as_they_are_looked_at_before_training_draw_for_themselves(prepared):
+    """Not what the same batch draws in training."""
+    task, memory = prepared(partition=NOISE, attack=BACKDOOR)
+    feed = Feed(task, memory)
+    seen = list(feed.samples_seen(4, 3, 7))
+    view, poison = (Draws.of(0, purpose, 3, 4).steps() for purpose in ("losses_view", "losses_poison"))
+    for number, ((inputs, targets), plain) in enumerate(zip(seen, feed.shard(4).batches(7), strict=True)):
+        expected = task.transforms[4](images=plain[0], draws=view(number))
+        expected, labels = task.attack.poison(expected, plain[1], 3, poison(number))
+        assert torch.equal(inputs, expected)
+        assert torch.equal(targets, labels)
 
 
 def test_altered_images_lie_in_memory_as_the_others_do(prepared):
@@ -152,7 +177,6 @@ def assert_same_batch(found, expected):
     assert inputs.stride() == other_inputs.stride()
 
 
-BACKDOOR = {"name": "backdoor", "workers": [2, 4], "value": 9.0, "size": 2, "target": 1}
 ALTERED = {"partition": NOISE, "data": AUGMENT, "attack": BACKDOOR}
 
 

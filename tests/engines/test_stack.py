@@ -40,7 +40,7 @@ def lot_of(sizes, members=None):
     inside = torch.arange(widest + 1) < counts.unsqueeze(1)
     positions = torch.arange(1, len(sizes) * (widest + 1) + 1).view(len(sizes), -1) * inside
     weights = inside / counts.unsqueeze(1)
-    return Lot(members or range(len(sizes)), np.array(sizes), counts.double(), positions, weights)
+    return Lot(0, members or range(len(sizes)), np.array(sizes), counts.double(), positions, weights)
 
 
 def test_members_with_most_steps_stand_first_and_else_in_their_order(stack):
@@ -124,7 +124,19 @@ def test_members_draw_what_they_would_draw_alone(step, stack):
             assert torch.equal(found, torch.rand(5))
 
 
-def test_alterations_stand_with_their_members(stack):
-    made, _ = stack(0, 3, 4, attack={"name": "label_flipping", "workers": [4, 0]})
-    altered = [alteration is not None for alteration in made.alterations]
-    assert altered == [member.worker in (0, 4) for member in made.members] == [False, True, True]
+def test_each_member_s_batches_are_altered_as_if_it_trained_alone(stack, prepared):
+    """Step by step, in whole lots and in lots of one size."""
+    changes = {"partition": {"strategy": "feature_noise"}, "attack": {"name": "label_flipping", "workers": [4, 0]}}
+    memory = prepared(**changes)[1]
+    made, feed = stack(0, 3, 4, **changes)
+    expected = [list(feed.batches_of(member)) for member in made.members]
+    for step, whole in enumerate(made.lots()):
+        assert whole.step == step
+        for lot in (whole, *whole.by_size()):
+            inputs, targets = memory.train.gather(lot.positions.flatten())
+            inputs, targets = (tensor.unflatten(0, lot.positions.shape) for tensor in (inputs, targets))
+            made.alter(lot, inputs, targets)
+            for place, member in enumerate(lot.members):
+                size = lot.sizes[place]
+                assert torch.equal(inputs[place, :size], expected[member][step][0])
+                assert torch.equal(targets[place, :size], expected[member][step][1])

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedsim.data.partitions.sizes import iid
 from fedsim.data.partitions.strategy import Transform, partition_strategy
 from fedsim.errors import ExperimentError
+from fedsim.randomness import Draws
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,10 @@ class GaussianNoise:
 
     variance: float
 
-    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
         if not images.is_floating_point():
             raise ExperimentError(f'partition.strategy = "feature_noise": inputs of {images.dtype} take no noise')
-        noise = torch.randn(images.shape, generator=generator, device=generator.device, dtype=images.dtype)
-        return images + noise.to(images.device).mul_(math.sqrt(self.variance))
+        return images + draws.normal(*images.shape, dtype=images.dtype).mul_(math.sqrt(self.variance))
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rotation:
 
     degrees: float
 
-    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+    def __call__(self, images: Tensor) -> Tensor:
         if images.ndim != 4:
             raise ExperimentError(
                 'partition.strategy = "feature_rotation": needs images [batch, channels, height, width], not '
@@ -67,7 +67,7 @@ class FeatureNoise:
     Li et al. 2022 (NIID-Bench, "noise-based feature imbalance"). The noise is on inputs as training sees them, that is
     after normalisation, and is drawn anew for every batch.
 
-    Draws: those of `iid`; the noise comes from the generator that a transform is called with.
+    Draws: those of `iid`; the noise is one `draws.normal` for each batch.
 
     Labels [n], result one index array per worker. Cost: O(n), and in training one draw for each number of a batch.
     """

@@ -29,7 +29,7 @@ from fedsim.registry import Registry
 
 partition_strategy = Registry("partition strategy", given=("labels", "n_workers", "rng", "ids", "worker", "by_class"))
 
-Transform = Callable[..., Tensor]  # (images [batch, ...], generator) -> images, by these names, as an augmentation
+Transform = Callable[..., Tensor]  # as an augmentation: takes images [batch, ...] and what it draws from, by name
 
 
 def partition(
@@ -103,8 +103,8 @@ def partition_shards(
 def partition_transforms(n_workers: int, strategy: str, **params: Any) -> list[Transform | None]:
     """How each worker sees its samples under a strategy: one transform per worker, None for one that changes nothing.
 
-    A transform maps `(images [batch, ...], generator)`, passed by these names, to images of the same shape, as
-    augmentations do; it pickles, works on any device, and draws from `generator` alone.
+    A transform maps `images` [batch, ...] to images of the same shape, as an augmentation does. One that draws takes
+    `draws`, or `generator`, by that name, and draws from that alone. A transform pickles, and works on any device.
 
     Raises ExperimentError for an unknown strategy or a wrong parameter.
     """

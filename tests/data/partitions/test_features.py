@@ -6,11 +6,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 import fedsim
+from fedsim.augmentation import ImageTransform
 from fedsim.data.partitions import GaussianNoise, Rotation, partition_strategy
 from fedsim.errors import ExperimentError
-from fedsim.randomness import torch_generator
+from fedsim.randomness import Draws
 
 FEATURES = ["feature_noise", "feature_rotation"]
 
@@ -45,15 +47,15 @@ def test_indices_are_those_of_iid(strategy):
 
 
 @pytest.mark.parametrize("strategy", FEATURES)
-def test_transforms_repeat_with_their_generator_pickle_and_keep_shape_dtype_and_input(strategy, images):
+def test_transforms_repeat_with_their_draws_pickle_and_keep_shape_dtype_and_input(strategy, images):
     before = images.clone()
     for transform in filter(None, fedsim.partition_transforms(8, strategy)):
         again = pickle.loads(pickle.dumps(transform))
         assert again == transform
         for dtype in (torch.float32, torch.float64):
             batch = images.to(dtype)
-            first = transform(images=batch, generator=torch_generator(1, "x"))
-            assert torch.equal(first, again(images=batch, generator=torch_generator(1, "x")))
+            first, second = (ImageTransform.of(t)(batch, {"draws": Draws.of(1, "x")}) for t in (transform, again))
+            assert torch.equal(first, second)
             assert (first.shape, first.dtype, first.device) == (batch.shape, dtype, batch.device)
     assert torch.equal(images, before)
 
@@ -61,26 +63,28 @@ def test_transforms_repeat_with_their_generator_pickle_and_keep_shape_dtype_and_
 def test_noise_grows_from_worker_to_worker_up_to_variance_sigma():
     transforms = fedsim.partition_transforms(4, "feature_noise", sigma=0.8)
     assert transforms == [GaussianNoise(v) for v in (0.8 * 1 / 4, 0.8 * 2 / 4, 0.8 * 3 / 4, 0.8 * 4 / 4)]
-    generator, zeros = torch_generator(0, "x"), torch.zeros(1000, 1, 10, 10, dtype=torch.double)
+    draws, zeros = Draws.of(0, "x"), torch.zeros(1000, 1, 10, 10, dtype=torch.double)
     for number, transform in enumerate(transforms, start=1):
-        noise = transform(images=zeros, generator=generator)
+        noise = transform(images=zeros, draws=draws)
         assert float(noise.mean()) == pytest.approx(0, abs=0.01)
         assert float(noise.var()) == pytest.approx(0.8 * number / 4, rel=0.03)
+        distribution = stats.norm(scale=math.sqrt(0.8 * number / 4))
+        assert stats.kstest(noise.flatten()[:20_000].numpy(), distribution.cdf).pvalue > 0.01
 
 
 def test_noise_is_drawn_anew_for_each_batch_and_added_to_it(images):
-    generator, noise = torch_generator(0, "x"), GaussianNoise(0.25)
-    first, second = (noise(images=images, generator=generator) for _ in range(2))
+    draws, noise = Draws.of(0, "x"), GaussianNoise(0.25)
+    first, second = (noise(images=images, draws=draws) for _ in range(2))
     assert not torch.equal(first, second)
-    expected = 0.5 * torch.randn(images.shape, generator=torch_generator(0, "x"), dtype=torch.double)
+    expected = 0.5 * Draws.of(0, "x").normal(*images.shape, dtype=torch.double)
     assert torch.allclose(first - images, expected, rtol=0, atol=1e-12)
 
 
 def test_noise_is_for_inputs_of_any_shape_but_not_for_tokens():
     noise = GaussianNoise(1.0)
-    assert noise(images=torch.zeros(5, 7), generator=torch.Generator()).shape == (5, 7)
+    assert noise(images=torch.zeros(5, 7), draws=Draws.of(0, "x")).shape == (5, 7)
     with pytest.raises(ExperimentError, match='"feature_noise": inputs of torch.int64 take no noise'):
-        noise(images=torch.zeros(5, 7, dtype=torch.long), generator=torch.Generator())
+        noise(images=torch.zeros(5, 7, dtype=torch.long), draws=Draws.of(0, "x"))
 
 
 def test_groups_of_workers_are_runs_turned_by_equal_steps():
@@ -96,20 +100,20 @@ def test_groups_of_workers_are_runs_turned_by_equal_steps():
 
 @pytest.mark.parametrize("degrees", [90, 180, 270, 360, -90, 450])
 def test_quarter_turns_of_squares_are_exact(images, degrees):
-    turned = Rotation(degrees)(images=images, generator=torch.Generator())
+    turned = Rotation(degrees)(images=images)
     assert torch.equal(turned, torch.rot90(images, degrees // 90, (2, 3)))
 
 
 def test_a_quarter_turn_is_counter_clockwise():
     image = torch.tensor([[1.0, 2], [3, 4]]).view(1, 1, 2, 2)
-    assert Rotation(90)(images=image, generator=torch.Generator()).view(2, 2).tolist() == [[2, 4], [1, 3]]
+    assert Rotation(90)(images=image).view(2, 2).tolist() == [[2, 4], [1, 3]]
 
 
 @pytest.mark.parametrize("shape", [(9, 9), (8, 8), (7, 10), (12, 5)])
 @pytest.mark.parametrize("degrees", [30.0, 45.0, 90.0, 137.0, 180.0, 270.0, 300.0, -17.0])
 def test_any_turn_is_bilinear_with_zeros_from_outside(shape, degrees):
     images = torch.randn(2, 3, *shape, dtype=torch.double, generator=torch.Generator().manual_seed(1))
-    turned = Rotation(degrees)(images=images, generator=torch.Generator())
+    turned = Rotation(degrees)(images=images)
     for image, result in zip(images.flatten(0, 1), turned.flatten(0, 1), strict=True):
         assert np.allclose(result.numpy(), rotated(image.numpy(), degrees), rtol=0, atol=1e-9)
 
@@ -117,12 +121,12 @@ def test_any_turn_is_bilinear_with_zeros_from_outside(shape, degrees):
 def test_the_memory_format_is_kept(images):
     batch = images.contiguous(memory_format=torch.channels_last)
     for transform in (Rotation(90), Rotation(45), GaussianNoise(1.0)):
-        assert transform(images=batch, generator=torch.Generator()).stride() == batch.stride()
+        assert ImageTransform.of(transform)(batch, {"draws": Draws.of(0, "x")}).stride() == batch.stride()
 
 
 def test_only_images_can_be_turned():
     with pytest.raises(ExperimentError, match=r"needs images \[batch, channels, height, width\], not .*\(5, 7\)"):
-        Rotation(90)(images=torch.zeros(5, 7), generator=torch.Generator())
+        Rotation(90)(images=torch.zeros(5, 7))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,12 @@ def test_an_experiment_can_name_them():
 @pytest.mark.gpu
 @pytest.mark.parametrize("transform", [Rotation(90), Rotation(45), GaussianNoise(1.0)])
 def test_a_card_gives_what_the_cpu_gives(transform, images):
-    on_cpu = transform(images=images, generator=torch_generator(0, "x"))
-    on_card = transform(images=images.cuda(), generator=torch_generator(0, "x"))
+    on_cpu = ImageTransform.of(transform)(images, {"draws": Draws.of(0, "x")})
+    on_card = ImageTransform.of(transform)(images.cuda(), {"draws": Draws.of(0, "x", device="cuda")})
     assert on_card.is_cuda
     assert torch.allclose(on_card.cpu(), on_cpu, rtol=0, atol=1e-9)
+
+
+def test_a_transform_with_an_argument_that_nobody_passes_is_refused():
+    with pytest.raises(ExperimentError, match=r"the argument noise is not one that fedsim passes \(images, draws, gen"):
+        ImageTransform.of(lambda images, noise: images)
