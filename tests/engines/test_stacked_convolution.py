@@ -1,39 +1,129 @@
-"""All ways of convolving a stack agree with one row after another."""
+"""All ways of convolving a stack agree with one row after another, and the table of the fastest ways is a good one."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim.engines.stacked_convolution import Options, grouped, one_by_one, stacked_convolution
+from fedsim.engines import stacked_convolution as module
+from fedsim.engines.stacked_convolution import WAYS, Options, Shape, fastest_way, stacked_convolution
 
-K, BATCH = 3, 2
+K, BATCH = 3, 4
 CASES = {  # convolution, channels, size, kernels, bias, options
     "plain": (F.conv2d, 2, (6, 7), (4, 2, 3, 3), True, Options()),
-    "no bias, padded": (F.conv2d, 2, (6, 7), (4, 2, 3, 3), False, Options(padding="same")),
+    "no bias, same": (F.conv2d, 2, (6, 7), (4, 2, 3, 4), False, Options(padding="same", dilation=(1, 2))),
+    "valid": (F.conv2d, 2, (6, 7), (4, 2, 3, 3), True, Options(padding="valid")),
     "groups, strides, dilation": (F.conv2d, 4, (9, 8), (6, 2, 3, 2), True, Options((2, 1), (1, 0), 2, 2)),
+    "windows that leave some inputs out": (F.conv2d, 2, (9, 10), (4, 2, 2, 3), True, Options((4, 5))),
+    "a channel a group": (F.conv2d, 3, (5, 5), (6, 1, 3, 3), True, Options(1, 1, 1, 3)),
+    "one by one pixel": (F.conv2d, 3, (5, 5), (4, 3, 1, 1), True, Options()),
+    "one output": (F.conv2d, 3, (4, 5), (2, 3, 4, 5), False, Options()),
     "one dimension": (F.conv1d, 2, (9,), (4, 2, 3), True, Options(2, 1)),
+    "one dimension, in a tuple": (F.conv1d, 2, (9,), (4, 1, 3), False, Options((2,), (1,), (2,), 2)),
     "three dimensions": (F.conv3d, 2, (4, 5, 6), (4, 2, 2, 2, 2), True, Options(padding=1)),
+    "three dimensions, all different": (
+        *(F.conv3d, 2, (5, 6, 7), (2, 1, 2, 3, 1), True),
+        Options((1, 2, 3), (1, 0, 2), (2, 1, 1), 2),
+    ),
 }
+IMAGES = [case for case, (convolution, *_) in CASES.items() if convolution is F.conv2d]
 
 
-@pytest.mark.parametrize("way", [one_by_one, grouped, stacked_convolution])
-@pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_those_of_each_row_by_itself(case, way):
-    convolution, channels, size, kernels, with_bias, options = CASES[case]
+def tensors(case, channels_last=False):
+    """Inputs, weights and, perhaps, biases of K rows."""
+    _, channels, size, kernels, with_bias, _ = CASES[case]
     generator = torch.Generator().manual_seed(4)
+    shapes = [(K * BATCH, channels, *size), (K, *kernels), (K, kernels[0])][: 3 if with_bias else 2]
+    made = [torch.randn(shape, generator=generator, dtype=torch.double) for shape in shapes]
+    if channels_last:
+        made[0] = made[0].to(memory_format=torch.channels_last)
+    return [tensor.requires_grad_() for tensor in made]
 
-    def random(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.double, requires_grad=True)
 
-    inputs, weight = random(K * BATCH, channels, *size), random(K, *kernels)
-    given = [inputs, weight, random(K, kernels[0])] if with_bias else [inputs, weight]
-    bias = given[2] if with_bias else None
-    expected = torch.cat(
-        [convolution(inputs[2 * k : 2 * k + 2], weight[k], bias[k] if with_bias else None, *options) for k in range(K)]
-    )
-    found = way(convolution, inputs, weight, bias, options)
-    torch.testing.assert_close(found, expected)
+def row_by_row(case, inputs, weight, bias=None):
+    convolution, *_, options = CASES[case]
+    biases = [None] * K if bias is None else bias
+    parts = zip(inputs.chunk(K), weight, biases, strict=True)
+    return torch.cat([convolution(part, kernels, offsets, *options) for part, kernels, offsets in parts])
+
+
+def convolved(way, case, given):
+    convolution, *_, options = CASES[case]
+    inputs, weight, bias = (*given, None)[:3]
+    return way(convolution, inputs, weight, bias, options)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "as the table has it", "windows, sample by sample"])
+@pytest.mark.parametrize(("case", "channels_last"), [*((case, False) for case in CASES), *((c, True) for c in IMAGES)])
+def test_values_and_gradients_are_those_of_each_row_by_itself(case, channels_last, way, monkeypatch):
+    if way == "windows, sample by sample":
+        monkeypatch.setattr(module, "WINDOW_BYTES", 1)
+    way = WAYS.get(way.split(",")[0], stacked_convolution)
+    given = tensors(case, channels_last)
+    found, expected = convolved(way, case, given), row_by_row(case, *given)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad(outputs.sin().sum(), given) for outputs in (found, expected)]
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_the_derivatives_that_are_asked_for_are_made(way):
+    given = tensors("plain")
+    for place, tensor in enumerate(given):
+        (found,) = torch.autograd.grad(convolved(WAYS[way], "plain", given).sin().sum(), tensor)
+        (expected,) = torch.autograd.grad(row_by_row("plain", *given).sin().sum(), tensor)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=lambda text, at=place: f"{at}: {text}")
+    inputs = given[0].detach()
+    assert not convolved(WAYS[way], "plain", [inputs, *(tensor.detach() for tensor in given[1:])]).requires_grad
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_outputs_of_windows_lie_in_memory_as_those_of_pytorch_do(channels_last):
+    given = tensors("plain", channels_last)
+    assert convolved(WAYS["windows"], "plain", given).stride() == row_by_row("plain", *given).stride()
+
+
+def test_windows_of_low_precision_are_multiplied_in_it():
+    given = [tensor.detach().float().requires_grad_() for tensor in tensors("plain")]
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = convolved(WAYS["windows"], "plain", given), row_by_row("plain", *given)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    gradients = [torch.autograd.grad(outputs.float().sum(), given) for outputs in (found, expected)]
+    assert {gradient.dtype for gradient in gradients[0]} == {torch.float32}
+    torch.testing.assert_close(*gradients, rtol=0.05, atol=0.3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_shape_of_a_call_has_the_positions_of_its_output(case):
+    given = tensors(case)
+    inputs, weight = given[:2]
+    shape = Shape.of(inputs, weight, CASES[case][-1])
+    found = row_by_row(case, *given)
+    assert shape.positions == math.prod(found.shape[2:])
+    assert shape.groups * shape.inputs == inputs.shape[1]
+    assert shape.groups * shape.outputs == found.shape[1]
+    assert (shape.rows, shape.batch, shape.kernel) == (K, BATCH, math.prod(weight.shape[3:]))
+
+
+def test_the_table_names_ways_and_the_nearest_shape_decides(monkeypatch):
+    tables = module._tables()
+    assert {"cpu", "cuda"} <= set(tables)
+    assert {way for known in tables.values() for _, way in known} <= set(WAYS)
+    for shape, way in tables["cuda"]:
+        assert fastest_way("cuda", shape) == way
+    near, far = Shape(4, 10, 1, 1, 32, 25, 784), Shape(4, 10, 1, 256, 256, 9, 784)
+    monkeypatch.setattr(module, "_tables", lambda: {"cuda": [(near, "windows"), (far, "one by one")]})
+    assert fastest_way("cuda", near._replace(rows=5, outputs=16)) == "windows"
+    assert fastest_way("cuda", far._replace(inputs=100)) == "one by one"
+    assert fastest_way("xpu", near) == "grouped"
+
+
+def test_a_cpu_convolves_one_row_after_another():
+    assert {way for _, way in module._tables()["cpu"]} == {"one by one"}
+    given = tensors("plain")
+    found = stacked_convolution(F.conv2d, *given, Options())
+    assert torch.equal(found, row_by_row("plain", *given))
