@@ -13,7 +13,7 @@ bits. A key stands for (seed, purpose, coordinates), see `fedsim.randomness.draw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,16 +68,30 @@ def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -
     `convert` maps words [..., 4 m] to numbers [..., m k], with k the same for all m. It is called for one part of the
     words after another, so that the words of a long stream never exist all at once.
     """
-    keys, step, layer = (_tensor(part, stream.keys.device).unsqueeze(-1) for part in stream)
-    zero = torch.zeros((), dtype=torch.int64, device=keys.device)
-    numbers = torch.arange(-(-count // 4), device=keys.device)
-    streams = math.prod(torch.broadcast_shapes(keys.shape, step.shape, layer.shape))
-    at_once = BLOCKS_AT_ONCE if keys.device.type == "cpu" else BLOCKS_AT_ONCE_ON_GPU
-    parts = [
-        convert(torch.stack(blocks((some, step, layer, zero), keys), -1).flatten(-2))
-        for some in numbers.split(max(1, at_once // max(1, streams)))
-    ]
+    numbers = torch.arange(-(-count // 4), device=stream.keys.device)
+    parts = [convert(torch.stack(part, -1).flatten(-2)) for _, part in _in_parts(stream, numbers)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[float]) -> list[Tensor]:
+    """Booleans that are true with a probability, [..., count]: one tensor for each count, from consecutive layers.
+
+    The first is drawn from `stream.layer`, the next from the layer after it. A boolean is true where its word is below
+    round(probability * 2^32), so 0 and 1 are exact. Nothing is copied from the host.
+    """
+    sizes, device = [-(-count // 4) for count in counts], stream.keys.device
+
+    def for_each_block(values: Sequence[int]) -> Tensor:
+        return torch.cat([torch.full((n,), value, device=device) for n, value in zip(sizes, values, strict=True)])
+
+    numbers = torch.cat([torch.arange(size, device=device) for size in sizes])
+    layers, bounds = for_each_block(range(len(counts))), for_each_block([round(p * 2**32) for p in probabilities])
+    parts = [
+        torch.stack([word < bounds[some] for word in part], -1).flatten(-2)
+        for some, part in _in_parts(stream, numbers, layers)
+    ]
+    found = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).split([4 * size for size in sizes], -1)
+    return [part[..., :count] for part, count in zip(found, counts, strict=True)]
 
 
 def uniform(stream: Stream, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -142,6 +156,20 @@ def permutations(stream: Stream, sizes: Tensor, longest: int) -> Tensor:
 
 def _pairs(words: Tensor) -> tuple[Tensor, Tensor]:
     return words[..., ::2], words[..., 1::2]
+
+
+def _in_parts(stream: Stream, numbers: Tensor, layers: Tensor | None = None) -> Iterator[tuple[slice, Words]]:
+    """The words of the blocks with these numbers [n] of each stream, [..., some] for some of the blocks at a time.
+
+    `layers` [n], if given, are added to the layer of the stream.
+    """
+    keys, step, layer = (_tensor(part, stream.keys.device).unsqueeze(-1) for part in stream)
+    zero = torch.zeros((), dtype=torch.int64, device=keys.device)
+    streams = math.prod(torch.broadcast_shapes(keys.shape, step.shape, layer.shape))
+    at_once = (BLOCKS_AT_ONCE if keys.device.type == "cpu" else BLOCKS_AT_ONCE_ON_GPU) // max(1, streams)
+    for start in range(0, max(1, len(numbers)), max(1, at_once)):
+        some = slice(start, start + max(1, at_once))
+        yield some, blocks((numbers[some], step, layer if layers is None else layer + layers[some], zero), keys)
 
 
 def _tensor(part: Tensor | int, device: torch.device) -> Tensor:

@@ -131,30 +131,8 @@ class Draws:
         return words[self._step - first, :count]
 
 
-class Stream:
-    """PyTorch's global generator on `device`, seeded as `seed_everything` does it, but only within `with` blocks.
-
-    From block to block the stream goes on; outside of them the generator is where it was. So several streams can be
-    drawn from in turns, each as if it were alone.
-    """
-
-    def __init__(self, device: torch.device, seed: int, purpose: str, *coordinates: int) -> None:
-        self._generator = _default_generator(device)
-        with self:
-            self._generator.manual_seed(draw_key(seed, purpose, *coordinates))
-
-    def __enter__(self) -> None:
-        self._outside = self._generator.get_state()
-        if hasattr(self, "_inside"):
-            self._generator.set_state(self._inside)
-
-    def __exit__(self, *_: object) -> None:
-        self._inside = self._generator.get_state()
-        self._generator.set_state(self._outside)
-
-
 def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates: int) -> None:
-    """Seed all global generators that a model may draw from: PyTorch's on `device` (dropout), NumPy's and Python's.
+    """Seed all global generators that a model may draw from: PyTorch's on `device`, NumPy's and Python's.
 
     `torch.manual_seed` does PyTorch's part for every backend, and takes a hundred times longer: too long for each step.
     """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedsim import philox
-from fedsim.philox import MASK, Stream, blocks, normal, permutations, to_integers, uniform, words
+from fedsim.philox import MASK, Stream, bernoulli, blocks, normal, permutations, to_integers, uniform, words
 from fedsim.randomness import draw_key
 
 PUBLISHED = [  # kat_vectors of Random123: counter, key, block
@@ -123,3 +123,17 @@ def test_permutations_are_uniform():
     counts = counts[counts > 0].double()
     assert len(counts) == 24
     assert ((counts - 1000) ** 2 / 1000).sum() < 49.7  # 0.999 quantile of chi squared with 23 degrees of freedom
+
+
+def test_booleans_of_several_layers_are_those_of_each_layer_alone(monkeypatch):
+    keys, steps = keys_of(1, 2, 3), torch.tensor([[0], [7]])
+    counts, probabilities = [5, 1, 40, 8], [0.5, 0.0, 0.3, 1.0]
+    found = bernoulli(Stream(keys, steps, 2), counts, probabilities)
+    monkeypatch.setattr(philox, "BLOCKS_AT_ONCE", 18)  # in several parts
+    in_parts = bernoulli(Stream(keys, steps, 2), counts, probabilities)
+    for layer, (count, probability) in enumerate(zip(counts, probabilities, strict=True)):
+        expected = words(Stream(keys, steps, 2 + layer), count) < round(probability * 2**32)
+        assert torch.equal(found[layer], expected)
+        assert torch.equal(in_parts[layer], expected)
+    assert not found[1].any()
+    assert found[3].all()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fedsim.randomness import (
-    Stream,
     draw_key,
     numpy_generator,
     random_state_kept,
@@ -70,58 +69,6 @@ def test_the_global_random_state_is_put_back_even_after_an_error():
     with pytest.raises(ZeroDivisionError):
         draw_and_fail()
     assert states() == before
-
-
-@pytest.fixture
-def streams():
-    """Two streams on the CPU, of the workers 3 and 4 in round 1."""
-    return [Stream(torch.device("cpu"), 0, "layers", 1, worker) for worker in (3, 4)]
-
-
-def drawn_alone(worker, *sizes):
-    with random_state_kept(torch.device("cpu")):
-        seed_everything(torch.device("cpu"), 0, "layers", 1, worker)
-        return [torch.rand(size) for size in sizes]
-
-
-def test_streams_that_are_drawn_from_in_turns_go_on_as_if_each_were_alone(streams):
-    found = {0: [], 1: []}
-    for size in (5, 1, 20):
-        for place, stream in enumerate(streams):
-            with stream:
-                found[place].append(torch.rand(size))
-    for place, worker in enumerate((3, 4)):
-        assert all(map(torch.equal, found[place], drawn_alone(worker, 5, 1, 20)))
-    assert not torch.equal(found[0][0], found[1][0])
-
-
-def test_a_stream_gives_the_dropout_that_seeding_gives(streams):
-    ones = torch.ones(100)
-    with streams[0]:
-        found = torch.nn.functional.dropout(ones)
-    with random_state_kept(torch.device("cpu")):
-        seed_everything(torch.device("cpu"), 0, "layers", 1, 3)
-        assert torch.equal(found, torch.nn.functional.dropout(ones))
-
-
-def test_outside_of_a_stream_the_generator_is_where_it_was_even_after_an_error():
-    before = torch.get_rng_state()
-    stream = Stream(torch.device("cpu"), 0, "layers", 1, 3)
-    assert torch.equal(torch.get_rng_state(), before)
-    first = torch.empty(5)
-
-    def draw_and_fail():
-        with stream:
-            first.copy_(torch.rand(5))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        draw_and_fail()
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.rand(7)  # drawn by others in between
-    with stream:
-        second = torch.rand(20)
-    assert all(map(torch.equal, (first, second), drawn_alone(3, 5, 20)))
 
 
 @pytest.mark.parametrize(("n", "size"), [(10, 3), (10, 10), (1, 1), (1_000_000, 5)])

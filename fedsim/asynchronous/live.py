@@ -14,6 +14,7 @@ from fedsim.asynchronous.server import Server
 from fedsim.asynchronous.track import BEGUN, Track
 from fedsim.engines.barrier import HOLDING, NOTHING, PEN
 from fedsim.engines.crew import Seat
+from fedsim.engines.dropout import RowDropout
 from fedsim.engines.module import RowModule
 from fedsim.engines.station import Station
 from fedsim.errors import ExperimentError
@@ -34,6 +35,7 @@ class LiveRacer(Racer):
         self._begun = track.column(BEGUN)
         self._modules = {slot: RowModule(station.task.new_module) for slot in slots}
         self._objective = Objective(station.task.precision)
+        self._dropout = RowDropout(station.task, station.memory, station.feed)
         self._pulls_buffers = server.has_buffers and server.buffers != "local"
 
     def _go(self, run: int, round: int, leg: Leg) -> None:
@@ -76,6 +78,7 @@ class LiveRacer(Racer):
         gradient, objective, model, device = server.rows[slot], self._objective, module.module, task.device
         pulls_buffers = self._pulls_buffers
         gives_buffers = server.has_buffers and server.buffers != "server"
+        dropout = self._dropout.of(slot, round)
         draws, may_not_be_finite = True, server.nonfinite != "keep"
 
         def step_of(step: int, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
@@ -91,7 +94,8 @@ class LiveRacer(Racer):
                 before = global_states(device) if step == 0 else None
             gradient.zero_()
             written = ended.tolist()
-            loss = objective(model, inputs, targets)
+            with dropout.at(step, len(targets)):
+                loss = objective(model, inputs, targets)
             loss.backward()
             measures.overlapped += any(map(int.__gt__, begun.tolist(), written))
             if step == 0:

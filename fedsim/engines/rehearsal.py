@@ -129,7 +129,7 @@ def _is_coupled(task: Task, memory: Memory, together: Trial, inputs: Tensor, tar
         raise
     except Exception:  # BatchNorm wants more than one
         return True
-    if [d.of_a_sample for d in alone.dropouts] != [d.of_a_sample for d in together.dropouts]:
+    if alone.dropouts != together.dropouts:
         raise not_stackable(OTHER_DROPOUTS)
     trials = [(1, alone), (1, _try(task, torch.cat([inputs[:1], others]), targets))]  # each with the samples it shares
     if len(inputs) > 2:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.engines.dropout import FactorsAhead, layer_key
 from fedsim.engines.feed import Feed, Member
 from fedsim.engines.job import Task
-from fedsim.randomness import Stream
+from fedsim.engines.stacked_operations import Dropout
 from fedsim.rows import index_of
 from fedsim.system.devices import wide_dtype
 
@@ -105,13 +106,16 @@ class Stack:
                     sizes[step, member] = len(batch)
             yield from self._on_device(start, positions, sizes)
 
-    def streams(self, *step: int) -> list[Stream]:
-        """For each member the stream from which its layers draw."""
-        task, streams = self._task, []
-        for member in self.members:
-            round, *moment = member.moment
-            streams.append(Stream(task.device, task.seed, "layers", round, member.worker, *moment, *step))
-        return streams
+    def dropout_factors(self, dropouts: Sequence[Dropout]) -> FactorsAhead:
+        """What these dropouts of the members multiply by, step by step."""
+        task, members = self._task, self.members
+        keys = [layer_key(task.seed, member.round, member.worker) for member in members]
+        first_steps = [member.step or 0 for member in members]
+        on_device = torch.tensor([keys, first_steps], device=task.device)
+        steps = max(map(self._feed.steps_of, members))
+        return FactorsAhead(
+            on_device[0], steps, task.schedule.batch_size, dropouts, task.dtype, first_step=on_device[1]
+        )
 
     def alter(self, lot: Lot, inputs: Tensor, targets: Tensor) -> None:
         """Alter the batches of a lot in place, as the experiment has it: inputs [m, batch, ...], targets [m, batch]."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedsim.engines.compiling import Compilation
 from fedsim.engines.crew import Seat
+from fedsim.engines.dropout import FactorsAhead
 from fedsim.engines.feed import Feed, Member
 from fedsim.engines.graphs import Replays, unsafe
 from fedsim.engines.job import Memory, Task
@@ -20,17 +21,17 @@ from fedsim.engines.scaling import LossScale, zero_where_not
 from fedsim.engines.stack import Lot, Stack
 from fedsim.engines.stack_step import Batch, StackState, StackStep, gather, side_by_side
 from fedsim.engines.stacked_module import StackedModule
-from fedsim.randomness import Stream
 from fedsim.rows import new_rows
 
 LossesOf = Callable[..., tuple[Tensor, list[Tensor]]]
 
 
 class Meeting(NamedTuple):
-    """A stack in a round of synchronous SGD: its members' state, and the batches still to come."""
+    """A stack in a round of synchronous SGD: its members' state, the factors of dropout, and the batches to come."""
 
     stack: Stack
     state: StackState
+    factors: FactorsAhead
     lots: Iterator[Lot]
 
 
@@ -72,18 +73,19 @@ class StackTrainer:
         for stack in self._stacks(members):
             rows = self._memory.global_row.expand(len(stack), -1)
             state = StackState(self._module, rows, {}, self._buffers(stack), self._new_scale(stack))
-            self._meetings.append(Meeting(stack, state, stack.lots()))
+            factors = stack.dropout_factors(self._rehearsal.dropouts)
+            self._meetings.append(Meeting(stack, state, factors, stack.lots()))
 
     def gradients(self, step: int) -> None:
-        for stack, state, lots in self._meetings:
+        for stack, state, ahead, lots in self._meetings:
             whole = next(lots, None)
             if whole is None:
                 continue
             with self._seat.working_on_several(stack.members[0].round):
-                streams = self._streams(stack, step)
+                factors = ahead.of(step, len(whole.members))
                 for lot in self._lots_of(whole):
                     theirs = state.of(lot.places)
-                    losses, gradients = self._step.gradients(theirs, self._batch(stack, lot, streams))
+                    losses, gradients = self._step.gradients(theirs, self._batch(stack, lot, factors))
                     self._give_gradients(stack, lot, theirs, gradients)
                     state.take_back_buffers(theirs)
                     stack.count(lot, losses)
@@ -98,7 +100,7 @@ class StackTrainer:
         self._memory.rows[stack.index_of(lot)] = flat
 
     def part(self) -> None:
-        for stack, state, _ in self._meetings:
+        for stack, state, *_ in self._meetings:
             self._give_buffers(stack, state)
         self._tell_losses([meeting.stack for meeting in self._meetings])
         self._meetings = []
@@ -120,37 +122,25 @@ class StackTrainer:
         in_place = isinstance(stack.index, slice)
         rows = memory.rows[stack.index] if in_place else self._copies(stack)
         state = StackState(self._module, rows, solver.start(rows), self._buffers(stack), self._new_scale(stack))
-        streams = self._streams(stack)
+        ahead = stack.dropout_factors(self._rehearsal.dropouts)
         for whole in stack.lots():
+            factors = ahead.of(whole.step, len(whole.members))
             for lot in self._lots_of(whole):
                 theirs = state.of(lot.places)
-                losses = self._step(theirs, self._batch(stack, lot, streams))
+                losses = self._step(theirs, self._batch(stack, lot, factors))
                 state.take_back(theirs)
                 stack.count(lot, losses)
         if not in_place:
             memory.rows[stack.index] = rows
         self._give_buffers(stack, state)
 
-    def _batch(self, stack: Stack, lot: Lot, streams: Sequence[Stream]) -> Batch:
-        """What a lot's members train on."""
+    def _batch(self, stack: Stack, lot: Lot, factors: Sequence[Tensor]) -> Batch:
+        """What a lot's members train on; `factors` are those of the whole stack's dropouts, [k, batch, ...]."""
         self._seat.beat()
         inputs, targets = gather(self._memory.train, lot.positions)
         stack.alter(lot, inputs, targets)
-        return Batch(inputs, targets, lot.weights, self._factors(lot, streams))
-
-    def _factors(self, lot: Lot, streams: Sequence[Stream]) -> list[Tensor]:
-        """What each dropout multiplies by, [m, batch, ...]: each member's drawn as if it trained alone."""
-        dropouts = self._rehearsal.dropouts
-        factors = [lot.weights.new_zeros(*lot.positions.shape, *dropout.shape) for dropout in dropouts]
-        for place, member in enumerate(lot.members if dropouts else ()):
-            size = int(lot.sizes[place])
-            with streams[member]:
-                for dropout, of_all in zip(dropouts, factors, strict=True):
-                    of_all[place, :size] = dropout.draw(size, like=of_all)
-        return factors
-
-    def _streams(self, stack: Stack, *step: int) -> list[Stream]:
-        return stack.streams(*step) if self._rehearsal.dropouts else []
+        size = lot.positions.shape[1]
+        return Batch(inputs, targets, lot.weights, [of_all[lot.places][:, :size] for of_all in factors])
 
     def _compile(self) -> None:
         """Compile for whole stacks of whole batches; where members have finished, or batches are short, it is not."""

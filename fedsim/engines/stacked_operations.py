@@ -6,7 +6,6 @@ in place of some of them; they are used within vmap alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from fedsim.system.precision import in_autocast_type
 
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
 DROPOUTS = (F.dropout, *FEATURE_DROPOUTS)
+WITHOUT_SAMPLES = {F.dropout1d: 2, F.dropout3d: 4}  # dimensions of an input that is one sample, by PyTorch's reading
 OTHER_DROPOUTS = "which dropouts it calls is not always the same"
 
 
@@ -32,42 +32,25 @@ def not_stackable(reason: str) -> ExperimentError:
 
 @dataclass(frozen=True)
 class Dropout:
-    """One call of a dropout in a forward pass.
+    """One call of a dropout in a forward pass. What it draws: `fedsim.engines.dropout`.
 
     Attributes:
         function: which of `DROPOUTS`.
         p: probability of an element (or a channel) to be zeroed.
         shape: of what it draws for one sample.
-        order: the dimensions of what it draws, samples included, in the order in which they lie in memory.
-        dtype: of what it draws.
     """
 
     function: Callable[..., Tensor]
     p: float
     shape: tuple[int, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
 
     @classmethod
     def of(cls, function: Callable[..., Tensor], inputs: Tensor, p: float) -> Dropout:
-        if function in FEATURE_DROPOUTS:
-            shape, order = (*inputs.shape[1:2], *[1] * (inputs.ndim - 2)), range(inputs.ndim)
-            return cls(function, p, shape, tuple(order), inputs.dtype)
-        strides = torch.empty_like(inputs).stride()  # as PyTorch makes room for what it draws
-        longer = [stride if size > 1 else math.inf for stride, size in zip(strides, inputs.shape, strict=True)]
-        order = sorted(range(inputs.ndim), key=lambda k: -longer[k])
-        return cls(function, p, tuple(inputs.shape[1:]), tuple(order), inputs.dtype)
-
-    @property
-    def of_a_sample(self) -> tuple[Callable[..., Tensor], float, tuple[int, ...]]:
-        """What does not depend on how many samples there are."""
-        return self.function, self.p, self.shape
-
-    def draw(self, samples: int, like: Tensor) -> Tensor:
-        """The factors of a batch [samples, ...], 0 or 1 / (1 - p), as PyTorch draws them from its global generator."""
-        shape = (samples, *self.shape)
-        ones = torch.empty_permuted(shape, self.order, dtype=self.dtype, device=like.device).fill_(1)
-        return self.function(ones, self.p, True)
+        shape = tuple(inputs.shape[1:])
+        if function in FEATURE_DROPOUTS:  # without a dimension of samples, channels stand first
+            channels = shape[:1] if inputs.ndim != WITHOUT_SAMPLES.get(function) else (1,)
+            shape = (*channels, *[1] * (inputs.ndim - 2))
+        return cls(function, p, shape)
 
 
 class Recording(TorchFunctionMode):
@@ -81,6 +64,7 @@ class Recording(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function in DROPOUTS:
             inputs, p, training, _ = _dropout_arguments(*args, **kwargs or {})
+            function(inputs, p, False)  # raises what PyTorch raises for these arguments
             if training and p:
                 self.dropouts.append(Dropout.of(function, inputs, p))
                 self.samples.append(len(inputs))
@@ -92,7 +76,7 @@ class PreparedDropout(TorchFunctionMode):
     """In a forward pass of a stack: dropout by factors that were drawn before. What else is other: see `other`.
 
     Args:
-        factors: for each call of a dropout in turn, as `Dropout.draw` gives them.
+        factors: for each call of a dropout in turn, what it multiplies by, [samples, ...].
     """
 
     def __init__(self, factors: Iterable[Tensor]) -> None:
@@ -106,11 +90,17 @@ class PreparedDropout(TorchFunctionMode):
         inputs, p, training, inplace = _dropout_arguments(*args, **kwargs)
         if not (training and p):
             return inputs
-        factors = next(self._factors, None)
-        if factors is None or factors.shape[:1] != inputs.shape[:1]:
-            raise not_stackable(OTHER_DROPOUTS)
-        factors = factors.to(inputs.dtype)
+        if not 0 < p <= 1:
+            return function(*args, **kwargs)  # raises ValueError
+        factors = self.factors_of(Dropout.of(function, inputs, p), len(inputs)).to(inputs.dtype)
         return inputs.mul_(factors) if inplace else inputs * factors
+
+    def factors_of(self, dropout: Dropout, samples: int) -> Tensor:
+        """What the next call of a dropout multiplies by. Raises ExperimentError where it is not the one foreseen."""
+        factors = next(self._factors, None)
+        if factors is None or len(factors) != samples:
+            raise not_stackable(OTHER_DROPOUTS)
+        return factors
 
     def other(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of any function but dropout."""

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 from fedsim.engines.compiling import Compilation
 from fedsim.engines.crew import Seat
+from fedsim.engines.dropout import RoundDropout, RowDropout
 from fedsim.engines.feed import Batches, Feed, Member
 from fedsim.engines.job import Memory, Task
 from fedsim.engines.module import RowModule, differ
 from fedsim.engines.scaling import LossScale, Scaled, zero_where_not
+from fedsim.engines.stacked_operations import PreparedDropout
 from fedsim.errors import ExperimentError
 from fedsim.local import RowOptimizer
 from fedsim.randomness import seed_everything
@@ -55,6 +58,7 @@ class Partaker:
     member: Member
     module: RowModule
     batches: Batches
+    dropout: RoundDropout
     loss_sum: Tensor
     scale: LossScale | None
     samples: int = 0
@@ -79,6 +83,8 @@ class RowTrainer:
         self._modules = [RowModule(task.new_module)]  # where gradients are aggregated, one for each member
         self._gradient = new_rows(1, memory.rows.shape[1], task.dtype, task.device)[0]
         self._objective = Objective(task.precision)
+        self._dropout = RowDropout(task, memory, feed)
+        self._step_by_step: dict[int, RoundDropout] = {}  # of workers who go step by step
         self.compiled = self._compile() if task.compile else None
         self._partakers = list[Partaker]()
 
@@ -97,7 +103,7 @@ class RowTrainer:
                     module.module,
                     with_heartbeats(self._seat, self._feed.batches_of(member)),
                     optimizer,
-                    backward=partial(self._backward, scale=scale),
+                    backward=partial(self._backward, self._dropout_of(member), count(member.step or 0), scale=scale),
                 )
                 module.give(memory.buffers[slot])
         for slot, tally in tallies.items():  # only now, because reading a number waits for the device
@@ -129,14 +135,15 @@ class RowTrainer:
         device = self._task.device
         module.module.train()
         loss_sum = torch.zeros((), dtype=wide_dtype(device), device=device)
+        dropout = self._dropout.of(member.worker, member.round)
         batches = with_heartbeats(self._seat, self._feed.batches(member.worker, member.round))
-        return Partaker(member, module, batches, loss_sum, self._new_scale())
+        return Partaker(member, module, batches, dropout, loss_sum, self._new_scale())
 
     def _loss_of(self, partaker: Partaker, step: int) -> Tensor:
         """The objective on a partaker's batch of this step, not yet differentiated."""
         assert partaker.batch is not None
         self._seed_layers(partaker.member, partaker.member.round, step)
-        return self._value(partaker.module.module, *partaker.batch)
+        return self._value(partaker.module.module, *partaker.batch, partaker.dropout, step)
 
     def _gradient_of(self, partaker: Partaker, step: int) -> None:
         slot, task = partaker.member.slot, self._task
@@ -152,31 +159,52 @@ class RowTrainer:
         partaker.count(loss)
 
     def _seed_layers(self, member: Member, round: int, *step: int) -> None:
-        """What the layers of a model draw (dropout) goes by the worker and the moment."""
+        """What the layers of a model draw by other means than dropout goes by the worker and the moment."""
         seed_everything(self._task.device, self._task.seed, "layers", round, member.worker, *step)
 
     def _new_scale(self) -> LossScale | None:
         return LossScale((), self._task.device) if self._task.precision.scales_losses else None
 
+    def _dropout_of(self, member: Member) -> RoundDropout:
+        """The dropout of a member's round, kept for its next step where it goes step by step."""
+        worker, round = member.worker, member.round
+        if member.step is None:
+            return self._dropout.of(worker, round, member.steps)
+        if worker not in self._step_by_step or self._step_by_step[worker].round != round:
+            self._step_by_step[worker] = self._dropout.of(worker, round)
+        return self._step_by_step[worker]
+
     def _backward(
-        self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None, *, scale: LossScale | None
+        self,
+        dropout: RoundDropout,
+        steps: Iterator[int],
+        model: nn.Module,
+        inputs: Tensor,
+        targets: Tensor,
+        loss: Loss | None = None,
+        *,
+        scale: LossScale | None,
     ) -> Tensor:
         """Add the gradient of the objective, scaled, to the parameters' `.grad`; returns it without the scale."""
-        value = self._value(model, inputs, targets)
+        value = self._value(model, inputs, targets, dropout, next(steps))
         (value if scale is None else value * scale.of()).backward()
         return value.detach()
 
-    def _value(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        objective = self.compiled if self.compiled and len(inputs) == self._compiled_size else self._objective
-        return objective(model, inputs, targets)
+    def _value(self, model: nn.Module, inputs: Tensor, targets: Tensor, dropout: RoundDropout, step: int) -> Tensor:
+        samples = len(inputs)
+        if self.compiled and self.compiled.refusal is None and samples == self._compiled_size:
+            return self.compiled(model, inputs, targets, dropout.factors(step, samples))
+        with dropout.at(step, samples):
+            return self._objective(model, inputs, targets)
 
     def _compile(self) -> Compilation:
         """Compile for whole batches; others, as the last of an epoch may be, go uncompiled."""
         task, memory = self._task, self._memory
-        self._compiled_size = self._feed.whole_batch()
-        inputs, targets = memory.train.gather(torch.arange(self._compiled_size))
-        compiled = Compilation(self._objective, tells=self._seat.index == 0)
-        compiled.rehearse(partial(_step_of_a_new, task.new_module, inputs, targets), task.device, task.precision)
+        size = self._compiled_size = self._feed.whole_batch()
+        inputs, targets = memory.train.gather(torch.arange(size))
+        kept = [torch.ones(size, *d.shape, dtype=task.dtype, device=task.device) for d in self._dropout.dropouts]
+        compiled = Compilation(partial(_with_dropout, self._objective), tells=self._seat.index == 0)
+        compiled.rehearse(partial(_step_of_a_new, task.new_module, inputs, targets, kept), task.device, task.precision)
         return compiled
 
 
@@ -187,13 +215,25 @@ def with_heartbeats(seat: Seat, batches: Batches) -> Iterator[tuple[Tensor, Tens
         yield batch
 
 
+def _with_dropout(
+    objective: Objective, model: nn.Module, inputs: Tensor, targets: Tensor, factors: list[Tensor]
+) -> Tensor:
+    """The objective with dropout by these factors."""
+    with PreparedDropout(factors):
+        return objective(model, inputs, targets)
+
+
 def _step_of_a_new(
-    make: Callable[[], nn.Module], inputs: Tensor, targets: Tensor, objective: Callable[..., Tensor]
+    make: Callable[[], nn.Module],
+    inputs: Tensor,
+    targets: Tensor,
+    factors: list[Tensor],
+    objective: Callable[..., Tensor],
 ) -> list[Tensor]:
     """The loss of a new module, its gradients, and its buffers afterwards."""
     module = make().train()
     start = copy.deepcopy(module)
-    loss = objective(module, inputs, targets)
+    loss = objective(module, inputs, targets, factors)
     if differ(start, module):
         raise ExperimentError("its training changes attributes or unsaved buffers")
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]

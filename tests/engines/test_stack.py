@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from fedsim.engines import stack as stack_module
+from fedsim.engines.dropout import RowDropout, recorded_dropouts
 from fedsim.engines.feed import Feed, Member
 from fedsim.engines.stack import Lot, Stack
-from fedsim.randomness import random_state_kept, seed_everything
 
-CPU = torch.device("cpu")
 STEPS = [1, 2, 2, 5, 5]  # of shards of 1, 5, 8, 17 and 20 samples, in batches of 4
 
 
@@ -109,19 +108,17 @@ def test_mean_losses_are_per_sample_whoever_takes_part_in_a_lot(stack):
     assert made.mean_losses().dtype == torch.double
 
 
-@pytest.mark.parametrize("step", [(), (4,)])
-def test_members_draw_what_they_would_draw_alone(step, stack):
-    made, _ = stack(1, 3, 4, seed=8)
-    streams = made.streams(*step)
-    assert len(streams) == 3
-    drawn = []
-    for stream in streams:
-        with stream:
-            drawn.append(torch.rand(5))
-    for member, found in zip(made.members, drawn, strict=True):
-        with random_state_kept(CPU):
-            seed_everything(CPU, 8, "layers", 3, member.worker, *step)
-            assert torch.equal(found, torch.rand(5))
+@pytest.mark.parametrize("step", [None, 4])
+def test_members_have_the_dropout_they_have_alone(step, prepared):
+    """Of a whole round, or of one step of it."""
+    task, memory = prepared("dropout", seed=8)
+    dropouts, feed = recorded_dropouts(task, memory, 4), Feed(task, memory)
+    made = Stack([Member(worker, worker, 3, None, step) for worker in (1, 3, 4)], task, feed)
+    of_all = made.dropout_factors(dropouts).of(0, 3)
+    for place, member in enumerate(made.members):
+        alone = RowDropout(task, memory, feed).of(member.worker, 3).factors(step or 0, 4)
+        assert torch.equal(of_all[0][place, :4], alone[0])
+        assert not torch.equal(of_all[0][place], of_all[0][(place + 1) % 3])
 
 
 def test_each_member_s_batches_are_altered_as_if_it_trained_alone(stack, prepared):

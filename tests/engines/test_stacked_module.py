@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedsim.engines.dropout import RowDropout, dropout_factors, layer_key
+from fedsim.engines.feed import Feed
 from fedsim.engines.rehearsal import Rehearsal
 from fedsim.engines.stacked_module import StackedModule
 from fedsim.errors import ExperimentError
@@ -63,7 +67,7 @@ def weights_for(sizes):
 
 
 def alone(module, row, buffers, inputs, targets):
-    """Loss, gradients and buffers of one row in plain PyTorch; dropout draws from the global generator."""
+    """Loss, gradients and buffers of one row in plain PyTorch."""
     layout = Layout.of(module)
     layout.write(row, module)
     layout.write_buffers(buffers, module)
@@ -91,13 +95,12 @@ def compute(kind, batches, sizes, factors=(), merged=False):
     return losses, gradients, packed
 
 
-def assert_every_row_is_as_if_alone(kind, batches, sizes, found, seed=None):
+def assert_every_row_is_as_if_alone(kind, batches, sizes, found, dropout=None):
     (losses, gradients, packed), module = found, made(kind)
     rows, buffers = different_rows(module, len(sizes))
     inputs, targets = batches(kind, sizes)
     for k, size in enumerate(sizes):
-        with random_state_kept(CPU):
-            torch.manual_seed((seed or 0) + k)
+        with contextlib.nullcontext() if dropout is None else dropout.of(k, 1).at(2, size):
             loss, expected, after = alone(module, rows[k], buffers[k], inputs[k, :size], targets[k, :size])
         assert close(losses[k], loss)
         assert close(packed[k], after)
@@ -156,18 +159,16 @@ def test_rows_whose_samples_see_each_other_are_as_if_alone_in_batches_of_one_siz
 
 @pytest.mark.parametrize("kind", DROPOUTS)
 def test_rows_with_dropout_are_as_if_each_had_drawn_alone(kind, batches, prepared):
-    """Factors as they are drawn for each row by itself: short batches of as many samples as they have."""
-    dropouts = Rehearsal.of(*prepared(kind)).dropouts
-    factors = [torch.zeros(len(SIZES), BATCH, *dropout.shape, dtype=torch.double) for dropout in dropouts]
-    assert factors
-    with random_state_kept(CPU):
-        for k, size in enumerate(SIZES):
-            torch.manual_seed(70 + k)
-            for dropout, of_all in zip(dropouts, factors, strict=True):
-                of_all[k, :size] = dropout.draw(size, like=of_all)
+    """Factors drawn for all rows at once, in batches of one size, against each row's own, in short batches."""
+    task, memory = prepared(kind)
+    dropouts = Rehearsal.of(task, memory).dropouts
+    keys = torch.tensor([layer_key(task.seed, 1, k) for k in range(len(SIZES))])
+    factors = [of_step[0] for of_step in dropout_factors(keys, 2, 1, BATCH, dropouts, torch.double)]
     assert any((of_all == 0).any() and (of_all > 1).any() for of_all in factors)
+    dropout = RowDropout(task, memory, Feed(task, memory))
     for merged in {False, kind in MERGED}:
-        assert_every_row_is_as_if_alone(kind, batches, SIZES, compute(kind, batches, SIZES, factors, merged), seed=70)
+        found = compute(kind, batches, SIZES, factors, merged)
+        assert_every_row_is_as_if_alone(kind, batches, SIZES, found, dropout)
 
 
 @pytest.mark.parametrize("count", [0, 2])

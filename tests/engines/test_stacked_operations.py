@@ -1,4 +1,4 @@
-"""Dropout drawn as PyTorch draws it, and what takes the place of PyTorch's own operations under vmap."""
+"""Dropouts recorded and multiplied in, and what takes the place of PyTorch's own operations under vmap."""
 
 from __future__ import annotations
 
@@ -12,77 +12,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import vmap
 
-from fedsim.engines.stacked_operations import Dropout, Recording, Substitutes
+from fedsim.engines.stacked_operations import Recording, Substitutes
 from fedsim.errors import ExperimentError
 from fedsim.randomness import random_state_kept
 
 CPU = torch.device("cpu")
 IMAGES = (3, 4, 6, 5)
-INPUTS = {
-    "a matrix": lambda: torch.ones(3, 7),
-    "images": lambda: torch.ones(IMAGES),
-    "channels_last": lambda: torch.ones(IMAGES).contiguous(memory_format=torch.channels_last),
-    "one channel, channels_last": lambda: torch.ones(3, 1, 6, 5).contiguous(memory_format=torch.channels_last),
-    "transposed": lambda: torch.ones(3, 7, 5).transpose(1, 2),
-    "samples second": lambda: torch.ones(7, 3, 5).transpose(0, 1),
-    "a slice": lambda: torch.ones(3, 8, 5)[:, ::2],
-    "expanded": lambda: torch.ones(3, 1, 5).expand(3, 6, 5),
-    "one sample": lambda: torch.ones(1, 4, 5),
-}
 
 
 @pytest.fixture(autouse=True)
 def random_state():
     with random_state_kept(CPU):
         yield
-
-
-def seeded(draw):
-    torch.manual_seed(5)
-    return draw()
-
-
-@pytest.mark.parametrize("p", [0.3, 1.0])
-@pytest.mark.parametrize("kind", INPUTS)
-def test_factors_are_what_pytorch_multiplies_by(kind, p):
-    inputs = INPUTS[kind]()
-    expected = seeded(lambda: F.dropout(inputs, p))
-    dropout = Dropout.of(F.dropout, inputs, p)
-    assert torch.equal(seeded(lambda: dropout.draw(len(inputs), like=inputs)), expected)
-    assert set((expected * (1 - p)).round(decimals=5).unique().tolist()) == ({0.0, 1.0} if p < 1 else {0.0})
-
-
-@pytest.mark.parametrize(
-    ("function", "shape"),
-    [(F.dropout1d, (3, 8, 5)), (F.dropout2d, IMAGES), (F.dropout3d, (3, 8, 4, 2, 2))],
-)
-def test_factors_of_channels_are_drawn_once_for_each(function, shape):
-    inputs = torch.ones(shape)
-    expected = seeded(lambda: function(inputs, 0.4))
-    dropout = Dropout.of(function, inputs, 0.4)
-    factors = seeded(lambda: dropout.draw(3, like=inputs))
-    assert factors.shape == (3, shape[1], *[1] * (len(shape) - 2))
-    assert torch.equal(inputs * factors, expected)
-
-
-@pytest.mark.parametrize("kind", ["a matrix", "images", "channels_last", "transposed"])
-def test_what_is_known_of_a_few_samples_draws_for_any_number(kind):
-    dropout = Dropout.of(F.dropout, INPUTS[kind](), 0.3)
-    more = INPUTS[kind]().repeat_interleave(4, dim=0)
-    if kind in ("channels_last", "transposed"):
-        more = more.transpose(1, -1).contiguous().transpose(1, -1)
-        if kind == "channels_last":
-            more = more.contiguous(memory_format=torch.channels_last)
-    expected = seeded(lambda: F.dropout(more, 0.3))
-    assert torch.equal(seeded(lambda: dropout.draw(12, like=more)), expected)
-
-
-def test_draws_follow_one_another_as_the_calls_do():
-    inputs = torch.ones(4, 9)
-    first, second = Dropout.of(F.dropout, inputs, 0.5), Dropout.of(F.dropout, inputs, 0.2)
-    expected = seeded(lambda: [F.dropout(inputs, 0.5), F.dropout(inputs, 0.2)])
-    found = seeded(lambda: [dropout.draw(4, like=inputs) for dropout in (first, second)])
-    assert all(map(torch.equal, found, expected))
 
 
 class Twice(nn.Module):

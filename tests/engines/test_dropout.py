@@ -1,0 +1,229 @@
+"""Dropout by counter-based draws: its definition, what it does to inputs, and its statistics."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fedsim
+from fedsim.engines.dropout import (
+    BLOCKS_OF_A_STACK,
+    FactorsAhead,
+    RowDropout,
+    dropout_factors,
+    layer_key,
+    recorded_dropouts,
+)
+from fedsim.engines.feed import Feed
+from fedsim.engines.stacked_operations import Dropout
+from fedsim.philox import blocks
+from fedsim.randomness import draw_key
+
+SEEN: list[torch.Tensor] = []  # what dropout made of ones, in `Seeing`
+
+
+class Seeing(nn.Module):
+    """Shows what dropout makes of ones: of elements, of channels, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(784, 10)
+        self.drops = nn.ModuleList([nn.Dropout(0.5), nn.Dropout2d(0.3), nn.Dropout(0.2, inplace=True)])
+
+    def forward(self, images):
+        shapes = (7,), (3, 2, 5), (4, 2)
+        SEEN.extend(drop(images.new_ones(len(images), *s)) for drop, s in zip(self.drops, shapes, strict=True))
+        return self.linear(images.flatten(1))
+
+
+@functools.cache
+def word(key, number, step, layer):
+    """One word by the definition: of block number // 4 of the stream."""
+    counter = (torch.tensor(value) for value in (number // 4, step, layer, 0))
+    return int(blocks(tuple(counter), torch.tensor(key))[number % 4])
+
+
+def factors_by_definition(worker, step, layer, samples, shape, p):
+    """[samples, ...], one number at a time."""
+    key, count = draw_key(3, "layers", 1, worker), samples * math.prod(shape)
+    kept = [word(key, number, step, layer) < round((1 - p) * 2**32) for number in range(count)]
+    return torch.tensor(kept).float().view(samples, *shape) / (1 - p)
+
+
+def test_masks_are_those_of_the_definition():
+    """Two workers of 5 samples, in batches of 3 and 2: two steps each."""
+    SEEN.clear()
+    fedsim.run(
+        {
+            **{"model": f"{__name__}:Seeing", "engine": "serial", "workers": 2, "rounds": 1, "seed": 3},
+            **{"data": {"dataset": "tests.plugs:tiny", "train": 10}, "local": {"batch_size": 3}},
+        }
+    )
+    drops = Seeing().drops
+    found = [mask for mask in SEEN if not bool((mask == 1).all())]  # else of a test, or of the recorded forward pass
+    assert len(found) == 12
+    for call, mask in enumerate(found):
+        worker, step, layer = call // 6, call // 3 % 2, call % 3
+        samples, p = (3, 2)[step], drops[layer].p
+        shape = ((7,), (3, 1, 1), (4, 2))[layer]
+        expected = factors_by_definition(worker, step, layer, samples, shape, p).expand_as(mask)
+        assert torch.allclose(mask, expected, rtol=1e-6, atol=0)
+
+
+IMAGES = (3, 4, 6, 5)
+CALLS = {
+    "elements": (F.dropout, torch.rand(IMAGES), IMAGES[1:]),
+    "channels_last": (F.dropout, torch.rand(IMAGES).contiguous(memory_format=torch.channels_last), IMAGES[1:]),
+    "a transposed tensor": (F.dropout, torch.rand(3, 7, 5).transpose(1, 2), (5, 7)),
+    "lines": (F.dropout1d, torch.rand(3, 8, 5), (8, 1)),
+    "lines of one sample": (F.dropout1d, torch.rand(3, 5), (1,)),
+    "channels": (F.dropout2d, torch.rand(IMAGES), (4, 1, 1)),
+    "volumes": (F.dropout3d, torch.rand(3, 4, 2, 2, 2), (4, 1, 1, 1)),
+    "volumes of one sample": (F.dropout3d, torch.rand(3, 2, 2, 2), (1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("p", [0.4, 1.0])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared):
+    function, inputs, shape = CALLS[name]
+    task, memory = prepared("dropout")
+    dropout = RowDropout(task, memory, Feed(task, memory)).of(worker=4, round=2)
+    given = inputs.clone(memory_format=torch.preserve_format)
+    with dropout.at(3, len(inputs)):
+        found = function(given, p, True, inplace)
+    wanted = Dropout.of(function, inputs, p)
+    assert wanted.shape == shape
+    key = torch.tensor([layer_key(task.seed, 2, 4)])
+    (factors,) = dropout_factors(key, 3, 1, len(inputs), [wanted], torch.double)
+    assert torch.allclose(found, inputs * factors[0, 0].float())
+    assert (found is given) == inplace
+
+
+@pytest.mark.parametrize("p", [1.5, -0.5])
+def test_a_wrong_probability_is_refused_as_pytorch_refuses_it(p, prepared):
+    task, memory = prepared("dropout")
+    dropout = RowDropout(task, memory, Feed(task, memory)).of(worker=4, round=2)
+    with pytest.raises(ValueError, match="has to be between 0 and 1"), dropout.at(0, 4):
+        F.dropout(torch.ones(4, 5), p)
+
+
+def test_steps_drawn_ahead_are_those_drawn_one_by_one():
+    dropouts = [Dropout(F.dropout, 0.5, (7, 3)), Dropout(F.dropout2d, 0.2, (4, 1, 1))]
+    keys, starts = torch.tensor([5, 6, 7]), torch.tensor([0, 2, 9])
+    made = keys, 20, 8, dropouts, torch.double
+    ahead = FactorsAhead(*made, first_step=starts)
+    for step, rows in [(0, 3), (1, 3), (4, 2), (3, 1), (19, 1), (2, 3), (25, 2)]:
+        found = ahead.of(step, rows)
+        for row in range(rows):
+            expected = dropout_factors(keys[row : row + 1], int(starts[row]) + step, 1, 8, dropouts, torch.double)
+            for of_all, alone in zip(found, expected, strict=True):
+                assert len(of_all) == rows
+                assert torch.equal(of_all[row], alone[0, 0])
+
+
+def test_few_calls_draw_for_many_steps(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "fedsim.engines.dropout.dropout_factors",
+        lambda keys, first, steps, *rest: drawn.append(steps) or dropout_factors(keys, first, steps, *rest),
+    )
+    ahead = FactorsAhead(torch.tensor([5, 6]), 100, 8, [Dropout(F.dropout, 0.5, (64,))], torch.float)
+    for step in range(100):
+        ahead.of(step, 2)
+    assert sum(drawn) == 100
+    assert drawn[0] == BLOCKS_OF_A_STACK // (2 * 8 * 64 // 4) == 128 or drawn == [100]
+
+
+def test_a_first_step_may_be_a_tensor():
+    """As in a captured graph, which reads it when it is replayed."""
+    dropouts, keys = [Dropout(F.dropout, 0.5, (9,))], torch.tensor([3, 4])
+    (found,) = dropout_factors(keys, torch.tensor(6), 2, 5, dropouts, torch.float)
+    (expected,) = dropout_factors(keys, 6, 2, 5, dropouts, torch.float)
+    assert found.shape == (2, 2, 5, 9)
+    assert torch.equal(found, expected)
+
+
+# Which calls a model has
+
+
+class Recomputing(nn.Module):
+    """Computes dropout once more in the backward pass, where nobody can know which call it is."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(784, 16), nn.Linear(16, 10), reentrant
+
+    def forward(self, images):
+        hidden = self.first(images.flatten(1))
+        if self.training:
+            hidden = checkpoint(self.dropped, hidden, use_reentrant=self.reentrant)
+        return self.last(hidden)
+
+    def dropped(self, hidden):
+        SEEN.append(F.dropout(torch.ones_like(hidden), 0.5))
+        return hidden * SEEN[-1]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_has_the_same_mask_in_both_passes(reentrant):
+    SEEN.clear()
+    tables = {"workers": 2, "rounds": 1, "engine": "serial", "local": {"batch_size": 3}}
+    data = {"dataset": "tests.plugs:tiny", "train": 6}
+    fedsim.run({**tables, "data": data, "model": {"name": f"{__name__}:Recomputing", "reentrant": reentrant}})
+    passes = SEEN[-4:]
+    assert all(torch.equal(passes[step], passes[step + 1]) for step in (0, 2))
+    assert not torch.equal(passes[0], passes[2])
+
+
+def test_calls_are_recorded_once_and_models_without_any_run_without_a_mode(prepared):
+    for kind, count in (("dropout", 1), ("dropout twice", 2), ("convolution", 0), ("alpha dropout", 0)):
+        task, memory = prepared(kind)
+        assert len(recorded_dropouts(task, memory, 4)) == count
+    dropout = RowDropout(*prepared("convolution"), Feed(*prepared("convolution"))).of(0, 1)
+    with dropout.at(0, 4):
+        assert torch._C._len_torch_function_stack() == 0
+
+
+# Statistics
+
+
+def masks(keys, steps, samples, elements, p=0.3):
+    """Whether kept: [steps, k, samples, elements]."""
+    (factors,) = dropout_factors(keys, 0, steps, samples, [Dropout(F.dropout, p, (elements,))], torch.double)
+    return factors > 0
+
+
+def test_the_share_that_is_kept_is_right_in_every_layer():
+    keys = torch.tensor([layer_key(0, 1, worker) for worker in range(20)])
+    dropouts = [Dropout(F.dropout, p, (250,)) for p in (0.1, 0.5, 0.9)]
+    for factors, dropout in zip(dropout_factors(keys, 0, 5, 16, dropouts, torch.double), dropouts, strict=True):
+        kept, n = (factors > 0).double(), factors.numel()
+        assert abs(float(kept.mean()) - (1 - dropout.p)) < 4 * math.sqrt(dropout.p * (1 - dropout.p) / n)
+        assert abs(float(factors.mean()) - 1) < 4 * math.sqrt(dropout.p / (1 - dropout.p) / n)
+
+
+@pytest.mark.parametrize("dimension", range(4), ids=["steps", "workers", "samples", "elements"])
+def test_neighbours_are_not_correlated(dimension):
+    keys = torch.tensor([layer_key(0, 1, worker) for worker in range(12)])
+    kept = masks(keys, 12, 12, 100).double()
+    kept = (kept - kept.mean()) / kept.std()
+    pairs = kept.narrow(dimension, 0, kept.shape[dimension] - 1) * kept.narrow(dimension, 1, kept.shape[dimension] - 1)
+    assert abs(float(pairs.mean())) < 4 / math.sqrt(pairs.numel())
+
+
+def test_layers_rounds_and_seeds_are_not_correlated():
+    first = masks(torch.tensor([layer_key(0, 1, 5)]), 10, 32, 100)
+    others = [masks(torch.tensor([layer_key(*of)]), 10, 32, 100) for of in ((0, 2, 5), (1, 1, 5))]
+    pattern = [Dropout(F.dropout, 0.3, (100,))] * 2
+    others.append(dropout_factors(torch.tensor([layer_key(0, 1, 5)]), 0, 10, 32, pattern, torch.double)[1] > 0)
+    for other in others:
+        pair = torch.stack([first.flatten(), other.flatten()]).double()
+        assert abs(float(pair.corrcoef()[0, 1])) < 4 / math.sqrt(first.numel())
