@@ -12,7 +12,7 @@ import sys
 import tempfile
 from functools import partial
 
-from benchmarks.gpu.cases import Case, Context, Facts, check, need_gpu
+from benchmarks.gpu.cases import Case, Context, Facts, NotApplicableError, check, need_gpu
 
 SURROUNDINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS")
 QUERY = "name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,power.limit,compute_mode,mig.mode.current"
@@ -79,6 +79,8 @@ def mnist() -> Facts:
 def nvidia_smi(context: Context) -> Facts:
     need_gpu(context)
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        raise NotApplicableError("there is no nvidia-smi")
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     return dict(zip(QUERY.split(","), done.stdout.splitlines()[0].split(", "), strict=False))
 

@@ -78,6 +78,8 @@ def rounds_of_engine(context: Context, name: str, *, engine: str) -> Facts:
         need_gpu(context)
     rounds = SLOW_ROUNDS if context.quick or engine == "serial" else ROUNDS[name]
     settings: list[Any] = []
+    if context.on_gpu:
+        torch.cuda.reset_peak_memory_stats(context.device)
     started = time.perf_counter()
     result = fedsim.run(experiment_of(context, name, *ENGINES[engine], rounds=rounds), on_start=settings.append)
     run_seconds = time.perf_counter() - started
@@ -88,7 +90,7 @@ def rounds_of_engine(context: Context, name: str, *, engine: str) -> Facts:
         **{"first_round_ms": milliseconds([sum(seconds[0].values())]), "phases_ms": phases},
         **{"run_seconds": round(run_seconds, 2), "accuracy": result.test_accuracy},
         "how": {key: settings[0].how[key] for key in HOW if key in settings[0].how},
-        **({"device_mib": round(torch.cuda.max_memory_allocated() / 2**20)} if context.on_gpu else {}),
+        **({"device_mib": round(torch.cuda.max_memory_allocated(context.device) / 2**20)} if context.on_gpu else {}),
     }
 
 
