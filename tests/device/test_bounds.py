@@ -1,0 +1,167 @@
+"""Kernel launches and host waits of the workloads of benchmarks/cross_device.py, in small. The bounds may only fall.
+
+Counted is a round after the first, in which graphs are captured. What a step takes is the difference between rounds of
+few and of many steps; what is left is what a round takes. Of each aggregation rule: see test_aggregation_counts.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.engines.stacked_module import StackedModule
+from fedsim.engines.station import Station
+from tests.device.agreement import ENGINES
+from tests.device.pretend import Counts, pretend_gpu, upload
+
+FEW, MANY = 2, 6  # steps of a round: what differs between the two is what steps take
+
+
+class Workload(NamedTuple):
+    """A workload with fewer samples: launches depend on the model and on the number of workers alone."""
+
+    model: str
+    workers: int
+    batch_size: int
+
+    def tables(self, steps: int) -> dict:
+        samples = self.workers * self.batch_size
+        return {
+            "rounds": 2,
+            "workers": self.workers,
+            "model": self.model,
+            "data": {"dataset": "tests.plugs:tiny", "train": samples},
+            "partition": "contiguous",
+            "local": {"batch_size": self.batch_size, "steps": steps, "momentum": 0.5},
+            "device": "cuda",
+            **ENGINES["batched"],
+        }
+
+
+WORKLOADS = {"w1": Workload("net", 4, 8), "w2": Workload("cnn", 3, 1), "w3": Workload("2nn", 100, 2)}
+
+
+class Bound(NamedTuple):
+    """At most so many."""
+
+    launches: float  # by the host; a replay of a graph is one
+    waits: float
+    in_graphs: float = 0
+
+
+NO_STEP = Bound(0, 0)
+BOUNDS: dict[str, dict[str, tuple[Bound, Bound]]] = {  # by workload and method of a station: of a round, and of a step
+    "w1": {
+        "pull_down": (Bound(1, 1), NO_STEP),
+        "train": (Bound(8, 4), Bound(96, 0)),  # the target of a step is 5, in a graph
+        "aggregate": (Bound(10, 2), NO_STEP),
+        "test": (Bound(26, 2), NO_STEP),
+    },
+    "w2": {
+        "pull_down": (Bound(1, 1), NO_STEP),
+        "train": (Bound(14, 4), Bound(10, 0, 48)),
+        "aggregate": (Bound(10, 2), NO_STEP),
+        "test": (Bound(25, 2), NO_STEP),
+    },
+    "w3": {
+        "pull_down": (Bound(1, 1), NO_STEP),
+        "train": (Bound(14, 4), Bound(10, 0, 37)),
+        "aggregate": (Bound(10, 2), NO_STEP),
+        "test": (Bound(21, 2), NO_STEP),
+    },
+}
+NOT_CAPTURED = {"w1": Bound(96, 0), "w2": Bound(47, 0), "w3": Bound(36, 0)}  # a step
+OF_GRADIENTS = {  # a step beyond the model's own; the target is 12 launches and no wait
+    "w1": Bound(59, 1),
+    "w2": Bound(17, 1),
+    "w3": Bound(17, 1),
+}
+LARGE = {  # an aggregation of 10 rows of 1,663,370 numbers
+    "weighted_mean": Bound(10, 1),
+    "meamed": Bound(30, 2),  # the target is 1 wait
+}
+
+
+@pytest.fixture(scope="module")
+def phases():
+    """Counts of the last round of a workload, by method of a station; found once for each run."""
+    done: dict = {}
+
+    def of(workload: str, steps: int, **changes) -> dict[str, Counts]:
+        key = workload, steps, *sorted(changes.items())
+        if key not in done:
+            done[key] = counted(WORKLOADS[workload].tables(steps) | changes)
+        return done[key]
+
+    return of
+
+
+def counted(tables: dict) -> dict[str, Counts]:
+    """Counts of the last call of each method of a station; and, as "model", of all gradients of stacks."""
+    found: dict[str, Counts] = {"model": Counts()}
+    do, gradients = Station.do, StackedModule.gradients
+    with pretend_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+
+        def counting(station, method, *arguments):
+            if method.startswith("train"):
+                found["model"] = Counts()
+            with gpu.counting() as found[method]:
+                return do(station, method, *arguments)
+
+        def counting_model(*arguments, **more):
+            with gpu.counting() as counts:
+                result = gradients(*arguments, **more)
+            found["model"].events += counts.events
+            return result
+
+        patch.setattr(Station, "do", counting)
+        patch.setattr(StackedModule, "gradients", counting_model)
+        fedsim.run(tables)
+    return found
+
+
+def a_round_and_a_step(few: Counts, many: Counts) -> tuple[Bound, Bound]:
+    """What a round takes apart from its steps, and what a step takes."""
+    pairs = [(getattr(few, name), getattr(many, name)) for name in ("launches", "waits", "graph_launches")]
+    steps = [(b - a) / (MANY - FEW) for a, b in pairs]
+    return Bound(*(a - FEW * step for (a, _), step in zip(pairs, steps, strict=True))), Bound(*steps)
+
+
+def assert_within(bounds: tuple[Bound, Bound], few: Counts, many: Counts) -> None:
+    for found, bound in zip(a_round_and_a_step(few, many), bounds, strict=True):
+        assert all(a <= b for a, b in zip(found, bound, strict=True)), f"{found}, at most {bound}\n{many.table()}"
+
+
+@pytest.mark.parametrize(("workload", "method"), [(name, method) for name in BOUNDS for method in BOUNDS[name]])
+def test_a_round(workload, method, phases):
+    few, many = (phases(workload, steps)[method] for steps in (FEW, MANY))
+    assert_within(BOUNDS[workload][method], few, many)
+
+
+@pytest.mark.parametrize("workload", NOT_CAPTURED)
+def test_a_step_that_is_not_captured(workload, phases):
+    few, many = (phases(workload, steps, cuda_graphs=False)["train"] for steps in (FEW, MANY))
+    assert_within((BOUNDS[workload]["train"][0], NOT_CAPTURED[workload]), few, many)
+
+
+@pytest.mark.parametrize("workload", OF_GRADIENTS)
+def test_a_step_of_gradients(workload, phases):
+    few, many = (phases(workload, steps, sync="gradients") for steps in (FEW, MANY))
+    _, found = a_round_and_a_step(*(phase["train_on_averaged_gradients"] for phase in (few, many)))
+    _, model = a_round_and_a_step(*(phase["model"] for phase in (few, many)))
+    bound = OF_GRADIENTS[workload]
+    assert found.launches - model.launches <= bound.launches, many["train_on_averaged_gradients"].table()
+    assert found.waits <= bound.waits, many["train_on_averaged_gradients"].table()
+
+
+@pytest.mark.parametrize("rule", LARGE)
+def test_an_aggregation_of_many_columns(rule, gpu):
+    updates = upload(torch.randn(10, 1_663_370, generator=torch.Generator().manual_seed(0)))
+    params = {"weights": list(range(1, 11))} if rule == "weighted_mean" else {"f": 2}
+    with gpu.counting() as counts:
+        fedsim.aggregate(updates, rule=rule, **params)
+    assert counts.launches <= LARGE[rule].launches, counts.table()
+    assert counts.waits <= LARGE[rule].waits, counts.table()
