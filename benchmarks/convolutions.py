@@ -74,14 +74,14 @@ WAYS = {"one by one": one_by_one, "grouped": grouped, "unfolded": unfolded}
 
 
 def layer(shape: Shape, k: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Inputs, kernels and biases of k rows."""
-    generator = torch.Generator(device).manual_seed(0)
+    """Inputs, kernels and biases of k rows, the same on every device."""
+    generator = torch.Generator().manual_seed(0)
     sizes = (
         (k * shape.batch, shape.inputs, shape.size, shape.size),
         (k, shape.outputs, shape.inputs, shape.kernel, shape.kernel),
         (k, shape.outputs),
     )
-    return [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
+    return [torch.randn(size, generator=generator, dtype=dtype).to(device) for size in sizes]
 
 
 def step(way: Callable[..., Tensor], shape: Shape, tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -46,6 +46,9 @@ def check(options: argparse.Namespace, scratch: Path) -> int:
     given = Options(options.device, options.quick, options.budget, tuple(options.only), out, references, environment)
     with stopped_by_signals() as stop:
         drive(given, record, stop)
+    reached = {line["section"] for line in record.lines}
+    unknown = [word for word in options.only if word.partition(":")[0] not in reached]
+    notes += [f"--only {word}: no case has such a name" for word in unknown]
     if record.problem:
         notes.append(record.problem)
     text = summarize(record.lines, device=options.device, seconds=record.seconds, budget=options.budget, notes=notes)
@@ -54,7 +57,7 @@ def check(options: argparse.Namespace, scratch: Path) -> int:
     except OSError as error:
         print(f"{out / 'summary.txt'}: {error.strerror}")
     print(text, flush=True)
-    return int(any(line["status"] in BAD for line in record.lines))
+    return int(bool(unknown) or any(line["status"] in BAD for line in record.lines))
 
 
 @contextlib.contextmanager
@@ -77,8 +80,9 @@ def writable(out: Path | None) -> tuple[Path, list[str]]:
     if given is not None:
         try:
             given.mkdir(parents=True, exist_ok=True)
-            for name in FILES:
-                (given / name).write_bytes(b"")
+            for name in (*FILES, "convolutions.toml", "summary.txt"):  # of a check before
+                (given / name).unlink(missing_ok=True)
+            (given / FILES[0]).touch()
             return given.resolve(), notes
         except OSError as error:
             notes.append(f"{given}: {error.strerror}; the results are in a temporary folder")

@@ -26,7 +26,7 @@ from benchmarks.gpu.cases import BAD, CUT, DIED, ERROR, HUNG, NOT_REACHED
 from benchmarks.gpu.plan import BUDGET, REFERENCES, STAGES, SUMMARY_SECONDS, Section, Stage, text_asked
 from benchmarks.gpu.section import ROOT, SPOILT
 
-FILES = ("lines.jsonl", "log.txt")  # in the folder of results
+FILES = ("lines.jsonl", "log.txt")  # that are written here, in the folder of results
 MOST_OUTPUT = 5_000_000  # characters that are kept of what processes print
 TAIL = 1500  # characters of it that go into the line of a case that has died
 POLL = 0.2  # seconds

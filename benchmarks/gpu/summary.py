@@ -114,8 +114,12 @@ def _constants(findings: Findings) -> list[str]:
         value = findings.fact("constants", case, key)
         if value is not None:
             told.append(f"{case} {value:g} {UNITS[key]}")
-    chosen = findings.fact("convolutions", "table", "fastest") or {}
-    told += [f"convolution {layer}: {way}" for layer, way in chosen.items()]
+    for line in findings.lines:
+        facts = line.get("facts") or {}
+        if line["section"] == "convolutions" and "us" in facts:
+            fastest, now = facts["fastest"], facts["now"]
+            gain = f", {facts['us'][now] / facts['us'][fastest]:.2g} times faster than {now}" if fastest != now else ""
+            told.append(f"convolution {line['case']}: {fastest}{gain}")
     return _pack(told)
 
 

@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import packages
+from benchmarks.gpu import convolutions, packages
+from benchmarks.gpu.cases import Context
 from benchmarks.gpu.driver import FILES, Options, Record, drive
-from benchmarks.gpu.plan import BUDGET, STAGES, SUMMARY_SECONDS, Section, Stage
+from benchmarks.gpu.plan import BUDGET, STAGES, SUMMARY_SECONDS, Section, Stage, sections_of
+from benchmarks.gpu.section import cases_of, run_case
 from benchmarks.gpu.summary import LINES, WIDTH, Findings, goals, summarize
+from fedsim.engines import stacked_convolution
+from tests.device.pretend import pretend_gpu
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,6 +100,38 @@ def test_some_cases_on_the_cpu(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "no case failed" in shown
     assert (tmp_path / "summary.txt").read_text() in shown
+
+
+def test_a_name_that_no_case_has_is_told(tmp_path, capsys):
+    assert check.main(["--device", "cpu", "--out", str(tmp_path), "--only", "machine:nothing"]) == 1
+    assert "machine:nothing: no case has such a name" in capsys.readouterr().out
+
+
+@pytest.fixture
+def gpu():
+    """A pretend GPU for a test."""
+    with pretend_gpu() as gpu:
+        yield gpu
+
+
+GPU_CASES = ["constants:graph of 30", "draws:graph", "draws:failed", "faults:captured", "memory:after runs, serial"]
+
+
+@pytest.mark.parametrize("word", GPU_CASES)
+def test_cases_that_need_a_gpu_on_the_pretend_gpu(word, tmp_path, gpu):
+    section = sections_of()[word.partition(":")[0]]
+    cases = cases_of(section, Context("cuda", True, tmp_path, tmp_path, (word,)))
+    assert [run_case(case)["status"] for case in cases] == ["ok"]
+
+
+def test_the_table_of_convolutions_is_one_that_fedsim_reads(tmp_path, gpu, monkeypatch):
+    context = Context("cuda", True, tmp_path, tmp_path)
+    for rows in (2, 3):
+        facts = convolutions.measure(context, convolutions.SHAPES["net, second"], rows)
+    monkeypatch.setattr(stacked_convolution, "TABLE", tmp_path / "convolutions.toml")
+    known = {tuple(shape): way for shape, way in stacked_convolution._tables.__wrapped__()["cuda"]}
+    assert known[tuple(facts["shape"].values())] == facts["fastest"]
+    assert len(known) == 2
 
 
 @pytest.mark.parametrize(("word", "hint"), [("rule", "did you mean rules"), ("?", "sections: machine, ways")])
