@@ -59,6 +59,14 @@ class Averaging:
         self._sync: Sync = task.sync_in(1)  # what the rows of the aggregation in hand hold
         self._has_last = False
         self._shared: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)  # weights, rows, their shares
+        # A look at each step's rows waits for the device. In one process, rows can be checked at the end of a round
+        # instead, if a row that is not finite does the rule no harm.
+        self.may_check_later = (
+            task.device.type != "cpu" and seat.count == 1 and task.nonfinite != "keep" and task.rule.columnwise
+        )
+        self._sums: list[Tensor] | None = None  # of the rows of each aggregation since `check_later`, on the device
+        self._before: list[tuple[Tensor, Tensor]] = []  # what aggregations change, and its values at `check_later`
+        self._had_last = False  # at `check_later`
 
     def weights(self, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
         """The weights [n] that the rule is given for these workers, on the CPU, or None for equal ones.
@@ -117,8 +125,33 @@ class Averaging:
                 tensor.copy_(start[name])
         synchronize(self._task.device)
 
+    def check_later(self) -> None:
+        """From now on, do not look at which rows are finite, until `check` is called."""
+        memory = self._memory
+        changed = [memory.global_row, memory.last, *memory.states["gradients"].values()]
+        self._sums, self._before = [], [(tensor, tensor.clone()) for tensor in changed]
+        self._had_last = self._has_last
+
+    def check(self, *, undo: bool) -> bool:
+        """Whether all rows since `check_later` were finite, as far as their sums tell, which may overflow.
+
+        If not, or with `undo`, undo these aggregations, and check each of them from now on; the result is False.
+        """
+        finite = not undo and (not self._sums or bool(torch.cat(self._sums).isfinite().all()))
+        if not finite:
+            for tensor, before in self._before:
+                tensor.copy_(before)
+            self._has_last, self.may_check_later = self._had_last, False
+        self._sums, self._before = None, []
+        return finite
+
     def _meet(self) -> None:
         meet(self._seat, self._task.device)
+
+    @property
+    def _checks_now(self) -> bool:
+        """Whether to find out, in each aggregation, which rows are not finite."""
+        return self._task.nonfinite != "keep" and self._sums is None
 
     def _take_differences(self) -> None:
         """Updates in place of parameters, in this process's columns; and which rows hold what is not finite there."""
@@ -127,8 +160,8 @@ class Averaging:
             rows = memory.rows[:, block]
             if self._sync == "parameters":
                 rows -= task.server.broadcast(memory.global_row[block], self._state_of(block))
-            if task.nonfinite != "keep":  # a sum may overflow, so this is a suspicion only
-                suspects = (~rows.sum(1).isfinite()).cpu().nonzero().flatten()
+            if self._checks_now:  # a sum may overflow, so this is a suspicion only
+                suspects = (~rows.sum(1).cpu().isfinite()).nonzero().flatten()
                 memory.unfit[suspects] = self._number
 
     def _attack(self, meeting: Meeting) -> None:
@@ -155,7 +188,7 @@ class Averaging:
             aggregate=aggregate,
         )
         memory.rows[theirs] = rows
-        if task.nonfinite != "keep":
+        if self._checks_now:
             memory.unfit[byzantine] = torch.where(rows.isfinite().all(1).cpu(), 0, self._number)
 
     def _cohort(self, meeting: Meeting) -> Cohort:
@@ -220,6 +253,9 @@ class Averaging:
     def _screened(self, meeting: Meeting) -> tuple[Cohort, list[int]]:
         """The cohort without rows that are not finite, and their places in it."""
         cohort = self._cohort(meeting)
+        if self._sums is not None:
+            self._sums.append(cohort.updates.sum(1))
+            return cohort, []
         if self._task.nonfinite == "keep" or not (self._memory.unfit[list(meeting.slots)] == self._number).any():
             return cohort, []
         try:

@@ -64,6 +64,7 @@ class RankAveraging(Averaging):
             losses=torch.zeros(seats, dtype=torch.double),
         )
         super().__init__(Seat.alone(), task, part, root_slot)
+        self.may_check_later = False  # the ranks tell each other in each aggregation
         self.seating = Seating([[]])
         self.losses = torch.zeros(seats, dtype=torch.double)  # of all, where the rule takes them
         self._bad: list[int] = []

@@ -146,15 +146,38 @@ class Station:
         The rows hold gradients here, all of them at the global row. A worker whose data is used up is left out of
         the steps that remain.
         """
+        account = self._steps_checked_later(cohort, round) if self.averaging.may_check_later else None
+        if account is None:
+            account = self._steps_together(cohort, round)
+        if round == self.task.gradient_rounds < self.task.rounds:
+            self.averaging.begin_with_parameters()
+        self._combine_buffers(self._whole_cohort(cohort, round), account)
+        return account
+
+    def _steps_together(self, cohort: Sequence[int], round: int) -> Account:
+        """The steps of a round of synchronous SGD."""
         of_round = RoundAccount(cohort)
         self.trainer.meet_at_global_row(self._mine(cohort, round))
         for step, meeting in enumerate(self._meetings(cohort, round)):
             of_round.add(meeting, self._step_together(step, meeting))
         self.trainer.part()
-        if round == self.task.gradient_rounds < self.task.rounds:
-            self.averaging.begin_with_parameters()
-        account = of_round.total()
-        self._combine_buffers(self._whole_cohort(cohort, round), account)
+        return of_round.total()
+
+    def _steps_checked_later(self, cohort: Sequence[int], round: int) -> Account | None:
+        """The steps of a round, after which all rows are checked together.
+
+        None, and the global row and the buffers as before, if a row is not finite. Such a row may also make a model or
+        a rule fail: after any error the round is to be done again with a check at each step, which repeats an error
+        that has another reason.
+        """
+        self.averaging.check_later()
+        try:
+            account = self._steps_together(cohort, round)
+        except Exception:
+            account = None
+        if not self.averaging.check(undo=account is None):
+            self.pull_down(cohort, round)
+            return None
         return account
 
     def test(self, round: int) -> None:

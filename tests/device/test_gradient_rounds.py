@@ -1,0 +1,92 @@
+"""Rounds of sync = "gradients" on a GPU, whose rows are checked at the end of the round."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fedsim
+from tests.device.pretend import pretend_gpu
+from tests.device.pretend.counting import LAUNCH, WAITS
+
+BASE = {
+    "rounds": 2,
+    "workers": 3,
+    "engine": "serial",
+    "model": "logistic",
+    "sync": "gradients",
+    "precision": "float64",
+    "partition": "tests.plugs:in_blocks",
+    "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
+}
+SOUND, BROKEN = "tests.plugs:tiny", "tests.plugs:with_a_hole"
+
+
+class Strict(nn.Linear):
+    """Refuses parameters that are not finite, as torch.distributions does."""
+
+    def __init__(self) -> None:
+        super().__init__(784, 10)
+
+    def forward(self, images):
+        if not self.weight.isfinite().all():
+            raise ValueError("weight: must be finite")
+        return super().forward(images.flatten(1))
+
+
+def run(change, device):
+    return fedsim.run({**BASE, **change, "device": device})
+
+
+CASES = {
+    "a mean": {},
+    "a weighted mean": {"aggregate": {"weights": "samples"}},
+    "a median": {"aggregate": {"rule": "median"}},
+    "krum": {"workers": 5, "aggregate": {"rule": "krum", "f": 1}},
+    "batched": {"engine": "batched", "processes": 1, "data": "tests.plugs:with_a_hole_at_the_end"},
+    "buffers": {"model": "tests.plugs:Normalised"},
+    "own buffers": {"model": "tests.plugs:Normalised", "buffers": "local"},
+    "a model that refuses NaN": {"model": "tests.device.test_gradient_rounds:Strict"},
+    "the last update": {"workers": 5, "attack": {"name": "free_rider", "fraction": 0.2, "what": "last"}},
+    "updates after a round": {"sync": "post_local", "gradient_rounds": 1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_worker_whose_gradients_are_not_finite_is_excluded_as_on_a_cpu(case):
+    change = {"data": BROKEN, **CASES[case]}
+    change["aggregate"] = {"nonfinite": "exclude", **change.get("aggregate", {})}
+    expected = run(change, "cpu")
+    with pretend_gpu():
+        found = run(change, "cuda")
+    assert torch.allclose(found.global_row.cpu(), expected.global_row, rtol=0, atol=1e-12)
+    assert [record["excluded"] for record in found.history] == [record["excluded"] for record in expected.history]
+    assert any(record["excluded"] for record in found.history)
+
+
+@pytest.mark.parametrize("weights", ["uniform", [0.0, 1.0, 1.0]])
+def test_a_gradient_that_is_not_finite_stops_the_run_if_it_counts(weights):
+    change = {"data": BROKEN, "aggregate": {"weights": weights}}
+    if weights != "uniform":
+        expected = run(change, "cpu").global_row
+        with pretend_gpu():
+            assert torch.allclose(run(change, "cuda").global_row.cpu(), expected, rtol=0, atol=1e-12)
+        return
+    with pytest.raises(fedsim.ExperimentError) as expected:
+        run(change, "cpu")
+    with pretend_gpu(), pytest.raises(fedsim.ExperimentError) as found:
+        run(change, "cuda")
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("rule", ["mean", "median"])
+def test_the_aggregations_of_a_round_wait_once(rule, gpu):
+    with gpu.counting() as counts:
+        result = run({"data": SOUND, "rounds": 1, "aggregate": rule}, "cuda")
+    assert result.test_accuracy > 0.1
+    places, steps = ("aggregation/", "engines/averaging.py"), 5
+    here = [(kind, count) for (kind, _, line), count in counts.events.items() if line.startswith(places)]
+    assert sum(count for kind, count in here if kind in WAITS) == 1, counts.table(*WAITS)
+    launches = sum(count for kind, count in here if kind == LAUNCH)
+    assert launches <= steps * {"mean": 2, "median": 5}[rule] + 8, counts.table(LAUNCH)
