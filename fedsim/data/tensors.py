@@ -96,7 +96,8 @@ class TensorData(Dataset):
         made = [
             torch.tensor(values, dtype=self.dtype, device=self.inputs.device) for values in (self.scale, self.shift)
         ]
-        return [values.view(-1, *[1] * (self.inputs.ndim - 2)) if values.ndim else values for values in made]
+        # Not of zero dimensions: then float32 inputs would be normalised in float32 whatever the dtype.
+        return [values.view(-1, *[1] * (self.inputs.ndim - 2)) for values in made]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
         """The same data on `device`, handing out floating inputs as `dtype` (token numbers stay what they are)."""
