@@ -1,0 +1,186 @@
+"""Statistical tests of random draws: of words, of what is made of them, and between streams that belong to neighbours.
+
+All seeds are fixed, so a test passes always or never. The bounds are 4 standard deviations, or p > 0.001.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from fedsim.philox import Stream, normal, permutations, uniform, words
+from fedsim.randomness import Draws, draw_key
+
+STREAMS, LONG = 64, 4_000
+LIMIT = 4.0  # standard deviations
+FAMILIES = ["seed", "purpose", "round", "worker", "step", "layer", "block"]
+
+
+def neighbours(family: str) -> torch.Tensor:
+    """Words [STREAMS, LONG] of streams that differ in one coordinate, by one from each to the next."""
+    coordinates = {"seed": 0, "purpose": "dropout", "round": 3, "worker": 7}
+    numbers = torch.arange(STREAMS)
+    if family == "block":  # number k of all streams, k from 0 to STREAMS - 1, for one stream as long as all of them
+        return (
+            words(Stream(key_of(*coordinates.values())), STREAMS * LONG)
+            .view(LONG // 4, STREAMS, 4)
+            .transpose(0, 1)
+            .flatten(1)
+        )
+    if family in ("step", "layer"):
+        return words(Stream(key_of(*coordinates.values()), **{family: numbers}), LONG)
+    keys = []
+    for number in range(STREAMS):
+        change = f"purpose{number}" if family == "purpose" else coordinates[family] + number
+        keys.append(key_of(*(coordinates | {family: change}).values()))
+    return words(Stream(torch.stack(keys), 1, 2), LONG)
+
+
+def key_of(*drawn) -> torch.Tensor:
+    return torch.tensor(draw_key(*drawn))
+
+
+def bits_of(numbers: torch.Tensor, count: int = 32) -> torch.Tensor:
+    """The bits of each number, the lowest first, float64 [count, numbers]."""
+    return torch.stack([(numbers.flatten() >> bit & 1).double() for bit in range(count)])
+
+
+def assert_uniform(cells: torch.Tensor, count: int) -> None:
+    """Pearson's test that cells 0 to count - 1 are equally frequent; too even is a fault too."""
+    found = torch.bincount(cells.flatten(), minlength=count).numpy()
+    assert len(found) == count
+    assert 1e-3 < stats.chisquare(found).pvalue < 1 - 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_words_are_uniform(family):
+    drawn = neighbours(family)
+    for shift in (0, 8, 16, 24):
+        assert_uniform(drawn >> shift & 255, 256)
+    assert_uniform(drawn[:, 0] >> 28, 16)  # of the first words alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_bit_is_one_half_of_the_time(family):
+    mean = bits_of(neighbours(family)).mean(1)
+    assert ((mean - 0.5).abs() * 2 * math.sqrt(STREAMS * LONG)).max() < LIMIT
+
+
+@pytest.mark.parametrize("distance", [1, 2, STREAMS // 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streams_of_neighbours_are_independent(family, distance):
+    drawn = neighbours(family)
+    one, other = drawn[:-distance], drawn[distance:]
+    assert abs(correlation(one, other)) < LIMIT
+    differing = bits_of(one ^ other)
+    assert ((differing.mean(1) - 0.5).abs() * 2 * math.sqrt(differing.shape[1])).max() < LIMIT
+    per_pair = torch.stack([torch.tensor(correlation(a, b)) for a, b in zip(one, other, strict=True)])
+    assert stats.kstest(per_pair.numpy(), "norm").pvalue > 1e-3
+    assert_uniform((one >> 28) * 16 + (other >> 28), 256)
+    assert_uniform((one & 15) * 16 + (other & 15), 256)
+
+
+def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Correlation of two equally long sets of words, in standard deviations of that of independent ones."""
+    pair = torch.stack([one.flatten(), other.flatten()]).double()
+    return float(torch.corrcoef(pair)[0, 1]) * math.sqrt(pair.shape[1])
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 4, 8, 128])
+def test_words_of_a_stream_are_independent_of_those_before(lag):
+    drawn = words(Stream(key_of(1, "test")), 400_000)
+    assert abs(correlation(drawn[:-lag], drawn[lag:])) < LIMIT
+    differing = bits_of(drawn[:-lag] ^ drawn[lag:]).mean(1)
+    assert ((differing - 0.5).abs() * 2 * math.sqrt(len(drawn) - lag)).max() < LIMIT
+
+
+def test_pairs_and_triples_of_words_fill_the_square_and_the_cube():
+    drawn = words(Stream(key_of(2, "test")), 600_000)
+    for low in (0, 14, 28):
+        pairs, triples = (drawn >> low & 15).view(-1, 2), (drawn >> low & 7).view(-1, 3)
+        assert_uniform(pairs[:, 0] * 16 + pairs[:, 1], 256)
+        assert_uniform((triples[:, 0] * 8 + triples[:, 1]) * 8 + triples[:, 2], 512)
+
+
+@pytest.mark.parametrize("source", ["words of a stream", "first words of workers", "first words of steps"])
+def test_birthday_spacings(source):
+    """Marsaglia 1985: of n birthdays in a year of m days, equal spacings are about Poisson with mean n^3 / 4m."""
+    n, repeats = 4096, 16
+    if source == "words of a stream":
+        drawn = words(Stream(key_of(3, "test")), n * repeats)
+    elif source == "first words of workers":
+        keys = [draw_key(0, "layers", round, worker) for round in range(repeats) for worker in range(n)]
+        drawn = words(Stream(torch.tensor(keys)), 1)
+    else:
+        drawn = words(Stream(key_of(0, "layers", 1, 1), torch.arange(n * repeats)), 1)
+    equal = 0
+    for year in drawn.view(repeats, n):
+        spacings = year.sort().values.diff().sort().values
+        equal += int((spacings[1:] == spacings[:-1]).sum())
+    expected = repeats * n**3 / 4 / 2**32
+    assert 1e-3 < stats.poisson.cdf(equal, expected) < 1 - 1e-3
+
+
+def test_gaps_between_small_numbers_are_geometric():
+    drawn = uniform(Stream(key_of(4, "test")), 300_000)
+    gaps = (drawn < 0.1).nonzero().flatten().diff()
+    cells = (gaps - 1).clamp(max=30)
+    probabilities = np.array([0.1 * 0.9**k for k in range(30)] + [0.9**30])
+    found = torch.bincount(cells, minlength=31).numpy()
+    assert 1e-3 < stats.chisquare(found, probabilities * len(gaps)).pvalue < 1 - 1e-3
+
+
+def test_keys_of_neighbours_share_nothing():
+    keys = torch.tensor([draw_key(seed, "x", r, w) for seed in range(5) for r in range(20) for w in range(200)])
+    assert len(keys.unique()) == len(keys)
+    for bits in (bits_of(keys, 63), bits_of(keys[1:] ^ keys[:-1], 63)):
+        assert ((bits.mean(1) - 0.5).abs() * 2 * math.sqrt(bits.shape[1])).max() < LIMIT
+    texts = [(1, "x", 2, 3), (1, "x", 23), (12, "x", 3), (1, "x", 3, 2), (1, "x2", 3)]
+    assert len({draw_key(*text) for text in texts}) == len(texts)
+
+
+@pytest.mark.parametrize("varied", ["worker", "epoch"])
+def test_orders_of_workers_and_epochs_are_uniform_permutations(varied):
+    if varied == "worker":
+        stream = Stream(torch.tensor([draw_key(0, "batches", 1, worker) for worker in range(24_000)]))
+    else:
+        stream = Stream(key_of(0, "batches", 1, 1), torch.arange(24_000))
+    found = permutations(stream, torch.tensor(5).expand(24_000), 5)
+    ranks = (found * torch.tensor([625, 125, 25, 5, 1])).sum(1).unique(return_counts=True)[1]
+    assert len(ranks) == 120
+    assert 1e-3 < stats.chisquare(ranks.numpy()).pvalue < 1 - 1e-3
+    kept = found[1:] == found[:-1]  # places at which two neighbours agree: one in five
+    assert abs(float(kept.double().mean()) - 0.2) < LIMIT * math.sqrt(0.16 / kept.numel())
+
+
+def test_each_sample_is_anywhere_in_a_long_order():
+    found = permutations(Stream(key_of(0, "batches", 2, 2), torch.arange(4_000)), torch.tensor(64).expand(4_000), 64)
+    places = found.argsort(1)
+    assert_uniform(places[:, 0], 64)
+    assert_uniform(places[:, 63], 64)
+    assert abs(correlation(places[:, 10], places[:, 11]) + math.sqrt(4_000) / 63) < LIMIT  # without replacement
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_numbers_pass_for_normal_ones(dtype):
+    drawn = normal(Stream(key_of(5, "test")), 200_000, dtype).double()
+    assert stats.kstest(drawn.numpy(), "norm").pvalue > 1e-3
+    assert stats.anderson(drawn[:50_000].numpy(), method="interpolate").pvalue > 1e-2
+    first, second = drawn.view(-1, 2).unbind(1)  # of one pair of words
+    for power in (1, 2):
+        assert abs(correlation(first**power, second**power)) < LIMIT
+    assert stats.kstest((first**2 + second**2).numpy(), stats.chi2(2).cdf).pvalue > 1e-3
+
+
+def test_calls_of_draws_are_independent_of_each_other_and_of_other_steps():
+    at = Draws.of(0, "x").steps()
+    calls = []
+    for step in range(3):
+        draws = at(step)
+        calls += [draws.uniform(20_000), draws.uniform(20_000), draws.normal(20_000), draws.integers(1000, 20_000)]
+    pairs = torch.corrcoef(torch.stack([call.double() for call in calls])) - torch.eye(len(calls))
+    assert pairs.abs().max() * math.sqrt(20_000) < LIMIT
