@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -173,26 +173,29 @@ class Feed:
         transforms = [*augment] if view is None else [ImageTransform.of(view), *augment]
         if poison is None and not transforms:
             return None
-        for_transforms, for_poison = (self._random(purpose, round, worker) for purpose in purposes)
-        taken = dict.fromkeys(name for transform in transforms for name in transform.takes if name != "images")
+        taken = {name for transform in transforms for name in transform.takes}
+        for_transforms = self._random(taken, purposes[0], round, worker)
+        for_poison = self._random(attack.poison_takes if poison else (), purposes[1], round, worker)
 
         def alter(inputs: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
-            given = {name: for_transforms[name](step) for name in taken}
+            given: dict[str, Any] = {name: at(step) for name, at in for_transforms.items()}
             for transform in transforms:
                 inputs = transform(inputs, given)
             if poison is not None:
-                given = {"inputs": inputs, "targets": targets, "classes": classes}
-                given |= {name: for_poison[name](step) for name in attack.poison_takes if name not in given}
+                given = {name: at(step) for name, at in for_poison.items()}
+                given |= {"inputs": inputs, "targets": targets, "classes": classes}
                 inputs, targets = poison(**{name: given[name] for name in attack.poison_takes})
             return in_order(inputs), targets
 
         return alter
 
-    def _random(self, purpose: str, round: int, worker: int) -> dict[str, Callable[[int], Any]]:
-        """By name, functions that give what plugs draw from in a step of a worker's round."""
-        drawn = self._task.seed, purpose, round, worker
-        return {
-            "draws": Draws.of(*drawn, device=self._task.device).steps(),
-            "generator": lambda step: torch_generator(*drawn, step),
-            "rng": lambda step: numpy_generator(*drawn, step),
-        }
+    def _random(self, taken: Collection[str], purpose: str, round: int, worker: int) -> dict[str, Callable[[int], Any]]:
+        """By name, functions that give what plugs draw from in a step of a worker's round, of those that they take."""
+        drawn, sources = (self._task.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
+        if "draws" in taken:
+            sources["draws"] = Draws.of(*drawn, device=self._task.device).steps()
+        if "generator" in taken:
+            sources["generator"] = lambda step: torch_generator(*drawn, step)
+        if "rng" in taken:
+            sources["rng"] = lambda step: numpy_generator(*drawn, step)
+        return sources
