@@ -16,12 +16,11 @@ from benchmarks.gpu.cases import Case, Context, Facts, check, need_gpu
 from benchmarks.gpu.comparing import STACKED, TINY, run
 from benchmarks.gpu.faults import shared_memory
 
-RUNS = 4
+RUNS = 3
 ENGINES: dict[str, dict[str, Any]] = {
     "serial": {"engine": "serial"},
     "batched": STACKED,
     "auto": {"processes": 1},
-    "spawn": {"engine": "spawn", "processes": 2},
 }
 SLACK = 2**20  # bytes that a library may keep
 
@@ -32,6 +31,7 @@ def cases(context: Context) -> list[Case]:
         Case("a tensor in another process", partial(shared, context, kill=False)),
         Case("a process is killed with a tensor open", partial(shared, context, kill=True)),
         *(Case(f"{count} processes that launch", partial(taking_turns, context, count)) for count in (1, 2, 4)),
+        Case("after runs, spawn", partial(after_runs, context, {"engine": "spawn", "processes": 2})),
     ]
 
 

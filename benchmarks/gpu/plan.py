@@ -50,23 +50,23 @@ REFERENCES = Section("references", "results of the CPU that others are compared 
 
 STAGES = (
     Stage(15, (Section("machine", "device, versions, packages, data"),)),
-    Stage(60, (Section("ways", "one small run in every way there is", every=3, compared=True),)),
+    Stage(60, (Section("ways", "one small run in every way there is", processes=3, every=3, compared=True),)),
     Stage(30, (Section("constants", "what a launch, a wait, a copy and a product cost"),), alone=True),
     Stage(25, (Section("convolutions", "convolutions of stacks in each way", every=4),), alone=True),
     Stage(
-        100,
+        95,
         (
             Section("rules", "every rule, pre-aggregator and attack", every=9),
             Section("draws", "random numbers on the CPU and on the GPU"),
             Section("engines", "the contract of engines, in float64", processes=4, every=30, compared=True),
             Section("options", "every solver, server optimizer and policy", processes=2, every=12, compared=True),
             Section("processes", "engine spawn, and races", every=12, compared=True),
-            Section("tests", "the tests that are marked gpu"),
+            Section("tests", "the tests that are marked gpu", processes=2),
         ),
     ),
-    Stage(45, (Section("faults", "lost processes, failed captures, Ctrl-C", processes=2, compared=True),)),
+    Stage(50, (Section("faults", "lost processes, failed captures, Ctrl-C", processes=2, compared=True),)),
     Stage(30, (Section("shortage", "a device that is almost full", compared=True),)),
-    Stage(25, (Section("memory", "memory after runs; memory that processes share"),)),
+    Stage(40, (Section("memory", "memory after runs; memory that processes share"),)),
     Stage(BUDGET, (Section("workloads", "milliseconds of a round, against loops and limits"),), alone=True),
 )
 
