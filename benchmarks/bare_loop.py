@@ -1,9 +1,9 @@
 """The floor: what an experiment comes to as a bare loop in plain PyTorch, in one process with one thread.
 
 One client after another takes the global state, steps with `torch.optim.SGD` over preloaded float tensors, and is added
-to the weighted average, which is tested every round. Start, cohorts, batches and dropout are drawn as fedsim draws
-them, so after a round both must have the same global row but for rounding, which long training in float32 amplifies a
-lot and float64 keeps small.
+to the weighted average, which is tested every round. Start, cohorts and batches are drawn as fedsim draws them, dropout
+by PyTorch. So after a round without dropout both must have the same global row but for rounding, which long training in
+float32 amplifies a lot and float64 keeps small.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from common import CPU
 from torch import Tensor, nn
 
-from fedsim import Experiment
+from fedsim import Experiment, load_experiment
 from fedsim.data import TensorData, load_dataset, partition
 from fedsim.randomness import numpy_generator, sample_cohort, seed_everything
 from fedsim.system.precision import PRECISIONS
@@ -86,6 +86,13 @@ def bare_loop(
         if round == 1:
             first = state
     return BareRun(rounds, accuracy, *({name: value.cpu() for name, value in kept.items()} for kept in (start, first)))
+
+
+def without_dropout(experiment: Experiment) -> Experiment:
+    """The same experiment, in a form in which the loop and fedsim draw the same."""
+    if "dropout" not in experiment.model.params:
+        return experiment
+    return load_experiment(experiment, ["model.dropout=0.0"])
 
 
 def _preloaded(data: TensorData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from fedsim.system.devices import resolve_device
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the other benchmarks, which are programs
 
-from bare_loop import bare_loop
+from bare_loop import bare_loop, without_dropout
 from cross_device import ROUNDING, WORKLOADS, norm_of_difference
 from limits import Machine, round_cost
 
@@ -107,7 +107,7 @@ def bare_rounds(context: Context, name: str) -> Facts:
 
 def same_work(context: Context, name: str) -> Facts:
     """How far fedsim and the bare loop are from one another after a round in float64, relative to its move."""
-    experiment = experiment_of(context, name, *STACKED, "precision=float64", rounds=1)
+    experiment = without_dropout(experiment_of(context, name, *STACKED, "precision=float64", rounds=1))
     bare = bare_loop(experiment, resolve_device(context.device))
     ours = {key: value.cpu() for key, value in fedsim.run(experiment).model.state_dict().items()}
     off = norm_of_difference(ours, bare.first) / norm_of_difference(bare.start, bare.first)
