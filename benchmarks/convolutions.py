@@ -1,9 +1,9 @@
 """Convolutions of a stack of rows, each with its own kernels: which way is fastest for which shape.
 
 Forward and backward pass of one layer in float32, for k rows of a batch each, with gradients for the kernels and, but
-for first layers, for the inputs. Ways: one row after another; one grouped convolution; unfolded patches in one batched
-matrix product. Each with images that lie channel by channel, and with channels last. The baseline is one row after
-another, channel by channel. That all ways give the same is checked in float64.
+for first layers, for the inputs. Ways: one row after another, which is the baseline; one grouped convolution; windows of the
+inputs in one batched product. That all ways give the same is checked in float64. On a GPU, `python -m benchmarks.gpu`
+times them within CUDA graphs, as the steps of stacks are.
 
     python benchmarks/convolutions.py [--device auto] [--rows 1,4,16] [--repeats 5]
 """
@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from common import report
 from torch import Tensor
 
-from fedsim.engines.stacked_convolution import Options, grouped, one_by_one
+from fedsim.data.tensors import in_order
+from fedsim.engines.stacked_convolution import WAYS, Options, one_by_one
 from fedsim.system.devices import resolve_device, synchronize
 
 SECONDS = 0.15  # how long each timing takes, at least
-FORMATS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
-BASELINE = "one by one, channels first"
+BASELINE = "one by one"
 
 
 class Shape(NamedTuple):
@@ -53,35 +53,16 @@ SHAPES = {  # the layers of the networks `cnn` and `net`, and two of deeper netw
 }
 
 
-def unfolded(
-    convolution: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    options: Options,
-) -> Tensor:
-    """Patches as columns, and one matrix product for each row; for two dimensions without groups."""
-    k, out, _, height, width = weight.shape
-    stride, padding, dilation, _ = options
-    columns = F.unfold(input, (height, width), dilation, padding, stride)
-    of_rows = columns.unflatten(0, (k, -1)).transpose(1, 2).flatten(2)  # [k, c kh kw, batch positions]
-    found = torch.baddbmm(bias.unsqueeze(2), weight.flatten(2), of_rows).view(k, out, -1, columns.shape[2])
-    size = (input.shape[2] + 2 * padding - dilation * (height - 1) - 1) // stride + 1
-    return found.transpose(1, 2).reshape(len(input), out, size, -1)
-
-
-WAYS = {"one by one": one_by_one, "grouped": grouped, "unfolded": unfolded}
-
-
 def layer(shape: Shape, k: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Inputs, kernels and biases of k rows, the same on every device."""
+    """Inputs in the memory order of fedsim's batches, kernels and biases of k rows: the same on every device."""
     generator = torch.Generator().manual_seed(0)
     sizes = (
         (k * shape.batch, shape.inputs, shape.size, shape.size),
         (k, shape.outputs, shape.inputs, shape.kernel, shape.kernel),
         (k, shape.outputs),
     )
-    return [torch.randn(size, generator=generator, dtype=dtype).to(device) for size in sizes]
+    inputs, *parameters = (torch.randn(size, generator=generator, dtype=dtype).to(device) for size in sizes)
+    return [in_order(inputs), *parameters]
 
 
 def step(way: Callable[..., Tensor], shape: Shape, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -110,12 +91,8 @@ def measure(shape: Shape, k: int, device: torch.device, repeats: int) -> dict[st
         exact = layer(shape, k, torch.double, device)
         for found, expected in zip(step(way, shape, exact), step(one_by_one, shape, exact), strict=True):
             torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
-    inputs, *parameters = layer(shape, k, torch.float, device)
-    runs = {}
-    for order, memory_format in FORMATS.items():
-        room = torch.empty(inputs.shape, device=device, memory_format=memory_format).copy_(inputs)
-        for name, way in WAYS.items():
-            runs[f"{name}, {order}"] = lambda way=way, room=room: step(way, shape, [room, *parameters])
+    tensors = layer(shape, k, torch.float, device)
+    runs = {name: lambda way=way: step(way, shape, tensors) for name, way in WAYS.items()}
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):  # in turn, so that a slow spell of the machine meets all of them
         for name, run in runs.items():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fedsim.engines import stacked_convolution as module
-from fedsim.engines.stacked_convolution import WAYS, Options, Shape, fastest_way, stacked_convolution
+from fedsim.engines.stacked_convolution import WAYS, Options, Shape, fastest_way, nearest, stacked_convolution
 
 K, BATCH = 3, 4
 CASES = {  # convolution, channels, size, kernels, bias, options
@@ -109,21 +109,34 @@ def test_the_shape_of_a_call_has_the_positions_of_its_output(case):
     assert (shape.rows, shape.batch, shape.kernel) == (K, BATCH, math.prod(weight.shape[3:]))
 
 
-def test_the_table_names_ways_and_the_nearest_shape_decides(monkeypatch):
+def test_the_table_names_ways_and_the_nearest_shape_decides():
     tables = module._tables()
     assert {"cpu", "cuda"} <= set(tables)
     assert {way for known in tables.values() for _, way in known} <= set(WAYS)
     for shape, way in tables["cuda"]:
         assert fastest_way("cuda", shape) == way
     near, far = Shape(4, 10, 1, 1, 32, 25, 784), Shape(4, 10, 1, 256, 256, 9, 784)
-    monkeypatch.setattr(module, "_tables", lambda: {"cuda": [(near, "windows"), (far, "one by one")]})
-    assert fastest_way("cuda", near._replace(rows=5, outputs=16)) == "windows"
-    assert fastest_way("cuda", far._replace(inputs=100)) == "one by one"
-    assert fastest_way("xpu", near) == "grouped"
+    known = [(near, "windows"), (far, "one by one")]
+    assert nearest(known, near._replace(rows=5, outputs=16)) == "windows"
+    assert nearest(known, far._replace(inputs=100)) == "one by one"
 
 
 def test_a_cpu_convolves_one_row_after_another():
-    assert {way for _, way in module._tables()["cpu"]} == {"one by one"}
+    assert module.only_way("cpu") == "one by one"
+    assert module.only_way("a device without a table") == "grouped"
     given = tensors("plain")
     found = stacked_convolution(F.conv2d, *given, Options())
     assert torch.equal(found, row_by_row("plain", *given))
+
+
+def test_the_nearest_shape_is_looked_up_where_several_ways_are_known(monkeypatch):
+    used = []
+    for name in WAYS:
+        monkeypatch.setitem(WAYS, name, lambda *given, name=name: used.append(name))
+    monkeypatch.setattr(module, "only_way", lambda kind: None)
+    monkeypatch.setattr(module, "fastest_way", lambda kind, shape: f"{kind} {shape.rows}")
+    monkeypatch.setitem(WAYS, f"cpu {K}", lambda *given: used.append("by its shape"))
+    stacked_convolution(F.conv2d, *tensors("plain"), Options())
+    inputs, weight, bias = tensors("plain")
+    stacked_convolution(F.conv2d, inputs, weight[:1], bias[:1], Options())
+    assert used == ["by its shape", "one by one"]
