@@ -22,7 +22,8 @@ from torch import Tensor
 
 from fedsim import philox
 
-WORDS_AHEAD = 1 << 13  # drawn at once for several steps: the call for them takes 1.2 times as long as one for few words
+STEPS_AHEAD = 32  # drawn at once, since a call for few words takes as long as one for 2^15
+WORDS_AHEAD = 1 << 15  # at most
 LARGEST = 1 << 31  # for which `Draws.integers` and `Draws.choice` are made
 
 
@@ -125,7 +126,7 @@ class Draws:
         assert self._ahead is not None
         first, words = self._ahead.get(layer, (0, self._key.new_empty(0, 0)))
         if not 0 <= self._step - first < len(words) or count > words.shape[1]:
-            first, steps = self._step, torch.arange(WORDS_AHEAD // count, device=self._key.device)
+            first, steps = self._step, torch.arange(min(STEPS_AHEAD, WORDS_AHEAD // count), device=self._key.device)
             words = philox.words(philox.Stream(self._key, first + steps, layer), count)
             self._ahead[layer] = first, words
         return words[self._step - first, :count]
