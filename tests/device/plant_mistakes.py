@@ -1,6 +1,6 @@
 """Plant one-token device mistakes in a copy of fedsim, one after another, and see which the device tests catch.
 
-    python -m tests.device.plant_mistakes [--count 30] [--list] [pytest arguments]
+    python -m tests.device.plant_mistakes [--count 30] [--skip 0] [--list] [pytest arguments]
 
 A mistake is the removal of one `.to(device)`, `.cpu()` or `device=...`. They are spread evenly over the packages.
 """
@@ -123,11 +123,12 @@ def caught_by(copy: Path, mistake: Mistake, arguments: Sequence[str]) -> str | N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=30, help="how many mistakes to plant")
+    parser.add_argument("--skip", type=int, default=0, help="how many of them to leave out, that were planted before")
     parser.add_argument("--seed", type=int, default=0, help="another seed chooses other mistakes")
     parser.add_argument("--list", action="store_true", help="print the mistakes, plant none")
     parser.add_argument("pytest", nargs="*", default=TESTS, help="what pytest runs")
     given = parser.parse_args()
-    mistakes = chosen(ROOT / "fedsim", given.count, given.seed)
+    mistakes = chosen(ROOT / "fedsim", given.count, given.seed)[given.skip :]
     if given.list:
         print(*mistakes, sep="\n")
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,16 +86,44 @@ def test_a_pre_aggregator(plug, after):
     assert_same_on_gpu(lambda x: fedsim.pre_aggregate(x, name, **settings), rows())
 
 
+def median(x):
+    return x.median(0).values
+
+
+@pytest.mark.parametrize("with_own", [True, False])
 @pytest.mark.parametrize("plug", list(attack_strategy), ids=lambda plug: plug.name)
-def test_an_attack(plug):
+def test_an_attack_makes_its_rows_where_the_honest_rows_lie(plug, with_own):
     settings = settings_of(plug)
     name = settings.pop("name")
 
     def attacked(honest, own, last):
-        given = {"own": own, "last": last, "aggregate": lambda x: fedsim.aggregate(x, rule="median")}
-        return fedsim.attack(honest, len(own), name, **given, **settings)
+        given = {"own": own} if with_own else {}
+        return fedsim.attack(honest, len(own), name, **given, last=last, aggregate=median, **settings)
 
-    assert_same_on_gpu(attacked, rows()[:8], rows()[8:11], rows()[11])
+    honest, own, last = rows()[:8], rows()[8:11], rows()[11]
+    assert_same_on_gpu(attacked, honest, own, last)
+    with pretend_gpu() as gpu:
+        on_gpu = map(upload, (honest, own, last))
+        with gpu.counting() as counts:
+            attacked(*on_gpu)
+    assert counts.uploads == 0, counts.table()
+
+
+def test_updates_in_which_tensors_of_the_gpu_lie_beside_arrays():
+    def aggregated_entries(x):
+        updates = [{"a": row[:300], "b": np.array([float(index)])} for index, row in enumerate(x)]
+        result = fedsim.aggregate(updates, rule="median")
+        assert result["b"].tolist() == [(N - 1) / 2]
+        return result["a"]
+
+    assert_same_on_gpu(aggregated_entries, rows())
+
+
+def test_updates_in_which_parameters_lie_on_two_devices(gpu):
+    updates = [{"a": torch.ones(2), "b": upload(torch.ones(3)) * index} for index in range(4)]
+    result = fedsim.aggregate(updates, rule="mean")
+    assert not on_gpu(result["a"])
+    assert on_gpu(result["b"])
 
 
 @pytest.mark.parametrize("plug", list(server_optimizer), ids=lambda plug: plug.name)

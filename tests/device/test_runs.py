@@ -16,10 +16,12 @@ from fedsim.byzantine.strategy import attack_strategy
 from fedsim.data.partitions.strategy import partition_strategy
 from fedsim.local.solver import solver
 from fedsim.models import model
+from fedsim.runs.replay import load_round
 from tests import plugs
 from tests.device.agreement import (
     DATA,
     ENGINES,
+    ROUNDING,
     SAMPLES,
     TINY,
     assert_agrees_with_the_cpu,
@@ -29,7 +31,7 @@ from tests.device.agreement import (
     settings_of,
     with_small_data,
 )
-from tests.device.pretend import pretend_gpu
+from tests.device.pretend import download, pretend_gpu
 from tests.engines.test_contract import CASES, REFUSED
 from tests.engines.test_graphs import CASES as CAPTURED
 from tests.engines.test_graphs import UNSAFE
@@ -174,3 +176,35 @@ def test_a_resumed_run(more, engine, tmp_path):
         fedsim.run(tables, tmp_path / "run")
         found = fedsim.run({**tables, "rounds": 4}, tmp_path / "run", resume=True)
     assert_same_results(expected, found)
+
+
+def test_updates_on_record(tmp_path):
+    tables = {**TINY, "rounds": 1, "records": {"updates": [1]}, "aggregate": {"rule": "fltrust", "root_samples": 20}}
+    fedsim.run({**tables, "device": "cpu", "engine": "serial"}, tmp_path / "expected")
+    with pretend_gpu():
+        fedsim.run({**tables, "device": "cuda", "engine": "serial"}, tmp_path / "found")
+    expected, found = (load_round(tmp_path / name, allow_imports=True).tensors for name in ("expected", "found"))
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.allclose(expected[name], found[name], rtol=0, atol=ROUNDING), name
+
+
+def test_training_and_testing_by_hand(gpu):
+    def train(device):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)).double().to(device)
+        data, _ = plugs.tiny(None, train=SAMPLES)
+        data = data.to(torch.device(device), torch.double)
+        row, grad_row = (fedsim.new_rows(1, 7850, torch.double, device)[0] for _ in range(2))
+        fedsim.Layout.of(module).write(fedsim.Layout.of(module).read(module), module)
+        row.copy_(fedsim.Layout.of(module).read(module))
+        fedsim.bind(module, row, grad_row)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        shards = fedsim.dataset_split(data, 2)
+        fedsim.train_epoch(module, shards[0].batches(8), optimizer)
+        return row, fedsim.test(module, shards[1].batches(8)).loss
+
+    expected, loss = train("cpu")
+    found, loss_on_gpu = train("cuda")
+    assert torch.allclose(download(found), expected, rtol=0, atol=ROUNDING)
+    assert loss_on_gpu == pytest.approx(loss)

@@ -30,7 +30,8 @@ NO_LAUNCHES = {
         "empty_permuted",
         "_local_scalar_dense",
     ),
-    *("resize_", "set_", "lift_fresh", "_unsafe_view", "alias", "detach", "is_same_size", "is_pinned", "squeeze_"),
+    *("resize_", "set_", "lift_fresh", "_unsafe_view", "alias", "detach", "is_same_size", "is_pinned"),
+    *("squeeze_", "unsqueeze_", "transpose_", "t_", "as_strided_"),
 }
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 TAKE_HOST_SCALARS = {"fill_", "fill", "where", "masked_fill", "masked_fill_", "lerp", "lerp_"}  # beside pointwise ones
