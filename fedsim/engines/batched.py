@@ -87,13 +87,18 @@ class BatchedEngine(Engine):
 def stack_width(task: Task, memory: Memory, rehearsal: Rehearsal, processes: int, threads: int) -> int:
     """How many rows a process should stack: its share of the cohort, if that fits into memory (and, on a CPU, caches).
 
-    A row takes its parameters, their gradients, twice what the solver keeps of it, and the activations of a batch.
+    On any device there are a row and its copy in the stack, and twice what the solver keeps of it. A step makes a
+    gradient and activations. Off the CPU it also makes the joined gradients, and copies of the row and of what the
+    solver keeps of it, where a mask or a loss scale may keep the row from moving. Where steps are captured, the memory
+    of a step exists twice: for the graphs, and for the steps before a capture.
     """
-    parameters = memory.rows.shape[1] * task.dtype.itemsize
-    copies = 3 + 2 * len(task.solver.start(memory.global_row[:1]))
-    row_bytes = copies * parameters + 2 * task.schedule.batch_size * rehearsal.sample_bytes
+    row, kept = memory.rows.shape[1] * task.dtype.itemsize, len(task.solver.start(memory.global_row[:1]))
+    on_cpu = task.device.type == "cpu"
+    captured = task.cuda_graphs is not False and unsafe(task, rehearsal) is None
+    made = (1 if on_cpu else 3 + kept) * row + 2 * task.schedule.batch_size * rehearsal.sample_bytes
+    row_bytes = (2 + 2 * kept) * row + (2 if captured else 1) * made
     most = math.inf
-    if task.device.type == "cpu":
-        most = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // parameters)))
+    if on_cpu:
+        most = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // row)))
     share = -(-len(memory.rows) // processes)
     return max(1, int(min(share, most, MEMORY_SHARE * total_memory_of(task.device) / processes / row_bytes)))

@@ -126,3 +126,25 @@ def test_memory_is_let_go_of_with_the_task(tiny_experiment):
             assert len(engine.memory.rows) == 3
         with pytest.raises(AttributeError):
             engine.memory  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("cuda_graphs", "momentum", "row_bytes"),
+    [  # of a row, 400 bytes, and of the activations of a batch, 1000 bytes, as many as the docstring says
+        (False, 0.0, 2 * 400 + (3 * 400 + 1000)),
+        (None, 0.0, 2 * 400 + 2 * (3 * 400 + 1000)),
+        (False, 0.5, 4 * 400 + (4 * 400 + 1000)),
+        (True, 0.5, 4 * 400 + 2 * (4 * 400 + 1000)),
+    ],
+)
+def test_the_width_on_a_gpu_counts_masks_and_graphs(cuda_graphs, momentum, row_bytes, prepared, monkeypatch):
+    task, memory = prepared(workers=20, partition="iid", precision="float32")
+    changes = {"schedule": Schedule(batch_size=5), "solver": SGD(momentum=momentum), "cuda_graphs": cuda_graphs}
+    task = replace(task, device=torch.device("cuda"), **changes)
+    memory = replace(memory, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
+    found = []
+    for total in (2 * 7 * row_bytes, 2 * 7 * row_bytes - 1):
+        monkeypatch.setattr("fedsim.engines.batched.total_memory_of", lambda device, total=total: total)
+        rehearsal = Rehearsal((), coupled=False, merged=False, sample_bytes=100)
+        found.append(stack_width(task, memory, rehearsal, 1, 1))
+    assert found == [7, 6]
