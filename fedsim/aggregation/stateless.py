@@ -18,6 +18,7 @@ from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.resolving import Stage, as_list, make_pipeline, resolve
 from fedsim.aggregation.threads import alone_if_small
 from fedsim.errors import ExperimentError, nearest, show
+from fedsim.system.precision import full_precision
 
 
 def aggregate(
@@ -68,7 +69,7 @@ def aggregate(
         cohort.losses = _checked("losses", losses, (n,), updates)
         assert cohort.losses is not None
         cohort.losses = cohort.losses.cpu().double()
-    with alone_if_small(updates.numel()):
+    with alone_if_small(updates.numel()), full_precision(updates.device):
         return rebuild(_aggregated(cohort, pipeline, nonfinite))
 
 
@@ -96,7 +97,7 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
     updates, rebuild = as_rows(updates, "updates")
     cohort = _checked_cohort(updates, None, pipeline)
     cohort.seed = seed
-    with alone_if_small(updates.numel()):
+    with alone_if_small(updates.numel()), full_precision(updates.device):
         return rebuild(pipeline.rows(screened(cohort, "error")[0]).block())
 
 

@@ -34,6 +34,7 @@ from fedsim.records import AsyncRecord, RaceRecord, RoundRecord
 from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
 from fedsim.system.devices import synchronize
+from fedsim.system.precision import full_precision
 
 KeepLog = Callable[[bytes], object]
 
@@ -102,11 +103,11 @@ class Course:
                 heat.add(leg)
         if not heat.measures.updates:
             raise ExperimentError(f"policy: in round {round} of the race nobody is at work and nobody may begin")
-        server.come_back()
         self._taken[run] += heat.measures.updates
-        if self._policy.locking != "server":  # who counts without a lock miscounts
-            server.version = self._taken[run]
-        with stopwatch("aggregate"):
+        with stopwatch("aggregate"), full_precision(self._memory.global_row.device):
+            server.come_back()
+            if self._policy.locking != "server":  # who counts without a lock miscounts
+                server.version = self._taken[run]
             self._policy.publish(server)
             synchronize(self._memory.global_row.device)
         self._check_finite(round)

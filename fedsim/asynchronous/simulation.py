@@ -20,6 +20,7 @@ from fedsim.preparation import Setting
 from fedsim.records import AsyncRecord, RoundRecord
 from fedsim.snapshot import Snapshot
 from fedsim.stopwatch import Stopwatch
+from fedsim.system.precision import full_precision
 
 
 class ClockLoop:
@@ -49,7 +50,7 @@ class ClockLoop:
         stopwatch.start_again()
         source.desk.begin_round(round)
         journal = source.desk.journal
-        with stopwatch("aggregate"):
+        with stopwatch("aggregate"), full_precision(self._setting.task.device):
             source.play(round)
             policy.publish(self._server)
         stopwatch.seconds["aggregate"] -= stopwatch.seconds["train"]

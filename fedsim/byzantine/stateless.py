@@ -13,6 +13,7 @@ from torch import Tensor
 from fedsim.aggregation.containers import as_row, as_rows
 from fedsim.byzantine.strategy import Aggregate, attack_strategy, bind_attack
 from fedsim.errors import ExperimentError, SettingWarning, show
+from fedsim.system.precision import full_precision
 
 
 def attack(
@@ -62,13 +63,14 @@ def attack(
         warnings.warn(line, SettingWarning, stacklevel=2)
     if own is None:
         own = honest[torch.arange(b, device=honest.device) % h]
-    rows = bound(
-        honest,
-        _checked("own", own, (b, d), honest),
-        seed=seed,
-        last=None if last is None else _checked("last", as_row(last, "last"), (d,), honest),
-        aggregate=None if aggregate is None else _beside(honest, b, aggregate),
-    )
+    with full_precision(honest.device):
+        rows = bound(
+            honest,
+            _checked("own", own, (b, d), honest),
+            seed=seed,
+            last=None if last is None else _checked("last", as_row(last, "last"), (d,), honest),
+            aggregate=None if aggregate is None else _beside(honest, b, aggregate),
+        )
     return rebuild(rows)
 
 

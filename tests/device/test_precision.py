@@ -1,0 +1,66 @@
+"""On a GPU, TF32 is off wherever float32 is promised, also if the user has switched it on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.asynchronous.policies.models import FedBuff
+from fedsim.asynchronous.server import Server
+from fedsim.engines import spawn
+from tests.device.pretend import GPU, upload
+from tests.engines.in_process import InProcessCrew
+
+CLOCK = {"mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"speed": "lognormal"}}
+RACE = {"engine": "spawn", "processes": 2, "mode": "race", "policy": "fedbuff", "race": {"runs": 1}}
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Whether TF32 was allowed where the test notes it; the user has allowed it."""
+    switches = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [switch.allow_tf32 for switch in switches]
+    for switch in switches:
+        switch.allow_tf32 = True
+    yield []
+    assert all(switch.allow_tf32 for switch in switches), "the user's choice has been put back"
+    for switch, value in zip(switches, before, strict=True):
+        switch.allow_tf32 = value
+
+
+def allowed():
+    return torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("mode", [CLOCK, RACE], ids=["clock", "race"])
+def test_policies_work_in_full_precision(mode, gpu, seen, tiny_experiment, monkeypatch):
+    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
+    mean, publish = Server.mean, FedBuff.publish
+    monkeypatch.setattr(Server, "mean", lambda server, slots: seen.append(allowed()) or mean(server, slots))
+    monkeypatch.setattr(FedBuff, "publish", lambda policy, server: seen.append(allowed()) or publish(policy, server))
+    experiment = {**tiny_experiment, "device": "cuda", "model": "logistic", "rounds": 1, **mode}
+    fedsim.run(experiment)
+    assert seen
+    assert not any(seen)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rows, noted: fedsim.aggregate(rows, rule=noted),
+        lambda rows, noted: fedsim.pre_aggregate(rows, lambda updates: noted(updates).expand(2, -1)),
+        lambda rows, noted: fedsim.attack(rows, 1, "opt_alie", aggregate=noted),
+        lambda rows, noted: fedsim.attack(rows, 1, lambda own: noted(own)[None]),
+    ],
+    ids=["aggregate", "pre_aggregate", "attack with a rule", "an own attack"],
+)
+def test_functions_by_hand_work_in_full_precision(call, gpu, seen):
+    def noted(updates):
+        assert updates.device == GPU
+        seen.append(allowed())
+        return updates.mean(0)
+
+    call(upload(torch.rand(3, 5)), noted)
+    assert seen
+    assert not any(seen)
