@@ -84,7 +84,7 @@ class Course:
         if self._policy.locking == "nothing":
             self._server = replace(self._server, tables=tables_of(setting.task.new_module(), solver))
         self._server.share()
-        self._track = Track.of(self._server.n)
+        self._track = Track.of(self._server.n, engine.memory.global_row.device)
         engine.call(_come_to_start, self._server, self._track)
         self._runs = experiment.race.runs
         several = self._runs > 1
@@ -125,7 +125,6 @@ class Course:
         for kept, other, tensor in zip(self._states[self._present], self._states[run], present, strict=True):
             kept.copy_(tensor)
             tensor.copy_(other)
-        synchronize(self._memory.global_row.device)
         self._present = run
 
     def state(self) -> Snapshot:
@@ -142,7 +141,6 @@ class Course:
         for run in range(self._runs):
             self.turn_to(run)
             state.put_back(self._tensors(), f"{run}.")
-        synchronize(self._memory.global_row.device)
         self._taken = list(state.facts["taken"])
         done = [item for of_one in state.facts["rosters"] for item in of_one]
         self._engine.call(_resume_rosters, done)

@@ -24,8 +24,8 @@ class Track:
     """The state of a race of so many slots, for one round at a time.
 
     Attributes:
-        canaries: float64 [n, COORDINATES]; every update adds 1 to one of them, or to two, by an operation like that on
-            the row.
+        canaries: float64 [n, COORDINATES], on the device of the model; every update adds 1 to one of them, or to two,
+            by an operation like that on the row.
         lines: int64 [n, LINE]: of each slot how many writes it has begun and ended, how often it has added to a canary,
             and what it is doing. A line is written by the process of its slot alone.
         events: int64 [1], how many pieces of work have begun or come in; written by whoever has the server's lock.
@@ -37,10 +37,10 @@ class Track:
     locks: Locks = field(default_factory=Locks)
 
     @classmethod
-    def of(cls, slots: int) -> Track:
-        """A track in shared memory."""
+    def of(cls, slots: int, device: torch.device) -> Track:
+        """A track in shared memory, its canaries on the device of the model."""
         track = cls(
-            canaries=torch.zeros(slots, COORDINATES, dtype=torch.double),
+            canaries=torch.zeros(slots, COORDINATES, dtype=torch.double, device=device),
             lines=torch.zeros(slots, LINE, dtype=torch.int64),
             events=torch.zeros(1, dtype=torch.int64),
         )

@@ -14,7 +14,7 @@ from fedsim.engines.job import Memory, Task
 from fedsim.engines.station import MakeTrainer, Station
 from fedsim.engines.trainer import RowTrainer
 from fedsim.errors import ExperimentError, FedsimError, one_line, show
-from fedsim.system.devices import release_memory
+from fedsim.system.devices import release_memory, synchronize
 
 
 class SpawnEngine(Engine):
@@ -40,7 +40,7 @@ class SpawnEngine(Engine):
         self._work = task, self.memory, trainer
         release_memory(task.device)  # what this process used to try the model, say
         try:
-            self._crew.call(_take_station, *self._work)
+            self._call(_take_station, *self._work)
         except RuntimeError as error:
             if isinstance(error, FedsimError) or task.device.type == "cpu":
                 raise
@@ -59,17 +59,22 @@ class SpawnEngine(Engine):
         release_memory(self.memory.global_row.device)
         self._crew = Crew(*self._staff)
         self.memory.unfit.zero_()  # new stations count aggregations from the first
-        self._crew.call(_take_station, *self._work)
+        self._call(_take_station, *self._work)
 
     def facts(self) -> dict[str, Any]:
         return {"processes": self._crew.count}
 
     def _each(self, method: str, *arguments: object) -> list[Any]:
-        return self._crew.call(_at_station, method, *arguments)
+        return self._call(_at_station, method, *arguments)
 
     def call(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
         """Run `function(seat, station, *arguments)` in every process; the results in their order. See `Crew.call`."""
-        return self._crew.call(_beside_station, function, *arguments)
+        return self._call(_beside_station, function, *arguments)
+
+    def _call(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
+        """Call a function in every process, which finds on the device what this process has written there."""
+        synchronize(self.memory.global_row.device)
+        return self._crew.call(function, *arguments)
 
     @property
     def at_work(self) -> bool:
@@ -89,7 +94,7 @@ class SpawnEngine(Engine):
         device = self.memory.global_row.device
         try:
             if self._crew.at_work:
-                self._crew.call(_leave_station)
+                self._call(_leave_station)
         finally:
             del self.memory, self._work
         release_memory(device)

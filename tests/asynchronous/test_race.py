@@ -252,7 +252,7 @@ def test_where_nobody_may_ever_begin_a_line_says_so():
 
 
 def test_lost_updates_are_counted_and_under_a_lock_there_are_none():
-    track = Track.of(2)
+    track = Track.of(2, torch.device("cpu"))
     with Crew(2) as crew:
         counts = crew.call(racing_plugs.add_to_track, track, 3000, True)
         assert track.lost() == 0
