@@ -5,18 +5,23 @@ A module beside the package, so that what has to come before any import of the p
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 
 def main() -> None:
     """The console script `fedsim`."""
-    _command_line().main()
+    with _missing_module_as_line():
+        _command_line().main()
 
 
 def run_main() -> None:
     """The script `run_experiment.py`: `fedsim run` without the word."""
-    _command_line().run_main()
+    with _missing_module_as_line():
+        _command_line().run_main()
 
 
 def _command_line() -> ModuleType:
@@ -28,6 +33,20 @@ def _command_line() -> ModuleType:
     from fedsim import cli
 
     return cli
+
+
+@contextlib.contextmanager
+def _missing_module_as_line() -> Iterator[None]:
+    """Where a package that fedsim needs is not installed, end the program with one line that names its module."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "fedsim":
+            raise
+        sys.exit(
+            f"error: the Python module {error.name}, which fedsim needs, is not installed; python -m pip install . in "
+            "the folder of fedsim installs all that it needs"
+        )
 
 
 def _open_what_is_closed() -> None:

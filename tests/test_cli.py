@@ -323,3 +323,17 @@ def test_a_dead_worker_never_hangs_the_program(how, sync, tmp_path):
     assert re.match(f"error: {DEATHS[how, sync]}", error), error
     assert ("Traceback" in error) == (how == "raise")
     assert_none_left(process.pid)
+
+
+def test_a_missing_package_is_one_line_that_names_it(tmp_path):
+    code = (
+        "import sys\n"
+        "sys.modules['tomli_w'] = None  # as if it were not installed\n"
+        "from fedsim_main import run_main\n"
+        "run_main()"
+    )
+    process = start("-c", code, "rounds=1", "--dry-run", cwd=tmp_path)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert error.startswith("error: the Python module tomli_w, which fedsim needs, is not installed; ")
+    assert error.count("\n") == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fedsim.engines.crew import Seat
+from fedsim.errors import FedsimError, WorkerError
+from fedsim.system.limits import lines_of
 
 
 class InProcessCrew:
@@ -21,7 +23,14 @@ class InProcessCrew:
         if not self.called:
             self.seat = Seat.alone()
         self.called.append(function)
-        return [function(self.seat, *arguments)]
+        try:
+            return [function(self.seat, *arguments)]
+        except FedsimError:
+            self.close()
+            raise
+        except Exception as error:
+            self.close()
+            raise WorkerError(f"process 0 failed: {lines_of(error)}") from None
 
     def close(self):
         self.at_work = False
