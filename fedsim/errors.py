@@ -19,6 +19,10 @@ SHORT = 4  # characters; in a name of fewer, one wrong letter is a large part of
 CLOSE, CLOSE_OF_SHORT = 0.75, 0.65  # difflib's ratio from which on a name may be a slip of the other
 MOST_PROBLEMS = 100  # of an experiment that are told; nobody reads more
 LONGEST_TEXT = 300  # characters of a path, or of somebody else's message, in an error line
+DEVICE_ASSERT = (
+    "mostly an index is out of range, such as a token of nn.Embedding or a label: device=cpu says which; this process "
+    "cannot use the GPU any more"
+)
 LONGEST_NAME = 100  # characters; nothing that has a name is called by more, and difflib would take long over them
 
 
@@ -138,7 +142,10 @@ def cut(text: str) -> str:
 
 def one_line(error: BaseException) -> str:
     """An exception of somebody else's as `Type: message`, on one line."""
-    return f"{type(error).__name__}: {cut(' '.join(str(error).split()))}"
+    message = str(error)
+    if "device-side assert" in message:  # CUDA says no more; the rest of the message is for programmers of kernels
+        message = f"{message.partition(chr(10))[0]}; {DEVICE_ASSERT}"
+    return f"{type(error).__name__}: {cut(' '.join(message.split()))}"
 
 
 def first_line(error: BaseException) -> str:

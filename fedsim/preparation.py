@@ -118,9 +118,11 @@ def prepare(
         workshop.engine(
             _engine_of(experiment), processes, experiment.threads_per_process, experiment.timeout, device
         ) as engine,
+        contextlib.ExitStack() as stack,
     ):  # the engine first: its processes start while the data loads
         on_setup(f"making the model {show(experiment.model.name)}")
         task = task_of(experiment, device)
+        stack.enter_context(_room_on(task, processes))
         _check_memory(experiment, task, processes, recorded=note is not None)
         on_setup(f"loading the data set {show(experiment.data.dataset)}")
         train, test = workshop.data(experiment.data.dataset, experiment.data.root, experiment.data.params, device)
@@ -131,9 +133,8 @@ def prepare(
         _check_last_steps(experiment, task, shards)
         root = _root(experiment, train) if task.rule.takes("root") else None
         on_setup(f"getting the engine {experiment.engine} ready for the first round")
-        with _room_on(task, processes):
-            memory = engine.allocate(task, experiment.cohort_size, train, test, shards, root)
-            how = _begin(experiment, engine, task, memory, note)
+        memory = engine.allocate(task, experiment.cohort_size, train, test, shards, root)
+        how = _begin(experiment, engine, task, memory, note)
         looked_at = _workers_to_look_at(shards, experiment.seed)
         known = range(len(shards)) if looked_at is None else looked_at
         counts = label_counts(train.targets.cpu().numpy(), [shards.of(worker) for worker in known], memory.classes)
@@ -176,7 +177,7 @@ def _begin(experiment: Experiment, engine: Engine, task: Task, memory: Memory, n
 
 @contextlib.contextmanager
 def _room_on(task: Task, processes: int) -> Iterator[None]:
-    """Refuse what does not fit into the memory of the device."""
+    """Refuse what does not fit into the memory of the device, from now until the run has ended."""
     try:
         with shortage_told(task, processes):
             yield
@@ -312,6 +313,8 @@ def _check_fit(experiment: Experiment, task: Task, train: TensorData, test: Tens
         classes = check_outputs(task.new_module(), inputs)
     except ExperimentError as error:
         raise ExperimentError(f"{where}: {error}") from None
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         shape = tuple(inputs.shape)
         raise ExperimentError(f"{where}: does not work on inputs of shape {shape}: {one_line(error)}") from error
@@ -327,6 +330,8 @@ def _check_autocast(experiment: Experiment, task: Task, inputs: Tensor, targets:
     module = task.new_module().train()
     try:
         Objective(task.precision)(module, inputs, targets).backward()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         where, name = f"precision = {show(experiment.precision)}", show(experiment.model.name)
         raise ExperimentError(
@@ -345,6 +350,8 @@ def _check_smallest_batch(experiment: Experiment, task: Task, train: TensorData,
     try:
         with random_state_kept(task.device):
             Objective(task.precision)(module, *train.to(task.device, task.dtype).gather(torch.arange(1)))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         why = f"one sample, on which the model cannot be trained ({one_line(error)})"
         batch_size, strategy = experiment.local.batch_size, show(experiment.partition.strategy)

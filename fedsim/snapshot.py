@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import RecordError
+from fedsim.system.devices import has_room
 
 
 @dataclass
@@ -17,7 +18,7 @@ class Snapshot:
     """Copies, which no later round changes.
 
     Attributes:
-        tensors: by dotted name, on the CPU and contiguous.
+        tensors: by dotted name, contiguous; each on the device of its original or on the CPU.
         facts: what else there is, in the types that JSON has.
     """
 
@@ -25,9 +26,10 @@ class Snapshot:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def keep(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Add copies of tensors, wherever they lie."""
+        """Add copies of tensors: on their own device, or on the CPU where that device has little memory left."""
         for name, tensor in tensors.items():
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+            device = tensor.device if has_room(tensor.device, tensor.nbytes) else "cpu"
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             self.tensors[prefix + name] = copy.copy_(tensor.detach())
 
     def under(self, prefix: str) -> dict[str, Tensor]:

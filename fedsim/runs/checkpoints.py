@@ -112,7 +112,7 @@ class Checkpoints:
             raise cannot_write(self._folder, error) from error
         if leads_out(self._folder, self._folder.parent):
             raise RecordError(f"{self._folder}: leads out of the run's folder")
-        content = save(state.tensors)
+        content = save({name: tensor.cpu() for name, tensor in state.tensors.items()})
         said = {"format": FORMAT, "fedsim": __version__, "round": round, "sha256": _sha256(content)}
         said["facts"] = state.facts
         write_whole(tensors, content)

@@ -20,6 +20,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")  # says where under it this process is
 MEMORY = Path("/proc/meminfo")
 PROCESS_BYTES = 4e8  # main memory of one process, its copy of PyTorch included
 PROCESS_BYTES_ON_CARD = 1.5e9  # context, library workspaces and activations of one process, generously
+ROOMY = 8  # times as much as is taken must be free, where it could be done without
 MOST_PROCESSES_ON_CARD = 4  # processes on one card take turns; more of them mostly cost memory
 
 
@@ -158,6 +159,12 @@ def total_memory_of(device: torch.device) -> float:
     """Bytes of memory that a device has, free or not: what must not depend on other programs goes by this."""
     mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)  # mps has main memory only
     return total_memory() if device.type == "cpu" or mem_get_info is None else mem_get_info(device)[1]
+
+
+def has_room(device: torch.device, nbytes: int) -> bool:
+    """Whether an accelerator has so much free memory that nobody there will miss so many bytes of it."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    return hasattr(module, "mem_get_info") and module.mem_get_info(device)[0] >= ROOMY * nbytes
 
 
 def total_memory() -> float:

@@ -60,6 +60,8 @@ def told(error: Exception) -> str | None:
         text = " ".join(str(error).partition("\n")[0].split())
         return f"memory ran out{f' ({text})' if text else ''}{remedy_of_limit(OSError(errno.ENOMEM, ''))}"
     text = " ".join(str(error).split())
+    if "device-side assert" in text:
+        return one_line(error)
     if "can't start new thread" in text:
         return f"{text}{remedy_of_limit(OSError(errno.EAGAIN, ''))}"
     return None

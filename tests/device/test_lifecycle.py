@@ -2,14 +2,61 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from functools import partial
+
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fedsim
+from fedsim.asynchronous.server import Server
+from fedsim.engines import spawn
+from fedsim.engines.job import Memory
+from fedsim.errors import FedsimWarning, ProcessLostError
+from fedsim.snapshot import Snapshot
+from tests.device.pretend import GPU, upload
+from tests.engines.in_process import InProcessCrew
+
+FULL = partial(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 15 GiB.")
+ASSERT = partial(RuntimeError, "CUDA error: device-side assert triggered\nCUDA kernel errors might be reported late")
+CLOCK = {"mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"speed": "lognormal"}}
+
+
+class Failing(nn.Module):
+    """Raises an error in training, in the test, or whenever it is called."""
+
+    error: Callable[[], BaseException] | None = None
+    phase = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(784, 10)
+
+    def forward(self, images):
+        if Failing.error is not None and Failing.phase in ("always", "train" if self.training else "test"):
+            raise Failing.error()
+        return self.linear(images.flatten(1))
 
 
 @pytest.fixture
 def tables(tiny_experiment):
     return {**tiny_experiment, "rounds": 1, "workers": 4, "device": "cuda", "model": "logistic"}
+
+
+@pytest.fixture
+def failing(tables, monkeypatch):
+    """An experiment whose model fails, and how it is told to, once the run has begun."""
+    monkeypatch.setattr(Failing, "error", None)
+
+    def fail(error, phase):
+        monkeypatch.setattr(Failing, "error", error)
+        monkeypatch.setattr(Failing, "phase", phase)
+
+    return {**tables, "model": Failing}, fail
 
 
 def how_computed(tables):
@@ -19,7 +66,7 @@ def how_computed(tables):
 
 
 def test_auto_stacks_all_rows_in_one_process_and_replays_their_steps(gpu, tables):
-    how = how_computed({**tables, "engine": "auto", "processes": 4, "rounds": 1})
+    how = how_computed({**tables, "engine": "auto", "processes": 4})
     assert (how["engine"], how["processes"], how["width"], how["cuda_graphs"]) == ("batched", 1, 4, True)
 
 
@@ -27,3 +74,105 @@ def test_auto_trains_a_model_that_cannot_be_stacked_in_one_process(gpu, tables):
     how = how_computed({**tables, "engine": "auto", "processes": 4, "model": "tests.plugs:Stateful"})
     assert (how["engine"], how["processes"]) == ("serial", 1)
     assert "cannot be stacked" in how["reason"]
+
+
+@pytest.mark.parametrize("phase", ["train", "test"])
+@pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
+def test_a_full_gpu_ends_one_run_with_a_line_and_no_later_one(engine, phase, gpu, failing, monkeypatch):
+    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
+    matrices, allocate = [], Memory.allocate.__func__
+
+    def noted(cls, *arguments, **options):
+        memory = allocate(cls, *arguments, **options)
+        matrices.append(StorageWeakRef(memory.rows.untyped_storage()))
+        return memory
+
+    monkeypatch.setattr(Memory, "allocate", classmethod(noted))
+    tables, fail = failing
+    tables = {**tables, "engine": engine}
+    if engine == "batched":
+        tables["cuda_graphs"] = False  # a replay runs no Python, so nothing could raise in it
+    expected = fedsim.run(tables)
+    with fedsim.Workshop() as workshop:
+        with pytest.raises(fedsim.WorkerError, match=r"cuda:0 has no memory left; less of this would fit: "):
+            fedsim.run(tables, workshop=workshop, on_start=lambda setting: fail(FULL, phase))
+        fail(None, "")
+        gc.collect()
+        assert all(each.expired() for each in matrices)
+        assert torch.equal(fedsim.run(tables, workshop=workshop).global_row, expected.global_row)
+
+
+@pytest.mark.parametrize("where", ["the policy", "the model's first samples"])
+def test_a_gpu_that_is_full_outside_of_training_is_one_line_too(where, gpu, failing, monkeypatch):
+    tables, fail = failing
+
+    def full(*_):
+        raise FULL()
+
+    if where == "the policy":
+        monkeypatch.setattr(Server, "mean", full)
+        tables |= CLOCK
+    else:
+        fail(FULL, "always")
+    with pytest.raises(fedsim.ExperimentError, match='^device = "cuda:0": cuda:0 has no memory left; less of '):
+        fedsim.run(tables)
+
+
+def test_a_device_side_assert_is_told_with_what_it_mostly_is(gpu, failing):
+    tables, fail = failing
+    with pytest.raises(fedsim.WorkerError) as caught:
+        fedsim.run(tables, on_start=lambda setting: fail(ASSERT, "train"))
+    line = str(caught.value).splitlines()[0]
+    assert line.startswith(
+        "worker 0 in round 1 failed: RuntimeError: CUDA error: device-side assert triggered; mostly an "
+    )
+    assert "index is out of range" in line
+    assert "kernel errors" not in line
+
+
+def test_an_interrupt_ends_the_engine_and_releases_the_rows(gpu, failing):
+    tables, fail = failing
+    with fedsim.Workshop() as workshop:
+        with pytest.raises(KeyboardInterrupt):
+            fedsim.run(tables, workshop=workshop, on_start=lambda setting: fail(KeyboardInterrupt, "train"))
+        fail(None, "")
+        assert workshop._engine is None
+        fedsim.run(tables, workshop=workshop)
+
+
+def test_a_snapshot_stays_on_the_gpu_if_that_has_room_and_is_the_same_on_the_host(gpu, monkeypatch, tmp_path):
+    original = upload(torch.rand(3, 5)).T
+    roomy, full = Snapshot(), Snapshot()
+    roomy.keep({"row": original})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (100, 10**9))
+    full.keep({"row": original})
+    places = [each.tensors["row"].device for each in (roomy, full)]
+    assert places == [GPU, torch.device("cpu")]
+    for snapshot in (roomy, full):
+        assert snapshot.tensors["row"].is_contiguous()
+        original.zero_()
+        snapshot.put_back({"row": original})
+        assert torch.equal(original.cpu(), full.tensors["row"])
+
+
+@pytest.mark.parametrize("changes", [{}, CLOCK], ids=["rounds", "clock"])
+def test_a_round_that_lost_a_process_is_repeated_from_a_copy_on_the_gpu(changes, gpu, tables, monkeypatch, tmp_path):
+    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
+    tables = {**tables, **changes, "engine": "spawn", "processes": 2, "rounds": 3, "checkpoint": {"every": 2}}
+    whole = fedsim.run(tables, tmp_path / "whole")
+    call, calls = InProcessCrew.call, []
+
+    def lose_one(crew, function, *arguments):
+        calls.append(arguments[0] if arguments else None)
+        result = call(crew, function, *arguments)
+        if calls[-1] in ("train", "train_apart") and calls.count(calls[-1]) == 2:
+            raise ProcessLostError("process 1 is gone", "is gone", 1, 2, None)
+        return result
+
+    monkeypatch.setattr(InProcessCrew, "call", lose_one)
+    with pytest.warns(FedsimWarning, match="process 1 is gone"):
+        again = fedsim.run(tables, tmp_path / "again")
+    assert torch.equal(again.global_row, whole.global_row)
+    name = "checkpoints/round-00002.safetensors"
+    kept, expected = load_file(tmp_path / "again" / name), load_file(tmp_path / "whole" / name)
+    assert all(torch.equal(kept[key], expected[key]) for key in kept.keys() | expected.keys())
