@@ -53,7 +53,8 @@ class StackState:
         solver_state: as `solver.start(rows)` gives it, [k, d] each.
         buffers: [k, ...] each.
         scale: of the losses of the whole stack, or None.
-        places: which rows of the whole stack these are: a slice, or a list where they do not lie side by side.
+        places: which rows of the whole stack these are: a slice, or an index on the device if they do not lie side by
+            side.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class StackState:
         solver_state: State,
         buffers: Sequence[Tensor],
         scale: LossScale | None = None,
-        places: slice | list[int] = slice(None),
+        places: slice | Tensor = slice(None),
     ) -> None:
         self._module = module
         self.rows, self.solver_state, self.buffers = rows, solver_state, list(buffers)
@@ -76,16 +77,21 @@ class StackState:
         """The state of the members at these places: views for a slice, which stay; copies for a list."""
         if places == slice(0, len(self.rows)):
             return self
-        if self._of_some is None or isinstance(places, list) or self._of_some.places != places:
-            state = {name: tensor[places] for name, tensor in self.solver_state.items()}
-            buffers = [buffer[places] for buffer in self.buffers]
-            self._of_some = StackState(self._module, self.rows[places], state, buffers, self.scale, places)
+        if isinstance(places, list):
+            return self._at(torch.tensor(places, device=self.rows.device))  # once, not at each use
+        if self._of_some is None or self._of_some.places != places:
+            self._of_some = self._at(places)
         return self._of_some
+
+    def _at(self, places: slice | Tensor) -> StackState:
+        state = {name: tensor[places] for name, tensor in self.solver_state.items()}
+        buffers = [buffer[places] for buffer in self.buffers]
+        return StackState(self._module, self.rows[places], state, buffers, self.scale, places)
 
     def take_back(self, theirs: StackState) -> None:
         """Copy what has become of the members at some places, as far as it is not in the same memory."""
         self.take_back_buffers(theirs)
-        copied = isinstance(theirs.places, list)
+        copied = isinstance(theirs.places, Tensor)
         if copied:
             self.rows[theirs.places] = theirs.rows
         for name, tensor in theirs.solver_state.items():
@@ -94,7 +100,7 @@ class StackState:
 
     def take_back_buffers(self, theirs: StackState) -> None:
         """The same of the buffers alone."""
-        if isinstance(theirs.places, list):
+        if isinstance(theirs.places, Tensor):
             for ours, new in zip(self.buffers, theirs.buffers, strict=True):
                 ours[theirs.places] = new
 

@@ -96,7 +96,7 @@ class StackTrainer:
         """Write a lot's gradients [m, ...] to the rows of its members; zeros for a row whose gradient overflowed."""
         flat = side_by_side(gradients)
         if state.scale is not None:
-            zero_where_not(state.scale.unscale([flat], lot.places), [flat])
+            zero_where_not(state.scale.unscale([flat], state.places), [flat])
         self._memory.rows[stack.index_of(lot)] = flat
 
     def part(self) -> None:

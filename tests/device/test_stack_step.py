@@ -38,3 +38,15 @@ def test_rows_are_pulled_down_in_one_launch_without_a_wait(slots, gpu):
         pull_down(sent, rows, index)
     assert (counts.launches, counts.waits) == (1, 0), counts.table()
     assert [slot for slot, row in enumerate(download(rows)) if row.any()] == sorted(slots)
+
+
+def test_members_that_do_not_lie_side_by_side_take_one_wait_to_be_chosen_and_copied_back(gpu):
+    module = StackedModule(lambda: Net().to(GPU))
+    rows, solver = upload(torch.zeros(K, module.layout.d)), SGD(momentum=0.5)
+    state = StackState(module, rows, solver.start(rows), [upload(torch.zeros(K, 2))])
+    with gpu.counting() as counts:
+        theirs = state.of([2, 0])
+        theirs.rows.add_(1)
+        state.take_back(theirs)
+    assert counts.waits == 1, counts.table()
+    assert download(rows)[:, 0].tolist() == [1, 0, 1]
