@@ -40,7 +40,7 @@ from fedsim.engines.feed import Member
 from fedsim.engines.job import Schedule
 from fedsim.models import Net
 from fedsim.preparation import prepare
-from fedsim.randomness import numpy_generator
+from fedsim.randomness import batch_order
 from fedsim.system.devices import usable_cores
 
 BATCH, LR, MOMENTUM = 64, 0.01, 0.5
@@ -62,7 +62,7 @@ def bare_loop_seconds(shards: Sequence[tuple[Tensor, Tensor]]) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     started = time.perf_counter()
     for worker, (inputs, targets) in enumerate(shards):
-        order = torch.from_numpy(numpy_generator(0, "batches", 1, worker).permutation(len(inputs)))
+        order = batch_order(0, 1, worker, 0, len(inputs))
         for batch in order.split(BATCH):
             optimizer.zero_grad()
             F.nll_loss(model(inputs[batch]), targets[batch]).backward()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedsim import Experiment, load_experiment
 from fedsim.data import TensorData, load_dataset, partition
-from fedsim.randomness import numpy_generator, sample_cohort, seed_everything
+from fedsim.randomness import batch_order, sample_cohort, seed_everything
 from fedsim.system.precision import PRECISIONS
 
 TEST_BATCH = 1000
@@ -69,11 +69,9 @@ def bare_loop(
         weights = [len(shards[worker]) if experiment.pipeline.needs_weights else 1 for worker in cohort]
         average = {name: torch.zeros_like(value) for name, value in state.items()}
         for worker, weight in zip(cohort, weights, strict=True):
-            draw = numpy_generator(seed, "batches", round, worker)
-            epochs = [shards[worker][draw.permutation(len(shards[worker]))] for _ in range(local.epochs)]
-            batches = [
-                batch for order in epochs for batch in torch.from_numpy(order).to(device).split(local.batch_size)
-            ]
+            shard = torch.as_tensor(shards[worker])
+            orders = [batch_order(seed, round, worker, epoch, len(shard)) for epoch in range(local.epochs)]
+            batches = [batch for order in orders for batch in shard[order].to(device).split(local.batch_size)]
             seed_everything(device, seed, "layers", round, worker)
             model.load_state_dict(state)
             _train(model, loss, torch.optim.SGD(model.parameters(), **local.params), inputs, targets, batches)

@@ -12,6 +12,7 @@ import argparse
 import os
 import tempfile
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fedsim
 from fedsim.data import CustomSubset, load_dataset, partition
 from fedsim.models import model as models
-from fedsim.randomness import numpy_generator, seed_everything
+from fedsim.randomness import batch_order, seed_everything
 from fedsim.rows import Layout
 
 PROCESSES, BATCH, LR, MOMENTUM, SEED = 2, 64, 0.01, 0.9, 0
@@ -84,11 +85,12 @@ def _ddp_worker(rank: int, name: str, folder: str) -> None:
 
 
 def _preloaded_batches(shard: CustomSubset, round: int, worker: int, steps: int) -> list[tuple[Tensor, Tensor]]:
-    orders = numpy_generator(SEED, "batches", round, worker)
     batches: list[tuple[Tensor, Tensor]] = []
-    while len(batches) < steps:
-        batches.extend(shard.batches(BATCH, orders.permutation(len(shard))))
-    return batches[:steps]
+    for epoch in count():
+        batches.extend(shard.batches(BATCH, batch_order(SEED, round, worker, epoch, len(shard))))
+        if len(batches) >= steps:
+            return batches[:steps]
+    raise AssertionError
 
 
 def main() -> None:

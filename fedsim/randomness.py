@@ -132,6 +132,12 @@ class Draws:
         return words[self._step - first, :count]
 
 
+def batch_order(seed: int, round: int, worker: int, epoch: int, size: int) -> Tensor:
+    """In which order a worker goes through its shard in an epoch (from 0) of a round: a permutation, int64 [size]."""
+    stream = philox.Stream(torch.tensor(draw_key(seed, "batches", round, worker)), epoch)
+    return philox.permutations(stream, torch.tensor(size), size)
+
+
 def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates: int) -> None:
     """Seed all global generators that a model may draw from: PyTorch's on `device`, NumPy's and Python's.
 

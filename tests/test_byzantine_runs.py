@@ -14,7 +14,7 @@ import fedsim
 from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
 from fedsim.loading import PLUG_TABLES
 from fedsim.models import logistic
-from fedsim.randomness import Draws, numpy_generator, sample_cohort
+from fedsim.randomness import Draws, batch_order, numpy_generator, sample_cohort
 from fedsim.rows import Layout
 from tests import plugs
 from tests.test_simulation import start_of
@@ -170,13 +170,13 @@ def test_steps_at_which_only_attackers_have_data_left(engine, tables):
     train = train.to(torch.device("cpu"), torch.float64)
     shards = fedsim.dataset_split(train, 3, "tests.plugs:uneven", seed=0)
     model = start_of(logistic)
-    orders = [numpy_generator(0, "batches", 1, worker).permutation(len(shard)) for worker, shard in enumerate(shards)]
+    orders = [batch_order(0, 1, worker, 0, len(shard)) for worker, shard in enumerate(shards)]
     steps = [len(order[::16]) for order in orders]
     assert steps[2] > max(steps[:2])
     for step in range(steps[2]):
         gradients = {}
         for worker in (worker for worker in range(3) if step < steps[worker]):
-            inputs, targets = shards[worker].gather(torch.from_numpy(orders[worker][16 * step : 16 * step + 16]))
+            inputs, targets = shards[worker].gather(orders[worker][16 * step : 16 * step + 16])
             loss = F.cross_entropy(model(inputs), targets)
             gradients[worker] = torch.cat([part.flatten() for part in torch.autograd.grad(loss, model.parameters())])
         honest = [gradients[worker] for worker in gradients if worker != 2]

@@ -10,7 +10,7 @@ from torch import nn
 import fedsim
 from fedsim.engines.job import Schedule
 from fedsim.errors import ExperimentError
-from fedsim.randomness import numpy_generator
+from fedsim.randomness import batch_order
 from tests.asynchronous.test_simulation import points
 
 BATCH, LR, ROUNDS = 4, 0.1, 2
@@ -44,9 +44,8 @@ def zero() -> nn.Module:
 
 def batches(size, worker, round):
     """Positions in the shard: two epochs, each in an order of its own, without the batch that is not whole."""
-    draws = numpy_generator(0, "batches", round, worker)
-    for _ in range(2):
-        order = draws.permutation(size)
+    for epoch in range(2):
+        order = batch_order(0, round, worker, epoch, size).numpy()
         yield from (order[start : start + BATCH] for start in range(0, size - BATCH + 1, BATCH))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.randomness import numpy_generator
+from fedsim.randomness import batch_order
 from fedsim.rows import require_finite
 from tests import plugs
 from tests.test_simulation import start_of
@@ -142,7 +142,7 @@ def statistics_of_sound_workers(policy, rounds):
         for worker in (0, 1):
             model = start_of(plugs.Normalised).train()
             model.load_state_dict(states[worker] if policy == "local" and worker in states else average, strict=False)
-            order = numpy_generator(0, "batches", round, worker).permutation(len(shards[worker]))
+            order = batch_order(0, round, worker, 0, len(shards[worker])).numpy()
             for batch in torch.from_numpy(shards[worker][order]).split(16):
                 model(train.gather(batch)[0])
             states[worker] = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedsim import philox
-from fedsim.philox import MASK, Stream, bernoulli, blocks, normal, permutations, to_integers, uniform, words
+from fedsim.philox import MASK, Stream, bernoulli, blocks, normal, permutations, shuffles, to_integers, uniform, words
 from fedsim.randomness import draw_key
 
 PUBLISHED = [  # kat_vectors of Random123: counter, key, block
@@ -137,3 +137,18 @@ def test_booleans_of_several_layers_are_those_of_each_layer_alone(monkeypatch):
         assert torch.equal(in_parts[layer], expected)
     assert not found[1].any()
     assert found[3].all()
+
+
+def test_permutations_one_after_another_are_those_side_by_side(monkeypatch):
+    sizes, steps = torch.tensor([5, 1, 0, 8, 31]), torch.tensor([0, 3, 1, 1, 2])
+    stream = Stream(keys_of(1, 2, 3, 4, 5), steps)
+    expected = permutations(stream, sizes, 31)
+    for at_once in (2**15, 4):
+        monkeypatch.setattr(philox, "BLOCKS_AT_ONCE", at_once)
+        found, of_entry = shuffles(stream, sizes, 3 + 1 + 0 + 4 + 16)
+        begin = 0
+        for row, size in enumerate(sizes.tolist()):
+            assert torch.equal(found[begin : begin + size], expected[row, :size])
+            assert (of_entry[begin : begin + size] == row).all()
+            begin += size + size % 2
+        assert begin == len(found) == len(of_entry)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import fedsim
 from fedsim.errors import SettingWarning
 from fedsim.models import Net, two_nn
-from fedsim.randomness import draw_key, numpy_generator
+from fedsim.randomness import batch_order, draw_key
 from fedsim.rows import Layout
 from tests import plugs
 from tests.textbook import train_on_joint_batches
@@ -24,8 +24,7 @@ def start_of(factory, seed=0, dtype=torch.float64):
 
 
 def local_epoch(model, shard, round, worker, optimizer, batch_size):
-    order = numpy_generator(0, "batches", round, worker).permutation(len(shard))
-    inputs, targets = shard.gather(torch.from_numpy(order))
+    inputs, targets = shard.gather(batch_order(0, round, worker, 0, len(shard)))
     for x, y in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()

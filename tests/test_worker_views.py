@@ -11,7 +11,7 @@ from torch import nn
 
 import fedsim
 from fedsim.data import TensorData
-from fedsim.randomness import Draws, numpy_generator, seed_everything
+from fedsim.randomness import Draws, batch_order, seed_everything
 
 WORKERS, CLASSES, SIDE, LR, ROUNDS = 3, 4, 5, 0.2, 2
 
@@ -77,7 +77,7 @@ def averaged_gradient_descent(view):
     for round in range(1, ROUNDS + 1):
         total = 0
         for worker, shard in enumerate(shards):
-            order = numpy_generator(0, "batches", round, worker).permutation(len(shard))
+            order = batch_order(0, round, worker, 0, len(shard)).numpy()
             inputs, targets = view(*train.gather(torch.from_numpy(shard[order])), worker, round)
             gradients = torch.autograd.grad(F.cross_entropy(model(inputs), targets), list(model.parameters()))
             total = total + torch.cat([gradient.flatten() for gradient in gradients]) / WORKERS

@@ -6,14 +6,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedsim.randomness import numpy_generator
+from fedsim.randomness import batch_order
 
 
 def train_on_joint_batches(model, optimizer, train, shards, rounds, batch_size=16, seed=0):
     """Synchronous SGD as one process does it: each step on what all workers' batches hold together."""
     for round in rounds:
-        draws = [numpy_generator(seed, "batches", round, worker) for worker in range(len(shards))]
-        orders = [draw.permutation(len(shard)) for draw, shard in zip(draws, shards, strict=True)]
+        orders = [batch_order(seed, round, worker, 0, len(shard)) for worker, shard in enumerate(shards)]
         for start in range(0, max(map(len, shards)), batch_size):
             batches = [s.indices[order[start : start + batch_size]] for s, order in zip(shards, orders, strict=True)]
             inputs, targets = train.gather(torch.from_numpy(np.concatenate(batches)))

@@ -15,6 +15,7 @@ from fedsim.asynchronous.track import BEGUN, Track
 from fedsim.engines.barrier import HOLDING, NOTHING, PEN
 from fedsim.engines.crew import Seat
 from fedsim.engines.dropout import RowDropout
+from fedsim.engines.feed import Member
 from fedsim.engines.module import RowModule
 from fedsim.engines.station import Station
 from fedsim.errors import ExperimentError
@@ -39,6 +40,7 @@ class LiveRacer(Racer):
         self._pulls_buffers = server.has_buffers and server.buffers != "local"
 
     def _go(self, run: int, round: int, leg: Leg) -> None:
+        self._station.feed.announce([Member(slot, slot, round) for slot in self._slots])
         with self._station.in_precision():
             active = [self._steps(slot, round, leg) for slot in self._slots]
             while active:

@@ -80,7 +80,7 @@ class CustomSubset(Subset):
         Args:
             order: a permutation of range(len(self)); the subset's own order where it is left out.
         """
-        order = torch.arange(len(self)) if order is None else torch.as_tensor(order)
+        order = torch.arange(len(self), device=self.indices.device) if order is None else torch.as_tensor(order)
         chunk = batch_size * self._batches_at_once(batch_size)
         for start in range(0, len(order), chunk):
             inputs, targets = self.gather(order[start : start + chunk])

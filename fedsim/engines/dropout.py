@@ -147,7 +147,7 @@ class RowDropout:
     @cached_property
     def dropouts(self) -> tuple[Dropout, ...]:
         """The calls of dropout in a forward pass; none where PyTorch has to draw them."""
-        return recorded_dropouts(self._task, self._memory, self._feed.whole_batch())
+        return recorded_dropouts(self._task, self._memory, self._task.schedule.batch_size)
 
     def of(self, worker: int, round: int, steps: int | None = None) -> RoundDropout:
         """The dropout of a worker in a round, of so many steps if not of as many as the schedule has."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +14,14 @@ from fedsim.augmentation import ImageTransform
 from fedsim.data import CustomSubset
 from fedsim.data.tensors import in_order
 from fedsim.engines.job import Memory, Task
-from fedsim.randomness import Draws, numpy_generator, torch_generator
+from fedsim.philox import Stream, shuffles
+from fedsim.randomness import Draws, draw_key, numpy_generator, torch_generator
 
 LOOKED_AT = 50  # workers at most, to learn what is usual
+SAMPLES_AT_ONCE = 2**17  # whose orders are drawn at once, if several workers or epochs come next
+EPOCHS_AT_ONCE = 64  # of a worker
+
+Epoch = tuple[int, int, int]  # worker, round, number of the epoch in that
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # of the inputs and targets of a step
@@ -49,14 +53,14 @@ class Member(NamedTuple):
 class Lap:
     """A worker's round as it goes through it: batches as positions in the data set, and what becomes of each."""
 
-    def __init__(self, round: int, positions: Iterator[np.ndarray], alter: Alteration | None) -> None:
+    def __init__(self, round: int, positions: Iterator[Tensor], alter: Alteration | None) -> None:
         self.round, self.steps_done, self.alter = round, 0, alter
         self._positions = positions
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[Tensor]:
         return self
 
-    def __next__(self) -> np.ndarray:
+    def __next__(self) -> Tensor:
         self.steps_done += 1
         return next(self._positions)
 
@@ -67,6 +71,9 @@ class Feed:
     def __init__(self, task: Task, memory: Memory) -> None:
         self._task, self._memory = task, memory
         self._laps: dict[int, Lap] = {}  # of workers who go step by step
+        self._coming: list[tuple[int, int]] = []  # workers and rounds of whom nothing has been drawn
+        self._drawn: dict[tuple[int, int], list[Tensor]] = {}  # their first epochs, where something has
+        self._shards = self._shards_on_host = torch.zeros(0, dtype=torch.int64)
         self.root = len(memory.shards) if task.rule.takes("root") else None  # the server, as a worker
 
     def size(self, worker: int) -> int:
@@ -102,9 +109,8 @@ class Feed:
             yield alter(inputs, targets, step) if alter else (inputs, targets)
 
     def _unaltered(self, worker: int, round: int) -> Batches:
-        shard = self.shard(worker)
-        for order in self.orders(worker, round):
-            yield from shard.batches(self._task.schedule.batch_size, order)
+        for positions in self.epochs(worker, round):
+            yield from CustomSubset(self._memory.train, positions).batches(self._task.schedule.batch_size)
 
     def batches_of(self, member: Member) -> Batches:
         """The batches of a member's work."""
@@ -130,25 +136,88 @@ class Feed:
 
     def _next_batch(self, lap: Lap) -> tuple[Tensor, Tensor]:
         step = lap.steps_done
-        inputs, targets = self._memory.train.gather(torch.from_numpy(next(lap)))
+        inputs, targets = self._memory.train.gather(next(lap))
         return lap.alter(inputs, targets, step) if lap.alter else (inputs, targets)
 
-    def positions(self, worker: int, round: int) -> Iterator[np.ndarray]:
-        """The same batches as positions in the data set, before any alteration."""
-        shard, size = self._positions_of(worker).numpy(), self._task.schedule.batch_size
-        for order in self.orders(worker, round):
-            positions = shard[order.numpy()]
-            yield from (positions[start : start + size] for start in range(0, len(positions), size))
+    def positions(self, worker: int, round: int) -> Iterator[Tensor]:
+        """The same batches as positions in the data set, int64 [batch], before any alteration."""
+        for positions in self.epochs(worker, round):
+            yield from positions.split(self._task.schedule.batch_size)
 
-    def orders(self, worker: int, round: int) -> Iterator[Tensor]:
-        """For each epoch of a worker's round the order of its samples: a permutation of their places in the shard.
+    def epochs(self, worker: int, round: int) -> Iterator[Tensor]:
+        """For each epoch of a worker's round the positions of its samples, in their order: int64 [samples].
 
-        With `drop_last` it lacks the places at the end that fill no batch.
+        On the device of the task. With `drop_last` those at the end are missing that fill no batch.
         """
-        orders, size = numpy_generator(self._task.seed, "batches", round, worker), self.size(worker)
-        count = self._task.schedule.samples_per_epoch(size)
+        drawn, epoch = self._drawn.pop((worker, round), None) or self._draw_ahead(worker, round, 0), 0
         while True:
-            yield torch.from_numpy(orders.permutation(size)[:count])
+            yield from drawn
+            epoch += len(drawn)
+            drawn = self._draw_ahead(worker, round, epoch)
+
+    def announce(self, members: Sequence[Member]) -> None:
+        """Say whose rounds come next, in their order, so that the orders of several are drawn at once."""
+        self._coming = [(member.worker, member.round) for member in members if not member.step]
+        self._drawn = {}
+
+    def _draw_ahead(self, worker: int, round: int, epoch: int) -> list[Tensor]:
+        """The positions of an epoch, and of those that follow; some epochs of those who come next are kept."""
+        taken, samples = [(worker, round)], 0
+        if epoch == 0 and (worker, round) in self._coming:
+            first = self._coming.index((worker, round))
+            taken, self._coming = self._coming[first:], self._coming[:first]
+        wanted = list[Epoch]()
+        for place, (one, its_round) in enumerate(taken):
+            room = min(EPOCHS_AT_ONCE, (SAMPLES_AT_ONCE - samples) // self.size(one))
+            if room < 1 and place:
+                self._coming += taken[place:]
+                break
+            count = max(1, min(room, self._epochs_of(one, its_round) - epoch))
+            wanted += [(one, its_round, epoch + later) for later in range(count)]
+            samples += count * self.size(one)
+        positions, begins = self.draw(wanted)
+        drawn: dict[tuple[int, int], list[Tensor]] = {}
+        for (one, its_round, _), begin in zip(wanted, begins, strict=True):
+            end = begin + self._task.schedule.samples_per_epoch(self.size(one))
+            drawn.setdefault((one, its_round), []).append(positions[begin:end])
+        found = drawn.pop((worker, round))
+        self._drawn |= drawn
+        return found
+
+    def _epochs_of(self, worker: int, round: int) -> int:
+        """How many epochs a worker begins in a round, by the schedule."""
+        return -(-self.steps(worker, round) // self._task.schedule.batches_per_epoch(self.size(worker)))
+
+    def draw(self, wanted: Sequence[Epoch]) -> tuple[Tensor, list[int]]:
+        """The positions of the workers' samples in the orders of these epochs, in one tensor, and where each begins.
+
+        An order is a permutation of the shard under the key (seed, "batches", round, worker), and the epoch as step:
+        see `fedsim.philox`. All are drawn at once on the device of the task, which nothing waits for.
+        """
+        task = self._task
+        workers = [worker for worker, *_ in wanted]
+        keys = [draw_key(task.seed, "batches", round, worker) for worker, round, _ in wanted]
+        sizes = [self.size(worker) for worker in workers]
+        shards, starts = self._shards_of(workers)
+        table = torch.tensor([keys, [epoch for *_, epoch in wanted], sizes, starts]).to(task.device)
+        lengths = [size + size % 2 for size in sizes]
+        places, of_entry = shuffles(Stream(table[0], table[1]), table[2], sum(lengths) // 2)
+        positions = shards[(table[3][of_entry] + places).clamp_(max=len(shards) - 1)]
+        return positions, [0, *accumulate(lengths)][:-1]
+
+    def _shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """The positions of these workers' samples in one tensor on the device, and where those of each begin in it."""
+        of_workers = [worker for worker in workers if worker != self.root]
+        root = self._memory.root.to(self._task.device)
+        if not of_workers:
+            return root, [0] * len(workers)
+        positions, starts = self._memory.shards.together(of_workers)
+        if positions is not self._shards_on_host:
+            self._shards_on_host, self._shards = positions, positions.to(self._task.device)
+        if len(starts) == len(workers):
+            return self._shards, starts
+        of_worker = dict(zip(of_workers, starts, strict=True))
+        return torch.cat([self._shards, root]), [of_worker.get(worker, len(self._shards)) for worker in workers]
 
     def _positions_of(self, worker: int) -> Tensor:
         return self._memory.root if worker == self.root else self._memory.shards.of(worker)

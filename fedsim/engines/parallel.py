@@ -147,6 +147,7 @@ class ParallelTrainer(RowTrainer):
 
     def meet_at_global_row(self, members: Sequence[Member]) -> None:
         memory = self._memory
+        self._feed.announce(members)
         self._partakers = []
         for place, member in enumerate(members):
             module = self._module_of(place)

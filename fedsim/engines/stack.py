@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.engines.dropout import FactorsAhead, layer_key
-from fedsim.engines.feed import Feed, Member
+from fedsim.engines.feed import SAMPLES_AT_ONCE, Feed, Member
 from fedsim.engines.job import Task
 from fedsim.engines.stacked_operations import Dropout
 from fedsim.rows import index_of
@@ -93,26 +92,50 @@ class Stack:
 
     def lots(self) -> Iterator[Lot]:
         """For each step the batches of those who have not finished, until everybody has."""
-        batch_size = self._task.schedule.batch_size
         steps = np.array([self._feed.steps_of(member) for member in self.members])
-        for start in range(0, int(steps.max()), STEPS_AT_A_TIME):
-            ahead = np.clip(steps - start, 0, STEPS_AT_A_TIME)
-            positions = np.zeros((ahead.max(), len(self), batch_size), dtype=np.int64)
-            sizes = np.zeros((ahead.max(), len(self)), dtype=np.int64)
-            for member, count in enumerate(ahead.tolist()):
-                for step, batch in enumerate(islice(self._laps[member], count)):
-                    positions[step, member, : len(batch)] = batch
-                    positions[step, member, len(batch) :] = batch[0]
-                    sizes[step, member] = len(batch)
-            yield from self._on_device(start, positions, sizes)
+        if all(member.step is not None for member in self.members):
+            batches = [next(lap) for lap in self._laps]
+            sizes = np.array([len(batch) for batch in batches])
+            return self._gathered(0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])
+        return self._lots_of_rounds(steps)
+
+    def _lots_of_rounds(self, steps: np.ndarray) -> Iterator[Lot]:
+        """The same, of members who go through whole rounds, [k] steps each: all positions by a few operations."""
+        schedule, members = self._task.schedule, self.members
+        shards = np.array([self._feed.size(member.worker) for member in members])
+        samples = np.array([schedule.samples_per_epoch(size) for size in shards.tolist()])
+        batches = -(-samples // schedule.batch_size)  # of an epoch
+        first = np.array([member.step or 0 for member in members])
+        longest = int(batches.max())
+        span = max(STEPS_AT_A_TIME, longest * max(1, SAMPLES_AT_ONCE // int(shards.sum())))
+        for start in range(0, int(steps.max()), span):
+            k = int((steps > start).sum())  # those who have not finished are the first
+            stop = np.minimum(steps, start + span)[:k]
+            from_epoch = (first[:k] + start) // batches[:k]
+            to_epoch = -(-(first[:k] + stop) // batches[:k])
+            wanted = [
+                (member.worker, member.round, epoch)
+                for member, one, end in zip(members, from_epoch.tolist(), to_epoch.tolist(), strict=False)
+                for epoch in range(one, end)
+            ]
+            positions, begins = self._feed.draw(wanted)
+            epochs = to_epoch - from_epoch
+            begin = np.array(begins)[epochs.cumsum() - epochs]  # of each member's first epoch
+            apart = shards[:k] + shards[:k] % 2  # the epochs of a member
+            for some in range(start, int(stop.max()), STEPS_AT_A_TIME):
+                step = np.arange(some, min(some + STEPS_AT_A_TIME, int(stop.max())))[:, None]
+                epoch, batch = np.divmod(first[:k] + step, batches[:k])
+                before = batch * schedule.batch_size
+                sizes = np.minimum(schedule.batch_size, samples[:k] - before) * (step < steps[:k])
+                yield from self._gathered(some, positions, begin + (epoch - from_epoch) * apart + before, sizes)
 
     def dropout_factors(self, dropouts: Sequence[Dropout]) -> FactorsAhead:
         """What these dropouts of the members multiply by, step by step."""
-        task, members = self._task, self.members
+        task, members = self._task, self.members if dropouts else []
         keys = [layer_key(task.seed, member.round, member.worker) for member in members]
         first_steps = [member.step or 0 for member in members]
         on_device = torch.tensor([keys, first_steps], device=task.device)
-        steps = max(map(self._feed.steps_of, members))
+        steps = max(map(self._feed.steps_of, members), default=0)
         return FactorsAhead(
             on_device[0], steps, task.schedule.batch_size, dropouts, task.dtype, first_step=on_device[1]
         )
@@ -141,18 +164,26 @@ class Stack:
         """Of each member, per sample, on the host."""
         return self._loss_sum.cpu().double() / torch.from_numpy(self._samples)
 
-    def _on_device(self, start: int, positions: np.ndarray, sizes: np.ndarray) -> Iterator[Lot]:
+    def _gathered(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> Iterator[Lot]:
+        """The lots of some steps from number `start` on, whose batches are parts of `positions`.
+
+        Args:
+            positions: of samples in the data set, int64 [n], on the device.
+            begins, sizes: of each batch, int64 [steps, m]; the size is 0 where a member has finished.
+        """
         device = self._task.device
-        on_device, counts = (torch.from_numpy(array).to(device) for array in (positions, sizes))
-        inside = torch.arange(positions.shape[2], device=device) < counts.unsqueeze(2)
-        weights = inside.to(self._task.dtype) / counts.clamp(min=1).unsqueeze(2)
-        counts = counts.to(self._loss_sum.dtype)
+        table = torch.from_numpy(np.stack([begins * (sizes > 0), sizes])).to(device)
+        place = torch.arange(self._task.schedule.batch_size, device=device)
+        inside = place < table[1].unsqueeze(2)
+        gathered = positions[table[0].unsqueeze(2) + place * inside]
+        weights = inside.to(self._task.dtype) / table[1].clamp(min=1).unsqueeze(2)
+        counts = table[1].to(self._loss_sum.dtype)
         for step, active in enumerate((sizes > 0).sum(1).tolist()):
             yield Lot(
                 start + step,
                 range(active),
                 sizes[step, :active],
                 counts[step, :active],
-                on_device[step, :active],
+                gathered[step, :active],
                 weights[step, :active],
             )

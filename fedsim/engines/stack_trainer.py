@@ -62,6 +62,7 @@ class StackTrainer:
         return self._module.compiled
 
     def train(self, members: Sequence[Member]) -> None:
+        self._feed.announce(members)
         stacks = self._stacks(members)
         for stack in stacks:
             with self._seat.working_on_several(stack.members[0].round):

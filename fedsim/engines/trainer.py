@@ -90,6 +90,7 @@ class RowTrainer:
 
     def train(self, members: Sequence[Member]) -> None:
         task, memory, module = self._task, self._memory, self._modules[0]
+        self._feed.announce(members)
         tallies = {}
         for member in members:
             slot = member.slot
@@ -111,6 +112,7 @@ class RowTrainer:
 
     def meet_at_global_row(self, members: Sequence[Member]) -> None:
         memory = self._memory
+        self._feed.announce(members)
         while len(self._modules) < len(members):
             self._modules.append(RowModule(self._task.new_module))
         self._partakers = []

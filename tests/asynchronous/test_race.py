@@ -11,7 +11,7 @@ import fedsim
 from fedsim.asynchronous.policies import policy
 from fedsim.asynchronous.track import Track
 from fedsim.engines.crew import Crew
-from fedsim.randomness import draw_key, numpy_generator
+from fedsim.randomness import batch_order, draw_key
 from fedsim.rows import Layout
 from tests import plugs
 from tests.asynchronous import racing_plugs
@@ -136,9 +136,8 @@ def test_workers_with_embedding_rows_of_their_own_arrive_exactly_where_they_woul
     start = model.embedding.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for worker in range(3):
-        orders = numpy_generator(0, "batches", 1, worker)
-        for _ in range(3):
-            positions = torch.from_numpy(orders.permutation(20) + 20 * worker)
+        for epoch in range(3):
+            positions = batch_order(0, 1, worker, epoch, 20) + 20 * worker
             for batch in positions.split(3):
                 optimizer.zero_grad()
                 F.cross_entropy(model(train.inputs[batch]), train.targets[batch]).backward()
@@ -209,7 +208,7 @@ def plain_sgd(momentum_lasts):
     for round in (1, 2):
         if not momentum_lasts:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-        order = torch.from_numpy(numpy_generator(0, "batches", round, 0).permutation(len(train)))
+        order = batch_order(0, round, 0, 0, len(train))
         for batch in order.split(16):
             optimizer.zero_grad()
             images = inputs[batch].contiguous(memory_format=torch.channels_last)

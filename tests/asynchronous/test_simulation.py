@@ -12,7 +12,7 @@ import fedsim
 from fedsim.asynchronous import simulation
 from fedsim.asynchronous.policies import policy
 from fedsim.data import TensorData
-from fedsim.randomness import draw_key, numpy_generator
+from fedsim.randomness import batch_order, draw_key
 from fedsim.rows import Layout
 from tests.engines.zoo import experiment as zoo_experiment
 
@@ -119,7 +119,7 @@ def plain_sgd(rounds, dtype, momentum=0.0, fresh=False):
     for round in range(1, rounds + 1):
         if fresh:
             velocities = [torch.zeros_like(p) for p in model.parameters()]
-        order = shard[numpy_generator(0, "batches", round, 0).permutation(60)]
+        order = shard[batch_order(0, round, 0, 0, 60).numpy()]
         for start in range(0, 60, 4):
             batch = order[start : start + 4]
             gradients = torch.autograd.grad(F.cross_entropy(model(inputs[batch]), targets[batch]), model.parameters())

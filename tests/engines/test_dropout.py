@@ -76,6 +76,33 @@ def test_masks_are_those_of_the_definition():
         assert torch.allclose(mask, expected, rtol=1e-6, atol=0)
 
 
+WAYS = {
+    "a step at a time": {"policy": "asgd", "mode": "clock"},
+    "a step at a time, stacked": {"policy": "asgd", "mode": "clock", "engine": "batched", "processes": 1},
+    "gradients": {"sync": "gradients"},
+    "gradients, stacked": {"sync": "gradients", "engine": "batched", "processes": 1},
+    "stacked": {"engine": "batched", "processes": 1},
+    "under vmap": {"engine": "batched", "processes": 1, "model": f"{__name__}:coupled"},
+}
+
+
+def coupled():
+    """Samples see each other, so that stacks of it run under vmap."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.Dropout(0.4), nn.Linear(8, 10))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_worker_has_the_dropout_of_plain_sgd_in_every_way_of_running(way):
+    """Where one worker's work is taken as it is, all of them are the same steps on the same batches."""
+    tables = {
+        **{"workers": 1, "rounds": 2, "precision": "float64", "engine": "serial", "seed": 4},
+        **{"data": {"dataset": "tests.plugs:tiny", "train": 60}, "local": {"batch_size": 8, "lr": 0.05}},
+    }
+    tables["model"] = WAYS[way].get("model", "net")
+    expected, found = fedsim.run(tables), fedsim.run({**tables, **WAYS[way]})
+    assert torch.allclose(found.global_row, expected.global_row, rtol=0, atol=1e-12)
+
+
 IMAGES = (3, 4, 6, 5)
 CALLS = {
     "elements": (F.dropout, torch.rand(IMAGES), IMAGES[1:]),

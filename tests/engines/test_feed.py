@@ -10,7 +10,7 @@ import torch
 
 from fedsim.augmentation import flip, shift
 from fedsim.engines.feed import Feed, Member
-from fedsim.randomness import Draws, numpy_generator, torch_generator
+from fedsim.randomness import Draws, batch_order, numpy_generator, torch_generator
 
 SIZES = [1, 5, 8, 17, 20]
 BATCH = 4
@@ -23,10 +23,10 @@ AUGMENT = {"dataset": "tests.engines.zoo:pictures", "augment": ["flip", {"name":
 
 def expected_positions(memory, seed, round, worker, epochs):
     """The shard in a new order for each epoch, cut into batches."""
-    rng, shard = numpy_generator(seed, "batches", round, worker), memory.shards.of(worker).tolist()
+    shard = memory.shards.of(worker).tolist()
     batches = []
-    for _ in range(epochs):
-        order = [shard[place] for place in rng.permutation(len(shard))]
+    for epoch in range(epochs):
+        order = [shard[place] for place in batch_order(seed, round, worker, epoch, len(shard)).tolist()]
         batches += [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
     return batches
 
@@ -49,10 +49,35 @@ def test_positions_are_the_shard_in_a_new_order_for_each_epoch(worker, prepared)
 
 def test_orders_differ_by_epoch_round_worker_and_seed(prepared):
     feed, other = (Feed(*prepared(seed=seed, partition="contiguous", workers=3)) for seed in (0, 1))
-    first, second = islice(feed.orders(1, 1), 2)
-    orders = [first, second, *(next(feed.orders(*of)) for of in ((1, 2), (2, 1))), next(other.orders(1, 1))]
-    assert len({tuple(order.tolist()) for order in orders}) == len(orders)
-    assert torch.equal(first, next(feed.orders(1, 1)))
+    first, second = islice(feed.epochs(1, 1), 2)
+    orders = [first, second, *(next(feed.epochs(*of)) for of in ((1, 2), (2, 1))), next(other.epochs(1, 1))]
+    places = [order - order.min() for order in orders]
+    assert len({tuple(order.tolist()) for order in places}) == len(orders)
+    assert torch.equal(first, next(feed.epochs(1, 1)))
+
+
+def test_orders_drawn_for_several_workers_at_once_are_those_drawn_alone(prepared, monkeypatch):
+    """Whatever is drawn ahead, and in whichever order it is asked for."""
+    task, memory = prepared(local={"batch_size": BATCH, "epochs": 3}, **ROOT)
+    alone, feed = (Feed(task, memory) for _ in range(2))
+    for samples in (2**17, 30, 1):
+        monkeypatch.setattr("fedsim.engines.feed.SAMPLES_AT_ONCE", samples)
+        feed.announce([Member(worker, worker, 2) for worker in (4, 5, 0, 2, 1, 3)])
+        rounds = [(worker, feed.epochs(worker, 2)) for worker in (4, 5, 2, 1, 0, 3)]
+        for epoch in range(4):
+            for worker, epochs in rounds:
+                assert torch.equal(next(epochs), next(islice(alone.epochs(worker, 2), epoch, None)))
+
+
+def test_the_orders_of_a_cohort_are_drawn_by_one_call(prepared, monkeypatch):
+    feed, calls = Feed(*prepared(local={"batch_size": BATCH, "epochs": 3})), []
+    draw = feed.draw
+    monkeypatch.setattr(feed, "draw", lambda wanted: calls.append(len(wanted)) or draw(wanted))
+    members = [Member(worker, worker, 1) for worker in range(5)]
+    feed.announce(members)
+    for member in members:
+        list(feed.batches_of(member))
+    assert calls == [15]
 
 
 @pytest.mark.parametrize("worker", range(len(SIZES)))

@@ -14,7 +14,7 @@ from fedsim import preparation
 from fedsim.data.partitions import DrawnShards, partition_shards
 from fedsim.models import two_nn
 from fedsim.preparation import task_of
-from fedsim.randomness import draw_key, numpy_generator, sample_cohort
+from fedsim.randomness import batch_order, draw_key, sample_cohort
 from fedsim.rows import Layout
 from tests import plugs
 
@@ -37,7 +37,7 @@ def test_a_run_on_virtual_shards_is_the_textbook_loop(tiny_experiment):
         for worker in sample_cohort(0, round, 10**6, 4).tolist():
             layout.write(global_row, model)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-            order = shards.of(worker)[numpy_generator(0, "batches", round, worker).permutation(30)]
+            order = shards.of(worker)[batch_order(0, round, worker, 0, 30)]
             for batch in order.split(16):
                 x, y = train.gather(batch)
                 optimizer.zero_grad()

@@ -49,8 +49,10 @@ def test_members_with_most_steps_stand_first_and_else_in_their_order(stack):
     assert made.slots.tolist() == made.index.tolist() == [13, 14, 11, 12, 10]
 
 
+@pytest.mark.parametrize("at_once", [2**17, 1])
 @pytest.mark.parametrize("ahead", [256, 3, 1])
-def test_lots_are_each_member_s_own_batches_and_those_who_finish_fall_off_the_end(ahead, stack, monkeypatch):
+def test_lots_are_each_member_s_own_batches_and_those_who_finish_fall_off_the_end(ahead, at_once, stack, monkeypatch):
+    monkeypatch.setattr(stack_module, "SAMPLES_AT_ONCE", at_once)
     monkeypatch.setattr(stack_module, "STEPS_AT_A_TIME", ahead)
     made, feed = stack(0, 1, 2, 3, 4)
     lots = list(made.lots())

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fedsim
 from fedsim.models import two_nn
-from fedsim.randomness import numpy_generator
+from fedsim.randomness import batch_order
 from fedsim.rows import Layout
 from tests import plugs
 from tests.test_simulation import start_of
@@ -38,7 +38,7 @@ def post_local_row() -> torch.Tensor:
     averager = PeriodicModelAverager(period=steps, warmup_steps=SWITCH * steps + steps - 1)
     optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=LR), averager)
     for round in range(1, ROUNDS + 1):
-        order = torch.from_numpy(numpy_generator(0, "batches", round, rank).permutation(len(shard)))
+        order = batch_order(0, round, rank, 0, len(shard))
         for start in range(0, len(order), BATCH):
             inputs, targets = train.gather(shard.indices[order[start : start + BATCH]])
             optimizer.zero_grad()

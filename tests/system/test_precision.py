@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.randomness import numpy_generator
+from fedsim.randomness import batch_order
 from fedsim.system.precision import PRECISIONS, in_autocast_type, tf32_allowed
 from tests.plugs import tiny
 
@@ -127,8 +127,8 @@ def plain_run(tables, dtype, scale, make_optimizer=MOMENTUM):
     model, skipped = start.train(), 0
     for round in range(1, tables["rounds"] + 1):
         optimizer, now = make_optimizer(model.parameters()), scale
-        order = numpy_generator(0, "batches", round, 0).permutation(len(shard))
-        for places in torch.from_numpy(order).split(16):
+        order = batch_order(0, round, 0, 0, len(shard))
+        for places in order.split(16):
             batch = torch.as_tensor(shard)[places]
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,6 +34,11 @@ class Shards(ABC):
     @abstractmethod
     def of(self, worker: int) -> Tensor:
         """The positions of a worker's samples in the data set, int64 [size], on the host. Not to be changed."""
+
+    def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """The positions of these workers' samples in one tensor, int64, and where those of each begin in it."""
+        shards = [self.of(worker) for worker in workers]
+        return torch.cat(shards), [0, *accumulate(map(len, shards))][:-1]
 
     @property
     @abstractmethod
@@ -71,6 +77,10 @@ class ListedShards(Shards):
 
     def of(self, worker: int) -> Tensor:
         return self._positions[self._cuts[worker] : self._cuts[worker + 1]]
+
+    def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Always the same tensor, of all workers."""
+        return self._positions, [self._cuts[worker] for worker in workers]
 
     @property
     def tensors(self) -> list[Tensor]:
