@@ -24,6 +24,7 @@ from fedsim import philox
 
 STEPS_AHEAD = 32  # drawn at once, since a call for few words takes as long as one for 2^15
 WORDS_AHEAD = 1 << 15  # at most
+SPARSE = 64  # times as many numbers as are chosen: then those are found one by one
 LARGEST = 1 << 31  # for which `Draws.integers` and `Draws.choice` are made
 
 
@@ -101,7 +102,8 @@ class Draws:
     def choice(self, n: int, count: int) -> Tensor:
         """`count` of the numbers from 0 to n - 1 without replacement, ascending, int64 [count].
 
-        Cost: n words, and finding the least `count` of them; nothing is drawn where count = n.
+        Cost: n words, and finding the least `count` of them. If n is large, 64 count or more: 4 count + 128 words, and
+        sorting half as many numbers. Nothing is drawn if count = n.
 
         Raises ValueError unless 0 <= count <= n <= 2^31.
         """
@@ -109,6 +111,10 @@ class Draws:
             raise ValueError(f"count = {count}: must be from 0 to n = {n}, and n at most 2^31")
         if count == n:
             return torch.arange(n, device=self._key.device)
+        if count * SPARSE <= n:  # more than `count` of these are distinct, but with probability 64^-64
+            values, places = self.integers(n, 2 * count + SPARSE).sort(stable=True)
+            places[1:].masked_fill_(values[1:] == values[:-1], len(places))  # numbers that were drawn before
+            return values[places.topk(count, largest=False, sorted=False).indices].sort().values
         keys = self._drawn(n, lambda words: words * LARGEST, (n,))
         keys += torch.arange(n, device=keys.device)  # so no two are equal, and each says whose it is
         return (keys.topk(count, largest=False, sorted=False).values % LARGEST).sort().values

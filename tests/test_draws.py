@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 import fedsim
 from fedsim.philox import blocks
@@ -20,6 +21,7 @@ CALLS = {
     "integers": lambda draws: draws.integers(10, 4),
     "permutation": lambda draws: draws.permutation(9),
     "choice": lambda draws: draws.choice(30, 6),
+    "choice of few": lambda draws: draws.choice(1000, 6),
 }
 
 
@@ -54,6 +56,8 @@ def test_each_method_makes_the_next_stream_into_numbers():
     assert draws.permutation(20).tolist() == sorted(range(20), key=keys.__getitem__)
     keys = words_of(3, "test", 1, 2, count=50, layer=5)
     assert draws.choice(50, 8).tolist() == sorted(sorted(range(50), key=keys.__getitem__)[:8])
+    integers = [((a << 32 | b) * 320) >> 64 for a, b in pairs(words_of(3, "test", 1, 2, count=148, layer=6))]
+    assert draws.choice(320, 5).tolist() == sorted(list(dict.fromkeys(integers))[:5])
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -103,15 +107,20 @@ def test_types_and_shapes_are_those_of_pytorch():
     assert [draws.integers(5, 3).dtype, draws.permutation(0).dtype, draws.choice(5, 0).dtype] == [torch.int64] * 3
 
 
-def test_a_choice_is_distinct_ascending_and_uniform():
-    counts = np.zeros(6)
-    draws = Draws.of(0, "choice")
-    for _ in range(600):
-        chosen = draws.choice(6, 2).tolist()
+@pytest.mark.parametrize("n", [6, 128])
+def test_a_choice_is_distinct_ascending_and_uniform(n):
+    counts, draws, expected = np.zeros(n), Draws.of(0, "choice"), 100
+    for _ in range(expected * n // 2):
+        chosen = draws.choice(n, 2).tolist()
         assert chosen == sorted(set(chosen))
         counts[chosen] += 1
-    assert ((counts - 200) ** 2 / (200 * 2 / 3)).sum() < 25  # beyond the 0.999 quantile: deterministic, so no flake
-    assert draws.choice(9, 9).tolist() == list(range(9))
+    statistic = ((counts - expected) ** 2).sum() / (expected * (1 - 2 / n))
+    assert 0.001 < stats.chi2(n - 1).cdf(statistic) < 0.999
+    assert draws.choice(n, n).tolist() == list(range(n))
+
+
+def test_a_choice_of_few_leaves_repeated_numbers_out():
+    assert all(len(set(Draws.of(0, "x", k).choice(192, 3).tolist())) == 3 for k in range(200))
 
 
 @pytest.mark.parametrize(
