@@ -187,8 +187,7 @@ def _each(value: Any, count: int) -> tuple[int, ...]:
 class _Windows(torch.autograd.Function):
     """x [k, batch, c, ...], weight [k, o, c / groups, ...], bias [k, o] or None -> [k, batch, o, ...].
 
-    The derivative by the inputs is the adjoint of the windows, which PyTorch derives: each input collects what its
-    windows have, without atomic operations.
+    The derivative by the inputs is the adjoint of the windows, dimension by dimension, without atomic operations.
     """
 
     @staticmethod
@@ -215,13 +214,10 @@ class _Windows(torch.autograd.Function):
         of_x, of_weight = list[Tensor](), list[Tensor]()
         for part, of_part in zip(x.split(step, 1), gradient.split(step, 1), strict=True):
             of_products = _products(of_part, groups)
-            with torch.enable_grad():
-                leaf = part.detach().requires_grad_(for_x)
-                columns = _columns(leaf, form, groups)
             if for_weight:
-                of_weight.append(torch.bmm(of_products.mT, columns.detach()))
+                of_weight.append(torch.bmm(of_products.mT, _columns(part, form, groups)))
             if for_x:
-                of_x += torch.autograd.grad(columns, leaf, torch.bmm(of_products, kernels))
+                of_x.append(_collected(torch.bmm(of_products, kernels), part.shape, form, groups))
         return (
             _whole(of_x) if for_x else None,
             sum(of_weight[1:], of_weight[0]).view(weight.shape) if for_weight else None,
@@ -252,6 +248,28 @@ def _columns(x: Tensor, form: Geometry, groups: int) -> Tensor:
     return seen.permute(0, 2, 1, *positions, 3, *kernel).reshape(
         len(x) * groups, x.shape[1] * math.prod(form.outputs), -1
     )
+
+
+def _collected(columns: Tensor, shape: torch.Size, form: Geometry, groups: int) -> Tensor:
+    """The adjoint of `_columns`: each number of an x of this shape is the sum of its copies in the windows."""
+    k, samples, _, *sizes = shape
+    dimensions = len(sizes)
+    seen = columns.view(k, groups, samples, *form.outputs, -1, *form.kernel)
+    positions, kernel = (tuple(range(start, start + dimensions)) for start in (3, 4 + dimensions))
+    seen = seen.permute(0, 2, 1, 3 + dimensions, *positions, *kernel).flatten(2, 3)
+    for place in reversed(range(dimensions)):  # the last dimension of `seen` is the kernel's of this place
+        stride, step, size = form.stride[place], form.dilation[place], form.kernel[place]
+        span = step * (size - 1) + 1
+        if step > 1:
+            spread = seen.new_zeros(*seen.shape[:-1], span)
+            spread[..., ::step] = seen
+            seen = spread
+        before, after = form.padding[2 * (dimensions - 1 - place) :][:2]
+        wanted = [*seen.shape[:-1]]
+        wanted[3 + place] = sizes[place] + before + after
+        seen = torch.ops.aten.unfold_backward(seen, wanted, 3 + place, span, stride)
+        seen = seen.narrow(3 + place, before, sizes[place])
+    return seen
 
 
 def _matrices(weight: Tensor, groups: int) -> Tensor:
