@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedsim
-from tests.device.pretend import Counts, pretend_gpu
+from tests.device.pretend import Counts, on_gpu, pretend_gpu
 
 SAMPLES = 56  # for 3, 5 and 7 workers no last batch of 8 has a single sample
 DATA = {"dataset": "tests.plugs:tiny", "train": SAMPLES}
@@ -74,6 +74,7 @@ def assert_agrees_with_the_cpu(tables: dict[str, Any], engine: str, tolerance: f
 def assert_same_results(expected: fedsim.Result, found: fedsim.Result, tolerance: float = ROUNDING) -> None:
     """Models and the numbers of histories agree to a tolerance; all else that was recorded is equal."""
     state = found.model.state_dict()
+    assert not any(map(on_gpu, [found.global_row, *state.values()]))  # results lie on the host
     for name, value in expected.model.state_dict().items():
         assert torch.allclose(value, state[name], rtol=0, atol=tolerance), name
     assert len(found.history) == len(expected.history)

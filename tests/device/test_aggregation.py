@@ -90,23 +90,32 @@ def median(x):
     return x.median(0).values
 
 
-@pytest.mark.parametrize("with_own", [True, False])
-@pytest.mark.parametrize("plug", list(attack_strategy), ids=lambda plug: plug.name)
-def test_an_attack_makes_its_rows_where_the_honest_rows_lie(plug, with_own):
+def attacked(plug, honest, last, own=None):
+    """Three Byzantine rows."""
     settings = settings_of(plug)
-    name = settings.pop("name")
+    return fedsim.attack(honest, 3, settings.pop("name"), own=own, last=last, aggregate=median, **settings)
 
-    def attacked(honest, own, last):
-        given = {"own": own} if with_own else {}
-        return fedsim.attack(honest, len(own), name, **given, last=last, aggregate=median, **settings)
 
+every_attack = pytest.mark.parametrize("plug", list(attack_strategy), ids=lambda plug: plug.name)
+
+
+@every_attack
+def test_an_attack(plug):
     honest, own, last = rows()[:8], rows()[8:11], rows()[11]
-    assert_same_on_gpu(attacked, honest, own, last)
-    with pretend_gpu() as gpu:
-        on_gpu = map(upload, (honest, own, last))
+    for tensors in ((honest, last, own), (honest, last)):
+        assert_same_on_gpu(lambda *given: attacked(plug, *given), *tensors)
+
+
+@every_attack
+def test_an_attack_makes_its_rows_on_the_gpu_in_one_block_of_columns(plug, gpu):
+    launches = []
+    for d in (10, 200_000):
+        tensors = [upload(torch.randn(size, dtype=torch.double)) for size in ((8, d), (d,), (3, d))]
         with gpu.counting() as counts:
-            attacked(*on_gpu)
-    assert counts.uploads == 0, counts.table()
+            attacked(plug, *tensors)
+        assert counts.uploads == 0, counts.table()
+        launches.append(counts.launches)
+    assert launches[0] == launches[1], counts.table()
 
 
 def test_updates_in_which_tensors_of_the_gpu_lie_beside_arrays():

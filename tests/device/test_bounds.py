@@ -80,6 +80,10 @@ NOT_CAPTURED = {  # of a round, and of a step
     "w3": (Bound(8 + ORDERS, 5), Bound(36, 0)),
 }
 OF_GRADIENTS = {"w1": Bound(11, 0), "w2": Bound(11, 0), "w3": Bound(11, 0)}  # a step, beyond the model's own launches
+ON_THE_CLOCK = {
+    "k_sync": Bound(140, 15),
+    "fedbuff": Bound(156, 15),
+}  # a round of w3 with 3 workers and one step, row by row
 LARGE = {  # an aggregation of 10 rows of 1,663,370 numbers
     "weighted_mean": Bound(10, 1),
     "meamed": Bound(30, 2),  # the target is 1 wait
@@ -166,3 +170,19 @@ def test_an_aggregation_of_many_columns(rule, gpu):
         fedsim.aggregate(updates, rule=rule, **params)
     assert counts.launches <= LARGE[rule].launches, counts.table()
     assert counts.waits <= LARGE[rule].waits, counts.table()
+
+
+@pytest.mark.parametrize("policy", ON_THE_CLOCK)
+def test_a_round_on_the_clock(policy):
+    tables = {**WORKLOADS["w3"].tables(steps=1), "engine": "serial", "processes": None, "workers": 3, "mode": "clock"}
+    tables["policy"] = {"name": policy, "k": 3}
+    with pretend_gpu() as gpu:
+        launches, waits = zip(*(totals(gpu, {**tables, "rounds": rounds}) for rounds in (2, 4)), strict=True)
+    found = Bound((launches[1] - launches[0]) / 2, (waits[1] - waits[0]) / 2)
+    assert all(a <= b for a, b in zip(found, ON_THE_CLOCK[policy], strict=True)), found
+
+
+def totals(gpu, tables):
+    with gpu.counting() as counts:
+        fedsim.run(tables)
+    return counts.launches, counts.waits

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import fedsim
 from fedsim.aggregation.server import server_optimizer
@@ -31,7 +32,7 @@ from tests.device.agreement import (
     settings_of,
     with_small_data,
 )
-from tests.device.pretend import download, pretend_gpu
+from tests.device.pretend import download, pretend_gpu, upload
 from tests.engines.test_contract import CASES, REFUSED
 from tests.engines.test_graphs import CASES as CAPTURED
 from tests.engines.test_graphs import UNSAFE
@@ -208,3 +209,15 @@ def test_training_and_testing_by_hand(gpu):
     found, loss_on_gpu = train("cuda")
     assert torch.allclose(download(found), expected, rtol=0, atol=ROUNDING)
     assert loss_on_gpu == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_labels_on_the_gpu_are_split_as_labels_on_the_host(shape, gpu):
+    labels = torch.arange(12) % 3
+    expected = [
+        shard.indices for shard in fedsim.dataset_split(list(zip(labels, labels, strict=True)), 3, "label_k", k=1)
+    ]
+    on_gpu = [(label, label.view(shape)) for label in upload(labels)]
+    for data in (on_gpu, TensorDataset(upload(labels), upload(labels))):
+        shards = fedsim.dataset_split(data, 3, "label_k", k=1)
+        assert all(torch.equal(shard.indices, one) for shard, one in zip(shards, expected, strict=True))
