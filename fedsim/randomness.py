@@ -66,6 +66,12 @@ class Draws:
         """Draws of (seed, purpose, coordinates), on this device, from the first call on."""
         return cls(torch.full((), draw_key(seed, purpose, *coordinates), dtype=torch.int64, device=device))
 
+    def on(self, device: torch.device) -> Draws:
+        """A copy of these draws on a device, which goes on with the next call."""
+        other = Draws(self._key.to(device), self._step)
+        other._calls = self._calls
+        return other
+
     def steps(self) -> Callable[[int], Draws]:
         """A function that gives the draws of a step >= 0, from the first call on.
 

@@ -22,7 +22,6 @@ from fedsim.system.devices import to_device, wide_dtype
 
 Nonfinite = Literal["error", "exclude", "keep"]
 
-RANDOM = "rng", "draws"
 SHOWN = 5  # rows named in an error
 
 
@@ -95,8 +94,10 @@ class Cohort:
                 return part
             if name == "weights":
                 return self._weights_on(part.device)
+            if name == "draws":
+                return self.draws.on(part.device)
             value = self.menu(name, rows, stage)
-            return copy.deepcopy(value) if name in RANDOM else value
+            return copy.deepcopy(value) if name == "rng" else value
 
         return menu
 
