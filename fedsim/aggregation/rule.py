@@ -24,7 +24,8 @@ pre-aggregator is the same, but its Mix has a matrix [m, n] and makes m rows of 
 
 `@rule(name, columnwise=True)` declares that each column of the result depends on that column of the updates alone.
 Such rules run on blocks of columns, several processes at a time; in every block `rng` and `draws` begin anew, so that
-such a rule may draw numbers for rows, but none for columns.
+such a rule may draw numbers for rows, but none for columns. On a GPU they may be given rows that are not finite, and
+again without these: there it is known later whether there are any.
 `linear=True` declares that they are one and the same linear combination of the rows in all columns, so that it can be
 told which row counts for how much. On a GPU only these coefficients are computed by the rule, from the identity matrix
 on the CPU, and the rows are combined by one matrix product.

@@ -74,9 +74,10 @@ def aggregate(
 
 
 def _aggregated(cohort: Cohort, pipeline: Pipeline, nonfinite: Nonfinite) -> Tensor:
-    if pipeline.columnwise and pipeline.rule.linear:  # what is not finite in a row that counts is so in the result
+    linear = pipeline.rule.linear  # then a number that is not finite, in a row that counts, is so in the result
+    if pipeline.columnwise and (linear or cohort.updates.device.type != "cpu"):
         update = pipeline.by_columns(cohort)
-        if math.isfinite(update.sum()):
+        if math.isfinite(update.sum() if linear else update.sum() + cohort.updates.sum()):  # one wait for the device
             return update
     kept, _ = screened(cohort, nonfinite)
     update = pipeline(kept).update
