@@ -88,6 +88,8 @@ class TensorData(Dataset):
         if self.scale == 1.0 and not self.shift:
             return raw.to(self.dtype)
         scale, shift = self._scale_and_shift
+        if raw.device.type != "cuda":  # not every other device computes with several types in one operation
+            raw = raw.to(self.dtype)
         return torch.addcmul(shift, raw, scale, out=torch.empty_like(raw, dtype=self.dtype))
 
     @cached_property
