@@ -94,7 +94,7 @@ class SpawnEngine(Engine):
         device = self.memory.global_row.device
         try:
             if self._crew.at_work:
-                self._call(_leave_station)
+                self._crew.call(_leave_station)  # no need to wait for a device, which may have failed
         finally:
             del self.memory, self._work
         release_memory(device)

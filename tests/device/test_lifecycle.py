@@ -159,6 +159,7 @@ def test_a_snapshot_stays_on_the_gpu_if_that_has_room_and_is_the_same_on_the_hos
 def test_a_round_that_lost_a_process_is_repeated_from_a_copy_on_the_gpu(changes, gpu, tables, monkeypatch, tmp_path):
     monkeypatch.setattr(spawn, "Crew", InProcessCrew)
     tables = {**tables, **changes, "engine": "spawn", "processes": 2, "rounds": 3, "checkpoint": {"every": 2}}
+    tables["records"] = {"curve": False}
     whole = fedsim.run(tables, tmp_path / "whole")
     call, calls = InProcessCrew.call, []
 

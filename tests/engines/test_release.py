@@ -51,6 +51,8 @@ def alive(matrices):
         {**CLOCK},
         {"engine": "batched", **CLOCK},
         {"engine": "batched", "precision": "float16"},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
+        pytest.param({"engine": "batched", "compile": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
