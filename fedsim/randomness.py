@@ -117,7 +117,7 @@ class Draws:
             raise ValueError(f"count = {count}: must be from 0 to n = {n}, and n at most 2^31")
         if count == n:
             return torch.arange(n, device=self._key.device)
-        if count * SPARSE <= n:  # more than `count` of these are distinct, but with probability 64^-64
+        if count * SPARSE <= n:  # fewer distinct ones than `count` have a probability below 64^-64
             values, places = self.integers(n, 2 * count + SPARSE).sort(stable=True)
             places[1:].masked_fill_(values[1:] == values[:-1], len(places))  # numbers that were drawn before
             return values[places.topk(count, largest=False, sorted=False).indices].sort().values
