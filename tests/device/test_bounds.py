@@ -80,10 +80,10 @@ NOT_CAPTURED = {  # of a round, and of a step
     "w3": (Bound(8 + ORDERS, 5), Bound(36, 0)),
 }
 OF_GRADIENTS = {"w1": Bound(11, 0), "w2": Bound(11, 0), "w3": Bound(11, 0)}  # a step, beyond the model's own launches
-ON_THE_CLOCK = {
-    "k_sync": Bound(140, 15),
-    "fedbuff": Bound(156, 15),
-}  # a round of w3 with 3 workers and one step, row by row
+ON_THE_CLOCK = {  # a round of w3 with 3 workers and one step, row by row
+    "k_sync": Bound(300, 13),
+    "fedbuff": Bound(322, 13),
+}
 LARGE = {  # an aggregation of 10 rows of 1,663,370 numbers
     "weighted_mean": Bound(2, 1),
     "meamed": Bound(13, 1),
