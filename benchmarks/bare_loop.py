@@ -72,7 +72,7 @@ def bare_loop(
             shard = torch.as_tensor(shards[worker])
             orders = [batch_order(seed, round, worker, epoch, len(shard)) for epoch in range(local.epochs)]
             batches = [batch for order in orders for batch in shard[order].to(device).split(local.batch_size)]
-            seed_everything(device, seed, "layers", round, worker)
+            seed_everything(device, seed, "forward", round, worker)
             model.load_state_dict(state)
             _train(model, loss, torch.optim.SGD(model.parameters(), **local.params), inputs, targets, batches)
             for name, value in model.state_dict().items():

@@ -48,7 +48,7 @@ def test_seeding_repeats_whatever_a_model_may_draw_from():
     draws = []
     with random_state_kept(torch.device("cpu")):
         for worker in (3, 3, 4):
-            seed_everything(torch.device("cpu"), 0, "layers", 1, worker)
+            seed_everything(torch.device("cpu"), 0, "forward", 1, worker)
             mask = torch.nn.functional.dropout(torch.ones(100))
             draws.append([*mask.tolist(), np.random.rand(), random.random()])
     assert draws[0] == draws[1]

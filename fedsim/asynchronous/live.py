@@ -92,7 +92,7 @@ class LiveRacer(Racer):
                 memory.buffers[slot] = memory.global_buffers
                 module.layout.write_buffers(memory.buffers[slot], model)
             if draws:  # which the first step of a round finds out
-                seed_everything(device, task.seed, "layers", round, slot, step)
+                seed_everything(device, task.seed, "forward", round, slot, step)
                 before = global_states(device) if step == 0 else None
             gradient.zero_()
             written = ended.tolist()

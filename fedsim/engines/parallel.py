@@ -54,7 +54,7 @@ class SharedModel:
         """
 
         def step(module: nn.Module) -> list[Tensor]:
-            seed_everything(task.device, task.seed, "layers")
+            seed_everything(task.device, task.seed, "forward")
             loss = Objective(task.precision)(module.train(), inputs, targets)
             trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
             gradients = torch.autograd.grad(loss, trainable, allow_unused=True, materialize_grads=True)

@@ -161,8 +161,11 @@ class RowTrainer:
         partaker.count(loss)
 
     def _seed_layers(self, member: Member, round: int, *step: int) -> None:
-        """What the layers of a model draw by other means than dropout goes by the worker and the moment."""
-        seed_everything(self._task.device, self._task.seed, "layers", round, member.worker, *step)
+        """Seed the generators that layers other than dropout draw from.
+
+        Not by the key of dropout: PyTorch's generator of a GPU is Philox too, and would give the same words again.
+        """
+        seed_everything(self._task.device, self._task.seed, "forward", round, member.worker, *step)
 
     def _new_scale(self) -> LossScale | None:
         return LossScale((), self._task.device) if self._task.precision.scales_losses else None

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fedsim
+from fedsim.engines import trainer
 from fedsim.engines.dropout import (
     BLOCKS_OF_A_STACK,
     FactorsAhead,
@@ -101,6 +102,16 @@ def test_one_worker_has_the_dropout_of_plain_sgd_in_every_way_of_running(way):
     tables["model"] = WAYS[way].get("model", "net")
     expected, found = fedsim.run(tables), fedsim.run({**tables, **WAYS[way]})
     assert torch.allclose(found.global_row, expected.global_row, rtol=0, atol=1e-12)
+
+
+def test_the_generator_that_layers_draw_from_has_another_key(monkeypatch):
+    """PyTorch's generator of a GPU is Philox too: with the key of dropout, it would give dropout's words again."""
+    keys = set[int]()
+    monkeypatch.setattr(trainer, "seed_everything", lambda device, *drawn: keys.add(draw_key(*drawn)))
+    data = {"dataset": "tests.plugs:tiny", "train": 20}
+    fedsim.run({"workers": 2, "rounds": 1, "seed": 3, "engine": "serial", "data": data})
+    assert len(keys) == 2
+    assert keys.isdisjoint({layer_key(3, 1, worker) for worker in range(2)})
 
 
 IMAGES = (3, 4, 6, 5)
