@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from fedsim.system.sharing import share
 
 class AsGradient:
     """The local solver of workers that bring a gradient: the row becomes the gradient at where it was."""
+
+    single_steps: ClassVar = True  # workers take one step at a time
 
     def start(self, rows: Tensor) -> State:
         return {}

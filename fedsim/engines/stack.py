@@ -64,16 +64,46 @@ class Lot(NamedTuple):
         return lots
 
 
+class Block(NamedTuple):
+    """Batches of several steps, for the first members of a stack.
+
+    Attributes:
+        step: number of the first step.
+        sizes: how many samples each batch has, [steps, m], on the host; 0 where a member has finished.
+        counts, positions, weights: as those of a `Lot`, with a dimension of steps before them.
+    """
+
+    step: int
+    sizes: np.ndarray
+    counts: Tensor
+    positions: Tensor
+    weights: Tensor
+
+    def lots(self) -> Iterator[Lot]:
+        """Step by step the batches of those who have not finished."""
+        for step, active in enumerate((self.sizes > 0).sum(1).tolist()):
+            yield Lot(
+                self.step + step,
+                range(active),
+                self.sizes[step, :active],
+                self.counts[step, :active],
+                self.positions[step, :active],
+                self.weights[step, :active],
+            )
+
+
 class Stack:
     """Members that are trained together, those with most steps first, and their losses in a round.
 
     Attributes:
         slots: the places of their rows, int64 [k], on the host.
         index: selects their rows on the device, as a view if it is a slice (see `index_of`).
+        steps: how many steps each member takes, descending.
     """
 
     def __init__(self, members: Sequence[Member], task: Task, feed: Feed) -> None:
         self.members = sorted(members, key=lambda member: -feed.steps_of(member))
+        self.steps = [feed.steps_of(member) for member in self.members]
         self._task, self._feed = task, feed
         slots = [member.slot for member in self.members]
         self.slots, self.index = torch.tensor(slots), index_of(slots, task.device)
@@ -92,14 +122,17 @@ class Stack:
 
     def lots(self) -> Iterator[Lot]:
         """For each step the batches of those who have not finished, until everybody has."""
-        steps = np.array([self._feed.steps_of(member) for member in self.members])
+        return (lot for block in self.blocks(STEPS_AT_A_TIME) for lot in block.lots())
+
+    def blocks(self, at_a_time: int) -> Iterator[Block]:
+        """The batches of all steps, `at_a_time` steps at a time."""
         if all(member.step is not None for member in self.members):
             batches = [next(lap) for lap in self._laps]
             sizes = np.array([len(batch) for batch in batches])
-            return self._gathered(0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])
-        return self._lots_of_rounds(steps)
+            return iter([self._block(0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])])
+        return self._blocks_of_rounds(np.array(self.steps), at_a_time)
 
-    def _lots_of_rounds(self, steps: np.ndarray) -> Iterator[Lot]:
+    def _blocks_of_rounds(self, steps: np.ndarray, at_a_time: int) -> Iterator[Block]:
         """The same, of members who go through whole rounds, [k] steps each: all positions by a few operations."""
         schedule, members = self._task.schedule, self.members
         shards = np.array([self._feed.size(member.worker) for member in members])
@@ -107,7 +140,7 @@ class Stack:
         batches = -(-samples // schedule.batch_size)  # of an epoch
         first = np.array([member.step or 0 for member in members])
         longest = int(batches.max())
-        span = max(STEPS_AT_A_TIME, longest * max(1, SAMPLES_AT_ONCE // int(shards.sum())))
+        span = at_a_time * -(-longest * max(1, SAMPLES_AT_ONCE // int(shards.sum())) // at_a_time)
         for start in range(0, int(steps.max()), span):
             k = int((steps > start).sum())  # those who have not finished are the first
             stop = np.minimum(steps, start + span)[:k]
@@ -122,20 +155,25 @@ class Stack:
             epochs = to_epoch - from_epoch
             begin = np.array(begins)[epochs.cumsum() - epochs]  # of each member's first epoch
             apart = shards[:k] + shards[:k] % 2  # the epochs of a member
-            for some in range(start, int(stop.max()), STEPS_AT_A_TIME):
-                step = np.arange(some, min(some + STEPS_AT_A_TIME, int(stop.max())))[:, None]
+            for some in range(start, int(stop.max()), at_a_time):
+                step = np.arange(some, min(some + at_a_time, int(stop.max())))[:, None]
                 epoch, batch = np.divmod(first[:k] + step, batches[:k])
                 before = batch * schedule.batch_size
                 sizes = np.minimum(schedule.batch_size, samples[:k] - before) * (step < steps[:k])
-                yield from self._gathered(some, positions, begin + (epoch - from_epoch) * apart + before, sizes)
+                yield self._block(some, positions, begin + (epoch - from_epoch) * apart + before, sizes)
+
+    @property
+    def layer_keys(self) -> list[int]:
+        """The keys of what each member's dropouts draw."""
+        return [layer_key(self._task.seed, member.round, member.worker) for member in self.members]
 
     def dropout_factors(self, dropouts: Sequence[Dropout]) -> FactorsAhead:
         """What these dropouts of the members multiply by, step by step."""
         task, members = self._task, self.members if dropouts else []
-        keys = [layer_key(task.seed, member.round, member.worker) for member in members]
+        keys = self.layer_keys if dropouts else []
         first_steps = [member.step or 0 for member in members]
         on_device = torch.tensor([keys, first_steps], device=task.device)
-        steps = max(map(self._feed.steps_of, members), default=0)
+        steps = self.steps[0]
         return FactorsAhead(
             on_device[0], steps, task.schedule.batch_size, dropouts, task.dtype, first_step=on_device[1]
         )
@@ -147,14 +185,17 @@ class Stack:
                 step, size = (self.members[member].step or 0) + lot.step, int(lot.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
 
-    def count(self, lot: Lot, losses: Tensor | None = None) -> None:
-        """Add up mean losses [m] of a lot, without waiting for the device; None where others do that."""
-        if losses is not None:
-            sums = self._loss_sum[lot.places]
-            sums.addcmul_(losses, lot.counts)
-            if isinstance(lot.places, list):  # `sums` is a copy
-                self._loss_sum[lot.places] = sums
+    def count(self, lot: Lot, losses: Tensor) -> None:
+        """Add up mean losses [m] of a lot, without waiting for the device."""
+        sums = self._loss_sum[lot.places]
+        sums.addcmul_(losses, lot.counts)
+        if isinstance(lot.places, list):  # `sums` is a copy
+            self._loss_sum[lot.places] = sums
         self._samples[lot.places] += lot.sizes
+
+    def count_samples(self, block: Block) -> None:
+        """Add up the samples of a block, whose losses `add_losses` adds."""
+        self._samples[: block.sizes.shape[1]] += block.sizes.sum(0)
 
     def add_losses(self, sums: Tensor) -> None:
         """Add sums of losses, for each member over the samples of several lots."""
@@ -164,8 +205,8 @@ class Stack:
         """Of each member, per sample, on the host."""
         return self._loss_sum.cpu().double() / torch.from_numpy(self._samples)
 
-    def _gathered(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> Iterator[Lot]:
-        """The lots of some steps from number `start` on, whose batches are parts of `positions`.
+    def _block(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> Block:
+        """The batches of some steps from number `start` on, which are parts of `positions`.
 
         Args:
             positions: of samples in the data set, int64 [n], on the device.
@@ -177,13 +218,4 @@ class Stack:
         inside = place < table[1].unsqueeze(2)
         gathered = positions[table[0].unsqueeze(2) + place * inside]
         weights = inside.to(self._task.dtype) / table[1].clamp(min=1).unsqueeze(2)
-        counts = table[1].to(self._loss_sum.dtype)
-        for step, active in enumerate((sizes > 0).sum(1).tolist()):
-            yield Lot(
-                start + step,
-                range(active),
-                sizes[step, :active],
-                counts[step, :active],
-                gathered[step, :active],
-                weights[step, :active],
-            )
+        return Block(start, sizes, table[1].to(self._loss_sum.dtype), gathered, weights)

@@ -51,9 +51,16 @@ class StackTrainer:
             self._compile()
         self._step = StackStep(task, self._module)
         refusal = "they are off" if task.cuda_graphs is False else unsafe(task, rehearsal)
-        self.replays = Replays(task, memory, self._module, refusal, tells=seat.index == 0)
-        for k in self._usual_sizes():
-            self.replays.of(k)  # now, not within a round
+        self.replays = Replays(
+            task,
+            memory,
+            self._module,
+            rehearsal.dropouts,
+            width=min(width, max(1, len(memory.rows))),
+            usual=self._usual_sizes(),
+            refusal=refusal,
+            tells=seat.index == 0,
+        )
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._meetings: list[Meeting] = []
 
@@ -117,8 +124,8 @@ class StackTrainer:
 
     def _train(self, stack: Stack) -> None:
         memory, solver = self._memory, self._task.solver
-        if (replayed := self.replays.of(len(stack))) is not None:
-            memory.buffers[stack.index] = replayed.train(stack, self._seat.beat)
+        if (buffers := self.replays.train(stack, self._seat.beat)) is not None:
+            memory.buffers[stack.index] = buffers
             return
         in_place = isinstance(stack.index, slice)
         rows = memory.rows[stack.index] if in_place else self._copies(stack)

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedsim.engines.averaging import Account, Averaging, Meeting, meet
+from fedsim.engines.capture import can_capture
 from fedsim.engines.crew import Seat
+from fedsim.engines.evaluation import Evaluation
 from fedsim.engines.feed import Feed, Member
 from fedsim.engines.job import Memory, Task, test_batch_size
 from fedsim.engines.module import RowModule
@@ -23,7 +24,7 @@ from fedsim.engines.shortage import shortage_told
 from fedsim.engines.trainer import Trainer
 from fedsim.randomness import seed_everything
 from fedsim.rows import index_of, new_rows, pull_down
-from fedsim.system.devices import synchronize, wide_dtype
+from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
 from fedsim.training import test
 
@@ -63,6 +64,8 @@ class Station:
         told = shortage_told(task, seat.count)
         with told, self.in_precision():  # since what is captured or compiled keeps the precision in which that was done
             self.trainer = make_trainer(seat, task, memory, self.feed)
+        captured = self.trainer.replays is not None and task.cuda_graphs is not False and can_capture(task.device)
+        self._evaluation = Evaluation(task, memory, self.module, self._test_batches(), captured=captured)
 
     def _new_averaging(self) -> Averaging:
         root_row = None if self.feed.root is None else len(self.memory.rows) - 1
@@ -181,38 +184,11 @@ class Station:
         return account
 
     def test(self, round: int) -> None:
-        """Test the global model on this process's share of the test batches.
-
-        Each batch meets a copy of the global row, to which a forward pass may write, and draws of its own. So the
-        result of a batch does not depend on other batches, nor on the process that tests it.
-        """
-        task, memory = self.task, self.memory
-        size, row = test_batch_size(task.device), memory.global_row.clone()
-        batches = self._test_batches()
-        sums = []
-        for batch in batches:
-            self.seat.beat()
-            positions = torch.arange(batch * size, min((batch + 1) * size, len(memory.test)))
-            inputs, targets = memory.test.gather(positions)
-            self.module.take(row.copy_(memory.global_row), self.gradient, memory.global_buffers)
-            seed_everything(task.device, task.seed, "test", round, batch)
-            tally = test(self.module.module, [(inputs, targets)])
-            sums.append(torch.stack([tally.loss_sum, tally.correct, *self._towards_goal(inputs, targets)]))
-        if sums:
-            memory.test_sums[list(batches)] = torch.stack(sums).cpu()
+        """Test the global model on this process's share of the test batches."""
+        self._evaluation(round, self.seat.beat)
 
     def _test_batches(self) -> range:
         return range(self.seat.index, len(self.memory.test_sums), self.seat.count)
-
-    def _towards_goal(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a test batch: how many answers are as the attacker wants them, and how many he wants."""
-        task, none = self.task, torch.zeros((), dtype=wide_dtype(self.task.device), device=self.task.device)
-        if task.attack.goal is None or not task.byzantine:
-            return none, none
-        inputs, targets = task.attack.goal(inputs, targets, self.memory.classes)
-        if not len(targets):
-            return none, none
-        return test(self.module.module, [(inputs, targets)]).correct, none + len(targets)
 
     def _loss_before_training(self, member: Member) -> float:
         """Mean loss of a copy of a member's row on its worker's own samples, as the worker sees them."""

@@ -57,21 +57,21 @@ ORDERS = 165  # launches of a round, at its start: the orders of all batches, wh
 BOUNDS: dict[str, dict[str, tuple[Bound, Bound]]] = {  # by workload and method of a station: of a round, and of a step
     "w1": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train": (Bound(157 + ORDERS, 5), Bound(57, 0)),  # the target of a step is 5, in a graph
+        "train": (Bound(15 + ORDERS, 5), Bound(1, 0, 212)),  # a graph of one step draws its dropout, 155 of these
         "aggregate": (Bound(4, 2), NO_STEP),
-        "test": (Bound(26, 2), NO_STEP),
+        "test": (Bound(29, 1), NO_STEP),
     },
     "w2": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train": (Bound(14 + ORDERS, 4), Bound(10, 0, 59)),
+        "train": (Bound(15 + ORDERS, 4), Bound(1, 0, 64)),
         "aggregate": (Bound(4, 2), NO_STEP),
-        "test": (Bound(25, 2), NO_STEP),
+        "test": (Bound(28, 1), NO_STEP),
     },
     "w3": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train": (Bound(14 + ORDERS, 4), Bound(10, 0, 37)),
+        "train": (Bound(15 + ORDERS, 4), Bound(1, 0, 42)),
         "aggregate": (Bound(4, 2), NO_STEP),
-        "test": (Bound(21, 2), NO_STEP),
+        "test": (Bound(24, 1), NO_STEP),
     },
 }
 NOT_CAPTURED = {  # of a round, and of a step

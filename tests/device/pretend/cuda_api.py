@@ -11,7 +11,7 @@ import torch
 import torch._dynamo  # now, since it keeps the functions of torch.cuda that it finds when it is imported
 
 from tests.device.pretend.counting import SYNCHRONISATION
-from tests.device.pretend.placement import CPU, GPU, on_gpu
+from tests.device.pretend.placement import CPU, GPU, DeviceError, on_gpu
 from tests.device.pretend.recording import Recording
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def cuda_api(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
     for name, value in of_cuda.items():
         patch.setattr(torch.cuda, name, value, raising=False)
     patch.setattr(torch._C, "_host_emptyCache", nothing, raising=False)  # torch.cuda.graph calls it
+    patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: gpu.pools.discard(pool), raising=False)
     patch.setattr(torch.cuda.graph, "default_capture_stream", None)
     patch.setattr(torch.Tensor, "device", property(_device_of))
     patch.setattr(torch.Tensor, "is_cuda", property(on_gpu))
@@ -153,13 +154,20 @@ class _Graph:
     def __init__(self, gpu: PretendGpu) -> None:
         self._gpu, self._recording = gpu, Recording()
 
-    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+    def capture_begin(self, pool: object = None, **kwargs: Any) -> None:
         if self._gpu.capturing is not None:
             raise RuntimeError("a capture is under way")
+        self._pool = pool
+        self._gpu.pools.add(pool)
+        self._gpu.generator.captured = True
         self._gpu.capturing = self._recording
 
     def capture_end(self) -> None:
         self._gpu.capturing = None
+        if self._recording.broken:  # what follows is left undone then, as before PyTorch 2.12
+            raise DeviceError("CUDA error: operation failed due to a previous error during capture")
+        self._gpu.pools.remove(self._pool)
+        self._gpu.generator.captured = False
         self._gpu.graphs.append(self._recording)
 
     def replay(self) -> None:

@@ -17,6 +17,16 @@ from tests.device.pretend.recording import Recording
 from tests.device.pretend.rules import DeviceRules
 
 
+class Generator(torch.Generator):
+    """The generator of a GPU, which stays in the state of capturing when a capture fails, as before PyTorch 2.12."""
+
+    captured = False
+
+    def graphsafe_set_state(self, state: torch.Generator) -> None:
+        self.set_state(state.get_state())
+        self.captured = False
+
+
 class PretendGpu:
     """One pretend GPU.
 
@@ -24,12 +34,14 @@ class PretendGpu:
         generator: from which random numbers on the GPU are drawn.
         capturing: the graph that is being captured, if any.
         graphs: the graphs that were captured, in this order.
+        pools: the memory pools to which the allocator directs what is allocated in a capture.
     """
 
     def __init__(self) -> None:
-        self.generator = torch.Generator()
+        self.generator = Generator()
         self.capturing: Recording | None = None
         self.graphs: list[Recording] = []
+        self.pools = set[object]()
         self._counting, self._of_thread = Counting(), threading.local()
 
     def counting(self) -> contextlib.AbstractContextManager[Counts]:
@@ -45,6 +57,7 @@ class PretendGpu:
     def wait(self, kind: str, operation: str) -> None:
         """Count a wait of the host. Raises DeviceError while a graph is captured."""
         if self.capturing is not None:
+            self.capturing.broken = True
             raise DeviceError(
                 f"operation not permitted when stream is capturing: {kind} ({operation}), at {source_line()}"
             )
@@ -67,6 +80,8 @@ class PretendGpu:
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """A block in which PyTorch's default generator draws what the GPU's generator would."""
+        if self.generator.captured and self.capturing is None:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
         default = torch.default_generator
         of_host = default.get_state()
         default.set_state(self.generator.get_state())

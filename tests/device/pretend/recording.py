@@ -28,11 +28,12 @@ class Operation:
 
 
 class Recording:
-    """The operations of a graph, and how many of them are launches."""
+    """The operations of a graph, how many of them are launches, and whether CUDA refused one of them."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.launches = 0
+        self.broken = False
 
     def add(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on_gpu: Callable) -> None:
         """Record an operation. A number of the host, as an operand, is a constant of the graph."""

@@ -1,0 +1,111 @@
+"""The test of the global model on a process's share of the test batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedsim.engines.capture import GraphPool, Run
+from fedsim.engines.job import Memory, Task, test_batch_size
+from fedsim.engines.module import RowModule
+from fedsim.errors import ExperimentError, FedsimWarning, one_line
+from fedsim.randomness import seed_everything
+from fedsim.system.devices import wide_dtype
+from fedsim.training import test
+
+
+class Evaluation:
+    """Tests the global model batch by batch.
+
+    Each batch meets a copy of the global row, to which a forward pass may write, and draws of its own. So the result of
+    a batch depends neither on other batches nor on the process that tests it. The test of a whole batch can be a CUDA
+    graph: a counter on the device says which batch is next, and all that lasts from one to the next stays in its place.
+
+    Args:
+        module: takes on the global row.
+        batches: the numbers of the test batches that are this process's.
+        captured: whether to capture the test of a whole batch. Models or attacks that a graph cannot hold are tested
+            without one.
+    """
+
+    def __init__(self, task: Task, memory: Memory, module: RowModule, batches: range, *, captured: bool) -> None:
+        self._task, self._memory, self._module, self._batches = task, memory, module, batches
+        self._size = size = test_batch_size(task.device)
+        self._sizes = [min(size, len(memory.test) - batch * size) for batch in batches]
+        self._to_be_captured = captured and size in self._sizes
+        self._replay: Run | None = None
+        self._room: tuple[Tensor, Tensor] | None = None  # of a row and its gradient, which a graph works on
+
+        device = task.device
+        self._starts = size * torch.tensor(list(batches), dtype=torch.int64, device=device)
+        self._positions = torch.arange(size, device=device)
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)  # of a batch, among this process's
+        self._sums = torch.zeros(len(batches), 4, dtype=wide_dtype(device), device=device)
+
+    def __call__(self, round: int, beat: Callable[[], None]) -> None:
+        """Write the sums of the batches into the memory."""
+        if not self._batches:
+            return
+        if self._to_be_captured:
+            self._to_be_captured = False
+            self._capture()
+        row, gradient = self._room or self._new_room()
+        if self._replay is not None:
+            self._number.zero_()
+        for number, (batch, size) in enumerate(zip(self._batches, self._sizes, strict=True)):
+            beat()
+            if self._replay is not None and size == self._size:
+                self._replay()
+            else:
+                seed_everything(self._task.device, self._task.seed, "test", round, batch)
+                self._number.fill_(number)
+                self._test(self._module, row, gradient, size)
+        self._memory.test_sums[list(self._batches)] = self._sums.cpu().double()
+
+    def _test(self, module: RowModule, row: Tensor, gradient: Tensor, size: int) -> None:
+        """Test the batch that `_number` says, of so many samples. All of it happens on the device."""
+        memory = self._memory
+        start = self._starts.index_select(0, self._number)
+        inputs, targets = memory.test.gather(self._positions[:size] + start)
+        module.take(row.copy_(memory.global_row), gradient, memory.global_buffers)
+        tally = test(module.module, [(inputs, targets)])
+        sums = torch.stack([tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)])
+        self._sums.index_copy_(0, self._number, sums.unsqueeze(0))
+
+    def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a test batch: how many answers are what the attacker wants, and of how many samples it wants them."""
+        task, none = self._task, torch.zeros((), dtype=wide_dtype(self._task.device), device=self._task.device)
+        if task.attack.goal is None or not task.byzantine:
+            return none, none
+        inputs, targets = task.attack.goal(inputs, targets, self._memory.classes)
+        if not len(targets):
+            return none, none
+        return test(module.module, [(inputs, targets)]).correct, none + len(targets)
+
+    def _new_room(self) -> tuple[Tensor, Tensor]:
+        row = self._memory.global_row.clone()
+        return row, torch.empty_like(row)
+
+    def _capture(self) -> None:
+        """Capture the test of a whole batch, with a module of its own, since a graph keeps the module's addresses."""
+        module, room = RowModule(self._task.new_module), self._new_room()
+        whole = self._sizes.count(self._size)
+
+        def test_next() -> None:
+            self._test(module, *room, self._size)
+            self._number.add_(1).remainder_(whole)
+            if module.changed():
+                raise ExperimentError("the model changes its attributes as it is tested")
+
+        try:
+            self._replay = GraphPool(self._task.device).capture(test_next)
+        except ExperimentError:
+            return  # what the model or the attack does cannot be in a graph
+        except Exception as error:
+            line = f"cuda_graphs: the test is not captured, with the same results: {one_line(error)}"
+            warnings.warn(line, FedsimWarning, stacklevel=2)
+            return
+        self._module, self._room = module, room

@@ -1,0 +1,246 @@
+"""Captured steps and tests: the results of the ordinary path, few launches beside the graphs, and no Python."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fedsim
+from fedsim.engines import evaluation, job
+from fedsim.engines.capture import WARM_UPS
+from fedsim.engines.stack_step import StackStep
+from fedsim.errors import FedsimWarning
+from fedsim.training import test as test_model
+from tests.device.pretend import download, upload
+from tests.device.test_bounds import ORDERS
+
+UNEVEN = {"partition": "tests.plugs:uneven"}
+CASES = {
+    "even shards": {},
+    "uneven shards": UNEVEN,
+    "drop_last": {**UNEVEN, "local": {"batch_size": 16, "drop_last": True, "epochs": 2}},
+    "several epochs": {**UNEVEN, "local": {"batch_size": 8, "epochs": 3, "momentum": 0.9, "weight_decay": 0.1}},
+    "local steps": {**UNEVEN, "local": {"steps": 21, "batch_size": 8}},
+    "fedprox": {**UNEVEN, "local": {"solver": "fedprox", "mu": 1.0, "momentum": 0.9, "batch_size": 16}},
+    "adam": {**UNEVEN, "local": {"solver": "adam", "amsgrad": True, "batch_size": 16}},
+    "adagrad": {**UNEVEN, "local": {"solver": "adagrad", "lr_decay": 0.1, "batch_size": 16}},
+    "more members than the width": {**UNEVEN, "workers": 5, "batched": {"width": 3}},
+    "changing cohorts": {"workers": 7, "cohort": 5, "rounds": 3, **UNEVEN},
+    "a model with buffers": {"model": "tests.device.test_captured_steps:Counting", **UNEVEN},
+    "dropout": {
+        "model": "tests.device.test_captured_steps:Dropping",
+        **UNEVEN,
+        "local": {"steps": 19, "batch_size": 8},
+    },
+    "rounds of gradients before": {"sync": "post_local", "gradient_rounds": 1, "rounds": 3},
+    "rounds on the clock": {"mode": "clock", "policy": "fedasync", "rounds": 2, **UNEVEN},
+}
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(784, 6), nn.ReLU(), nn.Linear(6, 10))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Dropping(Small):
+    def forward(self, x):
+        return self.layers[2:](
+            F.dropout(self.layers[1](F.dropout(x.flatten(1), 0.2, self.training)), 0.5, self.training)
+        )
+
+
+class Counting(Small):
+    """A model with a buffer that each forward pass changes, whatever the samples are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        if self.training:
+            self.scale = self.scale * 0.99
+        return self.layers(x) * self.scale
+
+
+@pytest.fixture
+def tables(gpu, tiny_experiment, monkeypatch):
+    monkeypatch.setattr(job, "TEST_BATCH_ON_CARD", 40)  # of 90: two whole batches and a short one
+    small = {"model": "tests.device.test_captured_steps:Small", "local": {"batch_size": 16, "momentum": 0.5}}
+    return {**tiny_experiment, "engine": "batched", "processes": 1, "precision": "float64", **small}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The number of steps that Python has computed so far, as a list of one."""
+    count, step = [0], StackStep.__call__
+
+    def counted(self, *args, **kwargs):
+        count[0] += 1
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(StackStep, "__call__", counted)
+    return count
+
+
+def differing(found, expected):
+    """The largest difference between the models, and what else of the last round differs."""
+    largest = (download(found.global_row) - download(expected.global_row)).abs().max().item()
+    keys = "test_loss", "test_accuracy", "train_loss", "samples"
+    return largest, [
+        key for key in keys if found.history[-1][key] != pytest.approx(expected.history[-1][key], rel=1e-12)
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_captured_steps_agree_with_the_ordinary_path(case, gpu, tables):
+    tables |= CASES[case]
+    captured = fedsim.run({**tables, "cuda_graphs": True})
+    assert gpu.graphs
+    largest, other = differing(captured, fedsim.run({**tables, "cuda_graphs": False}))
+    assert largest < 1e-12
+    assert other == []
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("float16", 1e-3), ("bf16", 1e-2), ("float32", 1e-6)])
+@pytest.mark.parametrize("start", [2.0**16, 2.0**30])  # the second scale overflows at first
+def test_precisions_agree(precision, bound, start, gpu, tables, monkeypatch):
+    monkeypatch.setattr("fedsim.engines.scaling.START", start)
+    tables |= {"precision": precision, **UNEVEN}
+    captured = fedsim.run({**tables, "cuda_graphs": True})
+    assert differing(captured, fedsim.run({**tables, "cuda_graphs": False}))[0] < bound
+
+
+def test_a_resumed_run_has_the_bits_of_the_whole_run(gpu, tables, tmp_path):
+    tables |= {**UNEVEN, "cuda_graphs": True, "checkpoint": {"every": 1}}
+    whole = fedsim.run({**tables, "rounds": 3})
+    fedsim.run({**tables, "rounds": 1}, tmp_path / "run")
+    resumed = fedsim.run({**tables, "rounds": 3}, tmp_path / "run", resume=True)
+    assert torch.equal(download(resumed.global_row), download(whole.global_row))
+
+
+def test_a_round_of_many_steps_has_few_launches_outside_of_graphs_and_runs_no_python(gpu, tables, steps):
+    tables |= {"workers": 4, "local": {"steps": 40, "batch_size": 2}, "cuda_graphs": True}
+    with gpu.counting() as first:
+        fedsim.run({**tables, "rounds": 1})
+    of_first, steps[0] = steps[0], 0
+    with gpu.counting() as both:
+        fedsim.run({**tables, "rounds": 2})
+    assert steps[0] == of_first  # those of the captures
+    assert both.graph_launches - first.graph_launches > 40 * 20
+    assert both.launches - first.launches <= ORDERS + 2 * 40  # of the whole round, with aggregation and test
+
+
+def test_graphs_are_captured_once_and_for_what_is_needed(gpu, tables):
+    fedsim.run({**tables, "rounds": 4, "cuda_graphs": True})  # 5 steps a round
+    assert len(gpu.graphs) == 2  # one step, and the test of a batch
+    fedsim.run({**tables, "rounds": 4, "cuda_graphs": True, "local": {"steps": 20}})
+    assert len(gpu.graphs) == 2 + 3  # also 16 steps
+
+
+def test_stacks_of_many_sizes_share_few_graphs(gpu, tables):
+    clock = {"mode": "clock", "policy": "fedbuff", "workers": 20, "rounds": 3}
+    fedsim.run({**tables, **clock, "local": {"steps": 2}})
+    assert 0 < len(gpu.graphs) <= 1 + 2 * 6  # sizes 1, 2, 4, 8, 16 and 20, with a mask and without
+
+
+def test_single_steps_of_the_clock_are_not_captured(gpu, tables):
+    tables |= {"mode": "clock", "policy": "asgd"}
+    result = fedsim.run(tables)
+    assert len(gpu.graphs) == 1  # the test of a batch
+    with pytest.raises(fedsim.ExperimentError, match="cuda_graphs = true: .*gradient of a single step"):
+        fedsim.run({**tables, "cuda_graphs": True})
+    assert torch.isfinite(download(result.global_row)).all()
+
+
+def test_the_captured_test_gives_the_bits_of_the_ordinary_one(gpu, tables, monkeypatch):
+    calls = []
+    monkeypatch.setattr(evaluation, "test", lambda *args: calls.append(1) or test_model(*args))
+    captured = fedsim.run({**tables, "rounds": 4})
+    assert len(calls) == 2 + WARM_UPS + 1 + 4  # trial runs, warm-ups, the capture, and the short batch of each round
+    ordinary = fedsim.run({**tables, "rounds": 4, "cuda_graphs": False})
+    losses = [[record["test_loss"] for record in result.history] for result in (captured, ordinary)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("case", ["draws", "an attack with a goal"])
+def test_a_test_that_cannot_be_captured_takes_the_ordinary_path(case, gpu, tables):
+    cases = {
+        "draws": {"model": "tests.plugs:AlwaysDropping"},
+        "an attack with a goal": {"workers": 7, "attack": {"name": "backdoor", "fraction": 0.3}},
+    }
+    found = fedsim.run({**tables, **cases[case]})
+    expected = fedsim.run({**tables, **cases[case], "cuda_graphs": False})
+    assert found.history[-1]["test_loss"] == expected.history[-1]["test_loss"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A local solver that does what a graph cannot hold."""
+
+    lr: float = 0.1
+    does: str = "reads"
+
+    def start(self, rows):
+        return {}
+
+    def step(self, rows, gradients, state):
+        factor = {
+            "reads": lambda: float(gradients.new_ones(()) * self.lr),
+            "uses the CPU": lambda: torch.full((), self.lr, dtype=rows.dtype) + 0,
+            "draws": lambda: self.lr * torch.ones_like(rows).bernoulli_(1.0),
+            "waits": lambda: torch.cuda.synchronize() or self.lr,
+        }[self.does]()
+        rows.sub_(gradients * factor)
+
+
+REASONS = {
+    "reads": "it reads numbers of the device",
+    "uses the CPU": "it works with a tensor on cpu",
+    "draws": "it draws random numbers",
+    "waits": "operation not permitted when stream is capturing",
+}
+
+
+@pytest.mark.parametrize("does", REASONS)
+def test_a_solver_that_cannot_be_captured_takes_the_ordinary_path(does, gpu, tables):
+    tables["local"] = {"solver": "tests.device.test_captured_steps:Reading", "does": does, "batch_size": 16}
+    with pytest.warns(FedsimWarning, match=f"cuda_graphs: steps are not captured, .*{REASONS[does]}") as caught:
+        found = fedsim.run(tables)
+    assert len(caught) == 1
+    expected = fedsim.run({**tables, "cuda_graphs": False})
+    assert torch.equal(download(found.global_row), download(expected.global_row))
+
+
+def test_the_memory_of_graphs_is_released_with_the_trainer(gpu, tables, monkeypatch):
+    made = weakref.WeakSet()
+    graph = torch.cuda.CUDAGraph
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.add(new := graph()) or new)
+    gc.disable()
+    try:
+        fedsim.run({**tables, "cuda_graphs": True})
+    finally:
+        gc.enable()
+    gpu.graphs.clear()
+    assert not made
+    assert upload(torch.ones(1)).is_cuda
+
+
+def test_after_a_failed_capture_the_gpu_draws_and_allocates_as_before(gpu, tables):
+    tables["local"] = {"solver": "tests.device.test_captured_steps:Reading", "does": "waits", "batch_size": 16}
+    with pytest.warns(FedsimWarning, match="operation not permitted when stream is capturing"):
+        fedsim.run(tables)
+    assert gpu.pools == set()
+    assert torch.rand(2, device="cuda").is_cuda
+    tables |= {"local": {"batch_size": 16}, "cuda_graphs": True}
+    captured = fedsim.run(tables)
+    assert differing(captured, fedsim.run({**tables, "cuda_graphs": False})) == (0.0, [])
