@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -178,7 +177,6 @@ def test_an_interrupt_ends_all_jobs_at_once(quick, tmp_path):
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import fedsim\nfedsim.compare({'data': 'tests.plugs:tiny'}, {'seed': [0, 1]}, 'x', jobs=2)\n")
-    started = time.monotonic()
     done = run_python(str(script), cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
@@ -186,4 +184,3 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     assert last.startswith("fedsim.errors.WorkerError: no run can begin: its process ended with exit code 1 while it")
     assert 'needs `if __name__ == "__main__":` around what it does' in last
     assert last.endswith("or else jobs=1 with engine=serial, which start none")
-    assert time.monotonic() - started < 30
