@@ -42,7 +42,7 @@ class Evaluation:
         device = task.device
         self._starts = size * torch.tensor(list(batches), dtype=torch.int64, device=device)
         self._positions = torch.arange(size, device=device)
-        self._number = torch.zeros(1, dtype=torch.int64, device=device)  # of a batch, among this process's
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)  # of the next batch in a graph
         self._sums = torch.zeros(len(batches), 4, dtype=wide_dtype(device), device=device)
 
     def __call__(self, round: int, beat: Callable[[], None]) -> None:
@@ -61,19 +61,17 @@ class Evaluation:
                 self._replay()
             else:
                 seed_everything(self._task.device, self._task.seed, "test", round, batch)
-                self._number.fill_(number)
-                self._test(self._module, row, gradient, size)
+                positions = self._positions[:size] + batch * self._size
+                torch.stack(self._sums_of(self._module, row, gradient, positions), out=self._sums[number])
         self._memory.test_sums[list(self._batches)] = self._sums.cpu().double()
 
-    def _test(self, module: RowModule, row: Tensor, gradient: Tensor, size: int) -> None:
-        """Test the batch that `_number` says, of so many samples. All of it happens on the device."""
+    def _sums_of(self, module: RowModule, row: Tensor, gradient: Tensor, positions: Tensor) -> list[Tensor]:
+        """The four sums of the batch of these test samples. All of it happens on the device."""
         memory = self._memory
-        start = self._starts.index_select(0, self._number)
-        inputs, targets = memory.test.gather(self._positions[:size] + start)
+        inputs, targets = memory.test.gather(positions)
         module.take(row.copy_(memory.global_row), gradient, memory.global_buffers)
         tally = test(module.module, [(inputs, targets)])
-        sums = torch.stack([tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)])
-        self._sums.index_copy_(0, self._number, sums.unsqueeze(0))
+        return [tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)]
 
     def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Of a test batch: how many answers are what the attacker wants, and of how many samples it wants them."""
@@ -95,7 +93,9 @@ class Evaluation:
         whole = self._sizes.count(self._size)
 
         def test_next() -> None:
-            self._test(module, *room, self._size)
+            positions = self._positions + self._starts.index_select(0, self._number)
+            sums = torch.stack(self._sums_of(module, *room, positions))
+            self._sums.index_copy_(0, self._number, sums.unsqueeze(0))
             self._number.add_(1).remainder_(whole)
             if module.changed():
                 raise ExperimentError("the model changes its attributes as it is tested")

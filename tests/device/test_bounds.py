@@ -59,19 +59,19 @@ BOUNDS: dict[str, dict[str, tuple[Bound, Bound]]] = {  # by workload and method 
         "pull_down": (Bound(1, 1), NO_STEP),
         "train": (Bound(15 + ORDERS, 5), Bound(1, 0, 212)),  # a graph of one step draws its dropout, 155 of these
         "aggregate": (Bound(4, 2), NO_STEP),
-        "test": (Bound(29, 1), NO_STEP),
+        "test": (Bound(26, 1), NO_STEP),
     },
     "w2": {
         "pull_down": (Bound(1, 1), NO_STEP),
         "train": (Bound(15 + ORDERS, 4), Bound(1, 0, 64)),
         "aggregate": (Bound(4, 2), NO_STEP),
-        "test": (Bound(28, 1), NO_STEP),
+        "test": (Bound(25, 1), NO_STEP),
     },
     "w3": {
         "pull_down": (Bound(1, 1), NO_STEP),
         "train": (Bound(15 + ORDERS, 4), Bound(1, 0, 42)),
         "aggregate": (Bound(4, 2), NO_STEP),
-        "test": (Bound(24, 1), NO_STEP),
+        "test": (Bound(21, 1), NO_STEP),
     },
 }
 NOT_CAPTURED = {  # of a round, and of a step
