@@ -189,6 +189,8 @@ def recorded_dropouts(task: Task, memory: Memory, samples: int) -> tuple[Dropout
             dropouts = tuple(recording.dropouts)
             if dropouts:
                 _backward_under_modes(loss)
+        except torch.OutOfMemoryError:  # no property of the model, and other draws would not be noticed
+            raise
         except Exception:
             return ()
     return dropouts if len(recording.dropouts) == len(dropouts) else ()

@@ -230,6 +230,15 @@ def test_calls_are_recorded_once_and_models_without_any_run_without_a_mode(prepa
         assert torch._C._len_torch_function_stack() == 0
 
 
+def test_a_full_device_is_not_taken_for_a_model_without_dropout(prepared, monkeypatch):
+    def full(loss):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("fedsim.engines.dropout._backward_under_modes", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        recorded_dropouts(*prepared("dropout"), 4)
+
+
 # Statistics
 
 
