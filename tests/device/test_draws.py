@@ -55,9 +55,7 @@ def test_steps_share_the_launches_of_their_draws(gpu):
     with gpu.counting() as counts:
         for step in range(1, 50):
             at(step).uniform(64)
-    assert counts.launches <= 3 * 49 + DRAW, (
-        counts.table()
-    )  # words become numbers by 3; one call draws those of 32 steps
+    assert counts.launches <= 3 * 49 + DRAW, counts.table()  # words become numbers by 3; a call draws them for 32 steps
 
 
 def test_rows_of_noise_are_made_on_a_gpu_without_a_wait(gpu):
