@@ -28,6 +28,7 @@ from tests.device.agreement import (
     assert_agrees_with_the_cpu,
     assert_same_results,
     refused,
+    run_on_cpu,
     run_on_gpu,
     settings_of,
     with_small_data,
@@ -135,10 +136,9 @@ def test_a_model(plug, engine):
     assert_agrees_with_the_cpu(tables, engine)
 
 
-@pytest.mark.parametrize("name", ["logistic", "tests.plugs:Normalised"])
 @every(policy)
-def test_a_policy_on_the_clock(plug, name):
-    tables = {**TINY, "workers": 4, "model": name, "mode": "clock", "policy": settings_of(plug)}
+def test_a_policy_on_the_clock(plug):
+    tables = {**TINY, "workers": 4, "model": "tests.plugs:Normalised", "mode": "clock", "policy": settings_of(plug)}
     tables["clock"] = {"speed": {"name": "lognormal"}, "noise": "shifted_exponential"}
     if plug.name == "sync":
         tables["sync"] = "gradients"
@@ -151,10 +151,10 @@ def test_a_policy_on_the_clock(plug, name):
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("float32", 1e-4), ("tf32", 1e-2), ("bf16", 5e-2), ("float16", 5e-2)]
 )
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])  # the slowest to change, so that references are shared
 def test_a_precision(precision, tolerance, sync, engine):
     tables = {**TINY, "model": "2nn", "sync": sync}
-    expected = fedsim.run({**tables, "precision": "float32", "device": "cpu", "engine": "serial"})
+    expected = run_on_cpu({**tables, "precision": "float32"})
     found, _ = run_on_gpu({**tables, "precision": precision}, **ENGINES[engine])
     assert torch.allclose(expected.global_row, found.global_row, rtol=0, atol=tolerance)
 
