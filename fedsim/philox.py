@@ -158,7 +158,7 @@ def _pairs(words: Tensor) -> tuple[Tensor, Tensor]:
     return words[..., ::2], words[..., 1::2]
 
 
-def shuffles(stream: Stream, sizes: Tensor, n_blocks: int) -> tuple[Tensor, Tensor]:
+def shuffles(stream: Stream, sizes: Tensor, begins: Tensor, n_blocks: int) -> tuple[Tensor, Tensor]:
     """Permutations of range(size), one for each stream, one after another: the same as those of `permutations`.
 
     Unlike there, little is computed in vain where sizes differ. All that is done is on the device of the keys.
@@ -166,16 +166,16 @@ def shuffles(stream: Stream, sizes: Tensor, n_blocks: int) -> tuple[Tensor, Tens
     Args:
         stream: its keys and steps are [streams].
         sizes: int64 [streams], on the device of the keys.
-        n_blocks: the sum of ceil(size / 2) over all streams.
+        begins: the sum of ceil(size / 2) over the streams before each, int64 [streams], on the same device.
+        n_blocks: that sum over all streams.
 
     Returns the permutations, int64 [2 n_blocks], and the number of the stream of each of their entries. Behind a
     permutation of odd size stands one more entry, the size.
     """
     device, keys, step, layer = sizes.device, *(_tensor(part, sizes.device).expand(sizes.shape) for part in stream)
-    per_stream = (sizes + 1) // 2
-    ends, numbers = per_stream.cumsum(0), torch.arange(n_blocks, device=device)
-    of_block = torch.searchsorted(ends, numbers, right=True)
-    numbers -= (ends - per_stream)[of_block]
+    numbers = torch.arange(n_blocks, device=device)
+    of_block = torch.searchsorted(begins, numbers, right=True).sub_(1)
+    numbers -= begins[of_block]
     at_once = BLOCKS_AT_ONCE if device.type == "cpu" else BLOCKS_AT_ONCE_ON_GPU
     zero = torch.zeros((), dtype=torch.int64, device=device)
     order = torch.empty(2 * n_blocks, dtype=torch.int64, device=device)
@@ -184,7 +184,7 @@ def shuffles(stream: Stream, sizes: Tensor, n_blocks: int) -> tuple[Tensor, Tens
         of_some = of_block[some]
         drawn = blocks((numbers[some], step[of_some], layer[of_some], zero), keys[of_some])
         order[2 * start : 2 * (start + at_once)] = to_keys(torch.stack(drawn, -1).flatten())
-    entries = torch.stack([2 * numbers, 2 * numbers + 1], -1).flatten()
+    entries = (2 * numbers.unsqueeze(1) + torch.arange(2, device=device)).flatten()
     of_entry = torch.stack([of_block, of_block], -1).flatten()
     order.masked_fill_(entries >= sizes[of_entry], torch.iinfo(torch.int64).max)
     sorted_by_key = order.sort(stable=True).indices

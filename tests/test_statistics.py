@@ -149,7 +149,9 @@ def test_orders_of_workers_and_epochs_are_uniform_permutations(varied):
         stream = Stream(torch.tensor([draw_key(0, "batches", 1, worker) for worker in range(24_000)]))
     else:
         stream = Stream(key_of(0, "batches", 1, 1), torch.arange(24_000))
-    found = shuffles(stream, torch.tensor(5).expand(24_000), 3 * 24_000)[0].view(24_000, 6)[:, :5]
+    found = shuffles(stream, torch.tensor(5).expand(24_000), 3 * torch.arange(24_000), 3 * 24_000)[0].view(24_000, 6)[
+        :, :5
+    ]
     ranks = (found * torch.tensor([625, 125, 25, 5, 1])).sum(1).unique(return_counts=True)[1]
     assert len(ranks) == 120
     assert 1e-3 < stats.chisquare(ranks.numpy()).pvalue < 1 - 1e-3

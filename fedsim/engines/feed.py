@@ -72,7 +72,7 @@ class Feed:
         self._task, self._memory = task, memory
         self._laps: dict[int, Lap] = {}  # of workers who go step by step
         self._coming: list[tuple[int, int]] = []  # workers and rounds of whom nothing has been drawn
-        self._drawn: dict[tuple[int, int], list[Tensor]] = {}  # their first epochs, where something has
+        self._drawn: dict[Epoch, Tensor] = {}  # what `orders` gives for epochs drawn ahead
         self._shards = self._shards_on_host = torch.zeros(0, dtype=torch.int64)
         self.root = len(memory.shards) if task.rule.takes("root") else None  # the server, as a worker
 
@@ -149,47 +149,45 @@ class Feed:
 
         On the device of the task. With `drop_last` those at the end are missing that fill no batch.
         """
-        drawn, epoch = self._drawn.pop((worker, round), None) or self._draw_ahead(worker, round, 0), 0
+        epoch = 0
         while True:
-            yield from drawn
-            epoch += len(drawn)
-            drawn = self._draw_ahead(worker, round, epoch)
+            end = min(2 * epoch, epoch + EPOCHS_AT_ONCE, self._epochs_of(worker, round))
+            orders = self.orders([(worker, round, one) for one in range(epoch, max(end, epoch + 1))])
+            yield from orders
+            epoch += len(orders)
 
     def announce(self, members: Sequence[Member]) -> None:
-        """Say whose rounds come next, in their order, so that the orders of several are drawn at once."""
+        """Say whose rounds come next, so that the orders of many are drawn at once."""
         self._coming = [(member.worker, member.round) for member in members if not member.step]
         self._drawn = {}
 
-    def _draw_ahead(self, worker: int, round: int, epoch: int) -> list[Tensor]:
-        """The positions of an epoch, and of those that follow; some epochs of those who come next are kept."""
-        taken, samples = [(worker, round)], 0
-        if epoch == 0 and (worker, round) in self._coming:
-            first = self._coming.index((worker, round))
-            taken, self._coming = self._coming[first:], self._coming[:first]
-        wanted = list[Epoch]()
-        for place, (one, its_round) in enumerate(taken):
-            room = min(EPOCHS_AT_ONCE, (SAMPLES_AT_ONCE - samples) // self.size(one))
-            if room < 1 and place:
-                self._coming += taken[place:]
-                break
-            count = max(1, min(room, self._epochs_of(one, its_round) - epoch))
-            wanted += [(one, its_round, epoch + later) for later in range(count)]
-            samples += count * self.size(one)
-        positions, begins = self.draw(wanted)
-        drawn: dict[tuple[int, int], list[Tensor]] = {}
-        for (one, its_round, _), begin in zip(wanted, begins, strict=True):
-            end = begin + self._task.schedule.samples_per_epoch(self.size(one))
-            drawn.setdefault((one, its_round), []).append(positions[begin:end])
-        found = drawn.pop((worker, round))
-        self._drawn |= drawn
-        return found
+    def orders(self, wanted: Sequence[Epoch]) -> list[Tensor]:
+        """The positions of the workers' samples in the orders of these epochs, as `epochs` gives them.
+
+        With those that have to be drawn, some of the rounds announced are drawn too, and kept until asked for.
+        """
+        if not all(epoch in self._drawn for epoch in wanted):
+            self._drawn |= self._draw([*dict.fromkeys([*wanted, *self._take_coming()])])
+        return [self._drawn.pop(epoch) for epoch in wanted]
+
+    def _take_coming(self) -> Iterator[Epoch]:
+        """The epochs of rounds announced, of as many as may be drawn at once."""
+        room = SAMPLES_AT_ONCE
+        while self._coming:
+            worker, round = self._coming[0]
+            epochs = min(EPOCHS_AT_ONCE, self._epochs_of(worker, round))
+            room -= epochs * self.size(worker)
+            if room < 0:
+                return
+            del self._coming[0]
+            yield from ((worker, round, epoch) for epoch in range(epochs))
 
     def _epochs_of(self, worker: int, round: int) -> int:
         """How many epochs a worker begins in a round, by the schedule."""
         return -(-self.steps(worker, round) // self._task.schedule.batches_per_epoch(self.size(worker)))
 
-    def draw(self, wanted: Sequence[Epoch]) -> tuple[Tensor, list[int]]:
-        """The positions of the workers' samples in the orders of these epochs, in one tensor, and where each begins.
+    def _draw(self, wanted: Sequence[Epoch]) -> dict[Epoch, Tensor]:
+        """What `orders` gives for these epochs.
 
         An order is a permutation of the shard under the key (seed, "batches", round, worker), and the epoch as step:
         see `fedsim.philox`. All are drawn at once on the device of the task, which nothing waits for.
@@ -199,11 +197,13 @@ class Feed:
         keys = [draw_key(task.seed, "batches", round, worker) for worker, round, _ in wanted]
         sizes = [self.size(worker) for worker in workers]
         shards, starts = self._shards_of(workers)
-        table = torch.tensor([keys, [epoch for *_, epoch in wanted], sizes, starts]).to(task.device)
         lengths = [size + size % 2 for size in sizes]
-        places, of_entry = shuffles(Stream(table[0], table[1]), table[2], sum(lengths) // 2)
-        positions = shards[(table[3][of_entry] + places).clamp_(max=len(shards) - 1)]
-        return positions, [0, *accumulate(lengths)][:-1]
+        blocks = [0, *accumulate(length // 2 for length in lengths)]
+        table = torch.tensor([keys, [epoch for *_, epoch in wanted], sizes, blocks[:-1], starts]).to(task.device)
+        places, of_entry = shuffles(Stream(table[0], table[1]), table[2], table[3], blocks[-1])
+        positions = shards[(table[4][of_entry] + places).clamp_(max=len(shards) - 1)].split(lengths)
+        counts = map(task.schedule.samples_per_epoch, sizes)
+        return {epoch: order[:count] for epoch, order, count in zip(wanted, positions, counts, strict=True)}
 
     def _shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
         """The positions of these workers' samples in one tensor on the device, and where those of each begin in it."""

@@ -151,16 +151,14 @@ class Stack:
                 for member, one, end in zip(members, from_epoch.tolist(), to_epoch.tolist(), strict=False)
                 for epoch in range(one, end)
             ]
-            positions, begins = self._feed.draw(wanted)
-            epochs = to_epoch - from_epoch
-            begin = np.array(begins)[epochs.cumsum() - epochs]  # of each member's first epoch
-            apart = shards[:k] + shards[:k] % 2  # the epochs of a member
+            positions, taken = torch.cat(self._feed.orders(wanted)), (to_epoch - from_epoch) * samples[:k]
+            begin = taken.cumsum() - taken  # of each member's first epoch
             for some in range(start, int(stop.max()), at_a_time):
                 step = np.arange(some, min(some + at_a_time, int(stop.max())))[:, None]
                 epoch, batch = np.divmod(first[:k] + step, batches[:k])
                 before = batch * schedule.batch_size
                 sizes = np.minimum(schedule.batch_size, samples[:k] - before) * (step < steps[:k])
-                yield self._block(some, positions, begin + (epoch - from_epoch) * apart + before, sizes)
+                yield self._block(some, positions, begin + (epoch - from_epoch) * samples[:k] + before, sizes)
 
     @property
     def layer_keys(self) -> list[int]:

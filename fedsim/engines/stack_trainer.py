@@ -69,7 +69,6 @@ class StackTrainer:
         return self._module.compiled
 
     def train(self, members: Sequence[Member]) -> None:
-        self._feed.announce(members)
         stacks = self._stacks(members)
         for stack in stacks:
             with self._seat.working_on_several(stack.members[0].round):
@@ -120,6 +119,7 @@ class StackTrainer:
         members = sorted(members, key=lambda member: -self._feed.steps_of(member))
         count = -(-len(members) // self.width)
         cuts = [len(members) * part // count for part in range(count + 1)]
+        self._feed.announce(members)
         return [Stack(members[start:stop], self._task, self._feed) for start, stop in pairwise(cuts)]
 
     def _train(self, stack: Stack) -> None:

@@ -71,8 +71,8 @@ def test_orders_drawn_for_several_workers_at_once_are_those_drawn_alone(prepared
 
 def test_the_orders_of_a_cohort_are_drawn_by_one_call(prepared, monkeypatch):
     feed, calls = Feed(*prepared(local={"batch_size": BATCH, "epochs": 3})), []
-    draw = feed.draw
-    monkeypatch.setattr(feed, "draw", lambda wanted: calls.append(len(wanted)) or draw(wanted))
+    draw = feed._draw
+    monkeypatch.setattr(feed, "_draw", lambda wanted: calls.append(len(wanted)) or draw(wanted))
     members = [Member(worker, worker, 1) for worker in range(5)]
     feed.announce(members)
     for member in members:
