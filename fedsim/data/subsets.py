@@ -66,7 +66,8 @@ class CustomSubset(Subset):
         if isinstance(self.dataset, TensorData):
             inputs, targets = self.dataset.gather(self.indices[positions])
         elif isinstance(self.dataset, TensorDataset):
-            inputs, targets = (t.index_select(0, self.indices[positions]) for t in self.dataset.tensors)
+            chosen = self.indices[positions]
+            inputs, targets = (t.index_select(0, chosen.to(t.device)) for t in self.dataset.tensors)
         else:
             return tuple(default_collate(self.__getitems__(positions.tolist())))  # type: ignore[return-value]
         if self.subset_transform is None:

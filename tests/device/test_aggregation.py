@@ -118,6 +118,13 @@ def test_an_attack_makes_its_rows_on_the_gpu_in_one_block_of_columns(plug, gpu):
     assert launches[0] == launches[1], counts.table()
 
 
+def test_an_attack_without_own_rows_uploads_nothing(gpu):
+    honest = upload(rows()[:8])
+    with gpu.counting() as counts:
+        fedsim.attack(honest, 3, "sign_flipping")
+    assert counts.uploads == 0, counts.table()
+
+
 def test_updates_in_which_tensors_of_the_gpu_lie_beside_arrays():
     def aggregated_entries(x):
         updates = [{"a": row[:300], "b": np.array([float(index)])} for index, row in enumerate(x)]

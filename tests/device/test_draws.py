@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
+import fedsim
 from fedsim.augmentation import augmentation
 from fedsim.byzantine import attack_strategy, bind_attack
 from fedsim.data.partitions import GaussianNoise
@@ -37,6 +39,20 @@ def test_a_gpu_draws_the_numbers_of_the_cpu_without_a_wait(call, gpu):
         found = [call(draws), call(draws.steps()(7))]
     assert counts.waits == 0, counts.table()
     assert all(torch.equal(download(a), b) for a, b in zip(found, expected, strict=True))
+
+
+def test_all_of_some_numbers_are_chosen_on_the_gpu(gpu):
+    assert Draws.of(0, "x", device=GPU).choice(5, 5).device == GPU
+
+
+def test_a_subset_on_a_gpu_sees_the_noise_of_the_cpu(gpu):
+    images, labels = torch.zeros(6, 1, 4, 4), torch.arange(6)
+
+    def noisy(place):
+        shards = fedsim.dataset_split(TensorDataset(place(images), place(labels)), 2, "feature_noise", sigma=1.0)
+        return shards[1].gather(torch.arange(3))[0]
+
+    assert torch.equal(download(noisy(upload)), noisy(lambda tensor: tensor))
 
 
 @pytest.mark.parametrize("plug", PLUGS.values(), ids=PLUGS)
