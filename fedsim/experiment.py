@@ -166,7 +166,14 @@ class Experiment(Table):
 
     def resolved(self) -> dict[str, Any]:
         """All keys with their values, defaults included, as nested tables; keys that are unset are left out."""
-        return self.model_dump(mode="json", exclude_none=True)
+        return _without_unset(self.model_dump(mode="json"))
+
+
+def _without_unset(value: Any) -> Any:
+    """The same without keys whose value is None, in tables within lists too, which `exclude_none` passes over."""
+    if isinstance(value, dict):
+        return {key: _without_unset(one) for key, one in value.items() if one is not None}
+    return [_without_unset(one) for one in value] if isinstance(value, list) else value
 
 
 def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:

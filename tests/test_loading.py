@@ -285,3 +285,9 @@ def test_the_name_of_a_grid_is_a_default_name_of_its_runs():
     run = load_grid(None, {"aggregate.rule": ["mean", "median"]}).runs[0].experiment
     assert run.name == "net-mnist5k"
     assert load_experiment(run, ["model=2nn"]).name == "2nn-mnist5k-mean"
+
+
+def test_a_stage_of_a_rule_with_a_parameter_that_is_unset_can_be_saved(tmp_path):
+    experiment = load_experiment({"aggregate": {"rule": ["nnm", {"rule": "multi_krum"}], "f": 1}, "workers": 6})
+    (tmp_path / "saved.toml").write_text(to_toml(experiment))
+    assert load_experiment(tmp_path / "saved.toml") == experiment
