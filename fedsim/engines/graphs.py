@@ -139,7 +139,7 @@ class CapturedSteps:
         return self._module.pack_buffers(state.buffers, torch.empty_like(self._memory.buffers[: len(stack)]))
 
     def _plan(self, stack: Stack) -> list[list[Graph]]:
-        """The graphs of each block of steps in turn."""
+        """The graphs that each block of steps needs, in the order of the blocks."""
         rows = self._size_for(len(stack))
         unmasked = stack.steps[-1] if rows == len(stack) else 0
         plan = []
@@ -246,7 +246,7 @@ class Replays:
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:
-        """After an error in this block no steps are captured any more."""
+        """If this block raises an error, capture no more steps."""
         try:
             yield
         except Exception as error:
