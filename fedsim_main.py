@@ -25,12 +25,12 @@ def run_main() -> None:
 
 
 def _command_line() -> ModuleType:
-    """The module `fedsim.cli`; until a command begins, and after it has ended, Ctrl-C ends the program at once."""
+    """The module `fedsim.cli.main`; until a command begins, and after it has ended, Ctrl-C ends the program at once."""
     _open_what_is_closed()
     from fedsim.system.interrupts import install_exit_on_interrupt
 
     install_exit_on_interrupt()
-    from fedsim import cli
+    from fedsim.cli import main as cli
 
     return cli
 

@@ -29,18 +29,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fedsim
 from fedsim import Experiment
-from fedsim.asynchronous.clock import VirtualClock
-from fedsim.asynchronous.delays import Delays, bind_noise, draw_speeds, noise, speed
+from fedsim.asynchronous.clock.delays import Delays
+from fedsim.asynchronous.clock.noises import bind_noise, noise
+from fedsim.asynchronous.clock.speeds import draw_speeds, speed
+from fedsim.asynchronous.clock.virtual_clock import VirtualClock
 from fedsim.asynchronous.policies import Arrival, Policy
-from fedsim.asynchronous.roster import Roster
-from fedsim.asynchronous.server import Server
+from fedsim.asynchronous.scheduler import Scheduler
+from fedsim.asynchronous.server_state import Server
+from fedsim.core.randomness import batch_order
 from fedsim.data import load_dataset, partition
 from fedsim.data.sources import default_root
-from fedsim.engines.feed import Member
-from fedsim.engines.job import Schedule
+from fedsim.engines.task import Schedule
+from fedsim.engines.trainers.batches import WorkItem
 from fedsim.models import Net
-from fedsim.preparation import prepare
-from fedsim.randomness import batch_order
+from fedsim.runs.setup import prepare
 from fedsim.system.devices import usable_cores
 
 BATCH, LR, MOMENTUM = 64, 0.01, 0.5
@@ -110,23 +112,23 @@ class Nothing(Policy):
     """Counts arrivals as versions."""
 
     def take(self, server: Server, arrival: Arrival) -> None:
-        server.moved()
+        server.increment_version()
 
 
 def events_per_second(workers: int = 100) -> float:
     """Of a clock whose work is nothing, with exponential delays."""
     experiment = Experiment(workers=workers, mode="clock", policy="asgd", model="logistic")
-    with fedsim.Workshop() as workshop, prepare(experiment, workshop) as (setting, engine):
-        server = Server.of(Nothing(), experiment.local.bind(), setting.task, engine.memory)
+    with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
+        server = Server.of(Nothing(), experiment.local.bind(), prepared.task, engine.shared)
     schedule = Schedule(1)
-    roster = Roster(0, workers, workers, "gradient", schedule, lambda worker: 100)
+    scheduler = Scheduler(0, workers, workers, "gradient", schedule, lambda worker: 100)
     speeds = draw_speeds(speed.get("equal"), {}, workers, 0)
     delays = Delays(speeds, bind_noise(noise.get("shifted_exponential"), {"shift": 0.0}))
 
-    def pace(member: Member, unit: int, models: int) -> float:
-        return delays.seconds(member.worker, unit, 1, models)
+    def duration(item: WorkItem, unit: int, models: int) -> float:
+        return delays.seconds(item.worker, unit, 1, models)
 
-    clock = VirtualClock(server, roster, pace, lambda members: None)
+    clock = VirtualClock(server, scheduler, duration, lambda items: None)
     started, taken = time.perf_counter(), 0
     while taken < EVENTS:
         taken += clock.advance()

@@ -18,8 +18,8 @@ from common import CPU
 from torch import Tensor, nn
 
 from fedsim import Experiment, load_experiment
+from fedsim.core.randomness import batch_order, sample_cohort, seed_everything
 from fedsim.data import TensorData, load_dataset, partition
-from fedsim.randomness import batch_order, sample_cohort, seed_everything
 from fedsim.system.precision import PRECISIONS
 
 TEST_BATCH = 1000

@@ -19,7 +19,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout's fedsim, installed or not
 
-from fedsim.records import ENVIRONMENT, METRICS, MODEL, describe_environment
+from fedsim.records.history import METRICS
+from fedsim.records.run_folder import ENVIRONMENT, MODEL, describe_environment
 from fedsim.system.devices import describe_device, usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent

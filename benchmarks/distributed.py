@@ -35,7 +35,8 @@ from safetensors.torch import load_file
 
 import fedsim
 from fedsim.data import TensorData
-from fedsim.records import METRICS, MODEL
+from fedsim.records.history import METRICS
+from fedsim.records.run_folder import MODEL
 
 ALLOWED = 1.3  # times spawn's round
 EXACT = 0.05  # share by which bytes may differ from the formula
@@ -81,7 +82,7 @@ def run(tables: dict[str, Any], ranks: int = 0, inside: list[str] | None = None)
     """The history and final model of a run, by so many ranks (0: in this program's own), and bytes at loopback."""
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "experiment.toml", Path(folder) / "run"
-        path.write_text(fedsim.loading.to_toml(fedsim.Experiment(**tables)))
+        path.write_text(fedsim.config.toml.to_toml(fedsim.Experiment(**tables)))
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         command = [sys.executable, *launcher, "run_experiment.py", str(path), "--allow-imports", "--quiet"]
         command += ["--out", str(out)]

@@ -131,8 +131,8 @@ def round_cost(experiment: Experiment, sample_shape: tuple[int, ...], train_samp
     steps = local.epochs * cohort * train_samples / experiment.workers / local.batch_size
     training = step_cost(model, inputs, targets, **local.params).times(steps)
     testing = test_cost(model, torch.randn(TEST_BATCH, *sample_shape)).times(test_samples / TEST_BATCH)
-    averaging = average_cost(cohort, sum(parameter.numel() for parameter in model.parameters()))
-    return training.plus(testing).plus(averaging)
+    aggregator = average_cost(cohort, sum(parameter.numel() for parameter in model.parameters()))
+    return training.plus(testing).plus(aggregator)
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -25,7 +25,7 @@ import torch
 from common import report
 
 import fedsim
-from fedsim import Workshop
+from fedsim import Session
 
 COHORTS, POPULATION = (1, 3, 10, 30, 100, 300, 1000), 10**4
 POPULATIONS, COHORT = (10**2, 10**3, 10**4, 10**5, 10**6), 10
@@ -60,7 +60,7 @@ def check_work(population: int, cohort: int, rounds: int) -> float:
     return difference
 
 
-def round_seconds(population: int, cohort: int, rounds: int, workshop: Workshop) -> float:
+def round_seconds(population: int, cohort: int, rounds: int, session: Session) -> float:
     """Median seconds of a round, without its test; the first one is not counted."""
     ends: list[float] = []
     tests: list[float] = []
@@ -69,17 +69,17 @@ def round_seconds(population: int, cohort: int, rounds: int, workshop: Workshop)
         ends.append(time.perf_counter())
         tests.append(record["seconds"]["test"])
 
-    fedsim.run(experiment(population, cohort, rounds + 1), on_round=note, workshop=workshop)
+    fedsim.run(experiment(population, cohort, rounds + 1), on_round=note, session=session)
     spans = [end - start - test for start, end, test in zip(ends, ends[1:], tests[1:], strict=False)]
     return statistics.median(spans)
 
 
-def start_seconds(population: int, workshop: Workshop) -> float:
+def start_seconds(population: int, session: Session) -> float:
     """From the call to the first round."""
     begun = time.perf_counter()
     started: list[float] = []
     fedsim.run(
-        experiment(population, COHORT, 1), on_start=lambda _: started.append(time.perf_counter()), workshop=workshop
+        experiment(population, COHORT, 1), on_start=lambda _: started.append(time.perf_counter()), session=session
     )
     return started[0] - begun
 
@@ -122,21 +122,21 @@ def draw(figures: dict[str, Any]) -> None:
     figure.savefig(PICTURE, dpi=120)
 
 
-def measure_cohorts(repeats: int, workshop: Workshop) -> list[float]:
+def measure_cohorts(repeats: int, session: Session) -> list[float]:
     """Seconds of a round for each cohort: the median over the repeats."""
     found: list[list[float]] = [[] for _ in COHORTS]
     for _ in range(repeats):
         for cohort, seconds in zip(COHORTS, found, strict=True):
-            seconds.append(round_seconds(POPULATION, cohort, max(2, min(20, 300 // cohort)), workshop))
+            seconds.append(round_seconds(POPULATION, cohort, max(2, min(20, 300 // cohort)), session))
     return [statistics.median(seconds) for seconds in found]
 
 
-def measure_populations(repeats: int, workshop: Workshop) -> tuple[list[float], float]:
+def measure_populations(repeats: int, session: Session) -> tuple[list[float], float]:
     """Seconds of a round for each population, and the last over the first: medians over the repeats."""
     found: list[list[float]] = [[] for _ in POPULATIONS]
     for _ in range(repeats):
         for population, seconds in zip(POPULATIONS, found, strict=True):
-            seconds.append(round_seconds(population, COHORT, 30, workshop))
+            seconds.append(round_seconds(population, COHORT, 30, session))
     ratios = [last / first for first, last in zip(found[0], found[-1], strict=True)]
     return [statistics.median(seconds) for seconds in found], statistics.median(ratios)
 
@@ -155,10 +155,10 @@ def main() -> None:
     if arguments.alone:
         return run_alone(*arguments.alone)
     difference = max(check_work(POPULATIONS[-1], COHORT, rounds=2), check_work(POPULATION, 100, rounds=1))
-    with Workshop() as workshop:
-        start = start_seconds(POPULATIONS[-1], workshop)
-        population_seconds, ratio = measure_populations(arguments.repeats, workshop)
-        cohort_seconds = measure_cohorts(math.ceil(arguments.repeats / 2), workshop)
+    with Session() as session:
+        start = start_seconds(POPULATIONS[-1], session)
+        population_seconds, ratio = measure_populations(arguments.repeats, session)
+        cohort_seconds = measure_cohorts(math.ceil(arguments.repeats / 2), session)
     figures = {
         "cohorts": COHORTS,
         "cohort_seconds": significant(cohort_seconds),

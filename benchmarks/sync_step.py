@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fedsim
+from fedsim.core.randomness import batch_order, seed_everything
+from fedsim.core.rows import Layout
 from fedsim.data import CustomSubset, load_dataset, partition
 from fedsim.models import model as models
-from fedsim.randomness import batch_order, seed_everything
-from fedsim.rows import Layout
 
 PROCESSES, BATCH, LR, MOMENTUM, SEED = 2, 64, 0.01, 0.9, 0
 STEPS = {"2nn": 300, "cnn": 20, "net": 100}

@@ -37,9 +37,9 @@ __all__ = [
     "RecordError",
     "Result",
     "ServerOptimizer",
+    "Session",
     "TensorData",
     "WorkerError",
-    "Workshop",
     "__version__",
     "aggregate",
     "attack",
@@ -70,12 +70,17 @@ __all__ = [
 ]
 
 
+RENAMED = {"Workshop": "Session"}  # public names of versions before, and what they are called now
+
+
 def __getattr__(name: str) -> Any:
     """A public name, or a module of the package, imported on first use."""
     if name in __all__:
         value = getattr(importlib.import_module("fedsim.api"), name)
         globals()[name] = value
         return value
+    if name in RENAMED:
+        raise AttributeError(f"fedsim.{name} is now fedsim.{RENAMED[name]}")
     path = f"fedsim.{name}"
     try:
         return importlib.import_module(path)

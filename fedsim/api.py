@@ -2,9 +2,15 @@
 
 # ruff: noqa: F401
 
-from fedsim.aggregation import ServerOptimizer, aggregate, pre_aggregate
+from fedsim.aggregation import aggregate, pre_aggregate
 from fedsim.byzantine import attack
 from fedsim.comparison import Comparison, compare
+from fedsim.config.experiment import Experiment
+from fedsim.config.load import load_experiment
+from fedsim.config.plugs import attacks, noises, partitions, policies, pre_aggregators, rules, server_optimizers, speeds
+from fedsim.core.randomness import Draws
+from fedsim.core.rows import Layout, bind, new_rows, pull_down
+from fedsim.core.training import test, train_epoch
 from fedsim.data import (
     CustomSubset,
     Heterogeneity,
@@ -18,11 +24,6 @@ from fedsim.data import (
 )
 from fedsim.data.heterogeneity import heterogeneity
 from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, WorkerError
-from fedsim.experiment import Experiment
-from fedsim.listing import attacks, noises, partitions, policies, pre_aggregators, rules, server_optimizers, speeds
-from fedsim.loading import load_experiment
-from fedsim.randomness import Draws
-from fedsim.rows import Layout, bind, new_rows, pull_down
-from fedsim.runs.running import Result, run
-from fedsim.training import test, train_epoch
-from fedsim.workshop import Workshop
+from fedsim.runs.run import Result, run
+from fedsim.runs.session import Session
+from fedsim.server import ServerOptimizer

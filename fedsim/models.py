@@ -1,8 +1,7 @@
-"""Models that an experiment can name; any other comes in as "package.module:factory".
+"""The models that an experiment can name; others are given as "package.module:factory".
 
-A factory returns an `nn.Module` that maps a batch of inputs to logits or log-probabilities [batch, classes] (which of
-the two is found out, see `fedsim.training.loss_for`). Its parameters are the configuration: `model = {name = "net",
-dropout = 0.0}`. The networks here take images [batch, channels, 28, 28].
+A factory returns an `nn.Module` from a batch of inputs to logits or log-probabilities [batch, classes]. Its parameters
+are the configuration: `model = {name = "net", dropout = 0.0}`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from fedsim.registry import Registry
+from fedsim.core.registry import Registry
 
 model = Registry("model")
 
@@ -22,9 +21,17 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 
 @model("net")
 class Net(nn.Module):
-    """Small convolutional network with dropout, known from PyTorch's Hogwild example (21,840 parameters).
+    """Small convolutional network with dropout, from PyTorch's Hogwild example (21,840 parameters).
 
-    Convolutions 10 and 20 of 5x5, each pooled by 2; channel dropout; fully connected 50 and 10; log-softmax.
+    Convolutions 10 and 20 of 5x5, each with max pooling of 2; channel dropout; fully connected 50 and 10; log-softmax.
+
+    Args:
+        dropout: probability, 0 <= dropout < 1.
+        channels: of the images [batch, channels, 28, 28].
+        classes: number of classes.
+
+    >>> fedsim.models.Net()(torch.zeros(3, 1, 28, 28)).shape
+    torch.Size([3, 10])
     """
 
     def __init__(self, *, dropout: Probability = 0.5, channels: PositiveInt = 1, classes: PositiveInt = 10) -> None:
@@ -47,7 +54,14 @@ class Net(nn.Module):
 def cnn(*, channels: PositiveInt = 1, classes: PositiveInt = 10) -> nn.Module:
     """The convolutional network of McMahan et al. 2017 (FedAvg): 1,663,370 parameters on MNIST.
 
-    "Same" convolutions 32 and 64 of 5x5, each pooled by 2; fully connected 512 and 10; logits.
+    "Same" convolutions 32 and 64 of 5x5, each with max pooling of 2; fully connected 512 and 10; logits.
+
+    Args:
+        channels: of the images [batch, channels, 28, 28].
+        classes: number of classes.
+
+    >>> fedsim.models.cnn()(torch.zeros(3, 1, 28, 28)).shape
+    torch.Size([3, 10])
     """
     # Pooling before the ReLU gives the same values and gradients as the reverse, from a quarter of the ReLUs.
     return nn.Sequential(
@@ -59,7 +73,16 @@ def cnn(*, channels: PositiveInt = 1, classes: PositiveInt = 10) -> nn.Module:
 
 @model("2nn")
 def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Module:
-    """The multilayer perceptron of McMahan et al. 2017: 784-200-200-10, 199,210 parameters; logits."""
+    """The multilayer perceptron of McMahan et al. 2017: 784-200-200-10, 199,210 parameters; logits.
+
+    Args:
+        inputs: numbers of a sample [batch, ...], which is flattened.
+        hidden: width of both hidden layers.
+        classes: number of classes.
+
+    >>> fedsim.models.two_nn(inputs=12)(torch.zeros(3, 12)).shape
+    torch.Size([3, 10])
+    """
     return nn.Sequential(
         *(nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU()),
         *(nn.Linear(hidden, hidden), nn.ReLU()),
@@ -69,7 +92,15 @@ def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: Pos
 
 @model("logistic")
 def logistic(*, inputs: PositiveInt = 784, classes: PositiveInt = 10) -> nn.Module:
-    """Multinomial logistic regression, started at zero: 7,850 parameters on MNIST; logits."""
+    """Multinomial logistic regression, started at zero: 7,850 parameters on MNIST; logits.
+
+    Args:
+        inputs: numbers of a sample [batch, ...], which is flattened.
+        classes: number of classes.
+
+    >>> fedsim.models.logistic(inputs=2, classes=3)(torch.ones(1, 2))
+    tensor([[0., 0., 0.]], grad_fn=<AddmmBackward0>)
+    """
     linear = nn.Linear(inputs, classes)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)

@@ -1,6 +1,6 @@
 """What other libraries and papers call the keys and names of an experiment, for the hints of error messages.
 
-`fedsim.errors.nearest` looks words up here, in lower case and with underscores.
+`fedsim.core.suggestions` looks up names in lower case with underscores.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ NOTES: dict[str, str] = _each(
         "wandb use_wandb mlflow": "in Python, fedsim.run(..., on_round=f) calls f after every round",
         "loss criterion loss_fn loss_function": "there is no key for the loss",
         "metric metrics": "there is no key for metrics; loss and accuracy are recorded",
+        "workshop": "in Python, fedsim.run(..., session=s) takes a fedsim.Session",
         "shuffle": "there is no key for it; samples are shuffled in every epoch",
         "config config_file": "name the file itself: fedsim run CONFIG.toml",
         "callback callbacks on_round": "in Python, fedsim.run(..., on_round=f) calls f after every round",

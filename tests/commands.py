@@ -6,12 +6,15 @@ import contextlib
 import fcntl
 import os
 import pty
+import socket
 import struct
 import subprocess
 import sys
 import termios
 import time
 from pathlib import Path
+
+from tests.forking import Program
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,7 +31,12 @@ def run_python(*words, timeout=300, **options):
 
 
 def start(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
-    """`python *words`, just begun, in a process group of its own."""
+    """`python *words`, just begun, in a process group of its own; forked from the server that has imported fedsim."""
+    return Program(words, cwd=cwd, environment=_environment(**environment), stdout=stdout, stderr=stderr)
+
+
+def start_python(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
+    """The same as a new interpreter, which spawns its processes."""
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=cwd,
@@ -38,6 +46,27 @@ def start(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environ
         text=True,
         start_new_session=True,
     )
+
+
+def free_port():
+    """A port that no program uses now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def start_ranks(count, *words, cwd, own=None):
+    """The ranks of a group, each `python *words` with a launcher's environment variables; `own` are words of one."""
+    shared = {"WORLD_SIZE": str(count), "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    return [start(*words, *(own or {}).get(rank, ()), cwd=cwd, RANK=str(rank), **shared) for rank in range(count)]
+
+
+def ended(processes, timeout=60):
+    """How programs ended: exit codes, stdouts and stderrs."""
+    texts = [process.communicate(timeout=timeout) for process in processes]
+    for process in processes:
+        assert_none_left(process.pid)
+    return [process.returncode for process in processes], [out for out, _ in texts], [error for _, error in texts]
 
 
 def read_until(process, beginning):

@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import compileall
 import multiprocessing
+import random
 import re
 import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import fedsim
-from fedsim.cli import app
+from fedsim.cli.main import app
+from tests.forking import fork_workers
 from tests.leftovers import left_behind, segments
 from tests.plugs import TINY_TEST, TINY_TRAIN
 
@@ -21,6 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 sys.dont_write_bytecode = False
 for folder in (Path(fedsim.__file__).parent, Path(__file__).parent):
     compileall.compile_dir(folder, quiet=2, rx=re.compile(r"/test_\w+\.py$"))
+fork_workers()
 torch.set_num_threads(1)  # tests that compute in several processes must not fight for the cores
 
 
@@ -32,14 +36,22 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def seeded():
+    """Begin every test with the same state of the global random number generators."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def nothing_stays_behind(request):
     """Every test must leave as many processes and shared-memory segments as it found.
 
-    Processes that a fixture called `workshop`, or `workshop_of_...`, keeps from test to test are its own to end.
+    A fixture whose name begins with `session` keeps its processes from test to test, and ends them itself.
     """
     before, children = segments(), set(multiprocessing.active_children())
     yield
-    if not any(name.startswith("workshop") for name in request.fixturenames):
+    if not any(name.startswith("session") for name in request.fixturenames):
         assert set(multiprocessing.active_children()) <= children
     assert left_behind(before) == set()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from fedsim.aggregation.fedopt import ServerAdam
-from fedsim.asynchronous.policies.gradients import Locked
+from fedsim.asynchronous.policies.gradient_updates import Locked
+from fedsim.server.fedopt import ServerAdam
 
 
 def order(folder, *orders):

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fedsim
+from fedsim.core.randomness import Draws
 from fedsim.data import TensorData, load_dataset
-from fedsim.randomness import Draws
 
 TINY_TRAIN, TINY_TEST = 203, 90
 
@@ -175,8 +175,8 @@ def negated(images: Tensor) -> Tensor:
 class Relabelled:
     """An attack on data that draws from NumPy's generator: all labels of a batch are one class."""
 
-    def __call__(self, own: Tensor) -> Tensor:
-        return own
+    def __call__(self, own_updates: Tensor) -> Tensor:
+        return own_updates
 
     def poison(self, inputs: Tensor, targets: Tensor, rng: np.random.Generator, classes: int) -> tuple[Tensor, Tensor]:
         return inputs, torch.full_like(targets, int(rng.integers(classes)))

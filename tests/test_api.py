@@ -20,9 +20,32 @@ def test_modules_of_the_package_are_attributes_and_nothing_else_is():
         fedsim.nothing  # noqa: B018
 
 
-def test_the_library_imports_packages_for_pictures_and_statistics_only_when_they_are_used():
+RARELY_USED = [
+    "jinja2",
+    "matplotlib",
+    "pandas",
+    "plotly",
+    "rich",
+    "scipy",
+    "sklearn",
+    "torch._dynamo",
+    "torchvision",
+    "typer",
+]
+
+
+def test_import_fedsim_loads_pytorch_and_other_packages_on_first_use():
     code = (
-        "import sys, fedsim; before = 'torch' in sys.modules; fedsim.run\n"
-        "print(before, [m for m in ('matplotlib', 'sklearn', 'scipy', 'plotly', 'torchvision') if m in sys.modules])"
+        "import sys, fedsim; before = 'torch' in sys.modules; import fedsim.api\n"
+        "from fedsim.config.plugs import registry_of\n"
+        f"print(before, [module for module in {RARELY_USED} if module in sys.modules])\n"
+        "print([plug.name for plug in registry_of('partitions') if 'parameters' in vars(plug) and plug.name != 'iid'])"
     )
-    assert run_python("-c", code).stdout == "False []\n"
+    assert run_python("-c", code).stdout == "False []\n[]\n"
+
+
+def test_the_old_name_of_a_renamed_class_leads_to_the_new_one():
+    with pytest.raises(AttributeError, match=r"^fedsim.Workshop is now fedsim.Session$"):
+        fedsim.Workshop  # noqa: B018
+    with pytest.raises(fedsim.ExperimentError, match=r"^workshop = None: .* session=s"):
+        fedsim.run(workshop=None)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedsim.augmentation import augmentation, flip, shift
-from fedsim.randomness import Draws
+from fedsim.core.randomness import Draws
+from fedsim.data.augmentation import augmentation, flip, shift
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def images():
 
 
 @pytest.mark.parametrize("plug", list(augmentation), ids=lambda plug: plug.name)
-def test_every_augmentation_repeats_with_its_draws_and_leaves_its_input_alone(plug, images):
+def test_every_augmentation_is_deterministic(plug, images):
     augment, before = plug.bind(plug.check({})), images.clone()
     first, again, other = (augment(images, Draws.of(seed, "augment")) for seed in (1, 1, 2))
     assert torch.equal(first, again)
@@ -22,7 +22,7 @@ def test_every_augmentation_repeats_with_its_draws_and_leaves_its_input_alone(pl
     assert torch.equal(images, before)
 
 
-def test_flip_mirrors_about_half_of_the_images_and_nothing_else(images):
+def test_flip_mirrors_about_half_of_the_images(images):
     flipped = flip(images, Draws.of(0, "x"))
     mirrored = [torch.equal(a, b.flip(2)) for a, b in zip(flipped, images, strict=True)]
     kept = [torch.equal(a, b) for a, b in zip(flipped, images, strict=True)]
@@ -31,7 +31,7 @@ def test_flip_mirrors_about_half_of_the_images_and_nothing_else(images):
     assert torch.equal(flip(images, Draws.of(0, "x"), probability=1.0), images.flip(3))
 
 
-def test_shift_moves_each_image_by_whole_pixels_and_repeats_its_edge(images):
+def test_shift_moves_images_and_repeats_the_edge(images):
     shifted = shift(images, Draws.of(0, "x"), pixels=2)
     rows, columns = torch.arange(9), torch.arange(7)
     offsets = set()

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
+from fedsim.config.experiment import PLUG_TABLES
+from fedsim.core.randomness import Draws, batch_order, numpy_generator, sample_cohort
+from fedsim.core.rows import Layout
 from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
-from fedsim.loading import PLUG_TABLES
 from fedsim.models import logistic
-from fedsim.randomness import Draws, batch_order, numpy_generator, sample_cohort
-from fedsim.rows import Layout
 from tests import plugs
 from tests.test_simulation import start_of
 
@@ -43,9 +43,9 @@ def test_a_round_is_attack_then_rule_then_step(attack, rule, tables):
     start, updates = updates_of({**tables, "precision": "float64"})
     byzantine = [1, 4]
     honest = [worker for worker in range(7) if worker not in byzantine]
-    own = {"own": updates[byzantine]} if attack == "sign_flipping" else {}
+    own_updates = {"own_updates": updates[byzantine]} if attack == "sign_flipping" else {}
     attacked = updates.clone()
-    attacked[byzantine] = fedsim.attack(updates[honest], 2, attack, **own)
+    attacked[byzantine] = fedsim.attack(updates[honest], 2, attack, **own_updates)
     f = {} if rule in ("mean", "median") else {"f": 2}
     expected = start + fedsim.aggregate(attacked, rule=rule, **f)
     change = {"attack": {"name": attack, "workers": byzantine}, "aggregate": {"rule": rule}, "precision": "float64"}
@@ -221,9 +221,9 @@ def test_a_backdoor_is_learnt_and_its_success_is_measured(tables):
 
 def test_no_plug_has_a_parameter_that_its_table_has_as_a_key():
     for table in PLUG_TABLES.values():
-        own = set(table.model_fields) - {table.named_by, "f"}  # f is meant to be both
+        own_updates = set(table.model_fields) - {table.named_by, "f"}  # f is meant to be both
         for plug in table.registry:
-            assert not own & set(plug.parameters.model_fields), (table.place, plug.name)
+            assert not own_updates & set(plug.parameters.model_fields), (table.place, plug.name)
 
 
 def test_without_an_attack_there_is_no_success_to_measure(tables):
@@ -268,9 +268,9 @@ def test_bmuf_with_nesterov_sends_workers_the_row_it_looks_ahead_to(tables):
         ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, "unknown key .*epsilon goes with mimic"),
         ({"attack": {"name": "ipm", "fraction": 1.5}}, "attack.fraction = 1.5: must be less than 1"),
         ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
-        ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": a pre-aggregator makes rows of rows'),
-        ({"aggregate": {"rule": ["krum", "mean"]}}, r'aggregate.rule\[0\] = "krum": it ends a list'),
-        ({"aggregate": {"rule": ["nnm", "weighted_mean"]}}, "needs weights, which mixed rows do not have"),
+        ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": a pre-aggregator returns rows'),
+        ({"aggregate": {"rule": ["krum", "mean"]}}, r'aggregate.rule\[0\] = "krum": a rule must be last'),
+        ({"aggregate": {"rule": ["nnm", "weighted_mean"]}}, "needs weights, which pre-aggregated rows do not have"),
         ({"aggregate": {"rule": []}}, r"aggregate.rule = \[\]: needs a rule"),
         ({"aggregate": {"rule": [{"name": "krum"}]}}, "a stage is a name or a table with the key rule"),
         ({"aggregate": {"rule": 3}}, "aggregate.rule = 3: must be a name, or a list"),

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import fedsim
-from fedsim import catalog
 from fedsim.comparison import load_grid
+from fedsim.config import catalog
 from tests.commands import ROOT
 
 if sys.version_info >= (3, 11):

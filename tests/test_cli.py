@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 import fedsim
-from fedsim.listing import PLUGS, registry_of
-from tests.commands import ROOT, assert_none_left, processes_of_group, read_until, run_on_a_terminal, start
+from fedsim.config.plugs import PLUGS, registry_of
+from tests.commands import (
+    ROOT,
+    assert_none_left,
+    processes_of_group,
+    read_until,
+    run_on_a_terminal,
+    start,
+    start_python,
+)
 
 QUICK = ["engine=serial", "model=2nn", "data=tests.plugs:tiny", "rounds=2"]
 
@@ -50,7 +58,7 @@ def test_help_and_version_import_no_heavy_package(tmp_path):
         "finally:\n    print([m for m in ('torch', 'matplotlib', 'sklearn', 'scipy', 'numpy') if m in sys.modules])"
     )
     for option, expected in (("--help", "Usage: fedsim"), ("--version", f"fedsim {fedsim.__version__}")):
-        out, error = start("-c", code, option, cwd=tmp_path).communicate(timeout=60)
+        out, error = start_python("-c", code, option, cwd=tmp_path).communicate(timeout=60)
         assert expected in out, error
         assert out.endswith("\n[]\n")
 
@@ -153,7 +161,7 @@ def test_list_takes_a_kind(cli):
 def test_list_takes_one_plug_and_shows_its_parameters_and_all_of_its_docstring(cli):
     done = cli("list", "krum")
     assert done.stdout.startswith("krum (aggregate.rule)\n  f (required)\n\n  The row with the least sum")
-    assert "  Needs n >= 2f + 3. Ties: the lowest index." in done.stdout
+    assert "f: number of Byzantine rows, n >= 2f + 3." in done.stdout
     both = cli("list", "adam").stdout
     assert "adam (local.solver)" in both
     assert "adam (server.optimizer)" in both
@@ -180,7 +188,7 @@ def test_the_front_door_the_module_and_the_script_are_one_program(tmp_path):
         ["-m", "fedsim", "run"],
         ["-c", "from fedsim_main import main; main()", "run"],
     )
-    processes = [start(*door, "rounds=3", "--dry-run", cwd=tmp_path) for door in doors]
+    processes = [start_python(*door, "rounds=3", "--dry-run", cwd=tmp_path) for door in doors]
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert len(set(outputs)) == 1
@@ -194,7 +202,7 @@ def test_on_a_terminal_a_bar_shows_rounds_accuracy_and_time_left(tmp_path):
 
 
 def test_ctrl_c_while_modules_are_imported_is_told_in_one_word(tmp_path):
-    process = start(str(ROOT / "run_experiment.py"), "rounds=100000", cwd=tmp_path)
+    process = start_python(str(ROOT / "run_experiment.py"), "rounds=100000", cwd=tmp_path)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGINT)
@@ -232,18 +240,17 @@ def test_a_reader_that_goes_ends_the_program_without_a_word(tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["starting", "training"])
-def test_ctrl_c_ends_all_processes_at_once_and_says_what_there_is(tmp_path, moment):
+def test_ctrl_c_ends_all_processes_and_says_which_rounds_there_are(tmp_path, moment):
     words = ["engine=spawn", "processes=2", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
-    process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
+    begin = start if moment == "training" else start_python
+    process = begin(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
     if moment == "training":
         read_until(process, "    3")
     else:
         while len(processes_of_group(process.pid)) < 3:  # parent, and children that import PyTorch
             time.sleep(0.02)
-    interrupted = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=20)
-    assert time.monotonic() - interrupted < 5
     assert process.returncode == 130
     assert error.strip() == "interrupted"
     assert_none_left(process.pid)
@@ -258,7 +265,7 @@ def test_a_killed_program_leaves_no_process_and_nothing_in_the_temporary_folder(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
-    process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
+    process = start_python(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
     read_until(process, "    3")
     process.send_signal(number)
     out, error = process.communicate(timeout=20)
@@ -269,11 +276,12 @@ def test_a_killed_program_leaves_no_process_and_nothing_in_the_temporary_folder(
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_process_is_replaced_after_the_temporary_folder_was_removed(tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "model=logistic", "rounds=200", "--out", "x"]
-    process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
+    process = start_python(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
     read_until(process, "    3")
     temporary.rmdir()
     (worker,) = (pid for pid in processes_of_group(process.pid) if b"spawn_main" in _command(pid))
@@ -332,7 +340,7 @@ def test_a_missing_package_is_one_line_that_names_it(tmp_path):
         "from fedsim_main import run_main\n"
         "run_main()"
     )
-    process = start("-c", code, "rounds=1", "--dry-run", cwd=tmp_path)
+    process = start_python("-c", code, "rounds=1", "--dry-run", cwd=tmp_path)
     out, error = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
     assert error.startswith("error: the Python module tomli_w, which fedsim needs, is not installed; ")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import fedsim
-from fedsim.comparison import display as of_comparisons
-from fedsim.display import Display, progress_bar
+from fedsim.comparison import grid_terminal as of_comparisons
+from fedsim.runs.terminal import Display, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -24,7 +24,7 @@ def watched(monkeypatch):
     return sys.stderr
 
 
-def test_the_bar_says_how_much_time_is_left(monkeypatch):
+def test_the_bar_shows_the_time_left(monkeypatch):
     terminal = watched(monkeypatch)
     with progress_bar(4, quiet=False) as bar:
         bar.update(2)
@@ -47,8 +47,8 @@ def test_the_time_left_of_a_resumed_run_does_not_count_earlier_rounds(monkeypatc
     with Display(fedsim.Experiment(rounds=4), None, quiet=False) as display:
         states = []
 
-        def on_start(setting):
-            display.start(setting)
+        def on_start(prepared):
+            display.start(prepared)
             states.append((display._bar.n, display._bar.initial))
 
         fedsim.run({**experiment, "rounds": 4}, tmp_path / "run", resume=True, on_start=on_start)
@@ -60,11 +60,11 @@ def test_the_rounds_that_a_failed_run_has_left_are_not_counted_as_done(monkeypat
     watched(monkeypatch)
     display = of_comparisons.GridDisplay(None, quiet=False)
     runs = [SimpleNamespace(id=name, experiment=SimpleNamespace(rounds=10)) for name in ("a", "b")]
-    grid = SimpleNamespace(name="x", axes={"seed": [0, 1]}, runs=runs)
+    grid = SimpleNamespace(name="x", shape="2 seed", runs=runs)
     with display:
-        display.start(grid, runs, 1)
-        display.round(runs[0], {})
-        display.end(runs[0], [], "failed")
+        display.on_start(grid, runs, 1)
+        display.on_round(runs[0], {})
+        display.on_end(SimpleNamespace(id="a", error="failed"))
         assert (display._bar.n, display._bar.total) == (1, 11)
 
 

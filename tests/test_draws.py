@@ -12,8 +12,8 @@ import torch
 from scipy import stats
 
 import fedsim
-from fedsim.philox import blocks
-from fedsim.randomness import WORDS_AHEAD, Draws, draw_key
+from fedsim.core.philox import blocks
+from fedsim.core.randomness import WORDS_AHEAD, Draws, draw_key
 
 CALLS = {
     "uniform": lambda draws: draws.uniform(5, 3),

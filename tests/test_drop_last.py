@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.engines.job import Schedule
+from fedsim.core.randomness import batch_order
+from fedsim.engines.task import Schedule
 from fedsim.errors import ExperimentError
-from fedsim.randomness import batch_order
-from tests.asynchronous.test_simulation import points
+from tests.asynchronous.test_clock_runs import points
 
 BATCH, LR, ROUNDS = 4, 0.1, 2
 
@@ -21,7 +21,7 @@ EXPERIMENT = {
     "engine": "serial",
     "precision": "float64",
     "model": {"name": f"{__name__}:zero"},
-    "data": "tests.asynchronous.test_simulation:points",
+    "data": "tests.asynchronous.test_clock_runs:points",
     "aggregate": "mean",
     "local": {"batch_size": BATCH, "epochs": 2, "lr": LR, "drop_last": True},
 }

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fedsim
-from fedsim.cli import app
+from fedsim.cli.main import app
 from fedsim.comparison import load_grid
 from fedsim.comparison.axes import label
 
@@ -71,7 +71,7 @@ def test_the_policy_of_the_document_runs_beside_others_on_the_clock(my_plugs):
     with Path("grid/summary.csv").open() as file:
         asgd, fresh = csv.DictReader(file)
     assert fresh["policy"] == "my_plugs:Fresh,limit=1"
-    assert 0 < float(fresh["updates"]) < float(fresh["trips"]) == float(asgd["trips"])
+    assert 0 < float(fresh["updates"]) < float(fresh["arrivals"]) == float(asgd["arrivals"])
     assert float(asgd["accuracy"]) > 0.5
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedsim.intervals import estimate, fixed, mean_and_half_width, student_quantile
+from fedsim.core.confidence import estimate, fixed, mean_and_half_width, student_quantile
 
 
 def test_by_hand():

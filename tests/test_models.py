@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedsim.core.rows import Layout
 from fedsim.models import Net, cnn, logistic, model, two_nn
-from fedsim.rows import Layout
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,6 @@ def test_net_is_the_hogwild_example():
     hidden = F.relu(F.linear(hidden, net.fc1.weight, net.fc1.bias))
     expected = F.log_softmax(F.linear(hidden, net.fc2.weight, net.fc2.bias), dim=1)
     assert torch.equal(net(x), expected)
-
-
-def test_net_drops_whole_channels_and_single_units_only_in_training():
-    net, x = Net(), torch.randn(4, 1, 28, 28)
-    assert {type(m) for m in net.modules()} >= {nn.Dropout2d, nn.Dropout}
-    assert not torch.equal(net(x), net(x))
-    net.eval()
-    assert torch.equal(net(x), net(x))
-    net = Net(dropout=0.0)
-    assert torch.equal(net(x), net(x))
 
 
 def test_cnn_pools_before_the_relu_with_the_same_values_and_gradients():

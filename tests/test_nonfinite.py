@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.randomness import batch_order
-from fedsim.rows import require_finite
+from fedsim.core.randomness import batch_order
+from fedsim.core.rows import require_finite
 from tests import plugs
 from tests.test_simulation import start_of
 
@@ -28,10 +28,10 @@ MODES = {
 
 
 @pytest.fixture(scope="module")
-def workshop():
+def session():
     """The processes of races."""
-    with fedsim.Workshop() as workshop:
-        yield workshop
+    with fedsim.Session() as session:
+        yield session
 
 
 @pytest.fixture
@@ -49,15 +49,15 @@ def in_mode(tables, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_worker_brings_stops_the_run_with_worker_and_round(mode, tables, tmp_path, workshop):
+def test_what_a_worker_brings_stops_the_run_with_worker_and_round(mode, tables, tmp_path, session):
     with pytest.raises(fedsim.ExperimentError, match=r"round 1: .*worker(s|) 0.* NaN|round 1: .* NaN .*workers? 0"):
-        fedsim.run(in_mode(tables, mode), tmp_path / "run", workshop=workshop if "race" in mode else None)
+        fedsim.run(in_mode(tables, mode), tmp_path / "run", session=session if "race" in mode else None)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_or_is_left_out_and_recorded(mode, tables, workshop):
+def test_or_is_left_out_and_recorded(mode, tables, session):
     tables = {**in_mode(tables, mode), "aggregate": {"nonfinite": "exclude"}}
-    result = fedsim.run(tables, workshop=workshop if "race" in mode else None)
+    result = fedsim.run(tables, session=session if "race" in mode else None)
     assert result.global_row.isfinite().all()
     excluded = [worker for record in result.history for worker in record["excluded"]]
     assert excluded
@@ -67,13 +67,13 @@ def test_or_is_left_out_and_recorded(mode, tables, workshop):
 
 
 @pytest.mark.parametrize("mode", ["rounds", "gradients", "fedbuff", "locked race", "free race"])
-def test_the_train_loss_is_a_mean_over_the_work_that_was_not_left_out(mode, tables, workshop):
+def test_the_train_loss_is_a_mean_over_the_work_that_was_not_left_out(mode, tables, session):
     """Steps of length zero, so that every loss is one of the first model; all samples of worker 0 are NaN."""
     tables = {**in_mode(tables, mode), "rounds": 1, "model": "2nn", "aggregate": {"nonfinite": "exclude"}}
     tables.pop("clock", None)  # equal speeds: one round of each worker
     tables["partition"] = {"strategy": "tests.plugs:same_last", "first": 60}
     tables["local"] = {"batch_size": 16, "lr": 1e-30}
-    result = fedsim.run(tables, workshop=workshop if "race" in mode else None)
+    result = fedsim.run(tables, session=session if "race" in mode else None)
     inputs, targets = fedsim.load_dataset(tables["data"])[0].gather(torch.arange(60, 203))
     expected = torch.nn.functional.cross_entropy(result.model(inputs), targets).item()
     assert result.history[0]["train_loss"] == pytest.approx(expected, rel=1e-5)
@@ -154,9 +154,9 @@ def statistics_of_sound_workers(policy, rounds):
 @pytest.mark.parametrize("policy", ["average", "local"])
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_buffers_of_an_excluded_worker_are_excluded(engine, sync, policy, tables, workshop):
+def test_the_buffers_of_an_excluded_worker_are_excluded(engine, sync, policy, tables, session):
     change = {**WITH_BUFFERS, **ENGINES[engine], "sync": sync, "buffers": policy}
-    result = fedsim.run({**tables, **change}, workshop=workshop)
+    result = fedsim.run({**tables, **change}, session=session)
     assert [record["excluded"] for record in result.history] == [[2], [2]]
     for name, expected in statistics_of_sound_workers(policy, 2).items():
         found = result.model.state_dict()[name].double()
@@ -178,12 +178,12 @@ class Overflowing(plugs.Normalised):
 
 
 @pytest.mark.parametrize("mode", ["rounds", "gradients", "asgd", "locked race"])
-def test_global_buffers_that_become_infinite_stop_the_run(mode, tables, workshop):
+def test_global_buffers_that_become_infinite_stop_the_run(mode, tables, session):
     tables = {**in_mode(tables, mode), "data": "tests.plugs:tiny", "model": "tests.test_nonfinite:Overflowing"}
     with pytest.raises(fedsim.ExperimentError, match=r"round 1: .* buffers .*\(1 of their 38 numbers"):
-        fedsim.run(tables, workshop=workshop if "race" in mode else None)
+        fedsim.run(tables, session=session if "race" in mode else None)
     kept = {**tables, "aggregate": {"nonfinite": "keep"}}
-    assert len(fedsim.run(kept, workshop=workshop if "race" in mode else None).history) == 3
+    assert len(fedsim.run(kept, session=session if "race" in mode else None).history) == 3
 
 
 @pytest.mark.parametrize("nonfinite", ["error", "exclude"])

@@ -6,8 +6,8 @@ import time
 import pytest
 
 import fedsim
-from fedsim import notices
-from fedsim.notices import SlowStepNotice, notice_if_slow
+from fedsim.core import notices
+from fedsim.core.notices import SlowStepNotice, notice_if_slow
 
 
 def test_a_slow_step_is_told_and_a_quick_one_is_not(monkeypatch):
@@ -36,6 +36,6 @@ def test_a_slow_block_is_told_on_a_terminal_and_nowhere_else(terminal, expected,
 
 def test_a_run_tells_each_step_of_its_setup(tiny_experiment):
     steps, started = [], []
-    fedsim.run(tiny_experiment, on_setup=steps.append, on_start=lambda setting: started.append(len(steps)))
+    fedsim.run(tiny_experiment, on_setup=steps.append, on_start=lambda prepared: started.append(len(steps)))
     assert [step.split()[0] for step in steps] == ["starting", "making", "loading", "partitioning", "getting"]
     assert started == [5]

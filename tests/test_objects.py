@@ -17,14 +17,15 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import fedsim
-from fedsim.aggregation import ServerStep
-from fedsim.cli import app
+from fedsim.cli.main import app
+from fedsim.clients.sgd import SGD
 from fedsim.comparison import load_grid
 from fedsim.comparison.folder import GridFolder
+from fedsim.config.load import load_experiment
+from fedsim.config.toml import to_toml
+from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.errors import ExperimentError, FedsimWarning
-from fedsim.loading import load_experiment, to_toml
-from fedsim.local.sgd import SGD
-from fedsim.objects import ObjectName, name_of, plain
+from fedsim.server import ServerStep
 from tests.commands import run_python
 from tests.plugs import tiny
 
@@ -270,8 +271,8 @@ def test_a_comparison_goes_on_with_objects_that_are_defined_again(short, tmp_pat
 
     grid = load_grid(*arguments())
     with GridFolder(tmp_path / "grid", grid) as folder:
-        folder.make_ready(grid.runs[0])
-        assert folder.is_finished(grid.runs[0])
+        folder.make_ready(folder.grid.runs[0])
+        assert folder.is_finished(folder.grid.runs[0])
 
 
 def locked_model():

@@ -5,9 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedsim import philox
-from fedsim.philox import MASK, Stream, bernoulli, blocks, normal, permutations, shuffles, to_integers, uniform, words
-from fedsim.randomness import draw_key
+from fedsim.core import philox
+from fedsim.core.philox import (
+    MASK,
+    Stream,
+    bernoulli,
+    blocks,
+    normal,
+    permutations,
+    shuffles,
+    to_integers,
+    uniform,
+    words,
+)
+from fedsim.core.randomness import draw_key
 
 PUBLISHED = [  # kat_vectors of Random123: counter, key, block
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.aggregation import ServerStep
+from fedsim.core.randomness import sample_cohort
+from fedsim.core.rows import Layout
 from fedsim.models import two_nn
-from fedsim.preparation import prepare
-from fedsim.randomness import sample_cohort
-from fedsim.report.text import headline
-from fedsim.rows import Layout
-from fedsim.runs.replay import load_round
-from fedsim.simulation import SynchronousLoop
+from fedsim.runs.loops.synchronous import SynchronousLoop
+from fedsim.runs.rule_replay import load_round
+from fedsim.runs.setup import prepare
+from fedsim.runs.text_table import headline
+from fedsim.server import ServerStep
 from tests import plugs
 from tests.engines.test_contract import without_times
 from tests.test_simulation import local_epoch, start_of
@@ -61,41 +61,44 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def workshop():
-    with fedsim.Workshop() as workshop:
-        yield workshop
+def session():
+    with fedsim.Session() as session:
+        yield session
 
 
-def world(memory):
+def world(shared):
     """What one round leaves to the next."""
-    return [tensor.clone() for tensor in (memory.global_row, memory.global_buffers, memory.own_buffers)]
+    return [tensor.clone() for tensor in (shared.global_row, shared.global_buffers, shared.own_buffers)]
 
 
-def worlds(tables, workshop):
+def worlds(tables, session):
     """After each round of a run."""
-    with prepare(fedsim.Experiment(**tables), workshop) as (setting, engine):
-        loop, after = SynchronousLoop(setting, engine), []
-        for round in range(1, setting.experiment.rounds + 1):
-            loop.play(round)
-            after.append(world(engine.memory))
+    with prepare(fedsim.Experiment(**tables), session) as (prepared, engine):
+        loop, after = SynchronousLoop(prepared, engine), []
+        for round in range(1, prepared.experiment.rounds + 1):
+            loop.run_round(round)
+            after.append(world(engine.shared))
         return after
 
 
-def continued(tables, start, workshop):
+def continued(tables, start, session):
     """After each round behind the switch of a run with sync = "parameters" that starts from a world as it was there."""
     experiment, after = fedsim.Experiment(**tables), []
-    with prepare(experiment, workshop) as (setting, engine):
-        memory = engine.memory
-        for tensor, value in zip((memory.global_row, memory.global_buffers, memory.own_buffers), start, strict=True):
+    with prepare(experiment, session) as (prepared, engine):
+        shared = engine.shared
+        for tensor, value in zip((shared.global_row, shared.global_buffers, shared.own_buffers), start, strict=True):
             tensor.copy_(value)
-        for name, value in setting.task.server.start(memory.global_row).items():
-            memory.states["parameters"][name].copy_(value)
+        for name, value in prepared.task.server.start(shared.global_row).items():
+            shared.states["parameters"][name].copy_(value)
         for round in range(SWITCH + 1, ROUNDS + 1):
             cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
             engine.pull_down(cohort, round)
             engine.train(cohort, round)
-            engine.aggregate(cohort, round)
-            after.append(world(memory))
+            engine.attack(cohort, round)
+            stats = engine.aggregate(cohort, round)
+            engine.server_step()
+            engine.combine_buffers(cohort, round, stats.excluded)
+            after.append(world(shared))
     return after
 
 
@@ -106,14 +109,14 @@ def same(ours, theirs):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_it_is_gradient_averaging_before_and_parameter_averaging_after_the_switch(
-    engine, case, tiny_experiment, workshop
+    engine, case, tiny_experiment, session
 ):
     tables = {**tiny_experiment, "rounds": ROUNDS, "engine": engine, **ENGINES[engine], **CASES[case]}
-    found = worlds({**tables, "sync": "post_local", "gradient_rounds": SWITCH}, workshop)
+    found = worlds({**tables, "sync": "post_local", "gradient_rounds": SWITCH}, session)
     without_server = {key: value for key, value in tables.items() if key != "server"}
-    before = worlds({**without_server, "sync": "gradients", "rounds": SWITCH}, workshop)
+    before = worlds({**without_server, "sync": "gradients", "rounds": SWITCH}, session)
     assert all(map(same, found[:SWITCH], before))
-    assert all(map(same, found[SWITCH:], continued(tables, found[SWITCH - 1], workshop)))
+    assert all(map(same, found[SWITCH:], continued(tables, found[SWITCH - 1], session)))
     assert not any(same(one, other) for one, other in pairwise(found))
 
 
@@ -189,5 +192,5 @@ def test_kept_updates_are_gradients_and_then_updates(tiny_experiment, tmp_path):
 def test_the_headline_says_when(tiny_experiment):
     seen = []
     tables = {**tiny_experiment, "sync": "post_local", "gradient_rounds": 1}
-    fedsim.run(tables, on_start=lambda setting: seen.append(headline(setting)))
+    fedsim.run(tables, on_start=lambda prepared: seen.append(headline(prepared)))
     assert "weighted_mean of gradients, of parameters after round 1; serial" in seen[0]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
+from fedsim.core.randomness import seed_everything
 from fedsim.data import TensorData
-from fedsim.randomness import seed_everything
 
 WORKERS, CLASSES, SIDE, LR = 3, 3, 4, 0.2
 

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import pytest
 import torch
 
-from fedsim.randomness import (
+from fedsim.core.randomness import (
     draw_key,
     numpy_generator,
-    random_state_kept,
+    preserve_random_state,
     sample_cohort,
     seed_everything,
     torch_generator,
@@ -46,7 +45,7 @@ def test_generators_repeat_and_do_not_touch_global_state():
 
 def test_seeding_repeats_whatever_a_model_may_draw_from():
     draws = []
-    with random_state_kept(torch.device("cpu")):
+    with preserve_random_state(torch.device("cpu")):
         for worker in (3, 3, 4):
             seed_everything(torch.device("cpu"), 0, "forward", 1, worker)
             mask = torch.nn.functional.dropout(torch.ones(100))
@@ -61,7 +60,7 @@ def test_the_global_random_state_is_put_back_even_after_an_error():
         return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
 
     def draw_and_fail():
-        with random_state_kept(torch.device("cpu")):
+        with preserve_random_state(torch.device("cpu")):
             seed_everything(torch.device("cpu"), 5, "x")
             raise ZeroDivisionError
 
@@ -81,9 +80,7 @@ def test_a_cohort_is_distinct_workers_in_ascending_order(n, size):
 
 
 def test_a_cohort_of_a_large_population_costs_no_list_of_it():
-    start = time.perf_counter()
     assert len(set(sample_cohort(0, 1, 10**15, 1000).tolist())) == 1000
-    assert time.perf_counter() - start < 1
 
 
 def test_cohorts_differ_by_round_and_reach_every_worker():

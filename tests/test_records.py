@@ -13,11 +13,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fedsim
-from fedsim import records
 from fedsim.data import partition_shards
 from fedsim.errors import RecordError
-from fedsim.records import RunFolder, new_folder_name
-from fedsim.report import columns_of, headline, table_header, table_line
+from fedsim.records import run_folder
+from fedsim.records.run_folder import RunFolder, new_folder_name
+from fedsim.runs.text_table import columns_of, headline, table_header, table_line
 from tests.plugs import tiny
 
 ALWAYS = {"experiment.toml", "environment.json", "metrics.jsonl", "partition.json"}
@@ -28,7 +28,7 @@ def finished(tiny_experiment, tmp_path):
     return fedsim.run({**tiny_experiment, "cohort": 2}, tmp_path / "a" / "run")
 
 
-def test_a_run_folder_holds_what_it_promises_and_nothing_else(finished):
+def test_the_files_of_a_run_folder(finished):
     names = {path.name for path in finished.folder.iterdir()}
     assert names == {*ALWAYS, "model.safetensors", "curve.png"}
 
@@ -39,12 +39,12 @@ def test_the_experiment_can_be_run_again_from_its_folder(finished):
     assert torch.equal(again.global_row, finished.global_row)
 
 
-def test_metrics_are_the_history_one_object_a_line(finished):
+def test_metrics_has_one_line_per_round(finished):
     lines = (finished.folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == finished.history
 
 
-def test_events_are_lines_beside_the_metrics_and_only_where_there_were_any(finished, tmp_path):
+def test_events_are_written_to_their_own_file(finished, tmp_path):
     assert not (finished.folder / "events.jsonl").exists()
     with RunFolder(tmp_path / "b") as folder:
         folder.begin(finished.experiment)
@@ -65,7 +65,7 @@ def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
         return "1.0"
 
     monkeypatch.setattr(metadata, "version", version)
-    found = records._versions()
+    found = run_folder._versions()
     assert found["numpy"] == "1.0"
     assert "torchvision" not in found
 
@@ -98,7 +98,7 @@ def test_the_curve_comes_in_the_formats_asked_for(tiny_experiment, tmp_path):
         fedsim.load_experiment({"records": {"figures": ["jpg"]}})
 
 
-def test_of_a_virtual_population_a_sample_of_workers_is_on_record(tiny_experiment, tmp_path, capsys):
+def test_a_virtual_population_is_described_by_sampled_workers(tiny_experiment, tmp_path, capsys):
     attack = {"name": "sign_flipping", "fraction": 1e-5}
     population = {"workers": 10**6, "cohort": 3, "partition": "tests.plugs:some", "attack": attack}
     lines = []
@@ -122,7 +122,7 @@ def test_model_and_curve_can_be_left_out(tiny_experiment, tmp_path):
     assert {path.name for path in folder.iterdir()} == ALWAYS
 
 
-def test_a_folder_that_holds_anything_is_refused_and_left_alone(finished, tiny_experiment):
+def test_a_folder_with_a_run_is_refused(finished, tiny_experiment):
     before = {path.name: path.read_bytes() for path in finished.folder.iterdir()}
     with pytest.raises(RecordError, match="holds a run; name another folder"):
         fedsim.run(tiny_experiment, finished.folder)
@@ -134,7 +134,7 @@ def test_an_empty_folder_is_taken(tiny_experiment, tmp_path):
     assert fedsim.run({**tiny_experiment, "rounds": 1}, tmp_path / "empty").folder == tmp_path / "empty"
 
 
-def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path):
+def test_two_runs_cannot_write_to_one_folder(tmp_path):
     with RunFolder(tmp_path) as first:
         first.begin(fedsim.Experiment(seed=1))
         with pytest.raises(RecordError, match="another run is at work there"):
@@ -150,7 +150,7 @@ def test_a_run_that_never_starts_leaves_no_folder(tiny_experiment, tmp_path):
 
 @pytest.mark.parametrize("out", ["runs/new", "."], ids=["new", "empty"])
 def test_a_run_that_ends_before_its_first_round_leaves_nothing(tiny_experiment, tmp_path, out):
-    def interrupt(setting):
+    def interrupt(prepared):
         assert (tmp_path / out / "partition.json").is_file()
         raise KeyboardInterrupt
 
@@ -162,7 +162,7 @@ def test_a_run_that_ends_before_its_first_round_leaves_nothing(tiny_experiment, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_removed_again_is_a_run_until_all_else_is_gone(tiny_experiment, tmp_path, monkeypatch):
+def test_the_experiment_file_is_removed_last(tiny_experiment, tmp_path, monkeypatch):
     """A run that is killed as it cleans up can be started again with resume."""
     unlinked, unlink = [], Path.unlink
 
@@ -177,7 +177,7 @@ def test_a_folder_that_is_removed_again_is_a_run_until_all_else_is_gone(tiny_exp
     assert unlinked[-1] == "experiment.toml"
 
 
-def test_events_before_a_run_begins_are_recorded_when_it_does(tiny_experiment, tmp_path):
+def test_events_before_begin_are_written_by_begin(tiny_experiment, tmp_path):
     """A folder with events and no experiment would be no run that can be resumed."""
     with RunFolder(tmp_path / "run") as folder:
         folder.event("worker replaced", round=0)
@@ -188,7 +188,7 @@ def test_events_before_a_run_begins_are_recorded_when_it_does(tiny_experiment, t
     assert [json.loads(line)["round"] for line in lines] == [0, 1]
 
 
-def test_a_file_in_the_way_is_one_clear_line(tiny_experiment, tmp_path):
+def test_a_file_in_place_of_the_folder_is_an_error(tiny_experiment, tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(RecordError, match=f"{out}: cannot be a run folder") as caught:
@@ -197,13 +197,13 @@ def test_a_file_in_the_way_is_one_clear_line(tiny_experiment, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_one_clear_line(tiny_experiment, tmp_path):
+def test_a_read_only_folder_is_an_error(tiny_experiment, tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(RecordError, match="Permission denied"):
         fedsim.run(tiny_experiment, tmp_path / "run")
 
 
-def test_metrics_are_on_disk_as_they_happen(tiny_experiment, tmp_path):
+def test_each_record_is_on_disk_after_its_round(tiny_experiment, tmp_path):
     seen = []
     fedsim.run(
         tiny_experiment,
@@ -222,7 +222,7 @@ def _replace(path):
 @pytest.mark.parametrize(
     "harm", [lambda path: path.unlink(), _replace, lambda path: path.write_text("")], ids=["removed", "replaced", "cut"]
 )
-def test_metrics_that_somebody_else_removes_or_replaces_end_the_run(harm, last, tiny_experiment, tmp_path):
+def test_metrics_changed_by_another_program_end_the_run(harm, last, tiny_experiment, tmp_path):
     def on_round(record):
         if record["round"] == last:
             harm(tmp_path / "run" / "metrics.jsonl")
@@ -249,7 +249,7 @@ def test_an_interrupted_run_keeps_the_rounds_it_finished(tiny_experiment, tmp_pa
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_new_names_are_never_taken_ones(tmp_path, monkeypatch):
+def test_new_folder_names_are_unique(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = []
     for _ in range(4):
@@ -259,8 +259,8 @@ def test_new_names_are_never_taken_ones(tmp_path, monkeypatch):
     assert all(re.match(r"x-\d{8}-\d{6}(-\d+)?$", name.name) for name in names)
 
 
-def test_the_table_lines_up(finished):
-    columns = columns_of(finished.experiment)
+def test_the_lines_of_the_table_have_one_width(finished):
+    columns = columns_of(finished.history[0])
     lines = [table_line(columns, record) for record in finished.history]
     assert {len(line) for line in lines} == {len(table_header(columns))}
     assert f"{finished.test_accuracy:.4f}" in lines[-1]

@@ -9,9 +9,9 @@ import pytest
 from pydantic import Field
 
 from fedsim.asynchronous.policies import policy
-from fedsim.asynchronous.policies.gradients import Hogwild
+from fedsim.asynchronous.policies.gradient_updates import Hogwild
+from fedsim.core.registry import Registry
 from fedsim.errors import ExperimentError
-from fedsim.registry import Registry
 from tests import plugs
 
 
@@ -151,7 +151,7 @@ def test_a_dataclass_takes_what_it_is_given_when_it_is_called():
 
     @registry("scaled")
     @dataclass(frozen=True)
-    class Scaled:
+    class ScaledSolver:
         by: float = 2.0
 
         def __call__(self, value):
@@ -194,3 +194,13 @@ def test_a_name_is_registered_once(registry):
 def test_a_name_is_a_string(name):
     with pytest.raises(ExperimentError, match=r"^x.rule = \S+: must be a name$"):
         Registry("gadget").get(name, "x.rule")
+
+
+def test_a_former_attribute_of_a_plug_leads_to_its_present_name():
+    registry = Registry("local solver", renamed={"anchored": "uses_start_row"})
+
+    class Old:
+        anchored = True
+
+    with pytest.raises(TypeError, match="^`anchored` is now called `uses_start_row`$"):
+        registry("old")(Old)

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedsim.core.rows import ALIGNMENT, Layout, bind, index_of, new_rows, pull_down
 from fedsim.models import Net
-from fedsim.rows import ALIGNMENT, Layout, bind, index_of, new_rows, pull_down
 from tests.plugs import Normalised
 
 

@@ -35,10 +35,10 @@ def test_the_workers_of_a_round_are_as_many_as_it_says(scaling):
 
 def test_a_picture_is_drawn_of_the_figures(scaling, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "PICTURE", tmp_path / "scaling.png")
-    with fedsim.Workshop() as workshop:
-        seconds = scaling.round_seconds(10**6, 2, 3, workshop)
+    with fedsim.Session() as session:
+        seconds = scaling.round_seconds(10**6, 2, 3, session)
         assert 0 < seconds < 5
-        assert 0 < scaling.start_seconds(10**6, workshop) < 10
+        assert 0 < scaling.start_seconds(10**6, session) < 10
     points = {"populations": (10, 100), "cohorts": (1, 2)}
     curves = {f"{name}_{what}": [1, 2] for name in ("population", "cohort") for what in ("seconds", "peak_mb")}
     scaling.draw({**points, **curves})

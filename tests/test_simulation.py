@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
+from fedsim.core.randomness import batch_order, draw_key
+from fedsim.core.rows import Layout
 from fedsim.errors import SettingWarning
 from fedsim.models import Net, two_nn
-from fedsim.randomness import batch_order, draw_key
-from fedsim.rows import Layout
 from tests import plugs
 from tests.textbook import train_on_joint_batches
 
@@ -97,6 +97,7 @@ def test_the_history_has_one_complete_record_per_round(tiny_experiment):
             *("round", "test_loss", "test_accuracy", "train_loss", "seconds", "cohort", "bytes_up", "bytes_down"),
             *("coefficients", "excluded", "attack_success", "samples", "virtual_seconds", "asynchronous", "race"),
             "lost",
+            "metrics",
         }
         assert set(record["seconds"]) == {"pull_down", "train", "aggregate", "test"}
         assert len(record["cohort"]) == 2
@@ -253,7 +254,7 @@ def test_a_worker_of_weight_zero_does_not_count_even_when_it_diverges():
 
 
 def test_an_experiment_comes_as_tables_file_or_object(tiny_experiment, tmp_path):
-    from fedsim.loading import to_toml
+    from fedsim.config.toml import to_toml
 
     experiment = fedsim.Experiment(**{**tiny_experiment, "rounds": 1})
     path = tmp_path / "experiment.toml"
@@ -267,7 +268,7 @@ def test_callbacks_see_the_setting_and_every_round(tiny_experiment):
     settings, rounds = [], []
     result = fedsim.run(tiny_experiment, on_start=settings.append, on_round=rounds.append)
     assert rounds == result.history
-    (setting,) = settings
-    assert sum(setting.shard_sizes) == setting.train_samples == 203
-    assert setting.parameters == 199_210
-    assert setting.how == {"processes": 1}
+    (prepared,) = settings
+    assert sum(prepared.shard_sizes) == prepared.train_samples == 203
+    assert prepared.parameters == 199_210
+    assert prepared.how == {"processes": 1}

@@ -12,8 +12,8 @@ import pytest
 import torch
 from scipy import stats
 
-from fedsim.philox import Stream, normal, permutations, shuffles, uniform, words
-from fedsim.randomness import Draws, draw_key
+from fedsim.core.philox import Stream, normal, permutations, shuffles, uniform, words
+from fedsim.core.randomness import Draws, draw_key
 
 STREAMS, LONG = 64, 4_000
 LIMIT = 4.0  # standard deviations

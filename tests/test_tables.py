@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from fedsim import ExperimentError
-from fedsim.registry import Registry
-from fedsim.tables import PlugTable, Table
+from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.registry import Registry
 
 oven = Registry("oven")
 

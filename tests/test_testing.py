@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
-from fedsim.randomness import seed_everything
+from fedsim.core.randomness import seed_everything
 from tests import plugs
 
 TEST_BATCH = 250  # on a CPU
@@ -22,9 +22,9 @@ ENGINES = {
 
 
 @pytest.fixture(scope="module")
-def workshop():
-    with fedsim.Workshop() as workshop:
-        yield workshop
+def session():
+    with fedsim.Session() as session:
+        yield session
 
 
 @pytest.fixture
@@ -47,22 +47,22 @@ def loss_of(model, seed=None, round=None):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_draws_at_test_time_are_seeded_by_round_and_batch(engine, tables, workshop):
-    result = fedsim.run({**tables, "model": "tests.plugs:AlwaysDropping", **ENGINES[engine]}, workshop=workshop)
+def test_draws_at_test_time_are_seeded_by_round_and_batch(engine, tables, session):
+    result = fedsim.run({**tables, "model": "tests.plugs:AlwaysDropping", **ENGINES[engine]}, session=session)
     assert result.history[-1]["test_loss"] == pytest.approx(loss_of(result.model, 0, 2), rel=1e-12)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_model_that_writes_to_its_parameters_is_tested_on_a_copy(engine, tables, workshop):
+def test_a_model_that_writes_to_its_parameters_is_tested_on_a_copy(engine, tables, session):
     model = {"name": "tests.plugs:Halving"}
-    result = fedsim.run({**tables, "model": model, **ENGINES[engine]}, workshop=workshop)
+    result = fedsim.run({**tables, "model": model, **ENGINES[engine]}, session=session)
     plain = plugs.Halving(halves=False).double()
     plain.load_state_dict(result.model.state_dict())
     with torch.no_grad():
         plain.linear.weight *= 0.5
     assert result.history[-1]["test_loss"] == pytest.approx(loss_of(plain), rel=1e-12)
     if engine != "race":
-        untouched = fedsim.run({**tables, "model": {**model, "halves": False}, **ENGINES[engine]}, workshop=workshop)
+        untouched = fedsim.run({**tables, "model": {**model, "halves": False}, **ENGINES[engine]}, session=session)
         assert torch.equal(result.global_row, untouched.global_row)
 
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedsim
+from fedsim.core.training import DEFAULT_LOSS, check_outputs
 from fedsim.models import Net, logistic, two_nn
-from fedsim.training import DEFAULT_LOSS, check_outputs
 from tests.plugs import Normalised
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
+from fedsim.core.randomness import Draws, batch_order, seed_everything
 from fedsim.data import TensorData
-from fedsim.randomness import Draws, batch_order, seed_everything
 
 WORKERS, CLASSES, SIDE, LR, ROUNDS = 3, 4, 5, 0.2, 2
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from fedsim import wrapping
-from fedsim.listing import PLUGS, list_plugs
-from fedsim.wrapping import hang, note, terminal_columns
+from fedsim.config.plugs import PLUGS, list_plugs
+from fedsim.core import text_wrapping
+from fedsim.core.text_wrapping import hang, note, terminal_columns
 
 
 def test_text_goes_on_below_where_it_began():
@@ -30,7 +30,7 @@ def test_a_note_fits_into_80_columns():
 @pytest.mark.parametrize(("watched", "columns"), [(True, 123), (False, None)])
 def test_only_a_terminal_has_a_width(monkeypatch, watched, columns):
     monkeypatch.setenv("COLUMNS", "123")
-    monkeypatch.setattr(wrapping.sys.stdout, "isatty", lambda: watched, raising=False)
+    monkeypatch.setattr(text_wrapping.sys.stdout, "isatty", lambda: watched, raising=False)
     assert terminal_columns() == columns
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedsim.randomness import batch_order
+from fedsim.core.randomness import batch_order
 
 
 def train_on_joint_batches(model, optimizer, train, shards, rounds, batch_size=16, seed=0):

@@ -1,4 +1,4 @@
-"""Convolutions of stacks in each way, and the table of the fastest, in the form of fedsim/engines/convolutions.toml.
+"""Convolutions of stacks in each way, and the table of the fastest, in the form of convolutions.toml.
 
 Forward and backward pass of a layer in float32, within a CUDA graph, as the steps of stacks are. That all ways give the
 same is checked in float64.
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import Case, Context, Facts, check
 from benchmarks.gpu.timing import microseconds
-from fedsim.engines import stacked_convolution
-from fedsim.engines.stacked_convolution import WAYS, Options, fastest_way
+from fedsim.engines.stacking import convolution
+from fedsim.engines.stacking.convolution import WAYS, Options, fastest_way
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the other benchmarks, which are programs
 
@@ -50,7 +50,7 @@ def measure(context: Context, shape: Shape, rows: int) -> Facts:
         for name, way in WAYS.items()
     }
     fastest = min(found, key=lambda name: found[name])
-    known = stacked_convolution.Shape.of(tensors[0], tensors[1], Options(padding=shape.padding))
+    known = convolution.Shape.of(tensors[0], tensors[1], Options(padding=shape.padding))
     write(context, known, fastest)
     facts = {"us": found, "fastest": fastest, "now": fastest_way(device.type, known), "shape": known._asdict()}
     off = difference(shape, rows, device)
@@ -85,7 +85,7 @@ def difference(shape: Shape, rows: int, device: torch.device) -> float:
     return worst
 
 
-def write(context: Context, shape: stacked_convolution.Shape, way: str) -> None:
+def write(context: Context, shape: convolution.Shape, way: str) -> None:
     """Append an entry to the table; the first begins it."""
     path, kind = context.out / TABLE, torch.device(context.device).type
     text = "" if path.exists() else header(kind)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fedsim import TensorData
-from fedsim.data.idx import missing_files
+from fedsim.data.mnist import missing_files
 from fedsim.data.sources import default_root
 
 

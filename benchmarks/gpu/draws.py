@@ -12,11 +12,11 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import Case, Context, Facts, check, need_gpu
 from benchmarks.gpu.comparing import STACKED, TINY, run
-from fedsim import philox
-from fedsim.engines.capture import GraphPool
-from fedsim.engines.dropout import dropout_factors
-from fedsim.engines.stacked_operations import Dropout
-from fedsim.randomness import Draws
+from fedsim.core import philox
+from fedsim.core.randomness import Draws
+from fedsim.engines.stacking.vmap_operations import Dropout
+from fedsim.engines.trainers.capture import GraphPool
+from fedsim.engines.trainers.dropout import dropout_factors
 
 COUNT = 10_001
 KEYS = (1, 2**62 + 12345, 7)

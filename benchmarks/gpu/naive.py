@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedsim
-from fedsim.randomness import sample_cohort
+from fedsim.core.randomness import sample_cohort
 
 TEST_BATCH = 1000
 

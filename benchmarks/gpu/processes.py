@@ -28,13 +28,13 @@ def cases(context: Context) -> list[Case]:
 
 
 def kept(context: Context, tables: dict[str, Any], **options: Any) -> fedsim.Result:
-    return run(context, tables, workshop=workshop(), **options)
+    return run(context, tables, session=session(), **options)
 
 
 @functools.cache
-def workshop() -> fedsim.Workshop:
+def session() -> fedsim.Session:
     """Keeps processes from case to case."""
-    opened = fedsim.Workshop()
+    opened = fedsim.Session()
     opened.__enter__()
     atexit.register(opened.__exit__, None, None, None)
     return opened

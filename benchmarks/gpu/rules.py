@@ -72,7 +72,7 @@ def processor(context: Context, name: str, dtype: torch.dtype, tolerance: float)
 def attack(context: Context, name: str, dtype: torch.dtype, tolerance: float) -> Facts:
     def attacked(rows: Tensor) -> Tensor:
         median = partial(fedsim.aggregate, rule="median")
-        return fedsim.attack(rows[:8], 3, name, own=rows[8:11], last=rows[0], aggregate=median)
+        return fedsim.attack(rows[:8], 3, name, own_updates=rows[8:11], last=rows[0], aggregate=median)
 
     off = relative(context, attacked, random_rows(ROWS, dtype))
     return check(off <= tolerance, f"differs by {off:.1e} of the largest number", off=off)

@@ -1,33 +1,20 @@
-"""From the workers' updates to the next global row: rules and server optimizers."""
+"""Aggregation rules, which combine the workers' updates into one row."""
 
-from fedsim.aggregation import (  # noqa: F401  (each registers its plugs)
-    averaging,
-    clipping,
-    fedopt,
-    mixing,
-    order_statistics,
-    selection,
-    spectral,
-    trust,
-)
-from fedsim.aggregation.cohort import Cohort, screened
-from fedsim.aggregation.columns import column_blocks
-from fedsim.aggregation.gram import Gram
-from fedsim.aggregation.pipeline import Outcome, Pipeline
-from fedsim.aggregation.resolving import make_pipeline, resolve
-from fedsim.aggregation.rule import Mix, pre_aggregator, rule
-from fedsim.aggregation.server import ServerStep, server_optimizer
-from fedsim.aggregation.standalone import ServerOptimizer
-from fedsim.aggregation.stateless import aggregate, pre_aggregate
+from fedsim.aggregation import rules  # noqa: F401  (registers the rules)
+from fedsim.aggregation.functional import aggregate, pre_aggregate
+from fedsim.aggregation.inputs import AggregationInputs, screened
+from fedsim.aggregation.numerics.columns import column_blocks
+from fedsim.aggregation.numerics.gram import Gram
+from fedsim.aggregation.pipeline import AggregationResult, Pipeline
+from fedsim.aggregation.resolve import make_pipeline, resolve
+from fedsim.aggregation.rule import LinearCombination, pre_aggregator, rule
 
 __all__ = [
-    "Cohort",
+    "AggregationInputs",
+    "AggregationResult",
     "Gram",
-    "Mix",
-    "Outcome",
+    "LinearCombination",
     "Pipeline",
-    "ServerOptimizer",
-    "ServerStep",
     "aggregate",
     "column_blocks",
     "make_pipeline",
@@ -36,5 +23,4 @@ __all__ = [
     "resolve",
     "rule",
     "screened",
-    "server_optimizer",
 ]

@@ -1,34 +1,34 @@
-"""What an aggregation rule is, and how one is registered.
+"""Aggregation rules and pre-aggregators, and their registries.
 
-A rule is a pure function that makes one row [d] of the workers' updates [n, d]. Its positional parameters take, by
-name, what it needs of all that there is; its keyword-only parameters are its configuration:
+A rule is a pure function from the workers' updates [n, d] to one row [d]. Its positional parameters receive these
+inputs by name; its keyword-only parameters are its configuration:
 
     updates   [n, d], the workers' updates
-    weights   [n] float64, >= 0, not all zero; on the device of the updates if the rule takes those, else on the CPU.
-              Without it a rule has no weighted form, and weights are an error. With a default it can do without; where
-              it has none, an experiment gives sample counts unless told otherwise
-    gram      Gram: distances and inner products of all pairs of rows, shared by all rules that ask for them (where
-              squares would leave the range of float64, in a unit of its own: `gram.unit`)
-    rng       NumPy generator, seeded by (seed, round): for a few numbers, on the host
-    draws     Draws, a function of (seed, round): for tensors as long as a row, on the device of the updates
-    state     what the rule returned last time, a dict of tensors; {} at first. Such a rule returns (result, state)
-    root      [d], the update that the server's own data gives
-    losses    [n] float64 on the CPU, each worker's loss at the global row before it trained
+    weights   float64 [n], >= 0, not all zero; on the device of the updates if the rule also accepts `updates`, else on
+              the CPU. Weights are an error for a rule without this parameter. If the parameter has no default, an
+              experiment weights by sample counts unless it says otherwise
+    gram      Gram: distances and inner products of all pairs of rows, computed once for all rules that accept it
+    rng       NumPy generator seeded by (seed, round), for a few numbers
+    draws     Draws, a function of (seed, round), for tensors as long as a row, on the device of the updates
+    state     the state that the rule returned last time, a dict of tensors, {} at first. A rule that accepts it returns
+              (result, state)
+    root      [d], the update of the server's own data
+    losses    float64 [n] on the CPU, each worker's loss at the global row before training
     workers   the workers' numbers, one per row
-    last      [d], what the rule gave last time, or None
+    last      [d], the last result, or None
     local_lr  the learning rate of the local solver, or None if it has none
-    sync      what the rows are: "parameters": updates; "gradients": gradients at the global row
+    sync      "parameters" if the rows are updates, "gradients" if they are gradients at the global row
 
-A rule that gives a Mix instead of a row says which workers count for how much, and spares itself the arithmetic. A
-pre-aggregator is the same, but its Mix has a matrix [m, n] and makes m rows of n. It may also return rows [m, d].
+A rule returns a row [d] or a LinearCombination of the rows, whose coefficients are recorded. A pre-aggregator returns
+rows [m, d] or a LinearCombination with a matrix [m, n].
 
-`@rule(name, columnwise=True)` declares that each column of the result depends on that column of the updates alone.
-Such rules run on blocks of columns, several processes at a time; in every block `rng` and `draws` begin anew, so that
-such a rule may draw numbers for rows, but none for columns. On a GPU they may be given rows that are not finite, and
-again without these: there it is known later whether there are any.
-`linear=True` declares that they are one and the same linear combination of the rows in all columns, so that it can be
-told which row counts for how much. On a GPU only these coefficients are computed by the rule, from the identity matrix
-on the CPU, and the rows are combined by one matrix product.
+`@rule(name, columnwise=True)` declares that each column of the result depends only on that column of the updates.
+Such a rule runs on blocks of columns in several processes; `rng` and `draws` start again in every block, so it may
+draw numbers for rows, but not for columns. On a GPU it may be called with rows that are not finite, and then again
+without them.
+
+`linear=True` declares that all columns are the same linear combination of the rows, so the coefficients are known. On
+a GPU the rule computes only the coefficients, from an identity matrix on the CPU; one matrix product combines the rows.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedsim.core.registry import Plug, Registry
 from fedsim.errors import ExperimentError
-from fedsim.registry import Plug, Registry
 
 GIVEN = ("updates", "weights", "gram", "rng", "draws", "state", "root", "losses", "workers", "last", "local_lr", "sync")
 
-Count = Annotated[int, Field(ge=0)]  # f, the number of Byzantine rows that a rule is to withstand
+Count = Annotated[int, Field(ge=0)]  # f, the number of Byzantine rows that a rule tolerates
 Positive = Annotated[float, Field(gt=0)]
 
 
 class RuleRegistry(Registry):
-    """A Registry whose decorator also takes `columnwise` and `linear`."""
+    """A Registry whose decorator accepts `columnwise` and `linear`."""
 
     def __call__(
         self, name: str, *, columnwise: bool = False, linear: bool = False
@@ -61,7 +61,7 @@ class RuleRegistry(Registry):
 
         def mark(target: Callable[..., Any]) -> Any:
             for mark in ["columnwise"] * columnwise + ["linear"] * linear:
-                setattr(target, mark, True)  # a user's imported rule can set it too
+                setattr(target, mark, True)  # an imported rule can set the attribute itself
             return register(target)
 
         return mark
@@ -72,13 +72,18 @@ pre_aggregator = Registry("pre-aggregator", given=GIVEN)
 
 
 @dataclass(frozen=True)
-class Mix:
-    """A result that is a linear combination of the updates: base + coefficients @ updates.
+class LinearCombination:
+    """The result of a rule or pre-aggregator as coefficients: base + coefficients @ updates.
 
     Attributes:
         coefficients: [n] for a row, [m, n] for m rows; float64, on the CPU.
-        base: [d], or None for zero.
-        then: with a matrix, the columnwise function that makes one row [columns] of the m [m, columns].
+        base: [d]; None: zero.
+        then: with a matrix, the columnwise function from m rows [m, columns] to one row [columns].
+
+    >>> def first_two(updates):
+    ...     return fedsim.aggregation.LinearCombination(torch.tensor([0.5, 0.5, 0.0]).double())
+    >>> fedsim.aggregate(torch.tensor([[1.0], [3.0], [8.0]]), rule=first_two)
+    tensor([2.])
     """
 
     coefficients: Tensor
@@ -88,42 +93,47 @@ class Mix:
 
 @dataclass(frozen=True)
 class BoundRule:
-    """A rule (or pre-aggregator) with its parameters, which can be pickled to other processes."""
+    """A rule or pre-aggregator with its parameters; it can be pickled.
+
+    Attributes:
+        accepts: the inputs that the function accepts, and whether each is required.
+        f: the parameter of that name; None if there is none.
+    """
 
     function: Callable[..., Any]
     name: str
-    takes: dict[str, bool]  # of what is given; whether it is needed
+    accepts: dict[str, bool]
     columnwise: bool = False
     linear: bool = False
-    f: int | None = None  # as configured; None: the rule has no such parameter
+    f: int | None = None
 
-    def __call__(self, menu: Callable[[str], Any], f: int | None = None) -> Any:
-        """Call it with what it takes; `menu(name)` gives that. Another `f` takes the place of the configured one."""
-        given = {name: menu(name) for name in self.takes}
+    def __call__(self, value_of: Callable[[str], Any], f: int | None = None) -> Any:
+        """Call the function with `value_of(name)` for each input, and with another `f` if it is not None."""
+        given = {name: value_of(name) for name in self.accepts}
         return self.function(**given) if f is None else self.function(**given, f=f)
 
 
 def bind_rule(plug: Plug, params: dict[str, Any]) -> BoundRule:
-    """The rule `plug` with checked `params`."""
+    """The rule or pre-aggregator `plug` with checked parameters."""
     return BoundRule(
         function=plug.bind(params),
         name=plug.name,
-        takes=plug.takes,
+        accepts=plug.takes,
         columnwise=getattr(plug.target, "columnwise", False),
         linear=getattr(plug.target, "linear", False),
         f=params.get("f"),
     )
 
 
-def average_of(chosen: Tensor, n: int) -> Mix:
-    """The plain mean of the rows at positions `chosen`."""
+def average_of(chosen: Tensor, n: int) -> LinearCombination:
+    """The mean of the rows at the positions `chosen`, of n rows."""
     coefficients = np.zeros(n)
     coefficients[chosen.numpy()] = 1 / len(chosen)
-    return Mix(torch.from_numpy(coefficients))
+    return LinearCombination(torch.from_numpy(coefficients))
 
 
 def require(holds: bool, rule: str, constraint: str, **numbers: float) -> None:
-    """Raise ExperimentError, with the constraint and the numbers, unless it holds."""
+    """Raise ExperimentError with the constraint and its numbers unless it holds."""
     if not holds:
-        told = ", ".join(f"{name} = {value}" for name, value in numbers.items())
-        raise ExperimentError(f"{rule}: needs {constraint}; here {told}")
+        values = ", ".join(f"{name} = {value}" for name, value in numbers.items())
+        raise ExperimentError(f"{rule}: needs {constraint}; here {values}")

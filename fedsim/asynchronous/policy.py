@@ -1,8 +1,32 @@
-"""What an asynchronous policy is: what the server does when one worker's work arrives, and who may start when.
+"""The interface of asynchronous policies.
 
-A policy is a frozen dataclass that derives from `Policy`; its fields are its configuration. It keeps nothing itself:
-what it remembers are tensors, made by `start`, which lie in the `Server` beside the rows. So the same code runs on the
-virtual clock and, with these tensors in shared memory, in racing processes.
+A policy says when a worker may start, which model it starts from, and what the server does with its result. On the
+virtual clock and in a race, one work item of a worker goes through these steps:
+
+    1. `may_start(server, slot)`    may this idle worker start? If not, it is asked again after the next update
+    2. `local_steps(server, ...)`   how many local steps does it take? (workers that send models)
+    3. `pull(server, slot)`         the worker gets the model that it starts from
+    4. (training)                   the row `server.rows[slot]` becomes a gradient or a trained model
+    5. `take(server, arrival)`      the server uses the row: it takes a step, or buffers the row for a later step
+
+A policy is a frozen dataclass that derives from `Policy`; its fields are its configuration. A policy has no mutable
+state: `start` makes the tensors that it needs from one arrival to the next, and the server keeps them. So the same
+policy runs on the virtual clock and, with these tensors in shared memory, in racing processes.
+
+    policies                            paper
+    asgd                                Dean et al. 2012, Large scale distributed deep networks (Downpour SGD)
+    hogwild, locked                     Recht et al. 2011, Hogwild!
+    staleness_aware                     Zhang et al. 2016, Staleness-aware async-SGD
+    dc_asgd                             Zheng et al. 2017, Asynchronous SGD with delay compensation
+    ssp                                 Ho et al. 2013, Stale synchronous parallel parameter server
+    k_sync, k_async                     Dutta et al. 2018, Slow and stale gradients can win the race
+    backup                              Chen et al. 2016, Revisiting distributed synchronous SGD
+    easgd, eamsgd                       Zhang et al. 2015, Deep learning with elastic averaging SGD
+    ad_psgd                             Lian et al. 2018, Asynchronous decentralized parallel SGD
+    gossip                              Boyd et al. 2006, Randomized gossip algorithms
+    fedasync                            Xie et al. 2019, Asynchronous federated optimization
+    fedbuff                             Nguyen et al. 2022, Federated learning with buffered asynchronous aggregation
+    async_local_sgd                     Liu et al. 2024, Asynchronous local-SGD training for language modeling
 """
 
 from __future__ import annotations
@@ -12,23 +36,25 @@ from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from fedsim.local import State
-from fedsim.registry import Plug, Registry
+from fedsim.clients import State
+from fedsim.core.registry import Plug, Registry
 
 if TYPE_CHECKING:
-    from fedsim.asynchronous.server import Server
+    from fedsim.asynchronous.server_state import Server
 
 Work = Literal["gradient", "model"]
+Locking = Literal["server", "pair", "nothing"]
+StateScope = frozenset[Literal["shared", "private"]]
 
 
 class Arrival(NamedTuple):
-    """A piece of work that has come in; its result is `server.rows[slot]`.
+    """A finished work item; its result is `server.rows[slot]`.
 
     Attributes:
-        slot: the place of its row.
-        worker: whose work it is.
-        unit: how many pieces of work this slot has begun before.
-        staleness: version of the server now, less the version that the work began with.
+        slot: index of the row.
+        worker: number of the worker.
+        unit: how many work items this slot started before this one.
+        staleness: version of the global row now, minus the version that the worker started from.
     """
 
     slot: int
@@ -38,90 +64,85 @@ class Arrival(NamedTuple):
 
 
 class Policy(ABC):
-    """What the clock and the race ask of a policy; the defaults are those of one server with one model.
+    """An asynchronous policy; the defaults are those of one server with one model.
 
     Attributes:
-        work: what a worker brings: the "gradient" of one step at the model that it began with, or the "model" that has
-            come of that in a round of local training.
-        in_rounds: whether it is no asynchronous policy at all but the synchronous loop, round by round.
-        cancels: whether an update of the global row ends all work that began before it.
-        needs_momentum: whether it is nothing without a local solver that keeps a state.
-        samples: whether workers may be drawn from a larger population, because nothing is kept of any of them.
-        steps_server: whether the global row moves by the experiment's server optimizer.
-        locking: what has to be locked in a race: the "server"; a "pair" of workers, the one whose work comes in and its
-            `partner`; or "nothing", where gradients are computed at the live global row, so that `take` finds them in
-            the worker's row, and neither `pull` nor `may_start` is asked.
+        work: what a worker sends: the "gradient" of one step, or the "model" after a round of local training.
+        in_rounds: the policy is the synchronous loop, not an asynchronous policy.
+        cancels: an update of the global row cancels all work that started before the update.
+        needs_momentum: the local solver must keep a state.
+        allows_sampling: `cohort` workers at a time may be drawn from a larger population.
+        uses_server_optimizer: the global row moves by the experiment's server optimizer.
+        locking: what a race locks: the "server"; a "pair" of workers, the one whose result arrives and its `partner`;
+            or "nothing": workers compute gradients at the live global row, and `pull` and `may_start` are not called.
     """
 
     work: ClassVar[Work] = "gradient"
     in_rounds: ClassVar[bool] = False
     cancels: ClassVar[bool] = False
     needs_momentum: ClassVar[bool] = False
-    samples: ClassVar[bool] = False
-    steps_server: ClassVar[bool] = False
-    locking: ClassVar[Literal["server", "pair", "nothing"]] = "server"
+    allows_sampling: ClassVar[bool] = False
+    uses_server_optimizer: ClassVar[bool] = False
+    locking: ClassVar[Locking] = "server"
 
     @property
-    def replicas(self) -> bool:
-        """Whether the model that work begins with has to be kept until it arrives, or longer."""
+    def needs_replicas(self) -> bool:
+        """Whether the server keeps each worker's start model until its result arrives, or longer."""
         return self.work == "model"
 
     @property
-    def moments(self) -> frozenset[Literal["shared", "private"]]:
-        """Whose state the local solver has for steps that the policy takes: the server's, each worker's, or both."""
+    def state_scope(self) -> StateScope:
+        """Whose solver state the policy uses for its own steps: one of the server ("shared"), one of each worker."""
         return frozenset(["shared"] if self.work == "gradient" else [])
 
     def check(self, n_workers: int) -> None:  # noqa: B027
-        """Raise ExperimentError where the policy cannot be with so many workers at work."""
+        """Raise ExperimentError if the policy does not work with `n_workers` workers at a time."""
 
     def start(self, server: Server) -> State:
-        """What the policy remembers, beside what the server has: tensors, on the server's device or on the host."""
+        """Make the state of the policy: tensors by name, which become `server.policy_state`."""
         return {}
 
     def may_start(self, server: Server, slot: int) -> bool:
-        """Whether an idle worker may begin its next piece of work now.
-
-        If not, it is asked again when the global row has a new version, or a worker has left.
-        """
+        """Whether an idle worker may start its next work item now."""
         return True
 
-    def steps(self, server: Server, slot: int, scheduled: int) -> int | None:
-        """How many steps a worker's next round has, if not as many as are `scheduled`."""
+    def local_steps(self, server: Server, slot: int, scheduled: int) -> int | None:
+        """Number of local steps of a worker's next round; None: as many as `scheduled`."""
         return None
 
     def pull(self, server: Server, slot: int) -> None:
-        """An idle worker gets what its next piece of work begins with."""
+        """Give an idle worker the model that its next work item starts from."""
         server.pull(slot)
 
     @abstractmethod
     def take(self, server: Server, arrival: Arrival) -> None:
-        """Do with a piece of work what the policy does with it."""
+        """Use the result of a work item."""
 
     def partner(self, server: Server, slot: int, unit: int) -> int | None:
-        """Whose model `take` changes beside that of the worker whose piece of work comes in, if there is any."""
+        """The other worker whose model `take` changes, if there is one."""
         return None
 
-    def left(self, server: Server) -> None:  # noqa: B027
-        """Others are among `server.alive` than were: one has left or, at the end of a race's round, all are back."""
+    def on_departure(self, server: Server) -> None:  # noqa: B027
+        """React to a change of `server.alive`: a worker left or, after a round of a race, all workers are back."""
 
-    def held(self, server: Server) -> int:
-        """How many pieces of work have been taken that no update has used yet."""
+    def buffered(self, server: Server) -> int:
+        """Number of results that the server took and that no update has used yet."""
         return 0
 
     def publish(self, server: Server) -> None:  # noqa: B027
-        """Make the global row what is to be tested, where it is not that all the time."""
+        """Write the model to test into the global row, if it is not there all the time."""
 
     def traffic(self, unit: int) -> tuple[int, int]:
-        """How many models, or gradients, go up after a piece of work and come down before it."""
+        """Number of models or gradients that a worker sends after its work item `unit`, and receives before it."""
         return 1, 1
 
-    def wanted(self, server: Server) -> int | None:
-        """How many of the next arrivals are certain to count; None: all that are under way."""
+    def arrivals_needed(self, server: Server) -> int | None:
+        """How many of the next arrivals certainly count; None: all that are in flight."""
         return None
 
 
 class PolicyRegistry(Registry):
-    """A Registry of what the clock and the race can work with: dataclasses that derive from Policy."""
+    """A registry of dataclasses that derive from Policy."""
 
     def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
         kind = target if isinstance(target, type) else type(target)
@@ -130,4 +151,16 @@ class PolicyRegistry(Registry):
         return super()._plug(name, target)
 
 
-policy = PolicyRegistry("policy")
+policy = PolicyRegistry(
+    "policy",
+    renamed={
+        "held": "buffered",
+        "left": "on_departure",
+        "wanted": "arrivals_needed",
+        "steps": "local_steps",
+        "moments": "state_scope",
+        "replicas": "needs_replicas",
+        "samples": "allows_sampling",
+        "steps_server": "uses_server_optimizer",
+    },
+)

@@ -1,7 +1,12 @@
-"""Byzantine attacks: what the attackers' rows are made of, and what they do to their own data."""
+"""Byzantine attacks on the rows and on the data of workers."""
 
-from fedsim.byzantine import basic, crafted, optimal, poisoning  # noqa: F401  # each registers its attacks
-from fedsim.byzantine.stateless import attack
-from fedsim.byzantine.strategy import BoundAttack, Goal, Poison, attack_strategy, bind_attack
+from fedsim.byzantine import (
+    basic,  # noqa: F401  # each registers its attacks
+    crafted,  # noqa: F401  # each registers its attacks
+    optimal,  # noqa: F401  # each registers its attacks
+    poisoning,  # noqa: F401  # each registers its attacks
+)
+from fedsim.byzantine.base import BoundAttack, Goal, Poison, attack_strategy, bind_attack
+from fedsim.byzantine.functional import attack
 
 __all__ = ["BoundAttack", "Goal", "Poison", "attack", "attack_strategy", "bind_attack"]

@@ -1,4 +1,4 @@
-"""Attacks that need no look at the honest rows, or no more than one."""
+"""Simple attacks."""
 
 from __future__ import annotations
 
@@ -9,27 +9,41 @@ import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
+from fedsim.byzantine.base import attack_strategy
 from fedsim.byzantine.statistics import mean_of
-from fedsim.byzantine.strategy import attack_strategy
+from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
-from fedsim.randomness import Draws
 
 
 @attack_strategy("none")
-def none(own: Tensor) -> Tensor:
+def none(own_updates: Tensor) -> Tensor:
     """No attack: the Byzantine workers follow the protocol.
 
-    Rows [b, d] as they are. Cost: none.
+    Args:
+        own_updates: [b, d].
+
+    Returns `own_updates`. Cost: none.
+
+    >>> fedsim.attack(torch.ones(2, 2), 1, "none", own_updates=torch.zeros(1, 2))
+    tensor([[0., 0.]])
     """
-    return own
+    return own_updates
 
 
 @attack_strategy("sign_flipping")
 @dataclass(frozen=True)
 class SignFlipping:
-    """-scale times each one's own row, or with of = "mean" -scale times the mean of the honest rows (Li et al. 2019).
+    """-scale times each attacker's own row, or -scale times the mean of the honest rows (Li et al. 2019).
 
-    Of the mean, all rows are the same, and there must be an honest row. Cost: one pass over [b, d], or [h, d].
+    Args:
+        scale: > 0.
+        of: "own" rows [b, d], or the "mean" of the honest rows [h, d], h >= 1.
+
+    Cost: one pass over the rows.
+
+    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 2, "sign_flipping", of="mean")
+    tensor([[-2.],
+            [-2.]])
     """
 
     scale: PositiveFloat = 1.0
@@ -39,26 +53,41 @@ class SignFlipping:
     def needs_honest(self) -> bool:
         return self.of == "mean"
 
-    def __call__(self, honest: Tensor, own: Tensor) -> Tensor:
-        """-scale times the own rows [b, d], or -scale times the mean [d] of the honest rows [h, d]."""
-        return own * -self.scale if self.of == "own" else mean_of(honest).mul_(-self.scale)
+    def __call__(self, honest: Tensor, own_updates: Tensor) -> Tensor:
+        """The rows [b, d], or the row [d] of all attackers."""
+        return own_updates * -self.scale if self.of == "own" else mean_of(honest).mul_(-self.scale)
 
 
 @attack_strategy("gaussian")
-def gaussian(own: Tensor, draws: Draws, *, s: NonNegativeFloat = 1.0) -> Tensor:
-    """Noise N(0, s^2) in every coordinate, drawn anew for each Byzantine row (Blanchard et al. 2017).
+def gaussian(own_updates: Tensor, draws: Draws, *, s: NonNegativeFloat = 1.0) -> Tensor:
+    """Noise N(0, s^2) in every coordinate, drawn for each Byzantine row (Blanchard et al. 2017).
 
-    The noise is the same for every dtype and device, but for rounding. Result [b, d]. Cost: b d draws.
+    Args:
+        own_updates: [b, d], whose shape the result has.
+        draws: draws the noise, the same for every dtype and device except rounding.
+        s: standard deviation, >= 0.
+
+    Returns [b, d]. Cost: b d draws.
+
+    >>> fedsim.attack(torch.ones(3, 2), 1, "gaussian", s=0.0)
+    tensor([[0., 0.]])
     """
-    return draws.normal(*own.shape, dtype=own.dtype).mul_(s)
+    return draws.normal(*own_updates.shape, dtype=own_updates.dtype).mul_(s)
 
 
 @attack_strategy("mimic")
 def mimic(honest: Tensor, *, epsilon: NonNegativeInt = 0) -> Tensor:
-    """Copies of honest row `epsilon`, which so gets more than its share (Karimireddy et al. 2022).
+    """All attackers copy honest row `epsilon`, which gets a higher weight (Karimireddy et al. 2022).
 
-    `epsilon` is an index into the honest rows of this round, 0 <= epsilon < h; anything else is an error. Honest rows
-    [h, d], result [d] for all attackers. Cost: one copy of it for each.
+    Args:
+        honest: [h, d].
+        epsilon: index of an honest row, 0 <= epsilon < h.
+
+    Returns [d]. Raises ExperimentError for another index. Cost: a copy for each attacker.
+
+    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 2, "mimic", epsilon=1)
+    tensor([[3.],
+            [3.]])
     """
     if epsilon >= len(honest):
         raise ExperimentError(f"attack.epsilon = {epsilon}: must be below the number of honest rows, {len(honest)}")
@@ -66,28 +95,47 @@ def mimic(honest: Tensor, *, epsilon: NonNegativeInt = 0) -> Tensor:
 
 
 @attack_strategy("nan")
-def nan(own: Tensor) -> Tensor:
-    """Rows of NaN: what a broken worker sends, and a test of whether rows are screened.
+def nan(own_updates: Tensor) -> Tensor:
+    """Rows of NaN, which a broken worker sends: a test of the screening of rows.
 
-    Result [b, d]. Cost: filling it.
+    Args:
+        own_updates: [b, d], whose shape the result has.
+
+    Returns [b, d]. Cost: one pass over the result.
+
+    >>> fedsim.attack(torch.ones(2, 2), 1, "nan")
+    tensor([[nan, nan]])
     """
-    return torch.full_like(own, torch.nan)
+    return torch.full_like(own_updates, torch.nan)
 
 
 @attack_strategy("inf")
-def inf(own: Tensor) -> Tensor:
-    """Rows of +infinity: what an overflow sends, and a test of whether rows are screened.
+def inf(own_updates: Tensor) -> Tensor:
+    """Rows of +infinity, which an overflow sends: a test of the screening of rows.
 
-    Result [b, d]. Cost: filling it.
+    Args:
+        own_updates: [b, d], whose shape the result has.
+
+    Returns [b, d]. Cost: one pass over the result.
+
+    >>> fedsim.attack(torch.ones(2, 2), 1, "inf")
+    tensor([[inf, inf]])
     """
-    return torch.full_like(own, torch.inf)
+    return torch.full_like(own_updates, torch.inf)
 
 
 @attack_strategy("free_rider")
-def free_rider(own: Tensor, last: Tensor | None, *, what: Literal["zero", "last"] = "zero") -> Tensor:
-    """No work done: zero updates, or the aggregated update of the round before (Lin et al. 2019).
+def free_rider(own_updates: Tensor, last: Tensor | None, *, what: Literal["zero", "last"] = "zero") -> Tensor:
+    """No training: zero updates, or the aggregated update of the last round (Lin et al. 2019).
 
-    In the first round there is none before, and `what = "last"` sends zero too. Result [d] for all attackers. Cost: one
-    copy of it for each.
+    Args:
+        own_updates: [b, d], whose shape the result has.
+        last: [d]; None in the first round, in which zero is sent.
+        what: "zero" or "last".
+
+    Returns [d]. Cost: a copy for each attacker.
+
+    >>> fedsim.attack(torch.ones(2, 2), 1, "free_rider", last=torch.tensor([3.0, 4.0]), what="last")
+    tensor([[3., 4.]])
     """
-    return last if what == "last" and last is not None else own.new_zeros(own.shape[1])
+    return last if what == "last" and last is not None else own_updates.new_zeros(own_updates.shape[1])

@@ -1,7 +1,4 @@
-"""Attacks that know the honest rows, and stay close enough to them to pass for one of them.
-
-In all of them every Byzantine row is the same. They are computed in float64 and then rounded.
-"""
+"""Attacks that know the honest rows and stay close to them. All attackers send the same row, computed in float64."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ import torch
 from pydantic import NonNegativeFloat
 from torch import Tensor
 
+from fedsim.byzantine.base import attack_strategy
 from fedsim.byzantine.statistics import centred_blocks, mean_and_std, mean_of
-from fedsim.byzantine.strategy import attack_strategy
 from fedsim.errors import ExperimentError
 
 Sign = Literal[-1, 1]
@@ -28,11 +25,17 @@ Deviation = Literal["unit", "sign", "std"]
 class ALittleIsEnough:
     """A little is enough: mean + sign z std of the honest rows, per coordinate (Baruch et al. 2019).
 
-    Where z is not given it is `z_max(n, f)` of the n = h + f workers of this round, f of them Byzantine; that is
-    negative where so many honest workers would have to be outdone that the attacker has to keep to their side of the
-    mean. It is 0 for some n and f (10 and 2, 8 and 2, 5 and 1): the rows are the mean, and a warning says so.
-    std divides by h - ddof. Raises ExperimentError unless h > ddof, and where n and f leave no z_max.
-    Honest rows [h, d], result [d]. Cost: one pass over [h, d].
+    Args:
+        z: None: `z_max(n, f)` of the n = h + f workers of this round, f of them Byzantine. It is 0 for some n and f (10
+            and 2, 8 and 2, 5 and 1), for which the attack has no effect and a warning says so; it may be negative.
+        sign: -1 or 1.
+        ddof: std divides by h - ddof.
+
+    Returns [d] for honest rows [h, d]. Raises ExperimentError unless h > ddof, and if n and f have no z_max. Cost: one
+    pass over the honest rows.
+
+    >>> fedsim.attack(torch.tensor([[1.0], [2.0], [3.0]]), 1, "alie", z=2.0)
+    tensor([[0.]])
     """
 
     z: float | None = None
@@ -40,23 +43,28 @@ class ALittleIsEnough:
     ddof: Ddof = 1
 
     def __call__(self, honest: Tensor, n_byzantine: int) -> Tensor:
-        """One row [d] for all attackers."""
+        """The row [d] of all attackers."""
         mean, std = mean_and_std(honest, self.ddof)
         z = z_max(len(honest) + n_byzantine, n_byzantine) if self.z is None else self.z
         return mean.add_(std, alpha=self.sign * z)
 
     def weakness(self, n: int, f: int) -> str | None:
-        """That the default of z makes this no attack with f Byzantine workers among n; else None."""
+        """A line if the default z is 0 for f Byzantine workers among n; else None."""
         if self.z is not None or not _has_z_max(n, f) or z_max(n, f):
             return None
         return f"z = 0 for n = {n}, f = {f}: this attack does nothing; set attack.z, e.g. 1.5"
 
 
 def z_max(n: int, f: int) -> float:
-    """Phi^-1((n - f - s) / (n - f)) with s = floor(n / 2 + 1) - f: alie's factor for f Byzantine workers among n.
+    """alie's z for f Byzantine workers among n: Phi^-1((n - f - s) / (n - f)) with s = floor(n / 2 + 1) - f.
 
-    s is how many honest workers the attackers need on their side for a majority; about s of them lie further out than
-    z_max standard deviations. Raises ExperimentError unless 0 < s < n - f, without which there is no such number.
+    s is the number of honest workers that the attackers need for a majority; about s of them are farther than z_max
+    standard deviations from the mean.
+
+    Raises ExperimentError unless 0 < s < n - f.
+
+    >>> round(fedsim.byzantine.crafted.z_max(50, 24), 2)
+    1.43
     """
     s = n // 2 + 1 - f
     if not _has_z_max(n, f):
@@ -75,20 +83,35 @@ def _has_z_max(n: int, f: int) -> bool:
 def ipm(honest: Tensor, *, eps: NonNegativeFloat = 0.1) -> Tensor:
     """Inner product manipulation: -eps times the mean of the honest rows (Xie et al. 2019).
 
-    Cost: one pass over [h, d].
+    Args:
+        honest: [h, d].
+        eps: >= 0.
+
+    Returns [d]. Cost: one pass over the honest rows.
+
+    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 2, "ipm", eps=0.5)
+    tensor([[-1.],
+            [-1.]])
     """
     return mean_of(honest).mul_(-eps)
 
 
 @attack_strategy("min_max")
 def min_max(honest: Tensor, *, dev: Deviation = "unit") -> Tensor:
-    """mean - g dev, the largest g that keeps it as near to every honest row as these are to each other.
+    """mean - g dev with the largest g whose greatest distance from an honest row is allowed.
 
-    The greatest distance from an honest row may be as large as the greatest between two honest rows. dev = "unit" is
-    mean / |mean|, "sign" the signs of the mean, "std" the standard deviation per coordinate; where it is zero, the rows
-    are the mean. Shejwalkar and Houmansadr 2021. Cost: one product [h, d] x [d, h] in float64.
+    The greatest distance between two honest rows is allowed. g is exact: |x_i - mean + g dev|^2 is a quadratic of g for
+    every i, and g is the least of their larger roots. Shejwalkar and Houmansadr 2021.
 
-    g is exact: |x_i - mean + g dev|^2 is a quadratic of g for every i, and the least of their larger roots is taken.
+    Args:
+        honest: [h, d].
+        dev: "unit": mean / |mean|; "sign": the signs of the mean; "std": the standard deviation per coordinate. If it
+            is zero, the result is the mean.
+
+    Returns [d]. Cost: one product [h, d] x [d, h] in float64.
+
+    >>> fedsim.attack(torch.tensor([[0.0], [2.0]]), 1, "min_max")
+    tensor([[0.]])
     """
     mean, deviation = _DEVIATIONS[dev](honest)
     h = len(honest)
@@ -109,13 +132,20 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit") -> Tensor:
 
 @attack_strategy("min_sum")
 def min_sum(honest: Tensor, *, dev: Deviation = "unit") -> Tensor:
-    """mean - g dev, the largest g that keeps it as near to all honest rows together as one of these is.
+    """mean - g dev with the largest g whose sum of squared distances from the honest rows is allowed.
 
-    The sum of squared distances from the honest rows may be as large as the largest such sum of an honest row. `dev` as
-    in min_max. Shejwalkar and Houmansadr 2021. Cost: two passes over [h, d].
+    The largest such sum of an honest row is allowed. g = max_k |x_k - mean| / |dev|, since around the mean these sums
+    are sum_i |x_i - mean|^2 plus h g^2 |dev|^2, or plus h |x_k - mean|^2 for honest row k. Shejwalkar and Houmansadr
+    2021.
 
-    g is exact: around the mean those sums are sum_i |x_i - mean|^2 plus h g^2 |dev|^2 for the attacker and plus
-    h |x_k - mean|^2 for honest row k, so g = max_k |x_k - mean| / |dev|.
+    Args:
+        honest: [h, d].
+        dev: as in min_max.
+
+    Returns [d]. Cost: two passes over the honest rows.
+
+    >>> fedsim.attack(torch.tensor([[0.0], [2.0]]), 1, "min_sum")
+    tensor([[0.]])
     """
     mean, deviation = _DEVIATIONS[dev](honest)
     squares = mean.new_zeros(len(honest))

@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedsim.byzantine.base import Aggregate, attack_strategy
 from fedsim.byzantine.crafted import Ddof, Sign
 from fedsim.byzantine.statistics import mean_and_std, mean_of
-from fedsim.byzantine.strategy import Aggregate, attack_strategy
 
 Evaluations = Annotated[int, Field(ge=2)]
 
@@ -31,10 +31,22 @@ def opt_alie(
 ) -> Tensor:
     """alie with the z >= 0 that moves the result of the rule in use farthest from the honest mean.
 
-    z is found by `line_search`, which has the rule aggregate `evaluations` times; it is the best of the factors tried.
-    Raises ExperimentError unless h > ddof, and where there is no `aggregate`. After Shejwalkar and Houmansadr 2021.
-    Honest rows [h, d], result [d] for all attackers. Cost: two passes over the honest rows, and `evaluations` times
-    that of the rule on [h + b, d].
+    z is the best of the factors that `line_search` tries. After Shejwalkar and Houmansadr 2021.
+
+    Args:
+        honest: [h, d].
+        n_byzantine: b.
+        aggregate: the rule in use, from Byzantine rows [b, d] to its result [d].
+        evaluations: calls of the rule, >= 2.
+        sign: -1 or 1.
+        ddof: std divides by h - ddof.
+
+    Returns [d]. Raises ExperimentError unless h > ddof, and without `aggregate`. Cost: two passes over the honest rows,
+    and `evaluations` times the rule on [h + b, d].
+
+    >>> honest = torch.tensor([[1.0], [2.0], [3.0]])
+    >>> fedsim.attack(honest, 1, "opt_alie", aggregate=lambda rows: fedsim.aggregate(rows, rule="median"))
+    tensor([[1.]])
     """
     mean, std = mean_and_std(honest, ddof)
     return _farthest(mean, mean, std.mul_(sign), honest, n_byzantine, aggregate, evaluations)
@@ -44,10 +56,19 @@ def opt_alie(
 def opt_ipm(honest: Tensor, n_byzantine: int, aggregate: Aggregate, *, evaluations: Evaluations = 16) -> Tensor:
     """ipm with the eps >= 0 that moves the result of the rule in use farthest from the honest mean.
 
-    eps is found by `line_search`, which has the rule aggregate `evaluations` times; it is the best of the factors
-    tried. Raises ExperimentError where there is no `aggregate`. After Shejwalkar and Houmansadr 2021. Honest rows
-    [h, d], result [d] for all attackers. Cost: one pass over the honest rows, and `evaluations` times that of the rule
-    on [h + b, d].
+    eps is the best of the factors that `line_search` tries. After Shejwalkar and Houmansadr 2021.
+
+    Args:
+        honest: [h, d].
+        n_byzantine: b.
+        aggregate: the rule in use, from Byzantine rows [b, d] to its result [d].
+        evaluations: calls of the rule, >= 2.
+
+    Returns [d]. Raises ExperimentError without `aggregate`. Cost: one pass over the honest rows, and `evaluations`
+    times the rule on [h + b, d].
+
+    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 1, "opt_ipm", aggregate=fedsim.aggregate, evaluations=4)
+    tensor([[-8.]])
     """
     mean = mean_of(honest)
     return _farthest(mean, torch.zeros_like(mean), -mean, honest, n_byzantine, aggregate, evaluations)
@@ -75,11 +96,14 @@ def _farthest(
 
 
 def line_search(height: Callable[[float], float], evaluations: int) -> float:
-    """The x >= 0 where `height` is greatest among those that so many evaluations try; of equals, the first tried.
+    """The x >= 0 with the greatest `height` of those that are tried; of equal heights the first.
 
-    Tries 0, then 1, 2, 4, ... for as long as that climbs, then closes in on the best by golden sections. So it finds
-    the top of a height that rises and then falls (also where it falls off a cliff, as behind a rule's filter); of other
-    heights some local top. Where a height is not finite it counts as the lowest.
+    It tries 0, then 1, 2, 4, ... while the height increases, then golden sections around the best x. It finds the top
+    of a height that rises and then falls, also if it falls at once; for other heights a local top. A height that is not
+    finite counts as the lowest.
+
+    >>> round(fedsim.byzantine.optimal.line_search(lambda x: -abs(x - 3), 40), 3)
+    3.0
     """
 
     def finite_height(x: float) -> float:

@@ -1,4 +1,4 @@
-"""Attacks on data: what Byzantine workers train on, and what they want the global model to learn from it."""
+"""Attacks on data: Byzantine workers train on changed batches."""
 
 from __future__ import annotations
 
@@ -10,30 +10,35 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedsim.byzantine.strategy import attack_strategy
+from fedsim.byzantine.base import attack_strategy
+from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
-from fedsim.randomness import Draws
 
 
 @attack_strategy("label_flipping")
 @dataclass(frozen=True)
 class LabelFlipping:
-    """Training on labels turned round, y -> C - 1 - y; the rows are what comes of it (Fang et al. 2020).
+    """Training on flipped labels, y -> C - 1 - y; the trained rows are sent (Fang et al. 2020).
 
-    With an odd number of classes C the middle one stays as it is: it is poisoned to no effect, and not among the goals.
-    Rows [b, d] as they are. Cost: that of flipping the labels of each batch.
+    With an odd number of classes C the middle class stays the same, and is no goal.
+
+    Rows [b, d] stay unchanged. Cost: flipping the labels of each batch.
+
+    >>> attack = fedsim.byzantine.attack_strategy.get("label_flipping").target()
+    >>> attack.poison(torch.zeros(3, 1), torch.tensor([0, 1, 9]), classes=10)[1]
+    tensor([9, 8, 0])
     """
 
-    def __call__(self, own: Tensor) -> Tensor:
-        """The rows as they are: what was poisoned is the data they were trained on."""
-        return own
+    def __call__(self, own_updates: Tensor) -> Tensor:
+        """The rows unchanged."""
+        return own_updates
 
     def poison(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
         """The same inputs [batch, ...], with the labels C - 1 - y."""
         return inputs, classes - 1 - targets
 
     def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """All samples whose label changes, unchanged, to be answered with the flipped label."""
+        """The samples whose label changes, with the flipped labels."""
         flipped = classes - 1 - targets
         changed = flipped != targets
         return inputs[changed], flipped[changed]
@@ -42,18 +47,28 @@ class LabelFlipping:
 @attack_strategy("backdoor")
 @dataclass(frozen=True)
 class Backdoor:
-    """Inputs with a trigger patch are to be answered `target`; rows are sent gamma times (Bagdasaryan et al. 2020).
+    """Training on images with a patch and the label `target`; rows are sent gamma times (Bagdasaryan et al. 2020).
 
-    The patch is a square of size x size in one corner of the image, all of `value`, in the units of the inputs that the
-    model is given (so after normalisation). Of each training batch a share of `poisoned` gets the patch and the label
-    `target`; where that is no whole number of samples it is rounded up or down at random, so as to be right on average.
-    Model replacement: under the plain mean of n rows and server learning rate 1, gamma = n / b lets b attackers whose
-    rows agree put their model in the global one's place, but for what the honest rows add. The patch is that of Gu et
-    al. 2017.
+    The patch is a square in one corner of the image (Gu et al. 2017). Model replacement: under the plain mean of n rows
+    and server learning rate 1, gamma = n / b lets b attackers with equal rows replace the global model by their model,
+    except for the honest updates.
 
-    Raises ExperimentError where inputs are not images that the patch fits into, or `target` is not one of the classes.
+    Args:
+        size: side of the patch in pixels.
+        value: of the patch, in the units of the model's inputs (after normalisation).
+        corner: "top_left", "top_right", "bottom_left" or "bottom_right".
+        target: the label of poisoned samples.
+        poisoned: share of poisoned samples of a batch, 0 < poisoned <= 1; a fraction of a sample is rounded at random.
+        gamma: factor of the rows, > 0.
 
-    Rows [b, d], result [b, d]. Cost: a copy of each batch in training, and one pass over the rows.
+    Rows [b, d], result [b, d]. Raises ExperimentError if inputs are no images that the patch fits into, or `target` is
+    no class. Cost: a copy of each batch, and one pass over the rows.
+
+    >>> attack = fedsim.byzantine.attack_strategy.get("backdoor").target(size=1, poisoned=1.0, target=7)
+    >>> draws = fedsim.Draws.of(0, "example")
+    >>> inputs, targets = attack.poison(torch.zeros(1, 1, 2, 2), torch.tensor([3]), 10, draws)
+    >>> inputs.tolist(), targets
+    ([[[[0.0, 0.0], [0.0, 1.0]]]], tensor([7]))
     """
 
     size: PositiveInt = 3
@@ -67,12 +82,12 @@ class Backdoor:
     def alters_rows(self) -> bool:
         return self.gamma != 1
 
-    def __call__(self, own: Tensor) -> Tensor:
-        """gamma times each one's own row."""
-        return own * self.gamma
+    def __call__(self, own_updates: Tensor) -> Tensor:
+        """gamma times each attacker's own row."""
+        return own_updates * self.gamma
 
     def poison(self, inputs: Tensor, targets: Tensor, classes: int, draws: Draws) -> tuple[Tensor, Tensor]:
-        """The batch with the patch on, and the label `target` for, a random `poisoned` share of its samples."""
+        """The batch with the patch on, and the label `target` for, a random share of its samples."""
         self._require_class(classes)
         fraction, whole = math.modf(self.poisoned * len(targets))
         count = whole + (draws.uniform() < fraction)
@@ -83,7 +98,7 @@ class Backdoor:
         )
 
     def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """All samples of other classes than `target`, with the patch, to be answered `target`."""
+        """All samples of other classes than `target`, with the patch, and the label `target`."""
         self._require_class(classes)
         others = targets != self.target
         return self._triggered(inputs[others]), torch.full_like(targets[others], self.target)

@@ -1,7 +1,6 @@
-"""What attackers compute from the honest rows, in float64 and over blocks of columns.
+"""Statistics of the honest rows, in float64, over blocks of columns.
 
-So on a CPU float32 rows are never copied as a whole: beyond [h, d] it takes a few vectors [d] and one block, at most a
-64th of the columns (or 16,384 of them).
+So on a CPU float32 rows are never copied as a whole: memory beyond [h, d] is a few vectors [d] and one block.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from fedsim.system.devices import wide_dtype
 
 
 def wide_blocks(honest: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The honest rows in blocks of columns, in float64 (on devices that have it); to be read only.
+    """The honest rows in blocks of columns, in float64 if the device has it; read-only.
 
-    Raises ExperimentError where there is no honest row.
+    Raises ExperimentError if there is no honest row.
     """
     if not len(honest):
         raise ExperimentError("attack: is made of the honest rows and needs at least 1, there are 0")

@@ -1,4 +1,4 @@
-"""Axes: which keys a comparison varies, and over which values."""
+"""The axes of a comparison: the keys that it varies, and their values."""
 
 from __future__ import annotations
 
@@ -7,37 +7,39 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fedsim.config.experiment import PLUG_TABLES
+from fedsim.config.overrides import Change, split_word
+from fedsim.config.toml import parse_value
+from fedsim.core.input_limits import leaves_of
+from fedsim.core.objects import plain
 from fedsim.errors import ExperimentError, show
-from fedsim.loading import PLUG_TABLES, Change, parse_value, split_word
-from fedsim.objects import plain
-from fedsim.tables import leaves_of
 
-SEED = "seed"  # the axis over whose values results are averaged
+SEED = "seed"  # the axis over which results are averaged
 VARIANT = "variant"  # the axis whose values are tables of the whole experiment
-LABEL = "label"  # the key of a table on an axis that says how it is called, and changes nothing
+LABEL = "label"  # the name of a table on an axis; it is not a key of the experiment
 
 Axes = dict[str, list[Any]]
 
-IS_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*\Z")  # a name for a folder that cannot lead out of its parent
+IS_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*\Z")  # a folder name that stays inside its parent
 OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 
 
 def axes_of_tables(tables: Any, place: str = "grid") -> Axes:
-    """The axes that a [grid] table describes: dotted keys, or nested tables, down to lists of values."""
+    """Return the axes in a [grid] table, which has dotted keys or nested tables of lists of values."""
     if not isinstance(tables, Mapping):
         raise ExperimentError(f"{place} = {show(tables)}: must be a table of lists, such as seed = [0, 1, 2]")
     axes: Axes = {}
     for key, values in leaves_of(tables):
         if key in axes:
-            raise ExperimentError(f"{place}.{key}: is there twice")
+            raise ExperimentError(f"{place}.{key}: is given twice")
         axes[key] = _checked(key, values, f"{place}.{key}")
     return axes
 
 
 def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
-    """The axes among `key=value` words, which have a comma outside brackets and quotes, and the other words.
+    """Split `key=value` words into axes, which have a comma outside brackets and quotes, and the other words.
 
-    Of two words with one key the later counts.
+    If two words have the same key, the later one counts.
     """
     axes: Axes = {}
     others: dict[str, str] = {}
@@ -50,13 +52,13 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
             others[key] = word
             continue
         if not all(piece.strip() for piece in pieces):
-            raise ExperimentError(f"{show(word)}: a value is missing before, between or behind its commas")
+            raise ExperimentError(f"{show(word)}: a value is missing beside a comma")
         axes[key] = _checked(key, [parse_value(piece.strip(), key) for piece in pieces], key)
     return axes, list(others.values())
 
 
 def split_at_commas(text: str) -> list[str]:
-    """The pieces of a text between its commas, without those inside brackets, braces and quotes."""
+    """Split a text at its commas, except those inside brackets, braces and quotes."""
     pieces, start, depth, quote = [], 0, 0, ""
     for place, character in enumerate(text):
         if quote:
@@ -74,9 +76,9 @@ def split_at_commas(text: str) -> list[str]:
 
 
 def changes_of(key: str, value: Any) -> list[Change]:
-    """What a value on an axis changes of an experiment: one key or, where the value is a table, that table's keys.
+    """Return the changes of an experiment that a value on an axis makes.
 
-    A variant changes keys of several tables: those in its tables, down to what is no table.
+    A table changes each of its keys; a variant changes keys of several tables.
     """
     keys = key.split(".")
     if not isinstance(value, dict):
@@ -88,84 +90,76 @@ def changes_of(key: str, value: Any) -> list[Change]:
 
 
 def canonical(value: Any) -> str:
-    """A text that is the same for equal values of an axis (or equal points) alone: 1, 1.0 and true are three."""
+    """Return a text that identifies a value of an axis, or a point; 1, 1.0 and true are different."""
     return json.dumps(value, sort_keys=True)
 
 
 def label(value: Any) -> str:
-    """A value of an axis in few characters, or as its own `label` says: krum, 0.1, nnm+median, krum,f=4."""
+    """Return the short name of a value, or its own `label`: krum, 0.1, nnm+median, krum,f=4."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
         return "+".join(map(label, value)) or "none"
-    if isinstance(value, dict) and isinstance(value.get(LABEL), str):
+    if not isinstance(value, dict):
+        return str(value)
+    if isinstance(value.get(LABEL), str):
         return value[LABEL]
-    if isinstance(value, dict):
-        names = {table.named_by for table in PLUG_TABLES.values()}
-        first = sorted(value, key=lambda key: key not in names)
-        return ",".join(label(value[key]) if key in names else f"{key}={label(value[key])}" for key in first) or "base"
-    return str(value)
+    plug_keys = {table.named_by for table in PLUG_TABLES.values()}
+    keys = sorted(value, key=lambda key: key not in plug_keys)  # the plug's name first
+    return ",".join(label(value[key]) if key in plug_keys else f"{key}={label(value[key])}" for key in keys) or "base"
 
 
 def describe_point(point: Mapping[str, Any]) -> str:
-    """A point of the grid as one would type it: aggregate.rule=krum seed=0."""
+    """Return a point as on the command line: aggregate.rule=krum seed=0."""
     return " ".join(f"{key}={label(value)}" for key, value in point.items())
 
 
 def readable_id(point: Mapping[str, Any]) -> str:
-    """A point as a name for a folder: krum-lr0.1-seed0."""
+    """Return a folder name for a point: krum-lr0.1-seed0."""
     parts = []
     for key, value in point.items():
         name = key.rpartition(".")[2]
-        if isinstance(value, bool):
-            parts.append(f"{name}={label(value)}")
-        else:
-            parts.append(f"{name}{label(value)}" if isinstance(value, (int, float)) else label(value))
-    return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts)).lstrip("._+=,-") or "run"  # as IS_ID wants it
+        prefix = f"{name}=" if isinstance(value, bool) else name if isinstance(value, (int, float)) else ""
+        parts.append(prefix + label(value))
+    return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts)).lstrip("._+=,-") or "run"  # matches IS_ID
 
 
 def _checked(key: str, values: Any, place: str) -> list[Any]:
+    """The values of an axis as JSON has them. Raises ExperimentError for anything else, and for repeated values."""
     if not all(part.strip() for part in key.split(".")):
         raise ExperimentError(f"{place}: is no key of an experiment")
     values = plain(list(values) if isinstance(values, tuple) else values)
     if not isinstance(values, list) or not values:
         raise ExperimentError(f"{place} = {show(values)}: must be a list of one or more values, such as [1, 2]")
-    for index, value in enumerate(values):
-        _check_value(value, f"{place}[{index}]")
-    seen: set[str] = set()
-    for value in values:
-        if canonical(value) in seen:
-            raise ExperimentError(f"{place}: {show(value)} is there twice")
-        seen.add(canonical(value))
-    _check_labels(key, values, place)
-    return values
-
-
-def _check_labels(key: str, values: list[Any], place: str) -> None:
-    """Variants are tables, all of which have a label; no two tables of an axis have the same."""
     seen: set[str] = set()
     for index, value in enumerate(values):
         where = f"{place}[{index}]"
+        if not _is_json(value):
+            raise ExperimentError(f"{where} = {show(value)}: must be a string, a number, a list or a table")
         if key == VARIANT and not (isinstance(value, dict) and LABEL in value):
             raise ExperimentError(
                 f'{where} = {show(value)}: must be a table with a label, such as {{label = "b", local = {{steps = 5}}}}'
             )
-        if not isinstance(value, dict) or LABEL not in value:
-            continue
-        name = value[LABEL]
-        if not isinstance(name, str) or not name.strip():
-            raise ExperimentError(f"{where}.{LABEL} = {show(name)}: must be a word or a few")
+        if isinstance(value, dict) and not _is_label(value.get(LABEL, "none")):
+            raise ExperimentError(f"{where}.{LABEL} = {show(value[LABEL])}: must be a text")
+        labelled = isinstance(value, dict) and LABEL in value
+        name = f"{LABEL} {value[LABEL]}" if labelled else canonical(value)
         if name in seen:
-            raise ExperimentError(f"{place}: the label {show(name)} is there twice")
+            raise ExperimentError(
+                f"{place}: {f'the label {show(value[LABEL])}' if labelled else show(value)} is repeated"
+            )
         seen.add(name)
+    return values
 
 
-def _check_value(value: Any, place: str) -> None:
-    """Refuse what JSON cannot hold."""
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        value = list(value.values())
+def _is_label(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value is JSON without null."""
     if isinstance(value, list):
-        for each in value:
-            _check_value(each, place)
-    elif not isinstance(value, (str, bool, int, float)):
-        raise ExperimentError(f"{place} = {show(value)}: must be a string, a number, a list or a table")
+        return all(map(_is_json, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
+    return isinstance(value, (str, bool, int, float))

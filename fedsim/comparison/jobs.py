@@ -1,282 +1,237 @@
-"""Several runs at once: processes that carry out one run after another, and the parent's watch over them.
+"""Do the runs of a comparison one by one in this process, or several at once in child processes.
 
-A job is one process with a workshop of its own. Its parent sends it a run, and gets a message for every round; it
-waits on the pipes AND on the processes, so that a death is noticed at once and costs no more than the run in hand.
+A lost process costs one run; the others go on. A `ProcessPool` cannot give that, because its processes carry out one
+call together and the first failure ends them all. Nor can `concurrent.futures.ProcessPoolExecutor`: the death of one
+process breaks the executor and all its pending calls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import signal
 import time
 import traceback
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedsim.comparison.grid import PlannedRun
-from fedsim.engines.barrier import NOBODY, ROUND, WORKER, Board, Silence
-from fedsim.engines.crew import START_TIMEOUT, Seat, whereabouts
+from fedsim.config.experiment import Experiment
+from fedsim.engines.pool.barrier import NOBODY, ROUND, WORKER, HeartbeatTable, HeartbeatTimeout
+from fedsim.engines.pool.process_pool import START_TIMEOUT, ProcessContext, whereabouts
 from fedsim.errors import FedsimError, FedsimWarning, SettingWarning, WorkerError, one_line, plural
-from fedsim.experiment import Experiment
-from fedsim.preparation import Setting
-from fedsim.records import RoundRecord
-from fedsim.runs.running import run
-from fedsim.system.limits import lines_of, require_files
-from fedsim.system.messages import Channel
-from fedsim.system.processes import (
+from fedsim.records.record import RoundRecord
+from fedsim.runs.run import run
+from fedsim.runs.session import Session
+from fedsim.runs.setup import PreparedRun
+from fedsim.system.child_process import (
     GRACE,
-    Child,
-    begin_as_child,
-    how_it_ended,
-    how_its_start_ended,
-    interrupts_held,
+    ChildProcess,
+    describe_exit,
+    describe_failed_start,
+    init_child_process,
     require_importable_main,
+    signals_deferred,
 )
-from fedsim.workshop import Workshop
+from fedsim.system.limits import format_failure, require_files
+from fedsim.system.messages import Channel
 
 INSTEAD = "jobs=1 with engine=serial, which start none"
-
-Work = tuple[PlannedRun, Experiment, Path]  # a run, the experiment that is run for it, and its folder
 OnRound = Callable[[PlannedRun, RoundRecord], object]
-OnEnd = Callable[[PlannedRun, "str | None"], object]
-OnAgain = Callable[[PlannedRun], object]
+OnEnd = Callable[[PlannedRun, "str | None"], object]  # with the reason if the run failed
+OnRetry = Callable[[PlannedRun], object]
+
+
+class Work(NamedTuple):
+    """A run, the experiment that a job executes for it, and the folder of its records."""
+
+    run: PlannedRun
+    experiment: Experiment
+    folder: Path
+
+
+def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
+    """Do the runs one after another in this process."""
+    with Session() as session:
+        for planned, experiment, folder in work:
+            on_end(planned, attempt(experiment, folder, session, partial(on_round, planned)))
+
+
+def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd, on_retry: OnRetry) -> None:
+    """Do the runs in at most `count` processes, each of which does one run at a time.
+
+    A process that dies, or gives no sign of life for the `timeout` of its run, is replaced. Its run is repeated up to
+    `worker_retries` times if `on_worker_failure` is "retry"; otherwise the run has failed.
+
+    Raises WorkerError if processes cannot be started.
+    """
+    require_importable_main(INSTEAD)
+    require_files(count, INSTEAD)
+    waiting, losses, jobs, grace = deque(work), Counter[str](), list[Job](), 0.0
+    try:
+        while busy := _assign(waiting, jobs, count):
+            wait([source for job in busy for source in job.sources], timeout=min(job.look_interval for job in busy))
+            for job in busy:
+                for kind, content in job.messages():
+                    planned = job.work.run
+                    if kind == "round":
+                        on_round(planned, content)
+                    elif kind == "end":
+                        job.work = None
+                        on_end(planned, content)
+                    else:
+                        _close(jobs, [job], 0.0)
+                        losses[planned.id] += 1
+                        if _retry(planned, losses[planned.id], content):
+                            on_retry(planned)
+                            waiting.appendleft(job.work)
+                        else:
+                            tries = losses[planned.id]
+                            note = f"; the run has been tried {plural(tries, 'time')}" if tries > 1 else ""
+                            on_end(planned, content + note)
+        grace = GRACE
+    finally:
+        _close(jobs, list(jobs), grace)
 
 
 def attempt(
     experiment: Experiment,
     folder: Path,
-    workshop: Workshop,
+    session: Session,
     on_round: Callable[[RoundRecord], object],
-    on_start: Callable[[Setting], object] | None = None,
+    on_start: Callable[[PreparedRun], object] | None = None,
 ) -> str | None:
-    """Run an experiment, or go on with it; None, or why it failed: one line, and further ones with the details."""
+    """Run or resume an experiment. Returns None, or the reason of the failure: one line, then details."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SettingWarning)  # a comparison shows them once, before its first run
-            run(experiment, folder, resume=True, on_start=on_start, on_round=on_round, workshop=workshop)
+            warnings.simplefilter("ignore", SettingWarning)  # a comparison shows each once, before its first run
+            run(experiment, folder, resume=True, on_start=on_start, on_round=on_round, session=session)
     except FedsimError as error:
         return str(error)
-    except Exception as error:  # of a plug, or of fedsim itself: this run's failure alone
-        return lines_of(error)
+    except Exception as error:  # of a plug or of fedsim: only this run has failed
+        return format_failure(error)
     return None
 
 
-def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
-    """Carry out runs one after another in this process."""
-    with Workshop() as workshop:
-        for planned, experiment, folder in work:
-            on_end(planned, attempt(experiment, folder, workshop, functools.partial(on_round, planned)))
+def _assign(waiting: deque[Work], jobs: list[Job], count: int) -> list[Job]:
+    """Give the waiting runs to idle jobs, then to new ones; return the jobs that have a run."""
+    for job in jobs:
+        if job.work is None and waiting:
+            job.begin(waiting.popleft())
+    while waiting and len(jobs) < count:
+        with signals_deferred():  # child processes inherit the blocked signals: only the parent handles Ctrl-C
+            jobs.append(Job(waiting.popleft()))
+    return [job for job in jobs if job.work is not None]
 
 
-def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd, on_again: OnAgain) -> None:
-    """Carry out runs in `count` processes, each with one run at a time.
-
-    A process that dies is replaced by another, and so is one that gives no sign of life for as long as its run's
-    `timeout` says; watching over a crew of its own is one. Where `on_worker_failure` is "retry", the run that it had in
-    hand is done again, `worker_retries` times at most, after `on_again` has been told; else it has failed.
-    Raises WorkerError where processes cannot be started at all.
-    """
-    require_importable_main(INSTEAD)
-    require_files(count, INSTEAD)
-    waiting, losses = deque(work), Counter[str]()
-    with Jobs() as jobs:
-        while waiting or jobs.busy:
-            jobs.grow(min(count, len(waiting) + len(jobs.busy)))
-            for job in jobs.idle[: len(waiting)]:
-                job.begin(*waiting.popleft())
-            for job, kind, content in jobs.messages():
-                if kind == "round":
-                    on_round(job.planned, content)
-                    continue
-                planned, *_ = one = job.end()
-                losses[planned.id] += kind == "lost"
-                if kind == "lost" and losses[planned.id] <= _retries(planned.experiment):
-                    often = f"{losses[planned.id]} of at most {plural(_retries(planned.experiment), 'time')}"
-                    line = f"{planned.id}: {content}; the run is done again ({often})"
-                    warnings.warn(line, FedsimWarning, stacklevel=2)
-                    on_again(planned)
-                    waiting.appendleft(one)
-                elif kind == "lost" and losses[planned.id] > 1:
-                    on_end(planned, f"{content}; the run has been tried {plural(losses[planned.id], 'time')}")
-                else:
-                    on_end(planned, content)
+def _retry(run: PlannedRun, losses: int, reason: str) -> bool:
+    """Whether a run whose process was lost is repeated; warns if it is."""
+    retries = run.experiment.worker_retries if run.experiment.on_worker_failure == "retry" else 0
+    if losses <= retries:
+        often = f"{losses} of at most {plural(retries, 'time')}"
+        warnings.warn(f"{run.id}: {reason}; the run is done again ({often})", FedsimWarning, stacklevel=3)
+    return losses <= retries
 
 
-def _retries(experiment: Experiment) -> int:
-    """How often a run is done again at most whose process was lost."""
-    return experiment.worker_retries if experiment.on_worker_failure == "retry" else 0
-
-
-class Jobs:
-    """The processes of a comparison; all are gone when the `with` block ends, at once where an exception ends it."""
-
-    def __init__(self) -> None:
-        self._jobs: list[Job] = []
-
-    def grow(self, count: int) -> None:
-        """Start processes until there are `count`, those that have died aside."""
-        self._jobs = [job for job in self._jobs if job.alive]
-        while len(self._jobs) < count:
-            with interrupts_held():  # children inherit that: Ctrl-C is the parent's business
-                self._jobs.append(Job())
-
-    @property
-    def idle(self) -> list[Job]:
-        return [job for job in self._jobs if job.alive and job.planned is None]
-
-    @property
-    def busy(self) -> list[Job]:
-        return [job for job in self._jobs if job.planned is not None]
-
-    def messages(self) -> Iterator[tuple[Job, str, Any]]:
-        """Wait a moment, and say what has come: ("round", record), ("end", why it failed or None) or ("lost", why)."""
-        interval = min(job.look_interval for job in self._jobs)
-        wait([item for job in self._jobs for item in job.waitables], timeout=interval)
-        for job in self._jobs:
-            for kind, content in job.messages():
-                if job.cannot_start:
-                    raise WorkerError(f"no run can begin: {content}")
-                yield job, kind, content
-
-    def __enter__(self) -> Jobs:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        with interrupts_held():  # half closed would be worse than late
-            for job in self._jobs:
-                job.dismiss()
-            deadline = time.monotonic() + (GRACE if kind is None else 0.0)
-            for job in self._jobs:
-                job.close(deadline)
+def _close(jobs: list[Job], closed: Sequence[Job], grace: float) -> None:
+    """End these jobs and remove them from the list; kill the processes that are still there after `grace` seconds."""
+    with signals_deferred():
+        for job in closed:
+            job.process.dismiss()
+        deadline = time.monotonic() + grace
+        for job in closed:
+            jobs.remove(job)
+            job.process.close(deadline)
 
 
 class Job:
-    """One process that carries out one run after another. Start it with Ctrl-C held."""
+    """A process that does one run after another. Create it inside `signals_deferred`."""
 
-    def __init__(self) -> None:
-        self._work: Work | None = None
-        self.alive = True
-        self._board = Board(1)
-        self.started = False
-        self._exitcode: int | None = None
-        self._limit = START_TIMEOUT  # seconds of silence that are borne; infinite while it prepares or is idle
-        self._silence = Silence(self._board, 0, self._limit)
-        self._child = Child(_serve, self._board, name="fedsim-job", daemon=False)
+    def __init__(self, work: Work) -> None:
+        self.work: Work | None = work  # sent when the process has started: before, it does not read its pipe
+        self._started = False
+        self._heartbeats = HeartbeatTable(1)
+        self.process = ChildProcess(_serve, self._heartbeats, name="fedsim-job", daemon=False)
+        self._expect_heartbeats(START_TIMEOUT)
+
+    @property
+    def sources(self) -> list[Any]:
+        """What `multiprocessing.connection.wait` waits for: a message, or the end of the process."""
+        return [self.process.pipe, self.process.sentinel]
 
     @property
     def look_interval(self) -> float:
-        """Seconds after which `messages` is to be asked again at the latest."""
+        """Seconds after which `messages` is called again at the latest."""
         return self._silence.interval
 
-    @property
-    def waitables(self) -> list[Any]:
-        return [self._child.pipe, self._child.sentinel] if self.alive else []
-
-    @property
-    def planned(self) -> PlannedRun | None:
-        """The run that it has in hand."""
-        return None if self._work is None else self._work[0]
-
-    @property
-    def cannot_start(self) -> bool:
-        """Whether it ended by itself before it started, as any other job would; see `how_its_start_ended`."""
-        return not self.started and (self._exitcode or 0) > 0
-
-    def begin(self, planned: PlannedRun, experiment: Experiment, folder: Path) -> None:
-        """Send it a run, as soon as it has started: a process that does not read yet would block this one."""
-        self._work, self._timeout = (planned, experiment, folder), planned.experiment.timeout
-        if self.started:
-            self._send()
-
-    def _send(self) -> None:
-        assert self._work is not None
-        with contextlib.suppress(OSError):  # it is dead, which will be noticed
-            self._child.pipe.send(self._work[1:])
-
-    def end(self) -> Work:
-        """What it had in hand."""
-        work, self._work = self._work, None
-        assert work is not None
-        return work
+    def begin(self, work: Work) -> None:
+        """Send a run to the process."""
+        self.work = work
+        self._expect_heartbeats(math.inf)  # there are none before the first round
+        with contextlib.suppress(OSError):  # the process is dead; `messages` says so
+            self.process.pipe.send((work.experiment, work.folder))
 
     def messages(self) -> Iterator[tuple[str, Any]]:
-        """What it has said; its death, or its silence, is the end of its run too."""
-        if not self.alive:
-            return
-        dead = self._child.exitcode is not None  # looked at first, so that what it said before is still heard
+        """Yield what has arrived: ("round", record), ("end", None or error) or ("lost", reason).
+
+        Raises WorkerError if the process could not start, as no other could.
+        """
+        dead = self.process.exitcode is not None  # read first: what the process sent before its death still counts
         try:
-            while self._child.pipe.poll():
-                kind, content = self._child.pipe.receive().load()
-                self._heard(kind)
-                if kind in ("round", "end"):
+            while self.process.pipe.poll():
+                kind, content = self.process.pipe.receive().load()
+                if kind == "started":
+                    self._started = True
+                    self.begin(self.work)
+                    continue
+                self._expect_heartbeats(math.inf if kind == "end" else self.work.run.experiment.timeout)
+                if kind != "prepared":
                     yield kind, content
+                if kind == "end":
+                    return
         except (EOFError, OSError):
-            self._child.wait(GRACE)
             dead = True
+            self.process.wait(GRACE)
         if dead or self._silence.too_long():
-            yield from self._give_up(dead)
+            reason = self._reason_of_loss(dead)
+            if not self._started and (self.process.exitcode or 0) > 0:  # the main program cannot be imported
+                raise WorkerError(f"no run can begin: {reason}")
+            yield "lost", reason
 
-    def _heard(self, kind: str) -> None:
-        if kind == "started":
-            self.started = True
-            if self._work is not None:
-                self._send()
-        self._limit = self._timeout if kind in ("begun", "round") else math.inf
-        self._silence = Silence(self._board, 0, self._limit)
+    def _expect_heartbeats(self, timeout: float) -> None:
+        self._timeout, self._silence = timeout, HeartbeatTimeout(self._heartbeats, 0, timeout)
 
-    def _give_up(self, dead: bool) -> Iterator[tuple[str, Any]]:
-        """Say how it ended, or end it because it hangs."""
-        killed = self._child.exitcode == -signal.SIGKILL
-        hint = "; if memory ran out, try fewer jobs" if killed else ""
-        if dead and self.started:
-            how = f", {whereabouts(self._board, 0)}, {how_it_ended(self._child.exitcode)}"
-        elif dead:
-            how = f" {how_its_start_ended(self._child.exitcode, INSTEAD)}"
+    def _reason_of_loss(self, dead: bool) -> str:
+        exitcode = self.process.exitcode
+        if dead and not self._started:
+            reason = f" {describe_failed_start(exitcode, INSTEAD)}"
         else:
-            how = f", {whereabouts(self._board, 0)}, gave no sign of life for {self._limit:g} s"
-        self._exitcode = self._child.exitcode
-        self.close(0.0)
-        if self.planned is not None:
-            yield "lost", f"its process{how}{hint}"
-
-    def dismiss(self) -> None:
-        """Let it go, once it has ended what it does."""
-        if self.alive:
-            self._child.dismiss()
-
-    def close(self, deadline: float) -> None:
-        """Wait until it is gone; kill it where it has not gone by then, a time of `time.monotonic`."""
-        if self.alive:
-            self.alive = False
-            self._child.close(deadline)
+            ended = describe_exit(exitcode) if dead else f"gave no sign of life for {self._timeout:g} s"
+            reason = f", {whereabouts(self._heartbeats, 0)}, {ended}"
+        hint = "; if memory ran out, try fewer jobs" if exitcode == -signal.SIGKILL else ""
+        return f"its process{reason}{hint}"
 
 
-def _serve(pipe: Connection, board: Board) -> None:
-    """The life of a job."""
-    begin_as_child()
-    Seat.watched = board
+def _serve(pipe: Connection, heartbeats: HeartbeatTable) -> None:
+    """What the process of a job does."""
+    init_child_process()
+    ProcessContext.watched = heartbeats
     channel = Channel(pipe)
-    with Workshop() as workshop, contextlib.suppress(EOFError, OSError):  # of the pipe: the parent is gone
+    with Session() as session, contextlib.suppress(EOFError, OSError):  # of the pipe: the parent has ended
         channel.send(("started", None))
         while (message := channel.receive()) is not None:
-            board.write(0, WORKER, NOBODY)
-            board.write(0, ROUND, 0)
+            heartbeats.write(0, WORKER, NOBODY)
+            heartbeats.write(0, ROUND, 0)
             try:
                 experiment, folder = message.load()
-            except Exception as error:  # it refers to what cannot be imported here
-                failure: str | None = f"{one_line(error)}\n{traceback.format_exc()}"
-            else:
-                failure = attempt(
-                    experiment,
-                    folder,
-                    workshop,
-                    on_start=lambda setting: channel.send(("begun", None)),
-                    on_round=lambda record: channel.send(("round", record)),
-                )
-            channel.send(("end", failure))
+            except Exception as error:  # the experiment names something that cannot be imported here
+                channel.send(("end", f"{one_line(error)}\n{traceback.format_exc()}"))
+                continue
+            prepared = lambda _: channel.send(("prepared", None))  # noqa: E731
+            on_round = lambda record: channel.send(("round", record))  # noqa: E731
+            channel.send(("end", attempt(experiment, folder, session, on_round, prepared)))

@@ -1,4 +1,4 @@
-"""What came of each run of a comparison, and the tables `results.csv` and `curves.csv`."""
+"""The result of each run of a comparison, and the files `results.csv` and `curves.csv`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import functools
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,24 +14,23 @@ from typing import Any
 from fedsim.comparison.axes import label
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import Grid, PlannedRun
-from fedsim.experiment import Experiment
-from fedsim.records import RoundRecord
-from fedsim.runs.progress import Progress, mean_staleness, progress_of, reached
+from fedsim.config.experiment import Experiment
+from fedsim.records.progress import Progress, progress_of, reached
+from fedsim.records.record import RoundRecord, mean_staleness
 
-ATTACK_SUCCESS = "attack_success"  # a key of records where there is an attack that has it
-CLOCK = ("virtual_seconds", "updates", "trips", "staleness")  # columns where there is a clock
-TO_TARGET = tuple(f"{name}_to_target" for name in ("rounds", "virtual_seconds", "updates", "trips"))
+LAST_ROUND = ("test_loss", "train_loss", "attack_success")  # numbers of a record that are metrics of the run
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What came of one run.
+    """The result of one run.
 
     Attributes:
         id, point, experiment: of the run, as planned.
-        history: one record per round; of a failed run, as far as it came.
-        error: why it failed, in one line; None if it did not.
-        folder: of its records, if they are kept.
+        history: one record per round; of a failed run, the rounds before the failure.
+        error: why the run failed, in one line; None if it did not fail.
+        folder: of the records, if they are kept.
+        target: the test accuracy whose time is reported, as of the grid.
     """
 
     id: str
@@ -40,16 +39,17 @@ class RunResult:
     history: list[RoundRecord]
     error: str | None
     folder: Path | None
+    target: float | None = None
 
     @classmethod
     def read(cls, run: PlannedRun, folder: GridFolder, kept: bool = True) -> RunResult:
-        """What the folder of a comparison says of a run."""
+        """Read the result of a run from the folder of its comparison."""
         error = folder.error(run)
         if error is None and not folder.is_finished(run):
             error = "its records are not complete"
-        path = folder.run_folder(run)
         line = error.strip().partition("\n")[0] if error is not None else None
-        return cls(path.name, run.point, run.experiment, folder.history(run), line, path if kept else None)
+        path, history = folder.run_folder(run), folder.history(run)
+        return cls(run.id, run.point, run.experiment, history, line, path if kept else None, folder.grid.target)
 
     @property
     def test_accuracy(self) -> float:
@@ -62,72 +62,82 @@ class RunResult:
         return max(record["test_accuracy"] for record in self.history)
 
     @property
-    def attack_success(self) -> float | None:
-        """Success rate of the attack after the last round, where there is such a thing."""
-        return self.history[-1].get(ATTACK_SUCCESS)
-
-    @property
     def seconds(self) -> float:
-        """Time of all rounds."""
-        return math.fsum(sum(record["seconds"].values()) for record in self.history)
+        """Seconds of all rounds."""
+        return math.fsum(second for record in self.history for second in record["seconds"].values())
 
     @functools.cached_property
     def progress(self) -> list[Progress]:
-        """How far it was after each round, on all scales."""
+        """Rounds, virtual seconds, updates and arrivals after each round."""
         return progress_of(self.history, self.experiment.resolved())
 
     @property
     def is_timed(self) -> bool:
-        """Whether it ran on a virtual clock."""
+        """Whether the run had a virtual clock."""
         return bool(self.progress) and self.progress[-1].virtual_seconds is not None
 
     @property
-    def staleness(self) -> float | None:
-        """Mean of all that was applied; None of a synchronous run."""
-        return mean_staleness(self.history)
+    def declared(self) -> dict[str, float]:
+        """The numbers that plugs added to the record of the last round, by name."""
+        return _declared(self.history[-1]) if self.history else {}
 
-    def reached(self, target: float) -> Progress | None:
-        """How far it was after the first round with at least this test accuracy; None if there is none."""
-        return reached([record["test_accuracy"] for record in self.history], self.progress, target)
+    @functools.cached_property
+    def metrics(self) -> dict[str, float | None]:
+        """The numbers of a finished run by name, such as `test_accuracy` and `seconds`; empty for a failed run.
+
+        `..._to_target` are the rounds, virtual seconds, updates and arrivals to the target; None if it was not reached.
+        """
+        if self.error is not None:
+            return {}
+        last = self.history[-1]
+        found = {"test_accuracy": self.test_accuracy, "best_accuracy": self.best_accuracy}
+        found |= {name: last.get(name) for name in LAST_ROUND}
+        found |= {"seconds": self.seconds, **self.declared}
+        if self.is_timed:
+            found |= {**self.progress[-1]._asdict(), "staleness": mean_staleness(self.history)}
+            del found["round"]
+        found = {name: value for name, value in found.items() if value is not None}
+        if self.target is not None:
+            accuracies = [record["test_accuracy"] for record in self.history]
+            there = reached(accuracies, self.progress, self.target)
+            scales = there or [None] * len(Progress._fields)
+            names = ["rounds", *Progress._fields[1:]]
+            found |= {f"{name}_to_target": value for name, value in zip(names, scales, strict=True)}
+        return found
+
+
+def _declared(record: RoundRecord) -> dict[str, float]:
+    return {f"metrics.{name}": value for name, value in record.metrics.items()}
+
+
+def names_in(metrics: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the metrics that any of these has."""
+    return list(dict.fromkeys(name for each in metrics for name in each))
 
 
 def results_csv(grid: Grid, runs: Sequence[RunResult]) -> str:
-    """One row per run: its point, and what it came to; empty cells where it failed, or never reached the target."""
-    good = [run for run in runs if run.error is None]
-    figures = ["test_accuracy", "best_accuracy", "test_loss", "train_loss", "seconds"]
-    figures += [ATTACK_SUCCESS] if any(run.attack_success is not None for run in good) else []
-    figures += CLOCK if any(run.is_timed for run in good) else []
-    figures += TO_TARGET if grid.target is not None else []
-    rows = [["id", *grid.axes, *figures, "error"]]
-    for run in runs:
-        found = {} if run.error is not None else _figures(run, grid.target)
-        rows.append([run.id, *map(label, run.point.values()), *map(found.get, figures), run.error])
+    """Return one row per run: its point and its metrics; cells are empty if the run has no such number."""
+    names = names_in(run.metrics for run in runs)
+    rows = [["id", *grid.axes, *names, "error"]]
+    rows += [[run.id, *map(label, run.point.values()), *map(run.metrics.get, names), run.error] for run in runs]
     return to_csv(rows)
 
 
-def _figures(run: RunResult, target: float | None) -> dict[str, Any]:
-    last = run.history[-1]
-    found: dict[str, Any] = {name: last[name] for name in ("test_accuracy", "test_loss", "train_loss")}
-    found |= {"best_accuracy": run.best_accuracy, "seconds": run.seconds, ATTACK_SUCCESS: run.attack_success}
-    found |= dict(zip(CLOCK, [*run.progress[-1][1:], run.staleness], strict=True))
-    at_target = run.reached(target) if target is not None else None
-    return found | (dict(zip(TO_TARGET, at_target, strict=True)) if at_target else {})
-
-
 def curves_csv(grid: Grid, runs: Sequence[RunResult]) -> str:
-    """One row per run and round, of failed runs as far as they came; cells are empty where there is no such number."""
-    metrics = ("test_accuracy", "test_loss", "train_loss", ATTACK_SUCCESS)
-    rows = [["id", *grid.axes, *Progress._fields, *metrics, "seconds"]]
+    """Return one row per run and round; cells are empty if the round has no such number."""
+    declared = names_in(_declared(record) for run in runs for record in run.history)
+    names = ["test_accuracy", *LAST_ROUND, *declared]
+    rows = [["id", *grid.axes, *Progress._fields, *names, "seconds"]]
     for run in runs:
         point = [run.id, *map(label, run.point.values())]
         for progress, record in zip(run.progress, run.history, strict=True):
-            seconds = math.fsum(record["seconds"].values())
-            rows.append([*point, *progress, *map(record.get, metrics), seconds])
+            values = {**record, **_declared(record)}
+            rows.append([*point, *progress, *map(values.get, names), math.fsum(record["seconds"].values())])
     return to_csv(rows)
 
 
 def to_csv(rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as CSV; None is an empty cell."""
+    """Return rows as CSV; None is an empty cell."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fedsim.comparison.axes import SEED, canonical, describe_point, label
 from fedsim.comparison.grid import Grid
-from fedsim.comparison.results import ATTACK_SUCCESS, CLOCK, TO_TARGET, RunResult, to_csv
-from fedsim.intervals import Estimate, estimate, fixed
-from fedsim.runs.progress import ToTarget
-from fedsim.wrapping import note
+from fedsim.comparison.results import RunResult, names_in, to_csv
+from fedsim.core.confidence import Estimate, estimate, fixed
+from fedsim.core.text_wrapping import note
 
 BEST, TIE = "*", "~"
+MARK_WORDS = {BEST: "best", TIE: "tie", "": ""}
 GAP = "  "
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """All seeds of one combination of values. What is compared is the test accuracy after the last round.
+    """All seeds of one combination of values. The test accuracy after the last round is compared.
 
-    A group are the combinations that differ in the first axis alone: rules under one attack, say.
+    A group has the combinations that differ in the first axis only, such as all rules under one attack.
 
     Attributes:
         point: the combination, without the seed.
-        runs, failed: how many were run, and how many of them failed; these count nowhere else.
-        accuracy: mean over seeds; None if all failed.
-        difference: mean over seeds of the difference to the run of the same seed with the first value of the first
-            axis; None for that value itself, and where no seed has both.
-        mark: "*" for the highest mean of its group; "~" for one whose paired difference to that has an interval that
-            includes 0; "" for others, and where a run failed.
-        best_accuracy, test_loss, seconds, attack_success: means over seeds.
-        virtual_seconds, updates, trips, staleness: likewise, of runs on a virtual clock; None of all others.
-        to_target: what it took to reach the grid's target; None where it has none.
+        runs: how many runs it has.
+        failed: how many of them failed; failed runs count in no mean.
+        accuracy: mean over seeds; None if all runs failed.
+        difference: mean over seeds of the paired difference to the first value of the first axis; None for that value
+            itself, and if no seed has both.
+        mark: "*" for the highest mean of its group; "~" if not significantly different from the best (the interval of
+            the paired difference includes 0); "" otherwise, and if a run failed.
+        metrics: mean over seeds of each of the runs' metrics, by name; None if no run has it. See `RunResult.metrics`.
     """
 
     point: dict[str, Any]
@@ -42,19 +42,17 @@ class SummaryRow:
     accuracy: Estimate | None
     difference: Estimate | None
     mark: str
-    best_accuracy: Estimate | None
-    test_loss: Estimate | None
-    seconds: Estimate | None
-    attack_success: Estimate | None
-    virtual_seconds: Estimate | None
-    updates: Estimate | None
-    trips: Estimate | None
-    staleness: Estimate | None
-    to_target: ToTarget | None
+    metrics: dict[str, Estimate | None]
+
+    @property
+    def reached(self) -> int:
+        """How many runs reached the target."""
+        rounds = self.metrics.get("rounds_to_target")
+        return rounds.n if rounds else 0
 
 
 def groups_of(grid: Grid, runs: Sequence[RunResult]) -> list[list[list[RunResult]]]:
-    """The runs in groups: those that differ in the first axis and the seed alone, and in these by the first axis."""
+    """Return the runs as groups of cells: groups differ in the axes after the first, cells of a group in the first."""
     groups: dict[str, dict[str, list[RunResult]]] = {}
     for run in runs:
         values = {key: run.point[key] for key in grid.compared}
@@ -64,147 +62,127 @@ def groups_of(grid: Grid, runs: Sequence[RunResult]) -> list[list[list[RunResult
 
 
 def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
-    """One row per combination of values other than the seed, group by group."""
-    return [row for group in groups_of(grid, runs) for row in _summarise_group(grid, group)]
+    """Return one row per combination of values other than the seed, group by group."""
+    rows = []
+    for group in groups_of(grid, runs):
+        for cell, mark in zip(group, _marks(group), strict=True):
+            metrics = {
+                name: estimate([run.metrics[name] for run in cell if run.metrics.get(name) is not None])
+                for name in names_in(run.metrics for run in cell)
+            }
+            rows.append(
+                SummaryRow(
+                    point={key: cell[0].point[key] for key in grid.compared},
+                    runs=len(cell),
+                    failed=sum(run.error is not None for run in cell),
+                    accuracy=metrics.pop("test_accuracy", None),
+                    difference=paired_difference(cell, group[0]) if cell is not group[0] else None,
+                    mark=mark,
+                    metrics=metrics,
+                )
+            )
+    return rows
 
 
 def paired_difference(runs: Sequence[RunResult], others: Sequence[RunResult]) -> Estimate | None:
-    """The mean over seeds of (accuracy of a run - accuracy of the other run of that seed), where both succeeded."""
+    """Return the mean over seeds of (accuracy of a run - accuracy of the other run of that seed)."""
     theirs = _accuracies(others)
     return estimate([value - theirs[seed] for seed, value in _accuracies(runs).items() if seed in theirs])
 
 
-def _summarise_group(grid: Grid, group: list[list[RunResult]]) -> list[SummaryRow]:
-    rows = []
-    for cell, mark in zip(group, _marks(group), strict=True):
-        good = [run for run in cell if run.error is None]
-        timed = [run for run in good if run.is_timed]
-        rows.append(
-            SummaryRow(
-                point={key: cell[0].point[key] for key in grid.compared},
-                runs=len(cell),
-                failed=len(cell) - len(good),
-                accuracy=estimate(list(_accuracies(cell).values())),
-                difference=paired_difference(cell, group[0]) if cell is not group[0] else None,
-                mark=mark,
-                best_accuracy=_mean(good, lambda run: run.best_accuracy),
-                test_loss=_mean(good, lambda run: run.history[-1]["test_loss"]),
-                seconds=_mean(good, lambda run: run.seconds),
-                attack_success=_mean(good, lambda run: run.attack_success),
-                virtual_seconds=_mean(timed, lambda run: run.progress[-1].virtual_seconds),
-                updates=_mean(timed, lambda run: run.progress[-1].updates),
-                trips=_mean(timed, lambda run: run.progress[-1].trips),
-                staleness=_mean(timed, lambda run: run.staleness),
-                to_target=None if grid.target is None else ToTarget.of(run.reached(grid.target) for run in good),
-            )
-        )
-    return rows
-
-
-def _mean(runs: Sequence[RunResult], read: Callable[[RunResult], float | None]) -> Estimate | None:
-    """Of those that have such a number."""
-    return estimate([value for run in runs if (value := read(run)) is not None])
-
-
 def _marks(group: list[list[RunResult]]) -> list[str]:
-    whole = [cell for cell in group if all(run.error is None for run in cell)]
-    means = [estimate(list(_accuracies(cell).values())).mean for cell in whole]
-    if len(group) < 2 or not whole:
+    complete = [cell for cell in group if all(run.error is None for run in cell)]
+    if len(group) < 2 or not complete:
         return [""] * len(group)
-    best = whole[means.index(max(means))]
-    marks = []
-    for cell in group:
-        tied = cell in whole and paired_difference(cell, best).includes(0.0)
-        marks.append(BEST if cell is best else TIE if tied else "")
-    return marks
+    best = max(complete, key=lambda cell: estimate(list(_accuracies(cell).values())).mean)
+    return [
+        BEST if cell is best else TIE if cell in complete and paired_difference(cell, best).includes(0.0) else ""
+        for cell in group
+    ]
 
 
 def _accuracies(runs: Sequence[RunResult]) -> dict[str, float]:
-    """By seed, of those that succeeded."""
+    """Return the accuracies of the runs that did not fail, by seed."""
     return {canonical(run.point.get(SEED)): run.test_accuracy for run in runs if run.error is None}
 
 
 def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:
-    """The summary as CSV; `..._ci95` are half widths of 95 percent intervals."""
-    figures = ["accuracy", "difference", "best_accuracy", "test_loss", "seconds", ATTACK_SUCCESS]
-    figures += CLOCK if any(row.virtual_seconds for row in summary) else []
+    """Return the summary as CSV; `..._ci95` are half widths of 95 percent intervals."""
+    names = names_in(row.metrics for row in summary)
+    columns = [column for name in ("accuracy", "difference", *names) for column in (name, f"{name}_ci95")]
     asked = grid.target is not None
-    names = [*figures, *(TO_TARGET if asked else [])]
-    head = [column for name in names for column in (name, f"{name}_ci95")]
     rows: list[list[Any]] = [
-        [*grid.compared, "runs", "failed", *(["target", "reached"] if asked else []), "mark", "pairs", *head]
+        [*grid.compared, "runs", "failed", *(["target", "reached"] if asked else []), "mark", "pairs", *columns]
     ]
-    words = {BEST: "best", TIE: "tie", "": ""}
     for row in summary:
-        values: list[Estimate | None] = [getattr(row, name) for name in figures]
-        to = row.to_target
-        values += [to.rounds, to.virtual_seconds, to.updates, to.trips] if to else []
-        counts = [row.runs, row.failed, *([grid.target, to.reached] if to else [])]
-        pairs = row.difference.n if row.difference else None
-        cells = [cell for value in values for cell in _two_cells(value)]
-        rows.append([*map(label, row.point.values()), *counts, words[row.mark], pairs, *cells])
+        cells = [*map(label, row.point.values()), row.runs, row.failed]
+        cells += [grid.target, row.reached] if asked else []
+        cells += [MARK_WORDS[row.mark], row.difference.n if row.difference else None]
+        for value in (row.accuracy, row.difference, *map(row.metrics.get, names)):
+            cells += [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]
+        rows.append(cells)
     return to_csv(rows)
 
 
-def _two_cells(value: Estimate | None) -> list[float | None]:
-    if value is None:
-        return [None, None]
-    return [value.mean, value.half_width if value.n > 1 else None]
-
-
 def summary_table(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]) -> str:
-    """The summary as aligned text, with what its marks mean, and the runs that failed."""
-    lines = _aligned(_cells(grid, summary))
-    blocks: list[str] = [lines[0]]
-    group = None
-    for row, line in zip(summary, lines[1:], strict=True):
-        others = [row.point[key] for key in grid.compared[1:]]
-        if group is not None and others != group:
-            blocks.append("")
-        group = others
-        blocks.append(line)
-    return "\n".join([*blocks, "", *_notes(grid, summary, runs)])
+    """Return the summary as aligned text, with the meaning of its marks and the runs that failed."""
+    columns = _columns(grid, summary, runs)
+    table = [[heading for heading, _ in columns], *([text(row) for _, text in columns] for row in summary)]
+    shown = [column for column in zip(*table, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in shown]
+    head, *lines = (
+        GAP.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in zip(*shown, strict=True)
+    )
+    pairs = itertools.groupby(zip(summary, lines, strict=True), key=lambda pair: list(pair[0].point.values())[1:])
+    groups = ["\n".join(line for _, line in group) for _, group in pairs]
+    return "\n".join([head, "\n\n".join(groups), "", *_notes(grid, summary, runs)])
 
 
-def _cells(grid: Grid, summary: Sequence[SummaryRow]) -> list[list[str]]:
-    attacked = any(row.attack_success for row in summary)
-    timed = any(row.virtual_seconds for row in summary)
-    paired = any(row.difference for row in summary)
-    head = [*grid.compared, "", "test accuracy"]
-    head += [f"difference to {label(grid.axes[grid.compared[0]][0])}"] if paired else []
-    head += ["attack success"] if attacked else []
-    head += ["virtual s"] if timed else []
+def _columns(
+    grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]
+) -> list[tuple[str, Callable[[SummaryRow], str]]]:
+    """Return the heading of each column and the function that gives its text in a row."""
+
+    def metric(name: str, text: Callable[[Estimate], str]) -> Callable[[SummaryRow], str]:
+        return lambda row: text(row.metrics[name]) if row.metrics.get(name) else ""
+
+    timed = any("virtual_seconds" in row.metrics for row in summary)
+    columns: list[tuple[str, Callable[[SummaryRow], str]]] = [
+        *((key, lambda row, key=key: label(row.point[key])) for key in grid.compared),
+        ("", lambda row: row.mark),
+        ("test accuracy", lambda row: row.accuracy.text() if row.accuracy else "failed"),
+    ]
+    if grid.compared:
+        first = label(grid.axes[grid.compared[0]][0])
+        columns.append((f"difference to {first}", lambda row: row.difference.text(sign=True) if row.difference else ""))
+    columns += [
+        ("attack success", metric("attack_success", Estimate.text)),
+        ("virtual s", metric("virtual_seconds", Estimate.amount)),
+    ]
     if grid.target is not None:
-        head += [f"{'virtual s' if timed else 'rounds'} to {_percent(grid.target)}", "updates", "trips"]
-    table = [[*head, "highest", "runs"]]
-    for row in summary:
-        cells = [*map(label, row.point.values()), row.mark, row.accuracy.text() if row.accuracy else "failed"]
-        if paired:
-            cells.append(row.difference.text(sign=True) if row.difference else "")
-        if attacked:
-            cells.append(row.attack_success.text() if row.attack_success else "")
-        if timed:
-            cells.append(_amount(row.virtual_seconds))
-        if row.to_target is not None:
-            cells += _cells_to_target(row.to_target, row.runs - row.failed, timed)
-        cells.append(fixed(row.best_accuracy.mean) if row.best_accuracy else "")
-        cells.append(f"{row.runs - row.failed} of {row.runs}" if row.failed else str(row.runs))
-        table.append(cells)
-    return table
+        scale = "virtual s" if timed else "rounds"
+        columns += [
+            (f"{scale} to {_percent(grid.target)}", lambda row: _time_to_target(row, timed)),
+            ("updates", metric("updates_to_target", Estimate.amount)),
+            ("arrivals", metric("arrivals_to_target", Estimate.amount)),
+        ]
+    return [
+        *columns,
+        *((name, metric(name, Estimate.amount)) for name in names_in(run.declared for run in runs)),
+        ("highest", lambda row: fixed(row.metrics["best_accuracy"].mean) if row.accuracy else ""),
+        ("runs", lambda row: f"{row.runs - row.failed} of {row.runs}" if row.failed else str(row.runs)),
+    ]
 
 
-def _cells_to_target(to: ToTarget, runs: int, timed: bool) -> list[str]:
-    """Time, updates and trips; of how many of the runs, where it is not all of them."""
-    if not to.reached:
-        return ["not reached" if runs else "", "", ""]
-    of = f" ({to.reached} of {runs})" if to.reached < runs else ""
-    untimed = f"{_amount(to.rounds)} rounds" if timed else _amount(to.rounds)
-    time = _amount(to.virtual_seconds) if to.virtual_seconds else untimed
-    return [time + of, _amount(to.updates), _amount(to.trips)]
-
-
-def _amount(value: Estimate | None) -> str:
-    return value.amount() if value else ""
+def _time_to_target(row: SummaryRow, timed: bool) -> str:
+    """The time to the target, and how many of the runs reached it if not all did."""
+    finished = row.runs - row.failed
+    if not row.reached:
+        return "not reached" if finished else ""
+    seconds, rounds = row.metrics["virtual_seconds_to_target"], row.metrics["rounds_to_target"]
+    time = seconds.amount() if seconds else f"{rounds.amount()} rounds" if timed else rounds.amount()
+    return f"{time} ({row.reached} of {finished})" if row.reached < finished else time
 
 
 def _percent(target: float) -> str:
@@ -212,6 +190,7 @@ def _percent(target: float) -> str:
 
 
 def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]) -> list[str]:
+    """The lines below the table."""
     seeds = max(row.runs for row in summary)
     both = "the two values in brackets" if any(row.accuracy and row.accuracy.n == 2 for row in summary) else ""
     if seeds > 2:
@@ -220,25 +199,19 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
         means = f"means over 2 seeds{both and f', with {both}'}"
     else:
         means = "of one run each: with one seed there are no intervals, and a difference may be chance"
-    paired = "; differences are paired by seed" if seeds > 1 else ""
-    notes = [f"test accuracy after the last round, {means}{paired}"]
+    notes = [f"test accuracy after the last round, {means}{'; differences are paired by seed' if seeds > 1 else ''}"]
     if any(row.mark for row in summary):
         within = f" among equal {', '.join(grid.compared[1:])}" if len(grid.compared) > 1 else ""
         tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
         notes.append(f"* best{within}{tie}")
-    failed = [run for run in runs if run.error is not None]
     if grid.target is not None:
         notes.append(
-            f"to {_percent(grid.target)}: until the first test with that accuracy at least; trips are pieces of work "
-            "that workers brought"
+            f"to {_percent(grid.target)}: until the first test with that accuracy at least; arrivals are models or "
+            "gradients that the server has taken"
         )
-        if any(row.to_target and 0 < row.to_target.reached < row.runs - row.failed for row in summary):
-            notes.append("where not all reached it, the mean is over those that did, and flatters")
+        if any(0 < row.reached < row.runs - row.failed for row in summary):
+            notes.append("if not all runs reached the target, the mean is over those that did, so it is too low")
+    failed = [run for run in runs if run.error is not None]
     if failed:
         notes.append(f"{len(failed)} of {len(runs)} runs failed: they count in no mean, and rows with one have no mark")
     return [*map(note, notes), *(f"  {describe_point(run.point)}: {run.error}" for run in failed)]
-
-
-def _aligned(table: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [GAP.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

@@ -1,4 +1,4 @@
-"""Data sets as tensors, workers' subsets of them, and the strategies that cut them up."""
+"""Data sets as tensors, workers' subsets of them, and partition strategies."""
 
 from fedsim.data.heterogeneity import Heterogeneity, label_counts
 from fedsim.data.partitions import (

@@ -1,4 +1,4 @@
-"""A partition as a picture: labels by workers."""
+"""Draw a partition: labels by workers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ MOST_BARS, MOST_COLOURS = 30, 20  # beyond, a heat map is easier to read
 
 
 def draw_partition(counts: np.ndarray, title: str) -> bytes:
-    """Label counts [n_workers, C] (see `label_counts`) as a PNG: who holds how much of what.
+    """Draw label counts [n_workers, C] (see `label_counts`) as a PNG.
 
-    Stacked bars, one per worker, for up to 30 workers and 20 classes; beyond, a heat map of workers' label histograms
-    under their sizes, its colours on a square-root scale from 0 to 1. The line under the title gives the figures of
-    `heterogeneity`, whose errors this raises.
+    Up to 30 workers and 20 classes are stacked bars, one per worker; larger partitions are a heat map of the workers'
+    label histograms below their sizes, with colours on a square-root scale from 0 to 1. The caption has the statistics
+    of `heterogeneity`, whose errors this function raises.
+
+    >>> png = fedsim.draw_partition(np.array([[5, 0], [0, 3]]), "two workers")
+    >>> png[1:4]
+    b'PNG'
     """
     # Imported here because it takes half a second. No pyplot, so no display and no state.
     from matplotlib.figure import Figure
@@ -57,7 +61,7 @@ def _draw_bars(axes: Axes, counts: np.ndarray) -> None:
     from matplotlib import colormaps
 
     n_workers, n_classes = counts.shape
-    colours = colormaps["tab10" if n_classes <= 10 else "tab20"].colors
+    colours = colormaps["tab10" if n_classes <= 10 else "tab20"].colors  # type: ignore[attr-defined]
     workers = np.arange(n_workers)
     bottoms = np.cumsum(counts, axis=1) - counts
     for label in range(n_classes):

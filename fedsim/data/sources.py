@@ -1,7 +1,7 @@
-"""The data sets that an experiment can name; any other comes in as "package.module:function".
+"""The data sets that an experiment can name; others are given as "package.module:function".
 
-A source is a function `(root, *, parameters) -> (train, test)`, where root is the folder for downloaded files and
-train and test are map-style data sets of (input, class) samples: TensorData, or anything `as_tensor_data` can read.
+A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder of downloaded files. `train` and
+`test` are map-style data sets of (input, class) samples: TensorData, or anything that `as_tensor_data` accepts.
 """
 
 from __future__ import annotations
@@ -13,25 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedsim.data import checksums, idx
+from fedsim.core.registry import Registry
+from fedsim.data.mnist import STATISTICS, load_mnist, missing_files
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimError, one_line, show
-from fedsim.registry import Registry
-from fedsim.system import vision
 
 dataset = Registry("data set", given=("root",), accepts="a function, a class or a tuple (train, test)")
 
-MNIST_MEAN, MNIST_STD = (0.1307,), (0.3081,)
-FASHION_MNIST_MEAN, FASHION_MNIST_STD = (0.2860,), (0.3530,)
-
 MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # beside it, mnist5k.txt says where the images come from
 MNIST5K_TRAIN = 4000  # the first images of the file; the others are for the test
+CLASS_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # of the data sets that torchvision downloads
 
 
 def default_root() -> Path:
-    """Where data sets lie unless the experiment says otherwise: $FEDSIM_DATA, else the user's cache folder.
+    """The default folder of data sets: $FEDSIM_DATA, else the user's cache folder.
 
-    The cache of a user who has no home, as in a container, is in the working folder.
+    Without a home folder, as in a container, the cache is in the working folder.
     """
     if os.environ.get("FEDSIM_DATA"):
         return Path(os.environ["FEDSIM_DATA"]).expanduser()
@@ -43,9 +40,22 @@ def default_root() -> Path:
 
 
 def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tuple[TensorData, TensorData]:
-    """The training and test samples of the data set called `name`.
+    """The training and the test samples of a data set.
 
-    Raises DataError where its files can be neither found nor downloaded, or where it is not what a data set should be.
+    Args:
+        name: a registered name (`fedsim list datasets`), "package.module:function", or a function.
+        root: the folder of downloaded files; None: $FEDSIM_DATA, else the user's cache folder.
+        params: parameters of the data set.
+
+    Returns two TensorData, inputs [n, ...] with int64 targets [n].
+
+    Raises DataError if files can be neither found nor downloaded, if a part has no samples, or if a target is not one
+    integer >= 0.
+
+    >>> train, test = fedsim.load_dataset("mnist5k")
+    >>> inputs, targets = train.gather(torch.arange(3))
+    >>> inputs.shape, targets
+    (torch.Size([3, 1, 28, 28]), tensor([0, 1, 2]))
     """
     plug = dataset.get(name, "data.dataset")
     params = plug.check(params, "data", beside=["dataset", "root"])
@@ -66,75 +76,61 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
 
 
 def _read(data: Any, name: str) -> TensorData:
-    """A part of a data set as tensors; what is wrong with its samples is told with its name."""
+    """A part of a data set as tensors. Errors begin with the name of the data set."""
     try:
         return as_tensor_data(data)
     except DataError as error:
         raise DataError(f"data.dataset = {show(name)}: {error}") from None
 
 
+def lacks_files(name: str, root: str | Path) -> bool:
+    """Whether the data set called `name` would download files to this folder."""
+    class_name = CLASS_NAMES.get(name)
+    return class_name is not None and bool(missing_files(Path(os.path.expanduser(root)) / class_name / "raw"))
+
+
 @dataset("mnist5k")
 def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
-    """5,000 real MNIST images that come with the installation: 4,000 to train, 1,000 to test, equal classes.
+    """5,000 real MNIST images that come with fedsim: 4,000 to train and 1,000 to test, equal classes.
 
-    All are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so that a contiguous partition is
-    about as even as on MNIST itself.
+    All are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so a contiguous partition is about as
+    even as on MNIST itself. Images are uint8 [n, 1, 28, 28], normalised by MNIST's mean and standard deviation.
+
+    >>> train, test = fedsim.load_dataset("mnist5k")
+    >>> train.inputs.shape, len(test)
+    (torch.Size([4000, 1, 28, 28]), 1000)
     """
     with np.load(MNIST5K_FILE) as file:
         images, labels = torch.from_numpy(file["images"]).unsqueeze(1), torch.from_numpy(file["labels"]).long()
-    train, test = (
-        TensorData.of_images(images[part], labels[part], MNIST_MEAN, MNIST_STD)
-        for part in (slice(MNIST5K_TRAIN), slice(MNIST5K_TRAIN, None))
-    )
+    parts = slice(MNIST5K_TRAIN), slice(MNIST5K_TRAIN, None)
+    train, test = (TensorData.of_images(images[part], labels[part], *STATISTICS["MNIST"]) for part in parts)
     return train, test
-
-
-def lacks_files(name: str, root: str | Path) -> bool:
-    """Whether the data set called `name` would download files to this folder."""
-    missing = getattr(dataset.get(name, "data.dataset").target, "missing_files", None)
-    return missing is not None and bool(missing(Path(os.path.expanduser(root))))
 
 
 @dataset("mnist")
 def mnist(root: Path, *, verify: bool = True) -> tuple[TensorData, TensorData]:
-    """MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing.
+    """MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
 
-    verify: refuse files that are as long as MNIST's and hold something else, which damaged ones do, but also data sets
-        made to take its place. Files of any other length are read as what they say they are.
+    Images are uint8 [n, 1, 28, 28]. LeCun et al. 1998.
+
+    Args:
+        root: the folder that holds MNIST/raw, as in torchvision.
+        verify: refuse files that have the size of MNIST's files and another checksum, as damaged files have. Set it to
+            false for a data set that was made to replace MNIST. Files of other sizes are not checked.
+
+    Raises DataError if a file can be neither found nor downloaded, or is damaged.
+
+    >>> train, test = fedsim.load_dataset("mnist", "~/data")  # doctest: +SKIP
     """
-    return _mnist_like(root, "mnist", "MNIST", MNIST_MEAN, MNIST_STD, checksums.MNIST if verify else {})
+    return load_mnist(root, "MNIST", verify=verify)
 
 
 @dataset("fashion_mnist")
 def fashion_mnist(root: Path, *, verify: bool = True) -> tuple[TensorData, TensorData]:
-    """Fashion-MNIST, 60,000 to train and 10,000 to test; downloaded through torchvision where it is missing.
+    """Fashion-MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
 
-    verify: as of `mnist`.
+    Images are uint8 [n, 1, 28, 28]. Arguments and errors are those of `mnist`. Xiao et al. 2017.
+
+    >>> train, test = fedsim.load_dataset("fashion_mnist", "~/data", verify=False)  # doctest: +SKIP
     """
-    known = checksums.FASHION_MNIST if verify else {}
-    return _mnist_like(root, "fashion_mnist", "FashionMNIST", FASHION_MNIST_MEAN, FASHION_MNIST_STD, known)
-
-
-mnist.missing_files = lambda root: idx.missing_files(root / "MNIST" / "raw")
-fashion_mnist.missing_files = lambda root: idx.missing_files(root / "FashionMNIST" / "raw")
-
-
-def _mnist_like(
-    root: Path, name: str, class_name: str, mean: tuple[float, ...], std: tuple[float, ...], known: checksums.Known
-) -> tuple[TensorData, TensorData]:
-    folder = root / class_name / "raw"
-    missing = idx.missing_files(folder)
-    if missing:
-        try:
-            vision.download(class_name, root)
-        except DataError as error:
-            raise DataError(
-                f'data.dataset = "{name}": not in {folder} (no {missing[0]}), and {error}. Set data.root or '
-                f"$FEDSIM_DATA to the folder that holds {class_name}/raw, or use the embedded data set: "
-                "data.dataset=mnist5k"
-            ) from error
-    train, test = (
-        TensorData.of_images(*idx.read_images_and_labels(folder, train=train, known=known), mean, std)
-        for train in (True, False)
-    )
-    return train, test
+    return load_mnist(root, "FashionMNIST", verify=verify)

@@ -1,4 +1,4 @@
-"""Workers' shards as subsets of one data set that nobody copies."""
+"""Workers' shards as subsets of one data set, without copies."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from fedsim.augmentation import ImageTransform
+from fedsim.core.randomness import Draws, torch_generator
+from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform, partition, partition_transforms
 from fedsim.data.tensors import TensorData, class_of
-from fedsim.randomness import Draws, torch_generator
 
 # Gathered and normalised at once, so that small batches share the calls. On a CPU a chunk stays in its cache. Elsewhere
 # each chunk waits for the device, which copies the positions: 64 MiB are a whole shard of 20,000 images of 28 x 28.
@@ -22,17 +22,22 @@ CHUNK_BYTES_ELSEWHERE = 2**26
 
 
 class CustomSubset(Subset):
-    """The samples of a map-style data set at `indices`, seen through a transform of this subset's own.
+    """The samples of a map-style data set at `indices`, with a transform of this subset.
 
-    A real `torch.utils.data.Subset`: it works in a DataLoader, which fetches whole batches through `__getitems__`.
-    Where the data set is tensors (TensorData, TensorDataset), batches are gathered from them directly.
+    It is a `torch.utils.data.Subset` and works in a DataLoader, which fetches whole batches through `__getitems__`.
+    Batches of a data set of tensors (TensorData, TensorDataset) are gathered from the tensors.
 
     Args:
         dataset: any map-style data set of (input, target) samples.
         indices: positions in `dataset`, in this subset's order.
-        subset_transform: applied to each input; to a whole batch of them at once if it has an attribute `batched`
-            that is true.
+        subset_transform: applied to each input, or to a whole batch if its attribute `batched` is true.
+
+    >>> data = torch.utils.data.TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
+    >>> fedsim.CustomSubset(data, [3, 0], lambda x: -x).gather(torch.tensor([0, 1]))
+    (tensor([-3., -0.]), tensor([1, 0]))
     """
+
+    indices: Any  # int64 [len], a tensor where torch has a sequence
 
     def __init__(
         self,
@@ -41,7 +46,7 @@ class CustomSubset(Subset):
         subset_transform: Callable[[Any], Any] | None = None,
     ) -> None:
         positions = torch.as_tensor(indices, dtype=torch.long)
-        super().__init__(dataset, positions)  # type: ignore[arg-type]  # a tensor is the sequence that gathers fast
+        super().__init__(dataset, positions)  # type: ignore[arg-type]  # a tensor gathers faster than a list
         self.subset_transform = subset_transform
 
     def __len__(self) -> int:
@@ -51,7 +56,7 @@ class CustomSubset(Subset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """The samples at these positions of the subset, as a list: what a DataLoader's fetcher calls."""
+        """The samples at these positions of the subset; a DataLoader's fetcher calls this."""
         positions = self.indices[torch.as_tensor(indices)]
         fetch = getattr(self.dataset, "__getitems__", None)
         numbers = positions.tolist()
@@ -69,7 +74,7 @@ class CustomSubset(Subset):
             chosen = self.indices[positions]
             inputs, targets = (t.index_select(0, chosen.to(t.device)) for t in self.dataset.tensors)
         else:
-            return tuple(default_collate(self.__getitems__(positions.tolist())))  # type: ignore[return-value]
+            return tuple(default_collate(self.__getitems__(positions.tolist())))
         if self.subset_transform is None:
             return inputs, targets
         transformed = self._transform(inputs)
@@ -79,7 +84,7 @@ class CustomSubset(Subset):
         """All samples once, as (inputs, targets) batches of `batch_size`; the last may be smaller.
 
         Args:
-            order: a permutation of range(len(self)); the subset's own order where it is left out.
+            order: a permutation of range(len(self)); None: the subset's own order.
         """
         order = torch.arange(len(self), device=self.indices.device) if order is None else torch.as_tensor(order)
         chunk = batch_size * self._batches_at_once(batch_size)
@@ -95,7 +100,7 @@ class CustomSubset(Subset):
         return [transform(x) for x in inputs]
 
     def _batches_at_once(self, batch_size: int) -> int:
-        """How many batches are gathered together; one where the size of a sample is unknown."""
+        """The number of batches that are gathered together; 1 if the size of a sample is unknown."""
         if not isinstance(self.dataset, TensorData):
             return 1
         sample = self.dataset.inputs[0]
@@ -106,8 +111,8 @@ class CustomSubset(Subset):
 class WorkerTransform:
     """A partition's transform for one worker as a `subset_transform`.
 
-    Its draws are a function of (seed, worker, number of the batch). A copy, as in a DataLoader's process, goes on
-    counting by itself.
+    Its draws are a function of (seed, worker, number of the batch). A copy, as in a DataLoader's process, counts by
+    itself.
     """
 
     batched = True
@@ -136,7 +141,17 @@ def dataset_split(
 ) -> list[CustomSubset]:
     """Cut a map-style data set into one CustomSubset per worker, with a partition strategy (see `partition`).
 
-    Without a `subset_transform`, workers see their samples as the strategy has it (`feature_noise`, ...).
+    Args:
+        dataset: of (input, class) samples.
+        n_workers, strategy, seed, ids, params: as in `partition`.
+        subset_transform: see `CustomSubset`; None: the strategy's transforms (`feature_noise`, ...), if any.
+
+    Returns one CustomSubset per worker. Raises ExperimentError as `partition`, and DataError for labels that are no
+    integers.
+
+    >>> data = torch.utils.data.TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
+    >>> [len(subset) for subset in fedsim.dataset_split(data, 2, "iid")]
+    [2, 2]
     """
     shards = partition(labels_of(dataset), n_workers, strategy, seed, ids=ids, **params)
     if subset_transform is not None:
@@ -151,7 +166,7 @@ def dataset_split(
 def labels_of(dataset: Any) -> np.ndarray:
     """The class label of every sample, [n]: the data set's `targets` or `labels`, else read sample by sample.
 
-    Raises DataError where a label is not one integer.
+    Raises DataError for a label that is not one integer.
     """
     if isinstance(dataset, Subset):
         return labels_of(dataset.dataset)[np.asarray(dataset.indices)]
@@ -165,7 +180,7 @@ def labels_of(dataset: Any) -> np.ndarray:
 
 
 def _classes(labels: Any) -> np.ndarray:
-    """Labels as an array of integers, [n]; the first label that is not one integer is refused."""
+    """Labels as an array of integers, [n]. Raises DataError for the first label that is not one integer."""
     array = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
     if array.dtype.kind in "iub" and array.ndim == 1:
         return array

@@ -1,4 +1,4 @@
-"""A data set as two tensors, from which whole batches are gathered and normalised."""
+"""A data set in two tensors, from which whole batches are gathered and normalised."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from fedsim.errors import DataError
 
 @dataclass(frozen=True)
 class TensorData(Dataset):
-    """A map-style data set whose samples are one tensor, kept as compact as they came (images as uint8).
+    """A map-style data set in two tensors, in their original dtype (images as uint8).
 
     Attributes:
         inputs: [n, ...]; images are [n, channels, height, width].
         targets: [n], int64 class labels.
-        scale, shift: inputs are handed out as `input * scale + shift`; scalars or one value per channel.
-        dtype: of the inputs that are handed out.
-        ids: whose sample each one is (writer, user), [n], where that is known; for the partition `natural`.
+        scale, shift: samples are `input * scale + shift`; scalars or one value per channel.
+        dtype: of the samples.
+        ids: the writer or user of each sample, [n], for the partition `natural`; None: unknown.
+
+    >>> data = fedsim.TensorData(torch.tensor([[0], [255]], dtype=torch.uint8), torch.tensor([0, 1]), scale=1 / 255)
+    >>> data.gather(torch.tensor([1]))
+    (tensor([[1.]]), tensor([1]))
     """
 
     inputs: Tensor
@@ -42,7 +46,7 @@ class TensorData(Dataset):
 
     @classmethod
     def of_images(cls, images: Tensor, targets: Tensor, mean: Sequence[float], std: Sequence[float]) -> TensorData:
-        """uint8 images [n, channels, h, w] that are handed out as (image / 255 - mean) / std per channel."""
+        """uint8 images [n, channels, h, w], normalised as (image / 255 - mean) / std per channel."""
         scale = tuple(1 / (255 * s) for s in std)
         shift = tuple(-m / s for m, s in zip(mean, std, strict=True))
         if len(scale) == 1:
@@ -57,14 +61,14 @@ class TensorData(Dataset):
         return inputs[0], int(targets[0])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """The samples of a whole batch at once: what a DataLoader's fetcher calls."""
+        """The samples at these positions; a DataLoader's fetcher calls this."""
         inputs, targets = self.gather(torch.as_tensor(indices))
         return list(zip(inputs, targets.tolist(), strict=True))
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """A batch: normalised inputs [batch, ...] and targets [batch], on the device of the data.
 
-        Images on a CPU come in channels_last order: the same numbers, on which convolutions run up to twice as fast.
+        Images on a CPU have channels_last memory order, on which convolutions run up to twice as fast.
         """
         indices = indices.to(self.inputs.device)
         raw = self.inputs.index_select(0, indices)  # many times faster than self.inputs[indices] on a CPU
@@ -81,10 +85,10 @@ class TensorData(Dataset):
             return inputs.add_(inputs.new_tensor(self.shift).view(per_channel))
         if self.scale != 1.0:
             inputs.mul_(self.scale)
-        return inputs.add_(self.shift) if self.shift else inputs
+        return inputs.add_(self.shift) if self.shift else inputs  # type: ignore[arg-type]  # a float, as the scale
 
     def _normalised_at_once(self, raw: Tensor) -> Tensor:
-        """Samples that have been gathered, converted and normalised by one kernel."""
+        """Gathered samples, converted and normalised by one kernel."""
         if self.scale == 1.0 and not self.shift:
             return raw.to(self.dtype)
         scale, shift = self._scale_and_shift
@@ -94,26 +98,26 @@ class TensorData(Dataset):
 
     @cached_property
     def _scale_and_shift(self) -> list[Tensor]:
-        """Both on the device of the data, where they stay: copying them there would be a wait for each batch."""
+        """Scale and shift on the device of the data, so that no batch waits for a copy."""
         made = [
             torch.tensor(values, dtype=self.dtype, device=self.inputs.device) for values in (self.scale, self.shift)
         ]
-        # Not of zero dimensions: then float32 inputs would be normalised in float32 whatever the dtype.
+        # With zero dimensions, float32 inputs would be normalised in float32 for every dtype.
         return [values.view(-1, *[1] * (self.inputs.ndim - 2)) for values in made]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
-        """The same data on `device`, handing out floating inputs as `dtype` (token numbers stay what they are)."""
+        """The same data on `device`, with floating samples of `dtype`; token numbers keep their dtype."""
         dtype = dtype if self.dtype.is_floating_point else self.dtype
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device), dtype=dtype)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """What the data set keeps in memory."""
+        """The tensors that the data set holds."""
         return self.inputs, self.targets
 
 
 def in_order(inputs: Tensor) -> Tensor:
-    """Inputs [batch, ...] in the memory order in which `TensorData.gather` gives them; copied where they are not."""
+    """Inputs [batch, ...] in the memory order of `TensorData.gather`, copied if needed."""
     room = torch.empty_like(inputs, memory_format=_order_of(inputs))
     return inputs if inputs.stride() == room.stride() else room.copy_(inputs)
 
@@ -124,13 +128,16 @@ def _order_of(inputs: Tensor) -> torch.memory_format:
 
 
 def as_tensor_data(data: Any) -> TensorData:
-    """Any map-style data set of (input, class) samples as tensors, read once, in order.
+    """Read any map-style data set of (input, class) samples into tensors, in order.
 
-    Inputs may be tensors, arrays, numbers or (PIL) images; all must have one shape. uint8 inputs, as images are, are
-    handed out divided by 255, as torchvision's ToTensor does; other integers (tokens) as they are. What the data set
-    calls `ids` is kept.
+    Inputs may be tensors, arrays, numbers or PIL images; all must have one shape. uint8 inputs, such as images, are
+    divided by 255, as torchvision's ToTensor does; other integers (tokens) stay the same. The attribute `ids` of the
+    data set is kept.
 
-    Raises DataError where a target is not one integer.
+    Raises DataError for a target that is not one integer.
+
+    >>> fedsim.data.as_tensor_data([(torch.zeros(3), 1), (torch.ones(3), 0)]).targets
+    tensor([1, 0])
     """
     if isinstance(data, TensorData):
         return data
@@ -145,7 +152,7 @@ def as_tensor_data(data: Any) -> TensorData:
 
 
 def class_of(target: Any, index: int) -> int:
-    """The class of a sample; anything but one integer (or boolean) is refused."""
+    """The class of a sample. Raises DataError for anything but one integer or boolean."""
     value = target.detach().cpu().numpy() if isinstance(target, Tensor) else np.asarray(target)
     if value.dtype.kind in "iub" and value.size == 1:
         return int(value.item())
@@ -163,7 +170,7 @@ def class_of(target: Any, index: int) -> int:
 def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    if hasattr(value, "getbands"):  # a PIL image, told without importing PIL
+    if hasattr(value, "getbands"):  # a PIL image, recognised without importing PIL
         pixels = torch.from_numpy(np.array(value))
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     return torch.as_tensor(value)

@@ -1,13 +1,11 @@
 """Engines: who trains the rows of a cohort, and where."""
 
+from fedsim.core.registry import Registry
 from fedsim.engines.auto import AutoEngine
-from fedsim.engines.batched import BatchedEngine
-from fedsim.engines.distributed import DistributedEngine
+from fedsim.engines.distributed.engine import DistributedEngine
 from fedsim.engines.engine import Engine
-from fedsim.engines.job import Memory, Schedule, Task
-from fedsim.engines.serial import SerialEngine
-from fedsim.engines.spawn import SpawnEngine
-from fedsim.registry import Registry
+from fedsim.engines.named import BatchedEngine, SerialEngine, SpawnEngine
+from fedsim.engines.task import Schedule, SharedState, TaskSpec
 
 engine = Registry("engine", given=("processes", "threads", "timeout"))
 engine("serial")(SerialEngine)
@@ -21,10 +19,10 @@ __all__ = [
     "BatchedEngine",
     "DistributedEngine",
     "Engine",
-    "Memory",
     "Schedule",
     "SerialEngine",
+    "SharedState",
     "SpawnEngine",
-    "Task",
+    "TaskSpec",
     "engine",
 ]

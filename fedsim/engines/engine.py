@@ -1,20 +1,24 @@
-"""What an engine is: a number of processes that share one Memory and run the same Station code."""
+"""What an engine is: a backend (where rows are trained) and trainers (how they are trained), put together.
+
+The methods of `Engine` are the lines of a round. Each calls the method of `Executor` with the same name in every
+process of the backend.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fedsim.engines.averaging import Account
-from fedsim.engines.feed import Member
-from fedsim.engines.job import Memory, Task
-from fedsim.errors import WorkerError
-from fedsim.snapshot import Snapshot
+from fedsim.core.snapshot import Snapshot
+from fedsim.engines.aggregator import AggregationStats
+from fedsim.engines.backend import Backend
+from fedsim.engines.executor import Executor, MakeTrainer
+from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.trainers.batches import WorkItem
 from fedsim.system.devices import default_processes, resolve_device
 
 # Top-level keys of an experiment that only some engines use; see `Engine.settings`.
@@ -23,13 +27,17 @@ SETTINGS = frozenset(
 )
 
 
-class Engine(ABC):
+Trainers = Callable[[TaskSpec, SharedState, int, int], tuple[MakeTrainer, dict[str, Any]]]
+
+
+class Engine:
     """Trains cohorts of rows. Made once, then given one task after another; a context manager that cleans up.
 
     Args:
-        processes: how many processes work.
-        threads: threads that PyTorch uses in each.
-        timeout: seconds without a sign of life after which a process counts as hanging.
+        backend: where rows are trained.
+        trainers: how they are trained: of (task, shared state, processes, threads) it gives the function that makes the
+            trainer of a process, and facts for the run record.
+        threads: threads that PyTorch uses in each process.
     """
 
     one_process: ClassVar[bool] = False  # whether it is always one
@@ -37,7 +45,6 @@ class Engine(ABC):
     stacks: ClassVar[bool] = False  # whether it may stack rows, and so asks for the width of stacks
     ranks: ClassVar[bool] = False  # whether it is one of several programs that a launcher has started
     chooses: ClassVar[bool] = False  # whether it does a task in the way of another, which it picks
-    memory: Memory
 
     @classmethod
     def leads(cls) -> bool:
@@ -75,88 +82,103 @@ class Engine(ABC):
         settings |= {"timeout", "on_worker_failure", "worker_retries"} if cls.may_lose_processes(most) else set()
         return settings
 
-    @abstractmethod
-    def __init__(self, processes: int, threads: int, timeout: float) -> None: ...
+    def __init__(self, backend: Backend, trainers: Trainers, threads: int) -> None:
+        self._backend, self._trainers, self._threads = backend, trainers, threads
+        self._trainer_facts: dict[str, Any] = {}
 
-    def allocate(self, task: Task, cohort: int, *data: Any) -> Memory:
-        """The memory of a task; `data` as in `Memory.allocate`."""
-        return Memory.allocate(task, cohort, *data)
+    @property
+    def shared(self) -> SharedState:
+        """The tensors that all processes work on, while there is a task."""
+        return self._backend.shared
 
-    @abstractmethod
-    def begin(self, task: Task, memory: Memory) -> None:
+    def allocate(self, task: TaskSpec, cohort: int, *data: Any) -> SharedState:
+        """The state of a task; `data` as in `SharedState.allocate`."""
+        return SharedState.allocate(task, cohort, *data)
+
+    def begin(self, task: TaskSpec, shared: SharedState) -> None:
         """Take on a task; the one before is left. Raises ExperimentError where the engine cannot do it."""
+        make_trainer, self._trainer_facts = self._trainers(task, shared, self._backend.processes, self._threads)
+        self._backend.begin(task, shared, make_trainer)
 
     @property
     def at_work(self) -> bool:
-        """Whether it can take on a task: not after it was closed, or has lost its processes to a failure."""
-        return True
+        """Whether it can take on a task: not after it was closed, nor after it has lost its processes."""
+        return self._backend.at_work
 
     @property
     def can_lose_processes(self) -> bool:
-        """Whether processes train for it that may end while this one goes on (see ProcessLostError)."""
-        return False
+        """Whether its processes may end while this one goes on; see ProcessLostError."""
+        return self._backend.can_lose_processes
 
     def replace_processes(self) -> None:
-        """Start all its processes anew, after one was lost, on the task and the memory in hand, as that is.
+        """Restart all processes on the current task and state. Raises WorkerError where that fails."""
+        self._backend.replace_processes()
 
-        Raises WorkerError where that fails.
-        """
-        raise WorkerError(f"{type(self).__name__} has no processes that could be replaced")
-
-    @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """For the run record: how the task in hand is computed, `processes` among it."""
+        """How the current task is computed, for the run record: `processes` and others."""
+        return {"processes": self._backend.processes, **self._trainer_facts}
 
     def compiled(self) -> bool | str:
-        """Whether the task in hand is trained by compiled code; if not, though it should be, the reason."""
-        refusals = [refusal for refusal in self._each("compilation") if refusal is not None]
+        """Whether the current task is trained by compiled code; if not, though it should be, the reason."""
+        refusals = [refusal for refusal in self._backend.run(Executor.compilation) if refusal is not None]
         return refusals[0] if refusals else True
 
     def replayed(self) -> bool | str:
-        """Whether the steps of the task in hand are captured and replayed; if not, the reason."""
-        refusals = [refusal for refusal in self._each("replay_refusal") if refusal is not None]
+        """Whether the steps of the current task are captured and replayed; if not, the reason."""
+        refusals = [refusal for refusal in self._backend.run(Executor.replay_refusal) if refusal is not None]
         return refusals[0] if refusals else True
 
-    @abstractmethod
     def leave(self) -> None:
-        """Let go of the task and its memory, in every process; without a task there is nothing to do."""
+        """Release the task and its memory in every process; do nothing without a task."""
+        self._backend.leave()
 
-    @abstractmethod
-    def _each(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of every process's Station; the results in their order. Raises WorkerError if one fails."""
-
-    @abstractmethod
     def close(self) -> None:
         """End the processes, if there are any."""
+        self._backend.close()
+
+    # The lines of a round, see `fedsim.runs.loops.synchronous`.
 
     def pull_down(self, cohort: Sequence[int], round: int) -> None:
-        """Every member of the cohort gets the global model."""
-        self._each("pull_down", cohort, round)
+        """Give every member of the cohort the global model."""
+        self._backend.run(Executor.pull_down, cohort, round)
 
     def train(self, cohort: Sequence[int], round: int) -> None:
-        """Every member of the cohort trains its row on its shard."""
-        self._each("train", cohort, round)
+        """Train every member of the cohort on its shard. The rows hold the members' updates afterwards."""
+        self._backend.run(Executor.train, cohort, round)
 
-    def train_apart(self, members: Sequence[Member]) -> None:
-        """Train rows from what they hold, each for a round or a step of its worker's own."""
-        self._each("train_apart", members)
+    def attack(self, cohort: Sequence[int], round: int) -> None:
+        """Replace the updates of the Byzantine members of the cohort."""
+        self._backend.run(Executor.attack, cohort, round)
 
-    def aggregate(self, cohort: Sequence[int], round: int) -> Account:
-        """The global row moves along the aggregate of the cohort's updates."""
-        return self._each("aggregate", cohort, round)[0]
+    def aggregate(self, cohort: Sequence[int], round: int) -> AggregationStats:
+        """Apply the rule to the updates of the cohort. The processes keep the result for `server_step`."""
+        return self._backend.run(Executor.aggregate, cohort, round)[0]
 
-    def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> Account:
-        """One round of synchronous SGD: the cohort's gradients are aggregated at every step."""
-        return self._each("train_on_averaged_gradients", cohort, round)[0]
+    def server_step(self) -> None:
+        """Move the global row along the aggregated update, by the server optimizer."""
+        self._backend.run(Executor.server_step)
+
+    def combine_buffers(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> None:
+        """Update the global buffers from those of the cohort, without the excluded workers."""
+        if self.shared.global_buffers.numel():
+            self._backend.run(Executor.combine_buffers, cohort, round, excluded)
+
+    def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> AggregationStats:
+        """Run a round of synchronous SGD: the cohort's gradients are aggregated at every step."""
+        return self._backend.run(Executor.train_on_averaged_gradients, cohort, round)[0]
+
+    def train_apart(self, members: Sequence[WorkItem]) -> None:
+        """Train rows from their present values, each for a round or for one step."""
+        self._backend.run(Executor.train_apart, members)
 
     def test(self, round: int) -> tuple[float, float, float | None]:
         """Loss and accuracy of the global model on the test data, and the success rate of an attack that has a goal.
 
         What a model draws in evaluation mode depends on the seed, the round and the test batch.
         """
-        self._each("test", round)
-        loss_sum, correct, successes, tries = self.memory.test_sums.sum(0).tolist()
-        samples = len(self.memory.test)
+        self._backend.run(Executor.test, round)
+        loss_sum, correct, successes, tries = self.shared.test_sums.sum(0).tolist()
+        samples = len(self.shared.test)
         return loss_sum / samples, correct / samples, successes / tries if tries else None
 
     def train_loss(self, samples: Sequence[int]) -> float:
@@ -164,12 +186,12 @@ class Engine(ABC):
 
         A member with 0 samples does not count, whatever its loss is; NaN if nobody counts.
         """
-        return mean_loss(self.memory.train_loss, samples)
+        return mean_loss(self.shared.train_loss, samples)
 
     def state(self) -> Snapshot:
         """What the next round depends on; nothing of that is in the rows, which it begins by pulling down."""
-        rule, has_last = self._each("remembered")[0]
-        state = Snapshot(facts={"has_last": has_last, "syncs": list(self.memory.states)})
+        rule, has_last = self._backend.run(Executor.remembered)[0]
+        state = Snapshot(facts={"has_last": has_last, "syncs": list(self.shared.states)})
         state.keep(self._lasting())
         state.keep({name: torch.from_numpy(array) for name, array in rule.items()}, "rule.")
         return state
@@ -177,20 +199,21 @@ class Engine(ABC):
     def resume(self, state: Snapshot) -> None:
         """Go back, or on, to where an engine was with the same task. Raises RecordError where it was another."""
         lasting, begun, has_last = self._lasting(), state.facts["syncs"], state.facts["has_last"]
-        if type(has_last) is not bool or begun not in (list(self.memory.states), ["gradients"]):
+        if type(has_last) is not bool or begun not in (list(self.shared.states), ["gradients"]):
             raise ValueError("is of another run")
-        yet_to_come = tuple(f"{sync}." for sync in self.memory.states if sync not in begun)
+        yet_to_come = tuple(f"{sync}." for sync in self.shared.states if sync not in begun)
         state.put_back({name: tensor for name, tensor in lasting.items() if not name.startswith(yet_to_come)})
         self._remember(lasting, state.under("rule."), has_last)
         if yet_to_come:  # it ended with the last round of gradients, and now there are more rounds
-            self._each("begin_with_parameters")
+            self._backend.run(Executor.begin_with_parameters)
 
     def _remember(self, lasting: dict[str, Tensor], rule: dict[str, Tensor], has_last: bool) -> None:
-        self._each("remember", {name: tensor.numpy() for name, tensor in rule.items()}, has_last)
+        arrays = {name: tensor.numpy() for name, tensor in rule.items()}
+        self._backend.run(Executor.remember, arrays, has_last)
 
     def _lasting(self) -> dict[str, Tensor]:
         """What one round leaves to the next, by name and whole."""
-        return self.memory.lasting
+        return self.shared.lasting
 
     def spread(self, found: tuple[int, Snapshot] | None) -> tuple[int, Snapshot] | None:
         """What the process that keeps the records has found in them, in all processes of the run."""
@@ -206,7 +229,7 @@ class Engine(ABC):
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
         """The rows by slot as the last aggregation left them, and the losses; None in a process that writes nothing."""
-        return self.memory.rows, self.memory.losses
+        return self.shared.rows, self.shared.losses
 
     def __enter__(self) -> Engine:
         return self

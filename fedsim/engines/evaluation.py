@@ -8,13 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedsim.engines.capture import GraphPool, Run
-from fedsim.engines.job import Memory, Task, test_batch_size
-from fedsim.engines.module import RowModule
+from fedsim.core.randomness import seed_everything
+from fedsim.core.training import test
+from fedsim.engines.task import SharedState, TaskSpec, test_batch_size
+from fedsim.engines.trainers.capture import GraphPool, Run
+from fedsim.engines.trainers.row_module import RowModule
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
-from fedsim.randomness import seed_everything
 from fedsim.system.devices import wide_dtype
-from fedsim.training import test
 
 
 class Evaluation:
@@ -31,10 +31,12 @@ class Evaluation:
             without one.
     """
 
-    def __init__(self, task: Task, memory: Memory, module: RowModule, batches: range, *, captured: bool) -> None:
-        self._task, self._memory, self._module, self._batches = task, memory, module, batches
+    def __init__(
+        self, task: TaskSpec, shared: SharedState, module: RowModule, batches: range, *, captured: bool
+    ) -> None:
+        self._task, self._shared, self._module, self._batches = task, shared, module, batches
         self._size = size = test_batch_size(task.device)
-        self._sizes = [min(size, len(memory.test) - batch * size) for batch in batches]
+        self._sizes = [min(size, len(shared.test) - batch * size) for batch in batches]
         self._to_be_captured = captured and size in self._sizes
         self._replay: Run | None = None
         self._room: tuple[Tensor, Tensor] | None = None  # of a row and its gradient, which a graph works on
@@ -45,7 +47,7 @@ class Evaluation:
         self._number = torch.zeros(1, dtype=torch.int64, device=device)  # of the next batch in a graph
         self._sums = torch.zeros(len(batches), 4, dtype=wide_dtype(device), device=device)
 
-    def __call__(self, round: int, beat: Callable[[], None]) -> None:
+    def __call__(self, round: int, heartbeat: Callable[[], None]) -> None:
         """Write the sums of the batches into the memory."""
         if not self._batches:
             return
@@ -56,20 +58,20 @@ class Evaluation:
         if self._replay is not None:
             self._number.zero_()
         for number, (batch, size) in enumerate(zip(self._batches, self._sizes, strict=True)):
-            beat()
+            heartbeat()
             if self._replay is not None and size == self._size:
                 self._replay()
             else:
                 seed_everything(self._task.device, self._task.seed, "test", round, batch)
                 positions = self._positions[:size] + batch * self._size
                 torch.stack(self._sums_of(self._module, row, gradient, positions), out=self._sums[number])
-        self._memory.test_sums[list(self._batches)] = self._sums.cpu().double()
+        self._shared.test_sums[list(self._batches)] = self._sums.cpu().double()
 
     def _sums_of(self, module: RowModule, row: Tensor, gradient: Tensor, positions: Tensor) -> list[Tensor]:
         """The four sums of the batch of these test samples. All of it happens on the device."""
-        memory = self._memory
-        inputs, targets = memory.test.gather(positions)
-        module.take(row.copy_(memory.global_row), gradient, memory.global_buffers)
+        shared = self._shared
+        inputs, targets = shared.test.gather(positions)
+        module.take(row.copy_(shared.global_row), gradient, shared.global_buffers)
         tally = test(module.module, [(inputs, targets)])
         return [tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)]
 
@@ -78,13 +80,13 @@ class Evaluation:
         task, none = self._task, torch.zeros((), dtype=wide_dtype(self._task.device), device=self._task.device)
         if task.attack.goal is None or not task.byzantine:
             return none, none
-        inputs, targets = task.attack.goal(inputs, targets, self._memory.classes)
+        inputs, targets = task.attack.goal(inputs, targets, self._shared.classes)
         if not len(targets):
             return none, none
         return test(module.module, [(inputs, targets)]).correct, none + len(targets)
 
     def _new_room(self) -> tuple[Tensor, Tensor]:
-        row = self._memory.global_row.clone()
+        row = self._shared.global_row.clone()
         return row, torch.empty_like(row)
 
     def _capture(self) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from fedsim.engines.job import Task
+from fedsim.engines.task import TaskSpec
 
 
 def memory_needed(
-    task: Task,
+    task: TaskSpec,
     d: int,
     cohort: int,
     processes: int,
@@ -35,24 +35,24 @@ def memory_needed(
         checkpoints: whether checkpoints are written.
     """
     row, one = d * task.dtype.itemsize, torch.zeros(1)
-    seats = cohort + task.rule.takes("root")
+    n_rows = cohort + task.rule.accepts("root")
     solver_state = len(task.solver.start(one))
     state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(one)) for sync in task.syncs)
-    lasting = state if in_rounds else state + seats
+    lasting = state if in_rounds else state + n_rows
     gradients_of_all = "gradients" in task.syncs and not stacked
-    modules = 3 * processes + (seats - processes if gradients_of_all and seats > processes else 0)
+    modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
     if stacked:
-        width = min(task.width or 1, -(-seats // processes))
+        width = min(task.width or 1, -(-n_rows // processes))
         training = processes * (3 + 2 * solver_state) * width
     else:
         training = processes * (1 + solver_state)
     copies = (1 if replaces else 0) + (3 if checkpoints else 0)  # a checkpoint: a snapshot, its bytes, and the file
     parts = {
-        "rows": seats * row,
+        "rows": n_rows * row,
         "global model and optimizer state": state * row,
         "modules": modules * row,
         "gradients and solver state": training * row,
         "copies for recovery and checkpoints": copies * lasting * row,
-        "distances of all pairs": 8 * cohort * cohort if task.rule.takes("gram") else 0,
+        "distances of all pairs": 8 * cohort * cohort if task.rule.accepts("gram") else 0,
     }
     return {what: nbytes for what, nbytes in parts.items() if nbytes}

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedsim.engines.job import Memory, Schedule, Task
-from fedsim.randomness import random_state_kept
+from fedsim.core.randomness import preserve_random_state
+from fedsim.engines.task import Schedule, SharedState, TaskSpec
 
 START_SECONDS = 3.0  # that processes take to start; they must save more
 STEP_SECONDS = 3e-4  # fixed cost of a training step of one row: Python and the launch of operations
@@ -74,20 +74,20 @@ class Workload:
     test_samples: int
 
     @classmethod
-    def of(cls, task: Task, memory: Memory) -> Workload:
+    def of(cls, task: TaskSpec, shared: SharedState) -> Workload:
         """Count it. Takes one training step on a few samples."""
-        d = len(memory.global_row)
-        row_steps, samples = work_of_a_round(task.schedule, memory)
+        d = len(shared.global_row)
+        row_steps, samples = work_of_a_round(task.schedule, shared)
         return cls(
             rounds=task.rounds,
-            cohort=len(memory.rows),
+            cohort=len(shared.rows),
             row_steps=row_steps,
             samples=samples,
-            barriers=row_steps / len(memory.rows) if task.sync_in(task.rounds) == "gradients" else 1,
+            barriers=row_steps / len(shared.rows) if task.sync_in(task.rounds) == "gradients" else 1,
             parameters=d,
             itemsize=task.dtype.itemsize,
-            flops=_flops_of_a_sample(task, memory, default=6.0 * d),
-            test_samples=len(memory.test),
+            flops=_flops_of_a_sample(task, shared, default=6.0 * d),
+            test_samples=len(shared.test),
         )
 
     @property
@@ -141,11 +141,11 @@ def plan_processes(work: Workload, most: int, *, stacked: bool) -> tuple[int, st
     return (most if saved > START_SECONDS else 1), estimate
 
 
-def stacks_may_pay(task: Task, memory: Memory, processes: int) -> str | None:
+def stacks_may_pay(task: TaskSpec, shared: SharedState, processes: int) -> str | None:
     """Why stacks cannot pay, as far as known without a trial; None if they may."""
-    rows = -(-len(memory.rows) // processes)
+    rows = -(-len(shared.rows) // processes)
     if task.device.type != "cpu":
-        return None if len(memory.rows) > 1 else "there is one row"
+        return None if len(shared.rows) > 1 else "there is one row"
     if task.schedule.batch_size > LARGEST_BATCH:
         return f"batches of {task.schedule.batch_size} samples are large (more than {LARGEST_BATCH})"
     if rows < SMALLEST_STACK:
@@ -155,7 +155,7 @@ def stacks_may_pay(task: Task, memory: Memory, processes: int) -> str | None:
     return None
 
 
-def stacks_pay(task: Task, memory: Memory, sample_bytes: int) -> bool:
+def stacks_pay(task: TaskSpec, shared: SharedState, sample_bytes: int) -> bool:
     """Whether stacks of a model with these activations of a sample are faster than single rows.
 
     A stack shares the fixed cost of a step among its rows, and on a CPU writes no gradient of weights to memory where
@@ -164,25 +164,25 @@ def stacks_pay(task: Task, memory: Memory, sample_bytes: int) -> bool:
     if task.device.type != "cpu":
         return True
     activations = task.schedule.batch_size * sample_bytes
-    spared = PARAMETER_SHARE * len(memory.global_row) * task.dtype.itemsize if "parameters" in task.syncs else 0
+    spared = PARAMETER_SHARE * len(shared.global_row) * task.dtype.itemsize if "parameters" in task.syncs else 0
     return activations <= ACTIVATION_BYTES + spared
 
 
-def work_of_a_round(schedule: Schedule, memory: Memory) -> tuple[float, float]:
+def work_of_a_round(schedule: Schedule, shared: SharedState) -> tuple[float, float]:
     """Training steps of a cohort together, and the samples in them, on average over some of the workers."""
-    shards = memory.shards
+    shards = shared.shards
     sizes = [shards.size(worker) for worker in range(0, len(shards), -(-len(shards) // WORKERS_SAMPLED))]
-    per_worker = len(memory.rows) / len(sizes)
+    per_worker = len(shared.rows) / len(sizes)
     return per_worker * sum(map(schedule.steps_for, sizes)), per_worker * sum(
         map(schedule.samples_for, filter(None, sizes))
     )
 
 
-def _flops_of_a_sample(task: Task, memory: Memory, default: float) -> float:
+def _flops_of_a_sample(task: TaskSpec, shared: SharedState, default: float) -> float:
     """Of a forward and a backward pass; `default` for a model that does not run on a few samples."""
-    count = min(SAMPLES, len(memory.train))
-    inputs, targets = memory.train.gather(torch.arange(count))
-    with random_state_kept(task.device), contextlib.suppress(Exception):  # training will report what is wrong
+    count = min(SAMPLES, len(shared.train))
+    inputs, targets = shared.train.gather(torch.arange(count))
+    with preserve_random_state(task.device), contextlib.suppress(Exception):  # training will report what is wrong
         module = task.new_module().train()
         with FlopCounterMode(display=False) as counter:
             F.cross_entropy(module(inputs.clone()), targets).backward()

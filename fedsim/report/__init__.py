@@ -1,6 +1,5 @@
-"""How a run is shown: lines as it goes, a curve when it is over, and a page to look at and to send."""
+"""The HTML report of a run or of a comparison."""
 
 from fedsim.report.page import write_report
-from fedsim.report.text import PHASES, columns_of, draw_curve, headline, table_header, table_line
 
-__all__ = ["PHASES", "columns_of", "draw_curve", "headline", "table_header", "table_line", "write_report"]
+__all__ = ["write_report"]

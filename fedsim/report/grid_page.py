@@ -1,93 +1,89 @@
-"""The page about a grid of runs: its texts and tables, and the numbers for its charts."""
+"""The page of a grid of runs: its texts and tables, and its figures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fedsim.intervals import FEWEST_FOR_BAND, Estimate, decimals_of, fixed, student_quantile
-from fedsim.report import words
-from fedsim.report.comparison import (
-    Combination,
-    Line,
-    best_accuracy,
+from fedsim.core.confidence import FEWEST_FOR_BAND, Estimate, fixed
+from fedsim.records import formatting as fmt
+from fedsim.records.progress import ToTarget
+from fedsim.records.reader import SEED, GridRun, Run, StoredGrid
+from fedsim.report.combinations import (
+    CombinationSummary,
     combinations,
-    compare,
-    final_accuracy,
-    final_attack_success,
-    final_loss,
-    final_virtual_seconds,
     other_axes,
+    summarise_combinations,
 )
-from fedsim.report.figures import (
-    BOTH_LOSSES,
-    MOST_CELLS,
-    MOST_COLUMNS,
-    Metric,
-    has_weights,
-    mean_time,
-    metrics_of,
-    partition_picture,
-    phases_of,
-    rounds_of,
-    scales_of,
-    scales_to_choose,
-    short,
-    weights_picture,
-)
-from fedsim.report.reading import SEED, Grid, GridRun, Run
+from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices, scales_of
+from fedsim.report.heat_maps import columns_for, final_heat_maps, has_weights, partition_heat_map, weights_heat_map
 
-FEWEST_COLUMNS = 25
-
-# What the heat map over two axes can show, and with how many decimals; None: with those of an amount.
-FINAL_VALUES = (
-    ("Final test accuracy", final_accuracy, 4),
-    ("Best test accuracy", best_accuracy, 4),
-    ("Final test loss", final_loss, 4),
-    ("Final attack success", final_attack_success, 4),
-    ("Virtual seconds", final_virtual_seconds, None),
-)
+MINUS = "\N{MINUS SIGN}"
+FEW_LINES = 4  # up to this number, the page shows the spread of curves at first
 
 
-def grid_context(grid: Grid) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the template shows, and what the scripts draw."""
-    axes = other_axes(grid)
-    labels = {axis: [words.label(value) for value in values] for axis, values in grid.axes.items()}
+def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values for the template, and the figures of each chart."""
+    labels = {axis: [fmt.label(value) for value in values] for axis, values in grid.axes.items()}
+    axes = [(fmt.key_name(axis), labels[axis]) for axis in other_axes(grid)]
     combined = combinations(grid)
-    named = [(words.key_name(axis), labels[axis]) for axis in axes]
+    names = [" · ".join(_labels_at(axes, combination.place)) or "all runs" for combination in combined]
     begun = [(entry, entry.run) for entry in grid.runs if entry.run and entry.run.rounds]
+    runs = [run for _, run in begun]
+    charts = {"curves-chart": grid_curves(combined, names), "time-chart": [grid_time(combined, names)]}
+    if len(axes) >= 2:
+        charts["heat-map-chart"] = final_heat_maps(combined, axes)
+    if any(map(has_weights, runs)):
+        charts["weights-chart"] = weights_of_runs(runs)
+    if any(run.partition.counts for run in runs):
+        charts["partition-chart"] = partitions_of_runs(runs)
     context = {
         "name": grid.name,
-        "title": words.comparison_title(axes),
-        "axes": named,
-        "all_axes": [(axis, words.key_name(axis), values) for axis, values in labels.items()],
+        "title": fmt.comparison_title(other_axes(grid)),
+        "axes": axes,
+        "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
         "fewest_for_band": FEWEST_FOR_BAND,
         "notes": notes(grid),
-        "settings": shared_settings([run for _, run in begun]),
-        "environment": list(words.flatten(begun[0][1].environment)),
-        "table": comparison_table(
-            compare(combined, grid.target), [(words.key_name(axis), labels[axis]) for axis in axes]
-        ),
-        "unfinished": unfinished(grid),
+        "experiment": shared_settings(runs),
+        "environment": list(fmt.flatten(runs[0].environment)),
+        "table": comparison_table(summarise_combinations(combined, grid.target), axes, grid.target),
+        "target": None if grid.target is None else fmt.percent(grid.target),
+        "unfinished": [(entry.id, entry.state) for entry in grid.runs if not entry.finished],
         "run_names": [run_name(entry, labels) for entry, _ in begun],
-        "target": words.percent(grid.target),
-        "scales": bool(scales_of(run for _, run in begun)),
-        "seconds": words.seconds,
-        "percent": words.percent,
-        "has_heat_map": len(axes) >= 2,
-        "has_weights": any(has_weights(run) for _, run in begun),
-        "has_partition": any(run.partition.counts for _, run in begun),
+        "metrics": [chart.label for chart in charts_of(runs)],
+        "scales": scale_choices(runs) if scales_of(runs) else [],
+        "spread_shown": not axes or len(axes[0][1]) <= FEW_LINES,
+        "values": list(dict.fromkeys(figure["when"]["value"] for figure in charts.get("heat-map-chart", ()))),
+        "has_weights": "weights-chart" in charts,
+        "has_partition": "partition-chart" in charts,
     }
-    data = {
-        "kind": "grid",
-        "axes": [{"name": name, "values": values} for name, values in named],
-        "combinations": [list(combination.place) for combination in combined],
-        **grid_curves(grid, combined),
-        "final": final_values(combined),
-        "time": grid_time(combined),
-        **grid_runs(begun),
-    }
-    return context, data
+    return context, charts
+
+
+def _labels_at(axes: Sequence[tuple[str, Sequence[str]]], place: Sequence[int]) -> list[str]:
+    return [labels[index] for (_, labels), index in zip(axes, place, strict=True)]
+
+
+def weights_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The heat map of the weights of every run that has weights."""
+    columns = columns_for(runs)
+    figures = [weights_heat_map(run, columns, run=str(index)) for index, run in enumerate(runs)]
+    return [figure for figure in figures if figure]
+
+
+def partitions_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The heat map of every partition, with the runs that share it."""
+    partitions: list[Any] = []
+    sharing: list[list[str]] = []
+    for index, run in enumerate(runs):
+        if run.partition not in partitions:
+            partitions.append(run.partition)
+            sharing.append([])
+        sharing[partitions.index(run.partition)].append(str(index))
+    figures = [partition_heat_map(each, run=indices) for each, indices in zip(partitions, sharing, strict=True)]
+    return [figure for figure in figures if figure]
 
 
 def run_name(entry: GridRun, labels: dict[str, list[str]]) -> str:
@@ -97,129 +93,116 @@ def run_name(entry: GridRun, labels: dict[str, list[str]]) -> str:
     return " · ".join([*values.values(), *seed]) or entry.id
 
 
-def notes(grid: Grid) -> list[str]:
-    """What a reader has to know before believing the figures."""
-    missing = [entry for entry in grid.runs if not entry.finished]
+def notes(grid: StoredGrid) -> list[str]:
+    """Warnings: runs that are not finished."""
+    missing = sum(not entry.finished for entry in grid.runs)
     if not missing:
         return []
-    return [
-        f"Not finished: {len(missing)} of {len(grid.runs)} runs. The table counts finished runs alone, and the curves "
-        "show unfinished ones as far as they are."
-    ]
+    return [f"Not finished: {missing} of {len(grid.runs)} runs. The table counts only finished runs."]
 
 
-def unfinished(grid: Grid) -> list[tuple[str, str]]:
-    """Runs that are not finished, and how that comes."""
-    return [(entry.id, entry.state) for entry in grid.runs if not entry.finished]
+def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """The settings that are the same in all runs."""
+    first, *others = [dict(fmt.flatten(run.experiment)) for run in runs]
+    return [(key, value) for key, value in first.items() if all(other.get(key) == value for other in others)]
 
 
-def shared_settings(runs: list[Run]) -> list[tuple[str, str]]:
-    """The settings that all runs of the grid have: the experiment on which it was built."""
-    flat = [dict(words.flatten(run.experiment)) for run in runs]
-    return [(key, value) for key, value in flat[0].items() if all(other.get(key) == value for other in flat)]
+@dataclass(frozen=True)
+class Cell:
+    """A cell of the table: `text` between a mark and a spread, and the number by which the table sorts."""
+
+    text: str = ""
+    sort: float | None = None
+    mark: str = ""
+    spread: str = ""
 
 
-def comparison_table(lines: list[Line], axes: list[tuple[str, list[str]]]) -> dict[str, Any]:
-    """The rows of the table, group by group, the first axis last; and which of its columns have anything in them."""
+def comparison_table(
+    summaries: Sequence[CombinationSummary],
+    axes: Sequence[tuple[str, Sequence[str]]],
+    target: float | None,
+) -> dict[str, Any]:
+    """The table: its head, and its rows group by group, with the first axis after the others."""
+    columns = _columns(summaries, target)
+    ordered = sorted(summaries, key=lambda each: (each.combination.group, each.combination.place))
     rows = []
-    group: tuple[int, ...] = ()
-    for line in sorted(lines, key=lambda line: (line.combination.group, line.combination.place)):
-        starts_group = bool(rows) and line.combination.group != group
-        group = line.combination.group
-        rows.append({"line": line, **_row(line, [values for _, values in axes]), "starts_group": starts_group})
+    for group, members in itertools.groupby(ordered, key=lambda each: each.combination.group):
+        for index, summary in enumerate(members):
+            first, *others = _labels_at(axes, summary.combination.place) or [None]
+            rows.append(
+                {
+                    "labels": [*others, *([first] if axes else [])],
+                    "cells": [cell_of(summary) for _, cell_of in columns],
+                    "best": summary.best,
+                    "starts_group": index == 0 and bool(rows) and bool(group),
+                }
+            )
+    names = [name for name, _ in axes]
     return {
-        "axes": _first_last([axis for axis, _ in axes]),
+        "axes": [*names[1:], *names[:1]],
+        "head": [name for name, _ in columns],
         "rows": rows,
-        "attack_success": any(line.attack_success for line in lines),
-        "byzantine_weight": any(line.byzantine_weight is not None for line in lines),
-        "behind": any(line.behind for line in lines),
-        "virtual_seconds": any(line.virtual_seconds for line in lines),
-        "to_target": any(line.to_target for line in lines),
+        "differences": any(summary.difference for summary in summaries),
     }
 
 
-def _row(line: Line, labels: list[list[str]]) -> dict[str, Any]:
-    done, wanted = len(line.combination.finished), len(line.combination.runs)
-    return {
-        "place": _first_last([values[index] for values, index in zip(labels, line.combination.place, strict=True)]),
-        "seeds": str(done) if done == wanted else f"{done} of {wanted}",
-    }
-
-
-def _first_last(items: list[str]) -> list[str]:
-    return [*items[1:], *items[:1]]
-
-
-def grid_curves(grid: Grid, combined: list[Combination]) -> dict[str, Any]:
-    """The metrics of every run, and what a band over seeds needs: Student's t by degrees of freedom, from 1."""
-    most = max(len(combination.runs) for combination in combined)
-    begun = [run for combination in combined for run in combination.begun]
-    metrics, scales = metrics_of(begun), scales_of(begun)
-    curves = [
-        {
-            "combination": index,
-            "rounds": rounds_of(run),
-            "scales": [scale.values(run) for scale in scales],
-            "values": [[short(metric.read(record)) for record in run.rounds] for metric in metrics],
-        }
-        for index, combination in enumerate(combined)
-        for run in combination.begun
+def _columns(
+    summaries: Sequence[CombinationSummary], target: float | None
+) -> list[tuple[str, Callable[[CombinationSummary], Cell]]]:
+    """The name of each column that holds something, and the function that makes its cells."""
+    timed = any(each.virtual_seconds for each in summaries)
+    columns: list[tuple[str, Callable[[CombinationSummary], Cell]]] = [
+        ("accuracy", lambda each: _interval(each.accuracy, "★" if each.best else ""))
     ]
-    return {
-        "metrics": metrics_to_choose(metrics),
-        "scales": scales_to_choose(begun),
-        "curves": curves,
-        "student_t": [student_quantile(dof) for dof in range(1, most)],
-        "fewest_for_band": FEWEST_FOR_BAND,
-    }
+    if any(each.difference for each in summaries):
+        columns.append(("difference", lambda each: _difference(each.difference)))
+    if any(each.attack_success for each in summaries):
+        columns.append(("attack success", lambda each: _interval(each.attack_success)))
+    if any(each.byzantine_weight is not None for each in summaries):
+        columns.append(("Byzantine weight", lambda each: _number(each.byzantine_weight, fmt.percent)))
+    for name in summaries[0].metrics:
+        columns.append((name, lambda each, name=name: _amount(each.metrics[name])))
+    if timed:
+        columns.append(("virtual s", lambda each: _amount(each.virtual_seconds)))
+    if target is not None:
+        time = f"{'virtual s' if timed else 'rounds'} to {fmt.percent(target)}"
+        columns.append((time, lambda each: _to_target(each.to_target, len(each.combination.finished_runs), timed)))
+        columns.append(("updates", lambda each: _amount(each.to_target.updates)))
+        columns.append(("arrivals", lambda each: _amount(each.to_target.arrivals)))
+    columns.append(("time of a run", lambda each: _number(each.seconds, fmt.seconds)))
+    columns.append(("seeds", _seeds))
+    return columns
 
 
-def metrics_to_choose(metrics: Sequence[Metric]) -> list[dict[str, Any]]:
-    """What a chart can show: a metric, or both losses, as parts with their name and their place in a run's values."""
-    place = {metric.label: index for index, metric in enumerate(metrics)}
-    choices = [
-        {"label": m.label, "unit": m.unit, "share": m.share, "parts": [{"name": "", "values": place[m.label]}]}
-        for m in metrics
-    ]
-    if {"Test loss", "Train loss"} <= place.keys():
-        parts = [{"name": name, "values": place[f"{name.capitalize()} loss"]} for name in ("test", "train")]
-        both = {"label": BOTH_LOSSES, "unit": "", "share": False, "parts": parts}
-        choices.insert(place["Train loss"] + 1, both)
-    return choices
+def _interval(value: Estimate | None, mark: str = "") -> Cell:
+    return Cell(fixed(value.mean), value.mean, mark, value.spread()) if value else Cell(fmt.MISSING)
 
 
-def final_values(combined: list[Combination]) -> list[dict[str, Any]]:
-    """What the heat map can show: for each choice, mean, its text, what stands below it, and n of every combination."""
-    choices = []
-    for name, read, decimals in FINAL_VALUES:
-        cells = [_cell(combination.interval(read), decimals) for combination in combined]
-        if any(cells):
-            choices.append({"label": name, "cells": cells})
-    return choices
+def _difference(value: Estimate | None) -> Cell:
+    if value is None:
+        return Cell()
+    mark = "≈" if value.n > 1 and value.includes(0) else ""
+    text, spread = (text.replace("-", MINUS) for text in (fixed(value.mean, sign=True), value.spread(sign=True)))
+    return Cell(text, value.mean, mark, spread)
 
 
-def _cell(interval: Estimate | None, decimals: int | None) -> list[Any] | None:
-    if interval is None:
-        return None
-    digits = decimals_of(interval.mean) if decimals is None else decimals
-    return [short(interval.mean), fixed(interval.mean, digits), interval.spread(digits), interval.n]
+def _amount(value: Estimate | None) -> Cell:
+    return Cell(value.amount(), value.mean) if value else Cell()
 
 
-def grid_time(combined: list[Combination]) -> dict[str, Any]:
-    """Mean seconds of a round, by phase, of every combination."""
-    phases = phases_of(run for combination in combined for run in combination.begun)
-    return {"phases": phases, "seconds": [mean_time(combination.begun, phases) for combination in combined]}
+def _number(value: float | None, show: Callable[[float | None], str]) -> Cell:
+    return Cell(show(value), value)
 
 
-def grid_runs(begun: list[tuple[GridRun, Run]]) -> dict[str, Any]:
-    """Weights and partition of every run that has begun; runs that share a partition share its picture."""
-    rows = sum(len({worker for record in run.rounds for worker in record.cohort}) for _, run in begun)
-    columns = max(FEWEST_COLUMNS, min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)))
-    pictures: list[Any] = []
-    runs = []
-    for _, run in begun:
-        picture = partition_picture(run.partition)
-        if picture not in pictures:
-            pictures.append(picture)
-        runs.append({"weights": weights_picture(run, columns), "partition": pictures.index(picture)})
-    return {"partitions": pictures, "runs": runs}
+def _to_target(effort: ToTarget, finished: int, timed: bool) -> Cell:
+    if not effort.reached:
+        return Cell("not reached" if finished else fmt.MISSING)
+    time = effort.virtual_seconds or effort.rounds
+    unit = " rounds" if timed and not effort.virtual_seconds else ""
+    share = f" ({effort.reached} of {finished})" if effort.reached < finished else ""
+    return Cell(f"{time.amount()}{unit}{share}", time.mean)
+
+
+def _seeds(summary: CombinationSummary) -> Cell:
+    finished, planned = len(summary.combination.finished_runs), len(summary.combination.runs)
+    return Cell(str(finished) if finished == planned else f"{finished} of {planned}", finished)

@@ -1,9 +1,9 @@
-"""Checkpoints: what a run depends on between two rounds, in files that are whole and say so.
+"""Checkpoints: the state of a run between two rounds, in files that are checked when they are read.
 
 checkpoints/round-00010.safetensors  the tensors
-checkpoints/round-00010.json         all else, with checksums of both; it is written last, and without it there is none
+checkpoints/round-00010.json         everything else, with checksums of both files; written last
 
-Nothing in them is executed when they are read: tensors are safetensors, the rest is JSON.
+Reading executes no code: tensors are safetensors, the rest is JSON.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from fedsim.core.snapshot import Snapshot
 from fedsim.errors import RecordError
-from fedsim.snapshot import Snapshot
 from fedsim.system.devices import free_memory
-from fedsim.system.files import cannot_write, leads_out, read_bounded, write_whole
+from fedsim.system.files import is_outside, read_bounded, write_atomically, write_error
 from fedsim.version import __version__
 
-FOLDER, FORMAT = "checkpoints", 1
+FOLDER, FORMAT = "checkpoints", 2
 NAME = re.compile(r"round-(\d{5,18})\.json")
-SHARE = 0.01  # of a run's time, at most, that its checkpoints take, unless it is said how often they are written
-FIRST_COST = 0.05  # seconds that the first is taken to cost, until it has been written
+SHARE = 0.01  # of the run time that checkpoints may take if `checkpoint.every` is not set
+FIRST_COST = 0.05  # seconds that the first checkpoint is assumed to take
 
 
 class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        folder: of the run; None where nothing is to be kept.
-        every: after how many rounds one is written, and after the last; 0: never; None: as often as takes no more than
-            one percent of the time.
-        keep: how many of them stay, the newest.
+        folder: of the run; None: none are written.
+        every: write one after so many rounds, and after the last; 0: never; None: as often as one percent of the time
+            allows.
+        keep: the number of newest checkpoints that are kept.
     """
 
     def __init__(self, folder: Path | None, every: int | None, keep: int) -> None:
@@ -48,7 +48,7 @@ class Checkpoints:
         self._cost, self._since = FIRST_COST, time.perf_counter()
 
     def due(self, round: int, rounds: int) -> bool:
-        """Whether one is to be written after this round, of so many."""
+        """Whether to write one after this round of `rounds`."""
         if self._folder is None or self._every == 0:
             return False
         if self._every is not None:
@@ -56,10 +56,9 @@ class Checkpoints:
         return time.perf_counter() - self._since >= self._cost / SHARE
 
     def write(self, round: int, take: Callable[[], Snapshot], **facts: Any) -> None:
-        """Write what `take` gives, with further facts, and remove those that are too many.
+        """Write the state that `take` returns, with further facts, and remove the oldest checkpoints.
 
-        Without a folder it is asked for all the same, since all ranks of several have a part in giving it.
-        Raises RecordError where it cannot be written.
+        `take` is called without a folder too, since all ranks take part in it. Raises RecordError where writing fails.
         """
         began = time.perf_counter()
         state = take()
@@ -72,33 +71,34 @@ class Checkpoints:
         self._cost = self._since - began
 
     def rounds(self) -> list[int]:
-        """The rounds after which one was written, the newest first."""
+        """The rounds of the checkpoints, newest first."""
         if self._folder is None or not self._folder.is_dir():
             return []
         return sorted(int(found[1]) for path in self._folder.iterdir() if (found := NAME.fullmatch(path.name)))[::-1]
 
     def read(self, round: int) -> Snapshot:
-        """The state after a round. Raises RecordError where the checkpoint is damaged."""
+        """The state after a round. Raises RecordError if the checkpoint is damaged."""
         head, tensors = self._paths(round)
         try:
             most = int(free_memory() / 2)
-            said = json.loads(read_bounded(head, most, self._folder))
-            if said["format"] != FORMAT:
-                raise RecordError(f"{head}: has format {said['format']}, and this fedsim reads {FORMAT}")
-            checksum = said.pop("checksum")
+            head_data = json.loads(read_bounded(head, most, self._folder))
+            if head_data["format"] != FORMAT:
+                raise RecordError(f"{head}: has format {head_data['format']}; this version reads format {FORMAT}")
+            checksum = head_data.pop("checksum")
             content = read_bounded(tensors, most, self._folder)
-            if checksum != _checksum_of(said) or said["round"] != round or said["sha256"] != _sha256(content):
-                raise RecordError(f"{head}: is damaged: its checksum is another")
-            if not isinstance(said["facts"], dict):
-                raise RecordError(f"{head}: is damaged: its facts are none")
-            return Snapshot(load(content), said["facts"])
+            intact = checksum == _checksum_of(head_data) and head_data["sha256"] == _sha256(content)
+            if not intact or head_data["round"] != round:
+                raise RecordError(f"{head}: is damaged: its checksum does not match")
+            if not isinstance(head_data["facts"], dict):
+                raise RecordError(f"{head}: is damaged: its facts are no object")
+            return Snapshot(load(content), head_data["facts"])
         except OSError as error:
             raise RecordError(f"{head}: cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise RecordError(f"{head}: is damaged: {error!r:.200}") from None
 
     def forget_after(self, round: int) -> None:
-        """Remove those of later rounds, which a run that begins anew from here will come to again."""
+        """Remove the checkpoints of later rounds, which the resumed run will repeat."""
         for later in self.rounds():
             if later > round:
                 self._remove(later)
@@ -109,17 +109,17 @@ class Checkpoints:
         try:
             self._folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise cannot_write(self._folder, error) from error
-        if leads_out(self._folder, self._folder.parent):
+            raise write_error(self._folder, error) from error
+        if is_outside(self._folder, self._folder.parent):
             raise RecordError(f"{self._folder}: leads out of the run's folder")
         content = save({name: tensor.cpu() for name, tensor in state.tensors.items()})
-        said = {"format": FORMAT, "fedsim": __version__, "round": round, "sha256": _sha256(content)}
-        said["facts"] = state.facts
-        write_whole(tensors, content)
-        write_whole(head, json.dumps({**said, "checksum": _checksum_of(said)}).encode())
+        head_data = {"format": FORMAT, "fedsim": __version__, "round": round, "sha256": _sha256(content)}
+        head_data["facts"] = state.facts
+        write_atomically(tensors, content)
+        write_atomically(head, json.dumps({**head_data, "checksum": _checksum_of(head_data)}).encode())
 
     def _remove(self, round: int) -> None:
-        for path in self._paths(round):  # the one without which there is no checkpoint first
+        for path in self._paths(round):  # the JSON file first: without it there is no checkpoint
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -133,5 +133,5 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _checksum_of(said: dict[str, Any]) -> str:
-    return _sha256(json.dumps(said, sort_keys=True).encode())
+def _checksum_of(head_data: dict[str, Any]) -> str:
+    return _sha256(json.dumps(head_data, sort_keys=True).encode())

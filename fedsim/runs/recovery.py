@@ -1,8 +1,7 @@
-"""Rounds that outlive the processes in which workers train.
+"""Recovery from lost worker processes (`on_worker_failure`).
 
-What a round comes to depends on what the round before has left, and on nothing else. So when a process is lost in the
-middle of a round, however little is known of what it has left half done, all of that is put back as it was before the
-round, new processes are started, and the round is done again: to the bit as if nothing had happened.
+A round depends only on the state after the round before. If a process is lost, that state is restored, new processes
+are started, and the round is repeated, with bitwise the same result.
 """
 
 from __future__ import annotations
@@ -11,46 +10,47 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
+from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine
-from fedsim.engines.retrying import Note, announce, retried
-from fedsim.engines.station import deal
+from fedsim.engines.executor import balance_load
+from fedsim.engines.pool.retry import Note, announce, retried
 from fedsim.errors import ProcessLostError, WorkerError
-from fedsim.preparation import Setting
-from fedsim.records import RoundRecord
-from fedsim.simulation import Loop, SynchronousLoop
-from fedsim.snapshot import Snapshot
+from fedsim.records.record import RoundRecord
+from fedsim.runs.loops.loop import Loop
+from fedsim.runs.loops.synchronous import SynchronousLoop
+from fedsim.runs.setup import PreparedRun
 
 T = TypeVar("T")
 
 
-def recovering(loop: Loop, setting: Setting, engine: Engine, note: Note | None = None) -> Loop:
-    """The loop as `on_worker_failure` has it; the same one where its engine has no processes to lose.
+def recovering(loop: Loop, prepared: PreparedRun, engine: Engine, note: Note | None = None) -> Loop:
+    """The loop with the recovery that `on_worker_failure` asks for; the loop itself if its engine has no processes.
 
-    note: is told of every process that was lost and replaced.
+    `note` is called for every process that was lost and replaced.
     """
-    policy = setting.experiment.on_worker_failure
+    policy = prepared.experiment.on_worker_failure
     if policy == "abort" or not engine.can_lose_processes:
         return loop
     if policy == "drop":
         assert isinstance(loop, SynchronousLoop)
-        return DroppingLoop(loop, setting, engine, note)
-    return RecoveringLoop(loop, setting, engine, note)
+        return DroppingLoop(loop, prepared, engine, note)
+    return RecoveringLoop(loop, prepared, engine, note)
 
 
 class RecoveringLoop:
-    """A loop whose rounds are done again if they lose a process, `worker_retries` times each at most.
+    """A loop that repeats a round that loses a process, at most `worker_retries` times.
 
-    The same holds for what it does between rounds. It keeps the state before the current round: a copy of what one
-    round leaves to the next, on a GPU with enough memory there, where copying takes a thousandth of the time.
+    The same holds for calls between rounds. It keeps a copy of the state before the current round, on the GPU if that
+    has enough memory, since copies there are fast.
     """
 
-    def __init__(self, loop: Loop, setting: Setting, engine: Engine, note: Note | None = None) -> None:
+    def __init__(self, loop: Loop, prepared: PreparedRun, engine: Engine, note: Note | None = None) -> None:
         self._loop, self._engine, self._note = loop, engine, note
-        self._retries, self._rounds = setting.experiment.worker_retries, setting.experiment.rounds
+        self._retries, self._rounds = prepared.experiment.worker_retries, prepared.experiment.rounds
         self._before: Snapshot | None = None
 
-    def play(self, round: int) -> RoundRecord:
-        """One round; raises WorkerError if it has lost a process once more than it may be done again."""
+    def run_round(self, round: int) -> RoundRecord:
+        """Run one round. Raises WorkerError if it loses more processes than it may be repeated."""
         before = self.state()
 
         def attempt(number: int) -> RoundRecord:
@@ -58,7 +58,7 @@ class RecoveringLoop:
                 self._engine.replace_processes()
                 self._loop.resume(before)
             record = self._attempt(round)
-            self._before = self._loop.state()  # now, since processes may be lost between two rounds too
+            self._before = self._loop.state()  # inside the attempt, since processes may be lost between rounds too
             return record
 
         report = functools.partial(self._report, round)
@@ -85,9 +85,9 @@ class RecoveringLoop:
         round: int = 0,
         what: str = "its processes have been started",
     ) -> T:
-        """What `call` gives; after a loss it is called again on new processes, to which `restore` gives the state.
+        """The result of `call`, which is repeated after a loss, on new processes that `restore` prepares.
 
-        `round` is the last round before the call, for the record of a loss; `what` is as in `retried`.
+        `round` is the last round before the call, for the record of a loss; `what` is an argument of `retried`.
         """
 
         def attempt(number: int) -> T:
@@ -99,10 +99,10 @@ class RecoveringLoop:
         return retried(attempt, self._retries, functools.partial(self._report_between, round), what)
 
     def _attempt(self, round: int) -> RoundRecord:
-        return self._loop.play(round)
+        return self._loop.run_round(round)
 
     def _report(self, round: int, loss: ProcessLostError, attempt: int) -> None:
-        """Say that the round is done again."""
+        """Announce that the round is repeated."""
         then = f", and round {round} is done again"
         announce(loss, attempt, self._retries, self._note, round=round, then=then)
 
@@ -111,44 +111,44 @@ class RecoveringLoop:
 
 
 class DroppingLoop(RecoveringLoop):
-    """The same, but a round is done again without those whose process was lost; they take part again in the next.
+    """A loop that repeats a round without the workers whose process was lost; they take part again in the next round.
 
-    That is the worker it was working on or, where that was none or several, all who had been dealt to it.
+    These are the worker that the process was training or, if that is not known, all workers assigned to it.
     """
 
     _loop: SynchronousLoop
 
-    def __init__(self, loop: SynchronousLoop, setting: Setting, engine: Engine, note: Note | None = None) -> None:
-        super().__init__(loop, setting, engine, note)
-        self._schedule, self._has_root = setting.schedule, setting.task.rule.takes("root")
+    def __init__(self, loop: SynchronousLoop, prepared: PreparedRun, engine: Engine, note: Note | None = None) -> None:
+        super().__init__(loop, prepared, engine, note)
+        self._schedule, self._has_root = prepared.schedule, prepared.task.rule.accepts("root")
         self._lost: list[int] = []
 
-    def play(self, round: int) -> RoundRecord:
-        """See `RecoveringLoop`; raises WorkerError too where nobody of the cohort is left."""
+    def run_round(self, round: int) -> RoundRecord:
+        """See `RecoveringLoop`. Raises WorkerError too if no worker of the cohort is left."""
         self._lost = []
-        return super().play(round)
+        return super().run_round(round)
 
     def _attempt(self, round: int) -> RoundRecord:
-        return self._loop.play(round, self._lost)
+        return self._loop.run_round(round, self._lost)
 
     def _report(self, round: int, loss: ProcessLostError, attempt: int) -> None:
-        lost = self._in_hand(loss, round)
-        if not lost:  # as where it was still starting, or the server's own row was in hand
+        lost = self._workers_of(loss, round)
+        if not lost:  # it was starting, or training the server's own row
             super()._report(round, loss, attempt)
             return
         self._lost += lost
         named = f"{'worker' if len(lost) == 1 else 'workers'} {', '.join(map(str, lost))}"
         if len(self._lost) == len(self._loop.cohort(round)):
-            raise WorkerError(f"{loss}; without {named}, nobody is left of the cohort of round {round}") from loss
+            raise WorkerError(f"{loss}; without {named}, no worker is left in the cohort of round {round}") from loss
         then = f", and round {round} is done again without {named}"
         announce(loss, attempt, self._retries, self._note, round=round, kind="worker dropped", then=then)
 
-    def _in_hand(self, loss: ProcessLostError, round: int) -> list[int]:
-        """The workers of the cohort who are lost with a process; see `Station`."""
+    def _workers_of(self, loss: ProcessLostError, round: int) -> list[int]:
+        """The workers of the cohort that were lost with a process; see `Executor`."""
         cohort = [worker for worker in self._loop.cohort(round) if worker not in self._lost]
         if loss.worker is not None:
             return [worker for worker in cohort if worker == loss.worker]
-        memory = self._engine.memory
-        sizes = [memory.shards.size(worker) for worker in cohort] + [len(memory.root)] * self._has_root
-        hands = deal([self._schedule.steps_for(size) for size in sizes], loss.processes)
+        shared = self._engine.shared
+        sizes = [shared.shards.size(worker) for worker in cohort] + [len(shared.root)] * self._has_root
+        hands = balance_load([self._schedule.steps_for(size) for size in sizes], loss.processes)
         return [cohort[place] for place in hands[loss.process] if place < len(cohort)]

@@ -9,20 +9,18 @@ from typing import Any
 
 import tomli_w
 
+from fedsim.config.experiment import Experiment
 from fedsim.engines import Schedule
 from fedsim.engines import engine as engines
 from fedsim.engines.engine import SETTINGS
 from fedsim.errors import ExperimentError, FedsimError
-from fedsim.experiment import Experiment
-from fedsim.preparation import Setting
-from fedsim.runs.running import run
+from fedsim.runs.run import run
+from fedsim.runs.setup import PreparedRun
 from fedsim.system.devices import default_processes, shares_memory
 
 STEPS = 10  # of each worker in a measured round, at most
-PASSES = 2  # of which the faster one counts, so that a moment of load does not decide
-EXACT_SHARE = (
-    0.9  # of the best time of single rows, at most, must stacks take: single rows give the same bits everywhere
-)
+PASSES = 2  # the faster one counts
+EXACT_SHARE = 0.9  # stacks must take less than this share of the time of single rows, whose rounding is portable
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,10 @@ class Candidate:
     """One way to compute an experiment.
 
     Attributes:
-        keys: of the experiment, with their values.
-        round_seconds: that a whole round takes, estimated from a shortened one.
-        start_seconds: until the first round begins.
-        refusal: why the experiment does not run in this way; None if it does.
+        keys: the keys of the experiment that it sets.
+        round_seconds: time of a whole round, estimated from a shortened one.
+        start_seconds: time before the first round.
+        refusal: why the experiment cannot run in this way; None if it can.
     """
 
     keys: dict[str, Any]
@@ -47,19 +45,19 @@ class Candidate:
         return " ".join(f"{key}={value}" for key, value in self.keys.items())
 
     def seconds(self, rounds: int) -> float:
-        """That a run takes."""
+        """The time of a run of so many rounds."""
         return self.start_seconds + rounds * self.round_seconds
 
 
 def tune(experiment: Experiment, on_candidate: Callable[[Candidate], object] = lambda candidate: None) -> Candidate:
-    """Measure each way to compute an experiment; the fastest one for as many rounds as it has.
+    """Measure each way to compute an experiment, and return the fastest one.
 
     Args:
-        experiment: what to measure; its rounds are shortened to a few steps of each worker.
-        on_candidate: called with each candidate when it has been measured.
+        experiment: what to measure, with rounds of a few steps per worker.
+        on_candidate: called with each candidate after its measurement.
 
     Raises:
-        ExperimentError: there is nothing to choose, or no way works.
+        ExperimentError: the mode or engine leaves no choice, or no candidate works.
     """
     if experiment.mode == "race" or engines.get(experiment.engine).target.ranks:
         what = 'mode = "race"' if experiment.mode == "race" else f'engine = "{experiment.engine}"'
@@ -99,7 +97,7 @@ def _measure(experiment: Experiment, keys: dict[str, Any]) -> Candidate:
     try:
         shortened = _shortened(experiment, keys)
         for _ in range(PASSES):
-            settings: list[Setting] = []
+            settings: list[PreparedRun] = []
             began = time.perf_counter()
             result = run(shortened, on_start=settings.append)
             taken = time.perf_counter() - began
@@ -127,8 +125,8 @@ def _shortened(experiment: Experiment, keys: dict[str, Any]) -> Experiment:
     return Experiment(**{**tables, **keys, "rounds": 2})
 
 
-def _steps(experiment: Experiment, setting: Setting) -> float:
+def _steps(experiment: Experiment, prepared: PreparedRun) -> float:
     """Of a worker in a round, on average."""
     local = experiment.local
     schedule = Schedule(local.batch_size, local.epochs, local.steps, local.drop_last)
-    return sum(map(schedule.steps_for, setting.shard_sizes)) / len(setting.shard_sizes)
+    return sum(map(schedule.steps_for, prepared.shard_sizes)) / len(prepared.shard_sizes)

@@ -19,9 +19,9 @@ CGROUP = Path("/sys/fs/cgroup")  # of this process's container
 OWN_CGROUP = Path("/proc/self/cgroup")  # says where under it this process is
 MEMORY = Path("/proc/meminfo")
 PROCESS_BYTES = 4e8  # main memory of one process, its copy of PyTorch included
-PROCESS_BYTES_ON_CARD = 1.5e9  # context, library workspaces and activations of one process, generously
-ROOMY = 8  # times as much as is taken must be free, where it could be done without
-MOST_PROCESSES_ON_CARD = 4  # processes on one card take turns; more of them mostly cost memory
+PROCESS_BYTES_ON_GPU = 1.5e9  # context, library workspaces and activations of one process, generously
+ROOM_FACTOR = 8  # times as much as is taken must be free, where it could be done without
+MAX_PROCESSES_ON_GPU = 4  # processes on one card take turns; more of them mostly cost memory
 
 
 def resolve_device(name: str) -> torch.device:
@@ -45,12 +45,12 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     if here is None or device.type != here.type or (device.index or 0) >= torch.accelerator.device_count():
         raise ExperimentError(
-            f"device = {show(name)}: this PyTorch sees no such device{_why_no_card(device)}; allowed here: {allowed}"
+            f"device = {show(name)}: this PyTorch sees no such device{_why_no_gpu(device)}; allowed here: {allowed}"
         )
     return torch.device(device.type, device.index or 0)
 
 
-def _why_no_card(device: torch.device) -> str:
+def _why_no_gpu(device: torch.device) -> str:
     """What may be the reason where a CUDA device is asked for and there is none at all."""
     if device.type != "cuda" or torch.cuda.is_available():
         return ""
@@ -67,7 +67,7 @@ def shares_memory(device: torch.device) -> bool:
 def require_shared_memory(nbytes: int) -> None:
     """Raise ExperimentError unless the shared-memory file system has room for so many bytes.
 
-    For systems without files in memory: see `fedsim.system.sharing`.
+    For systems without files in memory: see `fedsim.engines.pool.shared_memory`.
     """
     if not SHARED_MEMORY.is_dir():
         return  # not Linux: there is no such limit to look up
@@ -151,8 +151,8 @@ def default_processes(device: torch.device, cohort: int, threads_per_process: in
     processes = min(cohort, max(1, usable_cores() // threads_per_process))
     if device.type == "cpu":
         return int(min(processes, max(1, total_memory() / 2 / PROCESS_BYTES)))  # which may be infinite
-    by_memory = max(1, int(0.8 * total_memory_of(device) / PROCESS_BYTES_ON_CARD))
-    return min(processes, MOST_PROCESSES_ON_CARD, by_memory)
+    by_memory = max(1, int(0.8 * total_memory_of(device) / PROCESS_BYTES_ON_GPU))
+    return min(processes, MAX_PROCESSES_ON_GPU, by_memory)
 
 
 def total_memory_of(device: torch.device) -> float:
@@ -163,8 +163,8 @@ def total_memory_of(device: torch.device) -> float:
 
 def has_room(device: torch.device, nbytes: int) -> bool:
     """Whether an accelerator has so much free memory that nobody there will miss so many bytes of it."""
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    return hasattr(module, "mem_get_info") and module.mem_get_info(device)[0] >= ROOMY * nbytes
+    mem_get_info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
+    return mem_get_info is not None and mem_get_info(device)[0] >= ROOM_FACTOR * nbytes
 
 
 def total_memory() -> float:
@@ -213,7 +213,7 @@ def device_of_rank(name: str, local_rank: int) -> torch.device:
     return torch.device(device.type, local_rank % torch.accelerator.device_count())
 
 
-def card_of(device: torch.device) -> str | None:
+def gpu_id(device: torch.device) -> str | None:
     """What tells a card from the others of its host; None of a CPU."""
     if device.type == "cpu":
         return None
@@ -227,6 +227,6 @@ def default_backend(device: torch.device) -> str:
     return str(torch.distributed.get_default_backend_for_device(device))
 
 
-def summed_by_gloo(device: torch.device) -> bool:
+def gloo_can_sum(device: torch.device) -> bool:
     """Whether the backend gloo sums tensors that lie there."""
     return device.type in ("cpu", "cuda")

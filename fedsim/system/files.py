@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.errors import RecordError, show_bytes
-from fedsim.system.limits import remedy_of_limit
+from fedsim.system.limits import limit_hint
 
 ELSEWHERE = "or name another place with --out"
 
-if os.name == "posix":
+try:
     import fcntl
-else:
-    fcntl = None
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 PART = ".{}.part"  # what a file is called while it is being written
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file whole or not at all. Raises RecordError where it cannot be written."""
     temporary = path.with_name(PART.format(path.name))
     try:
@@ -40,12 +40,12 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.replace(path)
     except OSError as error:
         _remove(temporary)  # before the free space is looked at
-        raise cannot_write(path, error, len(content)) from error
+        raise write_error(path, error, len(content)) from error
     finally:
         _remove(temporary)  # there is one still only where it went wrong
 
 
-def append_whole(file: io.FileIO, path: Path, content: bytes) -> None:
+def append_atomically(file: io.FileIO, path: Path, content: bytes) -> None:
     """Append to an unbuffered file, all of it or nothing. Raises RecordError, naming `path`, where that fails."""
     end = file.tell()
     rest = memoryview(content)
@@ -56,7 +56,7 @@ def append_whole(file: io.FileIO, path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):  # what was there before stays, and ends with a whole line
             file.truncate(end)
             file.seek(end)
-        raise cannot_write(path, error, len(content)) from error
+        raise write_error(path, error, len(content)) from error
 
 
 def require_unchanged(file: io.FileIO, path: Path, when: str) -> None:
@@ -73,7 +73,7 @@ def require_unchanged(file: io.FileIO, path: Path, when: str) -> None:
     )
 
 
-def cannot_write(path: Path, error: OSError, needed: int | None = None) -> RecordError:
+def write_error(path: Path, error: OSError, needed: int | None = None) -> RecordError:
     """What to raise where a file cannot be written: place, reason and remedy; `needed` is its size in bytes."""
     return RecordError(f"{path}: cannot be written: {error.strerror or error}{remedy(path, error, needed)}")
 
@@ -89,7 +89,7 @@ def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
         return "; a file is in the way: name another place with --out"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"; make the place writable, {ELSEWHERE}"
-    return remedy_of_limit(error)
+    return limit_hint(error)
 
 
 def require_space(folder: Path, needed: float, purpose: str) -> None:
@@ -177,11 +177,11 @@ def require_regular(path: Path, most: int, inside: Path | None = None) -> None:
 
 def require_inside(path: Path, folder: Path) -> None:
     """Raise OSError where a path, which need not exist, leads out of a folder by links or `..`."""
-    if leads_out(path, folder):
+    if is_outside(path, folder):
         raise OSError(errno.EINVAL, f"it leads out of {folder}")
 
 
-def leads_out(path: Path, folder: Path) -> bool:
+def is_outside(path: Path, folder: Path) -> bool:
     """Whether a path leads out of a folder."""
     try:
         return not path.resolve().is_relative_to(folder.resolve())

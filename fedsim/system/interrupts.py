@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM: when they end a program at once, and when they are exceptions.
+"""Ctrl-C and SIGTERM: end a program at once, or raise an exception.
 
-A signal handler runs wherever the program is. So an exception from it may be raised while a module is imported, while
-another exception is handled, or in Python's own exit, where it becomes a traceback. A program therefore has exceptions
-only while a command runs (`signals_as_exceptions`), and only one; else Ctrl-C ends it at once (`exit_on_interrupt`).
+A signal handler runs at any point of a program. Its exception may interrupt an import, the handling of another
+exception, or Python's exit, and then becomes a traceback. Therefore signals raise an exception only while a command
+runs (`signals_as_exceptions`), and only once. At other times Ctrl-C ends the program at once (`exit_on_interrupt`).
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-PATIENCE = 5.0  # seconds for a program to clean up after a signal; from then on another signal ends it at once
-AGAIN = 0.05  # seconds after which a signal comes again whose exception could not be raised
+CLEANUP_SECONDS = 5.0  # after a signal; a second signal that comes later ends the program at once
+RESEND_SECONDS = 0.05  # until a signal is sent again if its exception could not be raised
 
-_first: float | None = None  # when the signal came that ended the command
+_first: float | None = None  # time of the first signal
 
 
 class Terminated(BaseException):
-    """SIGTERM, as an exception: what has been opened is closed on the way out."""
+    """SIGTERM as an exception, so that files and processes are closed."""
 
 
 def install_exit_on_interrupt() -> None:
-    """From now on Ctrl-C ends the program at once, but for `signals_as_exceptions`. A handler that was set stays."""
+    """Let Ctrl-C end the program at once outside of `signals_as_exceptions`. Keeps a handler that the user has set."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Until the block ends, Ctrl-C raises KeyboardInterrupt, and SIGTERM raises Terminated; the first of them only.
+    """Within the block, the first Ctrl-C raises KeyboardInterrupt and the first SIGTERM raises Terminated.
 
-    What was opened is closed while that exception passes. Further signals are ignored meanwhile, since a second
-    exception would break that off; after PATIENCE seconds they end the program at once. Ctrl-C that is ignored, as in
-    background jobs of a shell, stays so. Does nothing outside of the main thread.
+    Later signals are ignored, since a second exception would interrupt the cleanup; after CLEANUP_SECONDS they end the
+    program at once. Ctrl-C stays ignored if it was, as in background jobs of a shell. Does nothing outside of the main
+    thread.
     """
     global _first
     if threading.current_thread() is not threading.main_thread():
@@ -65,27 +65,27 @@ def _raise_once(number: int, frame: object) -> None:
     if _first is None:
         _first = time.monotonic()
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
-    if time.monotonic() - _first > PATIENCE:
+    if time.monotonic() - _first > CLEANUP_SECONDS:
         _exit(number)
 
 
 def _raise_again(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Handle an exception in a destructor: send its signal again after the destructor; pass others to `hook`."""
+    """Send the signal of an exception in a destructor again, after the destructor; pass other exceptions to `hook`."""
     global _first
     if not issubclass(unraisable.exc_type, (KeyboardInterrupt, Terminated)):
         hook(unraisable)
         return
     _first = None
     number = signal.SIGINT if issubclass(unraisable.exc_type, KeyboardInterrupt) else signal.SIGTERM
-    threading.Timer(AGAIN, os.kill, (os.getpid(), number)).start()
+    threading.Timer(RESEND_SECONDS, os.kill, (os.getpid(), number)).start()
 
 
 @contextlib.contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """Until the block ends, Ctrl-C ends the program at once, with one word and exit code 130.
+    """Within the block, Ctrl-C ends the program at once with the line "interrupted" and exit code 130.
 
-    For imports: nothing has begun yet, and a module that is being imported might catch a KeyboardInterrupt, or make
-    another exception of it. A handler that the caller has set stays, as does one outside of the main thread.
+    For imports: a module that is being imported might catch a KeyboardInterrupt or turn it into another exception.
+    Keeps a handler that the caller has set. Does nothing outside of the main thread.
     """
     handler = signal.getsignal(signal.SIGINT)
     if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -99,7 +99,7 @@ def exit_on_interrupt() -> Iterator[None]:
 
 
 def _exit(number: int, frame: object = None) -> None:
-    """End the program at once, with a word unless the command that was ended has said it."""
+    """End the program at once; print "interrupted" unless the command has printed it."""
     if _first is None:
         os.write(2, b"interrupted\n")
     os._exit(128 + number)

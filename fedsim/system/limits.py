@@ -1,4 +1,4 @@
-"""Limits that the system sets to a process: what to say where one is reached, and which can be raised in time."""
+"""Resource limits of the system: error messages that name them, and the limit of open files, which is raised."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-FILES_OF_CHILD = 6  # that stay open here for each process that is started: its pipe, and what multiprocessing keeps
-FILES_OF_START = 16  # and for a moment, while processes start and are handed the shared memory
-FILES_WITHIN = 48  # that a process has open itself, libraries included, with room to spare
-MEMORY_RAN_OUT = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # as PyTorch says it
-USUAL_FILES = 24  # open before anything is started, where they cannot be counted
+FILES_OF_CHILD = 6  # open files of this process for each child: its pipe, and what multiprocessing keeps
+FILES_OF_START = 16  # further open files while processes start and receive the shared memory
+FILES_WITHIN = 48  # open files of a process itself, libraries included, generously
+MEMORY_RAN_OUT = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # in messages of PyTorch
+USUAL_FILES = 24  # open files before a process is started, if they cannot be counted
 
 
 class Limit(NamedTuple):
-    """What an error says of a limit: its name in `resource`, what it is, how its value is shown, how it is raised."""
+    """A limit: its name in `resource`, a phrase with its value, how to format the value, the command that raises it."""
 
     name: str
     what: str
@@ -40,8 +40,8 @@ LIMITS = {
 }
 
 
-def remedy_of_limit(error: OSError) -> str:
-    """What can be done where an error says that a limit is reached, as the rest of its line; "" where it says none."""
+def limit_hint(error: OSError) -> str:
+    """A hint for the end of an error line: the limit that was reached and how to raise it; "" if there is none."""
     limit = LIMITS.get(error.errno or 0)
     if limit is None or resource is None:
         return ""
@@ -51,37 +51,37 @@ def remedy_of_limit(error: OSError) -> str:
     return "; the container may have too few (pids.max)" if error.errno == errno.EAGAIN else ""
 
 
-def told(error: Exception) -> str | None:
-    """What the system would not do, and which of its limits that was, in one line; None where it is no such error."""
+def describe_os_error(error: Exception) -> str | None:
+    """An error of the system (files, memory, threads, device) and its limit in one line; None for other errors."""
     if isinstance(error, OSError):
         place = "" if error.filename is None else f"{error.filename}: "
-        return f"{place}{error.strerror or one_line(error)}{remedy_of_limit(error)}"
+        return f"{place}{error.strerror or one_line(error)}{limit_hint(error)}"
     if is_out_of_memory(error):
         text = " ".join(str(error).partition("\n")[0].split())
-        return f"memory ran out{f' ({text})' if text else ''}{remedy_of_limit(OSError(errno.ENOMEM, ''))}"
+        return f"memory ran out{f' ({text})' if text else ''}{limit_hint(OSError(errno.ENOMEM, ''))}"
     text = " ".join(str(error).split())
     if "device-side assert" in text:
         return one_line(error)
     if "can't start new thread" in text:
-        return f"{text}{remedy_of_limit(OSError(errno.EAGAIN, ''))}"
+        return f"{text}{limit_hint(OSError(errno.EAGAIN, ''))}"
     return None
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether main memory could not be had."""
+    """Whether an allocation in main memory failed."""
     return isinstance(error, MemoryError) or any(phrase in str(error) for phrase in MEMORY_RAN_OUT)
 
 
-def lines_of(error: Exception) -> str:
-    """An exception of the code of a run: one line, and its traceback below, or no traceback if memory ran out."""
-    return told(error) or "" if is_out_of_memory(error) else f"{one_line(error)}\n{traceback.format_exc()}"
+def format_failure(error: Exception) -> str:
+    """An exception as one line with its traceback below; no traceback if memory ran out."""
+    return describe_os_error(error) or "" if is_out_of_memory(error) else f"{one_line(error)}\n{traceback.format_exc()}"
 
 
 def require_files(processes: int, instead: str) -> None:
-    """Before processes are started: see to it that this process may open the files that this takes.
+    """Make sure that this process may open the files that so many child processes take.
 
-    The limit (RLIMIT_NOFILE) is raised as far as the system lets every process raise it by itself.
-    Raises WorkerError, with what to do `instead`, where that is not far enough.
+    Raises the soft limit RLIMIT_NOFILE up to the hard limit.
+    Raises WorkerError, which recommends `instead`, if the hard limit is too low.
     """
     if resource is None:
         return
@@ -94,7 +94,7 @@ def require_files(processes: int, instead: str) -> None:
             f"processes = {processes}: to start them takes about {needed} open files, and this program may have {hard} "
             f"(RLIMIT_NOFILE); raise that (ulimit -n {needed}), use fewer processes, or {instead}"
         )
-    with contextlib.suppress(OSError, ValueError):  # macOS has a further limit; then starting says what is wrong
+    with contextlib.suppress(OSError, ValueError):  # macOS has another limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 

@@ -1,11 +1,11 @@
-"""Messages between two processes: what is pickled, and the open files that it refers to, through one pipe.
+"""Messages between two processes: a pickled object and the open files that it refers to, through one pipe.
 
-Tensors in shared memory, and `Counters`, are pickled as the descriptors of their files. multiprocessing would pass
-these through a socket in a folder of the temporary folder, and that folder stays if the process is killed. Here they
-follow their message through its own pipe (SCM_RIGHTS), so nothing needs a name in a file system.
+Tensors in shared memory, and `Counters`, are pickled as file descriptors. multiprocessing would pass descriptors
+through a socket in the temporary folder, which stays there if the process is killed. Here the descriptors follow their
+message through the same pipe (SCM_RIGHTS), so no file system is needed.
 
-Functions and classes of a notebook, an interactive session or a function go by value, since the other process cannot
-import them.
+Functions and classes of a notebook, an interactive session or a function are pickled by value, since the other process
+cannot import them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import Any, ClassVar
 import cloudpickle
 
 PASSES_FILES = hasattr(socket, "send_fds")  # not on Windows, where multiprocessing passes handles by itself
-COUNT_BYTES = 4  # of the number of files, at the start of a message
-MOST_FILES = 200  # in one system call; Linux allows 253
-DISMISSED = b""  # in place of a message: the receiver is to end
+COUNT_BYTES = 4  # length of the number of files, with which a message starts
+MAX_FILES = 200  # in one system call; Linux allows 253
+DISMISSED = b""  # instead of a message: the receiver is to end
 
-_received: ContextVar[list[int]] = ContextVar("fedsim_received")  # descriptors of the message that is being unpickled
+_received: ContextVar[list[int]] = ContextVar("fedsim_received")  # of the message that is being unpickled
 
 
 class Message:
-    """A picklable object as bytes, with the descriptors of the files that it refers to.
+    """An object as bytes, and the descriptors of the files that it refers to.
 
-    The object is kept, since its files have to stay open until the message is sent.
+    Keeps the object, since its files have to stay open until the message is sent.
     """
 
     def __init__(self, content: Any) -> None:
@@ -44,7 +44,7 @@ class Message:
             self.data = _dumps(content)
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        """What multiprocessing calls for each file while it pickles; see `_collecting`."""
+        """Called by multiprocessing for each file that is pickled; see `_collecting`."""
         if descriptor not in self.descriptors:
             self.descriptors.append(descriptor)
         return self.descriptors.index(descriptor)
@@ -55,9 +55,12 @@ class Message:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle's, with the ways in which multiprocessing and PyTorch send tensors and files."""
+    """cloudpickle's pickler with the reducers of multiprocessing and PyTorch for tensors and files."""
 
-    dispatch_table: ClassVar = ChainMap(ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar = ChainMap(
+        ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
+        cloudpickle.Pickler.dispatch_table,
+    )
 
 
 def _dumps(content: Any) -> bytes:
@@ -67,13 +70,13 @@ def _dumps(content: Any) -> bytes:
 
 
 class ReceivedMessage:
-    """A message as it came out of a pipe; call `load` once."""
+    """A message that is not unpickled yet; call `load` once."""
 
     def __init__(self, data: bytes, descriptors: list[int]) -> None:
         self._data, self._descriptors = data, descriptors
 
     def load(self) -> Any:
-        """The object; raises what unpickling it raises."""
+        """Unpickle the object, and close the descriptors."""
         token = _received.set(self._descriptors)
         try:
             return ForkingPickler.loads(self._data)
@@ -84,40 +87,40 @@ class ReceivedMessage:
 
 
 class Channel:
-    """One end of a duplex pipe of multiprocessing; `multiprocessing.connection.wait` takes it."""
+    """One end of a duplex pipe of multiprocessing; `multiprocessing.connection.wait` accepts it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def send(self, content: Any) -> None:
-        """Send an object, or a `Message`. Raises what pickling raises, and OSError where the other end is closed."""
+        """Send an object or a `Message`. Raises OSError if the other end is closed, and errors of pickling."""
         message = content if isinstance(content, Message) else Message(content)
         descriptors = message.descriptors
         self._connection.send_bytes(len(descriptors).to_bytes(COUNT_BYTES, "big") + message.data)
         with self._socket(needed=bool(descriptors)) as pipe:
-            for start in range(0, len(descriptors), MOST_FILES):
-                socket.send_fds(pipe, [b"\0"], descriptors[start : start + MOST_FILES])
+            for start in range(0, len(descriptors), MAX_FILES):
+                socket.send_fds(pipe, [b"\0"], descriptors[start : start + MAX_FILES])
 
     def dismiss(self) -> None:
-        """Tell the other end that no further message comes."""
+        """Ask the other end to stop: no message follows."""
         self._connection.send_bytes(DISMISSED)
 
     def receive(self) -> ReceivedMessage | None:
-        """The next message; None if the other end dismisses this one. Raises EOFError or OSError if it is gone."""
+        """The next message; None after `dismiss`. Raises EOFError or OSError if the other end is closed."""
         data = self._connection.recv_bytes()
         if data == DISMISSED:
             return None
         count, descriptors = int.from_bytes(data[:COUNT_BYTES], "big"), list[int]()
         with self._socket(needed=count > 0) as pipe:
             while len(descriptors) < count:
-                mark, some, *_ = socket.recv_fds(pipe, 1, MOST_FILES)
+                mark, some, *_ = socket.recv_fds(pipe, 1, MAX_FILES)
                 if not mark or not some:
                     raise EOFError
                 descriptors += some
         return ReceivedMessage(data[COUNT_BYTES:], descriptors)
 
     def poll(self) -> bool:
-        """Whether something is there to be received, be it the end."""
+        """Whether `receive` would return at once."""
         return self._connection.poll()
 
     def fileno(self) -> int:
@@ -128,7 +131,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _socket(self, *, needed: bool) -> Iterator[Any]:
-        """The pipe as a socket, which it is where files can be passed."""
+        """The pipe as a socket, which it is on systems that pass files."""
         if not needed:
             yield None
             return
@@ -137,7 +140,7 @@ class Channel:
 
 
 class _File:
-    """A file of a message, by its number there."""
+    """Placeholder of a file in a pickled message, by its index."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -149,15 +152,15 @@ class _File:
 
 @contextlib.contextmanager
 def _collecting(message: Message) -> Iterator[None]:
-    """While an object is pickled: have multiprocessing give its files to `message`.
+    """Within the block, multiprocessing passes the files of pickled objects to `message`.
 
-    It asks whoever is set here for each file that is pickled, as it does when it starts a process.
+    It does so by `duplicate_for_child`, as if `message` were a process that is being started.
     """
     if not PASSES_FILES:
         yield
         return
     before = get_spawning_popen()
-    set_spawning_popen(message)
+    set_spawning_popen(message)  # type: ignore[arg-type]
     try:
         yield
     finally:

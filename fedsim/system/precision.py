@@ -103,14 +103,17 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
     PyTorch has two sets of switches for that, and the older one raises where somebody has used the newer one to say
     what it cannot express; only then the newer one is used here.
     """
-    old = (torch.backends.cuda.matmul, "allow_tf32"), (torch.backends.cudnn, "allow_tf32")
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    switches = [(cuda.matmul, "allow_tf32"), (cudnn, "allow_tf32")]
+    value: bool | str = allowed
     with _without_warnings():
         try:
-            switches, before, value = old, [getattr(*switch) for switch in old], allowed
+            before = [getattr(*switch) for switch in switches]
         except RuntimeError:
-            cudnn = torch.backends.cudnn
-            switches = tuple((part, "fp32_precision") for part in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn))
-            before, value = [getattr(*switch) for switch in switches], "tf32" if allowed else "ieee"
+            switches = [(part, "fp32_precision") for part in (cuda.matmul, cudnn.conv, cudnn.rnn)]
+            before = [getattr(*switch) for switch in switches]
+            value = "tf32" if allowed else "ieee"
         _turn(switches, [value] * len(switches))
     try:
         yield
@@ -132,7 +135,7 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def in_autocast_type(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def cast_for_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """What autocast would make of an operation's operands; as they are where none is in force.
 
     For operations that bring a derivative of their own, which autocast does not look into.

@@ -1,4 +1,4 @@
-"""The only module that imports torchvision, and it does so only to download a data set."""
+"""The import of torchvision, which only downloads and import paths of the user need."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _missing_operators: torch.library.Library | None = None  # its declarations last
 
 
 def import_torchvision() -> Any:
-    """torchvision, also beside a PyTorch build that its compiled operators do not fit.
+    """Import torchvision, also if its compiled operators do not fit the build of PyTorch.
 
-    The package index's torchvision is built for one particular PyTorch. Beside another build (a CPU one, say) its
-    compiled operators fail to load, and `import torchvision` then stops with "operator torchvision::nms does not
-    exist", because it registers shape functions for two operators that nobody declared. fedsim uses none of them,
-    so where their schemas are missing, and only there, they are declared here.
+    The torchvision of PyPI is built for one build of PyTorch. With another build (for CPUs, say) its compiled operators
+    do not load, and `import torchvision` fails with "operator torchvision::nms does not exist", since it registers
+    shape functions for two operators that were not declared. This function declares the missing operators, which
+    fedsim does not use.
     """
     global _missing_operators
     schemas = {
@@ -47,13 +47,13 @@ def import_torchvision() -> Any:
 def download(dataset: str, root: Path) -> None:
     """Download torchvision's data set of this class name ("MNIST", "FashionMNIST") into `root`.
 
-    Raises DataError where that fails; the disk is then as it was before.
+    Raises DataError if the download fails, and then removes what it has written.
     """
     torchvision = import_torchvision()
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
     try:
-        with _kept_whole_or_not_at_all(root / dataset):
+        with _removed_on_failure(root / dataset):
             getattr(torchvision.datasets, dataset)(root, download=True)
     except Exception as error:  # urllib's, the archive's and the file system's own errors alike
         raise DataError(f"the download failed ({one_line(error)})") from error
@@ -62,8 +62,8 @@ def download(dataset: str, root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _kept_whole_or_not_at_all(folder: Path) -> Iterator[None]:
-    """Where the block fails, take away what it has put into `folder`, and the folders that it made on the way there."""
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """If the block fails, remove what it has written to `folder`, and the folders that it has made."""
     before = set(folder.rglob("*"))
     made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
     try:

@@ -26,14 +26,14 @@ def test_an_array_gives_an_array():
     assert fedsim.pre_aggregate(updates, "nnm", f=1).shape == (5, 4)
 
 
-def test_tensors_of_any_shape_give_one_of_that_shape():
+def test_tensors_of_any_shape_keep_their_shape():
     updates = [torch.randn(2, 3, dtype=torch.double) for _ in range(5)]
     result = fedsim.aggregate(updates, rule="median")
     assert torch.equal(result, torch.stack(updates).median(0).values)
     assert [rows.shape for rows in fedsim.pre_aggregate(updates, "nnm", f=1)] == [(2, 3)] * 5
 
 
-def test_state_dicts_give_a_state_dict_with_the_first_ones_counters(models):
+def test_state_dicts_keep_the_first_counters(models):
     states = [model.state_dict() for model in models]
     states[0]["1.num_batches_tracked"] += 7
     mean = fedsim.aggregate(states, weights=range(1, 6))
@@ -46,7 +46,7 @@ def test_state_dicts_give_a_state_dict_with_the_first_ones_counters(models):
     models[0].load_state_dict(mean)
 
 
-def test_lists_of_arrays_give_a_list_of_arrays_as_flower_has_them():
+def test_lists_of_arrays_as_in_flower():
     generator = np.random.default_rng(0)
     updates = [[generator.standard_normal((2, 3)), generator.standard_normal(4)] for _ in range(5)]
     result = fedsim.aggregate(updates, rule="krum", f=1)
@@ -67,7 +67,7 @@ def test_entries_keep_their_dtypes():
     ("updates", "line"),
     [
         ([torch.zeros(2), torch.zeros(3)], r"updates\[1\]: must have shape \(2,\) as in updates\[0\], not \(3,\)"),
-        ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], r'updates\[1\]\["b"\]: stands where'),
+        ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], r"updates\[1\]\['b'\]: the first update has"),
         ([[torch.zeros(2)], [torch.zeros(2)] * 2], r"updates\[1\]: has 2 entries, the first has 1"),
         ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: has no floating numbers"),
         ([torch.zeros(2), "x"], r"updates\[1\]: must be a tensor or an array of numbers, not str"),
@@ -75,7 +75,7 @@ def test_entries_keep_their_dtypes():
         ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating tensor \[n, d\]"),
     ],
 )
-def test_updates_that_do_not_fit_together_are_one_line(updates, line):
+def test_updates_with_different_entries_are_an_error(updates, line):
     with pytest.raises(ExperimentError, match=f"^{line}") as caught:
         fedsim.aggregate(updates)
     assert len(caught.value.lines) == 1

@@ -8,8 +8,8 @@ import torch
 
 import fedsim
 from fedsim.aggregation import rule
+from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
-from fedsim.randomness import Draws
 from tests.aggregation import reference
 
 RULES = {
@@ -94,7 +94,7 @@ COLUMNWISE = {"median": {}, "trimmed_mean": {"f": 1}, "meamed": {"f": 1}, "phoca
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [*COLUMNWISE, "bulyan", "sign_vote"])
-def test_columns_that_lie_in_order_in_memory_are_not_sorted_in_place(name, dtype):
+def test_column_major_updates_are_not_sorted_in_place(name, dtype):
     one = torch.tensor([[3.0], [1], [2], [-5], [4], [9], [-2]], dtype=dtype)
     turned = torch.randn(6, 7, dtype=dtype, generator=torch.Generator().manual_seed(0)).t()
     for updates in (one, turned):
@@ -116,7 +116,7 @@ def test_bulyan_with_f_1_scores_its_last_pick_by_one_neighbour():
 
 @pytest.mark.parametrize("pre", [{"rule": "norm_clipping", "c": 1e300}, {"rule": "nnm", "f": 2}])
 @pytest.mark.parametrize("name", ["geometric_median", "caf"])
-def test_an_outlier_in_the_first_row_costs_no_digits_behind_a_pre_aggregator(name, pre):
+def test_an_outlier_after_a_pre_aggregator_costs_no_digits(name, pre):
     x = torch.from_numpy(normal(10, 5))
     x[0] *= 1e8
     params = {"f": 2} if name == "caf" else {}
@@ -126,7 +126,7 @@ def test_an_outlier_in_the_first_row_costs_no_digits_behind_a_pre_aggregator(nam
     assert torch.allclose(ours, expected, rtol=1e-7, atol=1e-7)
 
 
-def test_a_zero_row_among_rows_far_from_zero_costs_no_digits():
+def test_a_zero_row_among_distant_rows_costs_no_digits():
     x = offset(9, 20)
     x[4] = 0
     ours = fedsim.aggregate(torch.from_numpy(x), rule="geometric_median").numpy()
@@ -134,7 +134,7 @@ def test_a_zero_row_among_rows_far_from_zero_costs_no_digits():
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0, 7.0, 10.0])
-def test_foolsgold_trusts_no_clones_whatever_their_scale(scale):
+def test_foolsgold_gives_clones_no_weight(scale):
     x = torch.tensor([[0.1, 0.2], [0.1, 0.2], [0.3, -0.1], [0.3, -0.1]], dtype=torch.double) * scale
     assert not fedsim.aggregate(x, rule="foolsgold").any()
 
@@ -155,24 +155,12 @@ def test_qfedavg_is_exact_for_small_losses(loss):
         fedsim.aggregate(torch.from_numpy(x), rule="qfedavg", losses=[1.0, -1.0, 1.0, 1.0])
 
 
-def test_whole_numbers_of_numpy_are_whole_numbers():
-    x = torch.from_numpy(normal(10, 3))
-    assert torch.equal(fedsim.aggregate(x, rule="krum", f=np.int64(2)), fedsim.aggregate(x, rule="krum", f=2))
-
-
-def test_an_unknown_policy_for_rows_that_are_not_finite_is_refused():
+def test_an_unknown_nonfinite_is_refused():
     with pytest.raises(ExperimentError, match='nonfinite = "exclud": did you mean "exclude"'):
         fedsim.aggregate(torch.ones(2, 2), nonfinite="exclud")
 
 
-@pytest.mark.parametrize("f", range(5))
-def test_mda_is_the_subset_of_least_diameter_for_every_f(f):
-    x = normal(10, 4)
-    expected = reference.mda(x, f)
-    assert np.allclose(fedsim.aggregate(torch.from_numpy(x), rule="mda", f=f).numpy(), expected, rtol=0, atol=1e-12)
-
-
-def test_mda_refuses_a_search_that_would_take_for_ever_and_names_the_count():
+def test_mda_refuses_too_large_a_search():
     with pytest.raises(ExperimentError, match=r"mda: 1.37e\+28 subsets of 60 of 100 rows are too many"):
         fedsim.aggregate(torch.randn(100, 3), rule="mda", f=40)
 
@@ -201,13 +189,6 @@ def test_geometric_median_minimises_the_sum_of_distances():
     assert found.grad.norm() < 1e-6
 
 
-def test_geometric_median_of_points_on_a_line_is_the_median():
-    x = torch.tensor([[0.0], [1.0], [100.0]], dtype=torch.double)
-    assert torch.allclose(
-        fedsim.aggregate(x, rule="geometric_median", iterations=1000), torch.ones(1).double(), atol=1e-4
-    )
-
-
 @pytest.mark.parametrize("params", [{}, {"start": "mean"}, {"tau": 0.1, "iterations": 5}])
 def test_centered_clipping_starts_at_the_last_result(params):
     x, last = normal(6, 4), normal(1, 4)[0]
@@ -232,24 +213,11 @@ def test_fltrust_is_its_definition():
     assert np.allclose(ours, reference.fltrust(x, root), rtol=0, atol=1e-12)
 
 
-def test_fltrust_trusts_nobody_who_goes_the_other_way():
-    root = torch.ones(4, dtype=torch.double)
-    assert not fedsim.aggregate(-root.repeat(3, 1), rule="fltrust", root=root).any()
-    with pytest.raises(ExperimentError, match=r"needs root \[d\]"):
-        fedsim.aggregate(root.repeat(3, 1), rule="fltrust")
-
-
 @pytest.mark.parametrize(("q", "lr"), [(0.5, 0.1), (1.0, 0.01), (3.0, 1.0)])
 def test_qfedavg_is_its_definition(q, lr):
     x, losses = normal(5, 7), np.array([0.5, 1.0, 2.0, 0.1, 0.7])
     ours = fedsim.aggregate(torch.from_numpy(x), rule="qfedavg", q=q, lr=lr, losses=torch.from_numpy(losses))
     assert np.allclose(ours.numpy(), reference.qfedavg(x, losses, q, lr), rtol=0, atol=1e-9)
-
-
-def test_qfedavg_with_q_0_is_the_mean():
-    x = torch.from_numpy(normal(5, 7))
-    result = fedsim.aggregate(x, rule="qfedavg", q=0.0, losses=[1.0, 2.0, 3.0, 4.0, 5.0])
-    assert torch.allclose(result, x.mean(0), rtol=0, atol=1e-12)
 
 
 def test_signguard_drops_other_norms_and_other_signs():
@@ -262,7 +230,7 @@ def test_signguard_drops_other_norms_and_other_signs():
 
 
 @pytest.mark.parametrize("iterations", [1, 3])
-def test_dnc_looks_at_coordinates_that_are_drawn(iterations):
+def test_dnc_uses_the_drawn_coordinates(iterations):
     x, draws = outliers(12, 300), Draws.of(1, "aggregate")
     drawn = [draws.choice(300, 20).numpy() for _ in range(iterations)]
     kept = set.intersection(*(set(reference.dnc_kept(x[:, columns], 3)) for columns in drawn))
@@ -270,7 +238,7 @@ def test_dnc_looks_at_coordinates_that_are_drawn(iterations):
     assert np.allclose(found.numpy(), x[sorted(kept)].mean(0), rtol=0, atol=1e-9)
 
 
-def test_signguard_looks_at_signs_of_coordinates_that_are_drawn():
+def test_signguard_uses_the_drawn_coordinates():
     """Rows 0 to 4 differ from the others in the signs of those alone, so that the larger cluster is the others."""
     x, columns = np.ones((12, 400)), Draws.of(2, "aggregate").choice(400, 40).numpy()
     x[:5, columns[:20]] = -1
@@ -279,14 +247,7 @@ def test_signguard_looks_at_signs_of_coordinates_that_are_drawn():
     assert np.allclose(found, x[5:].mean(0), rtol=0, atol=1e-9)
 
 
-def test_dnc_with_fewer_coordinates_is_a_pure_function_of_the_seed():
-    x = torch.from_numpy(outliers(12, 300))
-    first = fedsim.aggregate(x, rule="dnc", f=3, b=20, iterations=3, seed=1)
-    assert torch.equal(first, fedsim.aggregate(x, rule="dnc", f=3, b=20, iterations=3, seed=1))
-    assert torch.allclose(first, x[3:].mean(0), rtol=0, atol=1e-9)
-
-
-def test_foolsgold_silences_those_who_say_the_same():
+def test_foolsgold_gives_similar_rows_no_weight():
     x = normal(8, 50)
     x[5:] = x[5] + 1e-3 * normal(3, 50)
     weights = reference.foolsgold_weights(x)
@@ -314,25 +275,25 @@ def test_foolsgold_silences_those_who_say_the_same():
         ("centered_clipping", {"tau": 0.0}, "tau = 0.0: must be greater than 0"),
     ],
 )
-def test_a_broken_constraint_is_an_error_with_the_numbers(name, params, message):
+def test_a_broken_constraint_is_an_error_with_its_numbers(name, params, message):
     with pytest.raises(ExperimentError, match=message):
         fedsim.aggregate(torch.from_numpy(normal(10, 3)), rule=name, **params)
 
 
-def test_weights_are_refused_by_rules_without_a_weighted_form():
-    takes_weights = {"mean", "weighted_mean", "geometric_median"}
-    for name in set(RULES) - takes_weights:
+def test_rules_without_a_weighted_form_refuse_weights():
+    accepts_weights = {"mean", "weighted_mean", "geometric_median"}
+    for name in set(RULES) - accepts_weights:
         with pytest.raises(ExperimentError, match=f"the rule {name} has no weighted form"):
             fedsim.aggregate(torch.from_numpy(normal(11, 3)), [1.0] * 11, name, **RULES[name])
 
 
-def test_dnc_drops_c_f_rows_not_what_rounding_makes_of_it():
+def test_dnc_drops_exactly_c_f_rows():
     x = torch.arange(150.0, dtype=torch.double).unsqueeze(1) ** 2
     kept = fedsim.aggregate(x, rule="dnc", f=100, c=0.29)
     away = (x - x.mean(0)).abs().flatten()
     assert torch.allclose(kept, x[away.argsort()[: 150 - 29]].mean(0), rtol=1e-12)
 
 
-def test_losses_that_are_no_numbers_are_refused():
+def test_losses_must_be_numbers():
     with pytest.raises(ExperimentError, match=r'^losses: must be numbers of shape \(2,\), not \["a", "b"\]$'):
         fedsim.aggregate(torch.zeros(2, 3), rule="qfedavg", losses=["a", "b"])

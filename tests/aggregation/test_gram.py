@@ -6,7 +6,7 @@ import torch
 
 import fedsim
 from fedsim.aggregation import Gram
-from fedsim.aggregation.gram import STRIP, stable_order
+from fedsim.aggregation.numerics.gram import STRIP, stable_order
 
 
 @pytest.mark.parametrize("d", [1, 256, 700])
@@ -38,11 +38,11 @@ def test_products_in_float32_are_sums_in_double_precision():
         ([float("inf"), 1.0, float("inf")], [1, 0, 2]),
     ],
 )
-def test_the_stable_order_puts_the_lowest_index_first_where_values_differ_by_rounding_alone(values, order):
+def test_stable_order_breaks_rounding_ties_by_index(values, order):
     assert stable_order(torch.tensor(values, dtype=torch.double)).tolist() == order
 
 
-def test_one_spoilt_pair_is_found_among_rows_that_equal_the_centre():
+def test_a_cancelled_distance_is_recomputed():
     far = 1e6 * torch.ones(4, dtype=torch.double)
     near = far + 1e-3 * torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.double)
     zeros = torch.zeros(3, 4, dtype=torch.double)
@@ -66,7 +66,7 @@ def test_offsets_and_distances_to_a_point_are_those_of_the_rows_and_of_their_mix
 
 
 @pytest.mark.parametrize("outlier", [0, 1])
-def test_of_two_rows_the_shorter_one_is_their_midst_whichever_comes_first(outlier):
+def test_the_shorter_of_two_rows_is_the_central_row(outlier):
     updates = torch.tensor([[3.0, 4.0], [1.0, 2.0]], dtype=torch.double)
     updates[outlier] *= 1e12
     for steps in (1, 2, 3):

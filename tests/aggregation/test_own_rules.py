@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.aggregation import Mix
+from fedsim.aggregation import LinearCombination
 
 
 def sums_of_rows(updates):
@@ -18,7 +18,7 @@ def as_numpy(updates):
 
 
 def short_mix(updates):
-    return Mix(torch.ones(2, dtype=torch.double))
+    return LinearCombination(torch.ones(2, dtype=torch.double))
 
 
 def halved(updates):
@@ -49,13 +49,17 @@ UPDATES = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
         (["sums_of_rows"], "a row [d], here a tensor of shape [4]", "a tensor of shape [5]"),
         (["halved"], "a row [d], here a tensor of shape [4]", "a tensor of shape [5, 4]"),
         (["as_numpy"], "a row [d]", "a ndarray"),
-        (["short_mix"], "a Mix of coefficients [n], here a tensor of shape [5]", "a tensor of shape [2]"),
+        (
+            ["short_mix"],
+            "a LinearCombination with coefficients [n], here a tensor of shape [5]",
+            "a tensor of shape [2]",
+        ),
         (["mean_alone", "median"], "rows [m, d], here a tensor of shape [5, 4]", "a tensor of shape [4]"),
-        (["short_mix", "median"], "a Mix of coefficients [m, n]", "a tensor of shape [2]"),
+        (["short_mix", "median"], "a LinearCombination with coefficients [m, n]", "a tensor of shape [2]"),
     ],
     ids=str,
 )
-def test_a_result_of_a_wrong_shape_names_the_rule_the_shape_wanted_and_the_shape_given(stages, wanted, given):
+def test_a_result_of_a_wrong_shape_is_an_error(stages, wanted, given):
     names = [name if name == "median" else f"{__name__}:{name}" for name in stages]
     with pytest.raises(fedsim.ExperimentError) as caught:
         fedsim.aggregate(UPDATES, rule=names)
@@ -76,12 +80,12 @@ def test_a_pre_aggregator_may_return_rows(stage, rows, rule):
     assert torch.allclose(mixed, fedsim.aggregate(replaced(fedsim.pre_aggregate(UPDATES, "nnm", f=1)), rule=rule))
 
 
-def test_a_run_with_such_a_pre_aggregator_records_no_coefficients(tiny_experiment):
+def test_replaced_rows_record_no_coefficients(tiny_experiment):
     tables = {**tiny_experiment, "aggregate": {"rule": [f"{__name__}:halved", "medoid"]}}
     assert [record["coefficients"] for record in fedsim.run(tables).history] == [None, None]
 
 
-def test_a_columnwise_rule_that_returns_a_number_ends_the_run(tiny_experiment):
+def test_a_columnwise_rule_that_returns_a_number_is_an_error(tiny_experiment):
     rule = f"{__name__}:mean_of_all_numbers"
     with pytest.raises(fedsim.ExperimentError, match=rf"^{rule}: .* must return a row \[d\], .* of shape \[\]$"):
         fedsim.run({**tiny_experiment, "aggregate": rule})

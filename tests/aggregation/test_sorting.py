@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.aggregation.sorting import map_sorted_columns, mean_nearest, middle, middle_places, network
-from fedsim.aggregation.sorting import sorted_columns as sort
+from fedsim.aggregation.numerics.sorting import map_sorted_columns, mean_nearest, middle, middle_places, network
+from fedsim.aggregation.numerics.sorting import sorted_columns as sort
 
 
 def normal(n, d, dtype=torch.double):
@@ -17,7 +17,7 @@ def normal(n, d, dtype=torch.double):
 
 
 @pytest.mark.parametrize("n", range(1, 13))
-def test_a_network_sorts_all_columns_of_zeros_and_ones_and_so_all_there_are(n):
+def test_a_network_sorts_all_columns_of_zeros_and_ones(n):
     block = torch.tensor(list(itertools.product([0.0, 1.0], repeat=n))).t().contiguous()
     expected = block.sort(dim=0).values
     assert torch.equal(sort(block, tuple(range(n))), expected)
@@ -27,7 +27,7 @@ def test_a_network_sorts_all_columns_of_zeros_and_ones_and_so_all_there_are(n):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 17, 20, 100])
-def test_what_is_needed_of_sorted_columns_is_new_and_right(n, dtype):
+def test_sorted_columns_returns_the_needed_places(n, dtype):
     block = normal(n, 5, dtype)
     block[n // 2] = block[0]  # ties
     before = block.clone()
@@ -40,13 +40,13 @@ def test_what_is_needed_of_sorted_columns_is_new_and_right(n, dtype):
         assert torch.equal(block, before)
 
 
-def test_a_network_has_fewer_comparators_where_less_is_needed():
+def test_a_network_for_the_median_has_fewer_comparators():
     (all_of_them, _), (median, _) = network(20, tuple(range(20))), network(20, (9, 10))
     assert len(median) < len(all_of_them) == 97
 
 
 @pytest.mark.parametrize("n", [3, 20, 33])
-def test_nan_sorts_last_and_harms_no_other_column(n):
+def test_nan_sorts_last(n):
     block = normal(n, 4)
     block[1, 0], block[0, 2], block[2, 2], block[1, 3] = math.nan, math.inf, -math.inf, math.nan
     expected = np.sort(block.numpy(), axis=0)
@@ -61,14 +61,14 @@ def test_nan_sorts_last_and_harms_no_other_column(n):
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("d", [0, 1, 255, 5_000, 60_000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_columns_are_the_same_in_blocks_of_any_size(d, dtype, strided):
+def test_map_sorted_columns_accepts_any_size(d, dtype, strided):
     updates = normal(5, 2 * d, dtype)[:, ::2] if strided else normal(5, d, dtype)
     found = map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(5))
     assert found.dtype == dtype
     assert torch.equal(found, updates.median(0).values)
 
 
-def test_of_equally_near_values_those_of_the_first_rows_count():
+def test_mean_nearest_breaks_ties_by_row():
     block = torch.tensor([[3.0, 1.0], [1.0, 3.0], [2.0, 2.0]])
     for keep, expected in ((1, [2.0, 2.0]), (2, [2.5, 1.5]), (3, [2.0, 2.0])):
         found = mean_nearest(sort(block, (0, 1, 2)), block, torch.tensor([2.0, 2.0]), keep)
@@ -76,7 +76,7 @@ def test_of_equally_near_values_those_of_the_first_rows_count():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_bulyan_of_half_precision_takes_its_means_in_float32(dtype):
+def test_bulyan_computes_half_precision_in_float32(dtype):
     updates = normal(11, 300, dtype)
     assert torch.equal(
         fedsim.aggregate(updates, rule="bulyan", f=2), fedsim.aggregate(updates.float(), rule="bulyan", f=2).to(dtype)

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.aggregation import Cohort, make_pipeline, resolve, rule
-from fedsim.aggregation.columns import wide_blocks
-from fedsim.aggregation.threads import WORTH_SHARING, alone_if_small
+from fedsim.aggregation import AggregationInputs, make_pipeline, resolve, rule
+from fedsim.aggregation.numerics.threads import WORTH_SHARING, alone_if_small
 
 
 @pytest.fixture(autouse=True)
@@ -17,14 +16,14 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_small_work_stays_on_one_thread_and_large_work_does_not():
+def test_small_work_uses_one_thread():
     for numbers, threads in ((0, 1), (WORTH_SHARING - 1, 1), (WORTH_SHARING, 2)):
         with alone_if_small(numbers):
             assert torch.get_num_threads() == threads
         assert torch.get_num_threads() == 2
 
 
-def test_the_threads_are_as_before_after_an_error_and_after_a_block_within_a_block():
+def test_the_number_of_threads_is_restored():
     with pytest.raises(KeyError), alone_if_small(1):
         raise KeyError
     assert torch.get_num_threads() == 2
@@ -50,29 +49,20 @@ def seen(monkeypatch):
     return threads
 
 
-def test_rules_are_applied_on_one_thread_where_there_is_little_to_do(seen):
+def test_rules_use_one_thread_for_small_updates(seen):
     pipeline = make_pipeline(resolve("counts_threads", {}))
     for n, d in ((2, 5), (4, WORTH_SHARING // 4)):
         updates = torch.ones(n, d)
         fedsim.aggregate(updates, rule="counts_threads")
-        pipeline(Cohort(updates))
+        pipeline(AggregationInputs(updates))
     assert seen == [1, 1, 2, 2]
     assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("name", ["mean", "krum", "centered_clipping", "geometric_median", "caf", "trimmed_mean"])
-def test_results_do_not_depend_on_whether_work_is_shared(name, monkeypatch):
+def test_results_do_not_depend_on_threads(name, monkeypatch):
     updates = torch.randn(7, 4_000, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     params = {"f": 2} if "f" in rule.get(name).parameters.model_fields else {}
     alone = fedsim.aggregate(updates, rule=name, **params)
-    monkeypatch.setattr("fedsim.aggregation.threads.WORTH_SHARING", 0)
+    monkeypatch.setattr("fedsim.aggregation.numerics.threads.WORTH_SHARING", 0)
     assert torch.allclose(fedsim.aggregate(updates, rule=name, **params), alone, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_blocks_are_copied_alike_whatever_the_threads(threads, dtype):
-    torch.set_num_threads(threads)
-    updates = torch.randn(30, 3_001, generator=torch.Generator().manual_seed(0)).to(dtype)
-    copies = [rows.clone() for _, rows in wide_blocks(updates)]
-    assert torch.equal(torch.cat(copies, dim=1), updates.double())

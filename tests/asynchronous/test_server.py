@@ -3,26 +3,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedsim.aggregation import column_blocks, server_optimizer
-from fedsim.aggregation.averaging import mean
-from fedsim.asynchronous.server import AsGradient
-from fedsim.local import SGD
-from fedsim.rows import new_rows
-from tests.asynchronous.driving import delays_of, driven, policy_of
+from fedsim.aggregation import column_blocks
+from fedsim.aggregation.rules.averages import mean
+from fedsim.asynchronous.server_state import GradientOnly
+from fedsim.clients import SGD
+from fedsim.core.rows import new_rows
+from fedsim.server import server_optimizer
+from tests.asynchronous.simulated import delays_of, policy_of, simulate
 
 
 def server_of(name="asgd", n=3, **options):
     params = options.pop("params", {})
-    return driven(policy_of(name, **params), delays_of([1.0] * n), watched=False, **options).server
+    return simulate(policy_of(name, **params), delays_of([1.0] * n), watched=False, **options).server
 
 
-def test_a_gradient_takes_the_place_of_its_row():
+def test_gradient_only_writes_the_gradient_into_the_row():
     row, gradient = torch.ones(3), torch.tensor([1.0, 2.0, 3.0])
-    AsGradient().step(row, gradient, AsGradient().start(row))
+    GradientOnly().step(row, gradient, GradientOnly().start(row))
     assert row.tolist() == [1, 2, 3]
 
 
-def test_nobody_has_read_anything_at_the_start():
+def test_counts_at_the_start():
     server = server_of()
     assert server.version == 0
     assert server.read.tolist() == [-1] * 3
@@ -30,25 +31,25 @@ def test_nobody_has_read_anything_at_the_start():
     assert server.alive.tolist() == [0, 1, 2]
 
 
-def test_staleness_is_versions_since_the_last_read():
+def test_staleness_is_the_number_of_versions_since_the_last_read():
     server = server_of()
     server.pull(0)
     assert server.staleness(0) == 0
-    server.moved()
+    server.increment_version()
     server.step(torch.ones(3, dtype=torch.double))
     assert (server.version, server.staleness(0)) == (2, 2)
     server.pull(0)
     assert server.staleness(0) == 0
-    server.stay(1)
+    server.keep_model(1)
     assert server.staleness(1) == 0
-    server.moved()
-    server.stay(1)
-    assert server.staleness(1) == 1, "who stays has read no more"
+    server.increment_version()
+    server.keep_model(1)
+    assert server.staleness(1) == 1, "keep_model does not read"
 
 
-def test_a_pull_is_a_copy_of_what_the_optimizer_sends():
+def test_pull_copies_the_broadcast_of_the_optimizer():
     server = server_of("fedbuff", optimizer=server_optimizer.get("bmuf").bind({"nesterov": True}))
-    server.memory.states["parameters"]["delta"].fill_(1.0)
+    server.shared.states["parameters"]["delta"].fill_(1.0)
     server.pull(1)
     server.begin(1, 1)
     assert server.replicas[1].tolist() == pytest.approx([1.9, -1.1, 1.4])
@@ -57,11 +58,11 @@ def test_a_pull_is_a_copy_of_what_the_optimizer_sends():
     server.global_row.zero_()
     assert server.replicas[1].tolist() == pytest.approx([1.9, -1.1, 1.4])
     assert server.delta(1).tolist() == pytest.approx([-1.9, 1.1, -1.4])
-    assert server.rows[1].tolist() == [0.0] * 3, "rows are left as they are"
+    assert server.rows[1].tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_float32_row_is_put_together_again_to_the_bit(dtype):
+def test_start_plus_delta_is_a_float32_row_to_the_bit(dtype):
     server = server_of("fedbuff", dtype=dtype, start=torch.randn(100).tolist())
     server.pull(0)
     server.rows[0].copy_(torch.randn(100) * 1e-3)
@@ -73,63 +74,63 @@ def test_a_float32_row_is_put_together_again_to_the_bit(dtype):
         assert torch.allclose(again, server.rows[0], rtol=0, atol=1e-15)
 
 
-def test_each_worker_has_a_solver_s_state_of_its_own():
+def test_each_worker_has_its_own_solver_state():
     server = server_of("easgd", solver=SGD(lr=1.0, momentum=0.5))
     for _ in range(2):
         server.step_replica(0, torch.ones(3, dtype=torch.double))
     server.step_replica(1, torch.ones(3, dtype=torch.double))
     assert (server.replicas - server.global_row).tolist() == [[-2.5] * 3, [-1.0] * 3, [0.0] * 3]
     assert server.version == 0
-    assert server.shared == {}
+    assert server.solver_state == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("d", [5, 16_384, 16_387, 50_001])
 @pytest.mark.parametrize("slots", [range(7), [0, 2, 3], [4]])
-def test_the_mean_is_to_the_bit_that_of_the_rule(slots, d, dtype):
+def test_mean_has_the_bits_of_the_rule_mean(slots, d, dtype):
     server = server_of(n=7, start=[0.0] * d, dtype=dtype)
     rows = new_rows(7, d, dtype).copy_(torch.randn(7, d, dtype=dtype))
-    server.memory.rows = rows
+    server.shared.rows = rows
     expected = torch.cat([mean(rows[list(slots)][:, block]) for block in column_blocks(d)])
     assert torch.equal(server.mean(list(reversed(slots))), expected)
 
 
-def test_buffers_move_by_the_part_of_the_workers():
-    """Four workers: one of them is a quarter; of those who are alive, a third."""
+def test_buffers_move_by_the_fraction_of_the_workers():
+    """One of four workers is a quarter, and a third of the three that are alive at the end."""
     server = server_of(n=4, global_buffers=[8.0])
-    server.memory.buffers[:] = torch.tensor([[0.0], [4.0], [16.0], [24.0]])
+    server.shared.buffers[:] = torch.tensor([[0.0], [4.0], [16.0], [24.0]])
     server.mix_buffers([0])
-    assert server.memory.global_buffers.item() == 6.0
+    assert server.shared.global_buffers.item() == 6.0
     server.mix_buffers([1, 2])
-    assert server.memory.global_buffers.item() == 8.0
-    server.living[3] = 0
+    assert server.shared.global_buffers.item() == 8.0
+    server.alive_mask[3] = 0
     server.mix_buffers([0, 1, 2])
-    assert server.memory.global_buffers.item() == pytest.approx(20 / 3)
+    assert server.shared.global_buffers.item() == pytest.approx(20 / 3)
     server.mix_buffers([3], share=0.5)
-    assert server.memory.global_buffers.item() == pytest.approx(46 / 3)
+    assert server.shared.global_buffers.item() == pytest.approx(46 / 3)
 
 
 @pytest.mark.parametrize(
     ("policy", "began_with", "globally"), [("average", 8.0, 6.0), ("local", 5.0, 6.0), ("server", 8.0, 8.0)]
 )
-def test_whose_buffers_work_begins_with(policy, began_with, globally):
+def test_work_starts_with_the_buffers_of_the_buffer_policy(policy, began_with, globally):
     server = server_of(n=4, global_buffers=[8.0], buffers=policy)
-    server.memory.own_buffers[:] = 5.0
+    server.shared.own_buffers[:] = 5.0
     server.pull(0)
     server.begin(0, 2)
-    assert server.memory.buffers[0].item() == began_with
-    server.memory.buffers[0] = 0.0
+    assert server.shared.buffers[0].item() == began_with
+    server.shared.buffers[0] = 0.0
     server.end(0, 2)
     server.mix_buffers([0])
-    assert server.memory.global_buffers.item() == globally
-    assert server.memory.own_buffers[:, 0].tolist() == [5.0, 5.0, 0.0 if policy == "local" else 5.0, 5.0]
+    assert server.shared.global_buffers.item() == globally
+    assert server.shared.own_buffers[:, 0].tolist() == [5.0, 5.0, 0.0 if policy == "local" else 5.0, 5.0]
 
 
-def test_all_that_lasts_are_tensors():
-    """So that processes can share them."""
+def test_own_tensors_hold_all_state():
+    """Processes share these tensors."""
     server = server_of("dc_asgd", params={"adaptive": True}, solver=SGD(momentum=0.5))
     tensors = list(server.own_tensors.values())
-    kept = [server.replicas, server.counts, server.step_seconds, server.shared["momentum"]]
-    assert all(any(tensor is other for other in tensors) for tensor in [*kept, server.remembered["mean_square"]])
+    kept = [server.replicas, server.counts, server.step_seconds, server.solver_state["momentum"]]
+    assert all(any(tensor is other for other in tensors) for tensor in [*kept, server.policy_state["mean_square"]])
     server.pull(1)
     assert server.counts.tolist() == [0, -1, 0, -1, 0, 0, 0, 1, 1, 1]

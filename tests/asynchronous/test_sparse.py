@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from fedsim import ExperimentError
-from fedsim.asynchronous.sparse import step_where_touched, tables_of
-from fedsim.local import SGD
-from fedsim.rows import Layout
+from fedsim.asynchronous.race.sparse import step_where_touched, tables_of
+from fedsim.clients import SGD
+from fedsim.core.rows import Layout
 
 
 def module(*, sparse=False):
@@ -21,7 +21,7 @@ def module(*, sparse=False):
     )
 
 
-def test_a_step_is_the_dense_one_to_the_bit_and_writes_no_unused_row():
+def test_a_sparse_step_has_the_bits_of_a_dense_step_and_writes_no_unused_row():
     made = module()
     d = Layout.of(made).d
     tables = tables_of(made, SGD(lr=0.1))
@@ -29,12 +29,12 @@ def test_a_step_is_the_dense_one_to_the_bit_and_writes_no_unused_row():
     gradient = torch.randn(d, generator=torch.Generator().manual_seed(1))
     words, bags = gradient[8:28].view(5, 4), gradient[43:].view(6, 2)
     words[[0, 3]] = 0
-    words[2, 1:] = 0  # used all the same
+    words[2, 1:] = 0  # row 2 is still used
     bags[:] = 0
     row = torch.randn(d, generator=torch.Generator().manual_seed(2))
     dense = row.clone()
     SGD(lr=0.1).step(dense, gradient, {})
-    row[8:28].view(5, 4)[[0, 3]] = float("nan")  # on its way to another value, as anybody who looks may find it
+    row[8:28].view(5, 4)[[0, 3]] = float("nan")  # as if another process were writing these rows
     before = row.clone()
     step_where_touched(SGD(lr=0.1), row, gradient, tables)
     assert torch.equal(row[8:28].view(5, 4)[[0, 3]].isnan(), torch.ones(2, 4, dtype=torch.bool))
@@ -42,13 +42,13 @@ def test_a_step_is_the_dense_one_to_the_bit_and_writes_no_unused_row():
     assert torch.equal(row[touched], dense[touched])
 
 
-def test_there_are_no_tables_where_the_solver_moves_what_has_no_gradient():
+def test_momentum_and_weight_decay_have_no_tables():
     for solver in (SGD(lr=0.1, momentum=0.5), SGD(lr=0.1, weight_decay=0.01)):
         assert tables_of(module(), solver) == ()
 
 
 @pytest.mark.parametrize("changes", [{"momentum": 0.5}, {"weight_decay": 0.01}])
-def test_a_sparse_embedding_refuses_such_a_solver(changes):
+def test_a_sparse_embedding_refuses_momentum_and_weight_decay(changes):
     with pytest.raises(ExperimentError, match=r"local: words\.weight is a sparse embedding, .* leave out local\."):
         tables_of(module(sparse=True), SGD(lr=0.1, **changes))
 

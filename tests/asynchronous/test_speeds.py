@@ -5,38 +5,30 @@ import math
 import numpy as np
 import pytest
 
-from fedsim.asynchronous.delays import draw_speeds, speed
+from fedsim.asynchronous.clock.speeds import draw_speeds, speed
+from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
-from fedsim.randomness import numpy_generator
-from tests.asynchronous.timing import speeds_of
+from tests.asynchronous.clock_tables import speeds_of
 
 
-def test_equal_workers_have_the_factor_1():
+def test_deterministic_speeds_are_their_formulas():
     assert speeds_of(3, "equal").tolist() == [1.0, 1.0, 1.0]
-
-
-def test_a_list_is_taken_as_it_is():
     assert speeds_of(3, "list", values=[1, 2.5, 0.5]).tolist() == [1.0, 2.5, 0.5]
-
-
-def test_factors_are_evenly_spaced_or_have_an_even_quotient():
     assert speeds_of(4, "linear", ratio=7.0).tolist() == pytest.approx([1, 3, 5, 7], abs=1e-12)
     assert speeds_of(4, "geometric", ratio=8.0).tolist() == pytest.approx([1, 2, 4, 8], abs=1e-12)
     assert speeds_of(1, "linear").tolist() == speeds_of(1, "geometric").tolist() == [1.0]
 
 
 @pytest.mark.parametrize("name", ["linear", "geometric"])
-def test_shuffled_factors_are_the_same_ones_in_another_order(name):
+def test_shuffle_permutes_the_factors(name):
     in_order, shuffled = speeds_of(50, name), speeds_of(50, name, shuffle=True)
-    assert in_order[0] == 1
-    assert in_order[-1] == 8
+    assert (in_order[0], in_order[-1]) == (1, 8)
     assert sorted(shuffled) == in_order.tolist()
     assert shuffled.tolist() != in_order.tolist() != speeds_of(50, name, seed=1, shuffle=True).tolist()
 
 
-def test_stragglers_are_as_many_as_the_fraction_says_and_drawn():
-    factors = speeds_of(10, "stragglers", fraction=0.3, factor=5.0)
-    assert sorted(factors) == [1.0] * 7 + [5.0] * 3
+def test_stragglers_are_a_drawn_fraction():
+    assert sorted(speeds_of(10, "stragglers", fraction=0.3, factor=5.0)) == [1.0] * 7 + [5.0] * 3
     assert len({tuple(speeds_of(10, "stragglers", seed, fraction=0.3)) for seed in range(20)}) > 10
     assert speeds_of(4, "stragglers", fraction=0.0).tolist() == [1.0] * 4
     assert speeds_of(4, "stragglers", fraction=1.0, factor=2.0).tolist() == [2.0] * 4
@@ -49,7 +41,7 @@ def test_lognormal_speeds_have_median_1_and_logarithms_of_deviation_sigma():
     assert logs.std() == pytest.approx(0.7, rel=0.01)
 
 
-def test_pareto_speeds_have_mean_1_and_the_quantiles_of_their_formula():
+def test_pareto_speeds_have_mean_1_and_the_quantiles_of_the_formula():
     factors = speeds_of(200_000, "pareto", alpha=3.0)  # standard deviation 1 / sqrt(alpha (alpha - 2)) = 0.58
     assert factors.mean() == pytest.approx(1, abs=0.006)
     factors = speeds_of(200_000, "pareto", alpha=1.5)
@@ -77,15 +69,10 @@ def test_speeds_are_drawn_as_documented():
         ("list", {"values": [1.0, 2.0]}, r"clock.speed.values: 2 values for 3 workers; give one for each worker"),
         ("list", {"values": [1.0, 0.0, 2.0]}, r"clock.speed.values\[1\] = 0.0: must be greater than 0"),
         ("list", {"values": [1.0, math.inf, 2.0]}, r"clock.speed.values\[1\] = inf: must be a finite number"),
-        ("list", {}, "clock.speed.values: is required"),
-        ("lognormal", {"sigma": 0.0}, "clock.speed.sigma = 0.0: must be greater than 0"),
         ("lognormal", {"sigma": 11.0}, "clock.speed.sigma = 11.0: must be less than or equal to 10"),
         ("pareto", {"alpha": 1.0}, "clock.speed.alpha = 1.0: must be greater than 1"),
         ("geometric", {"ratio": 0.5}, "clock.speed.ratio = 0.5: must be greater than or equal to 1"),
         ("stragglers", {"fraction": 1.5}, "clock.speed.fraction = 1.5: must be less than or equal to 1"),
-        ("stragglers", {"factor": 0.0}, "clock.speed.factor = 0.0: must be greater than 0"),
-        ("lognormal", {"sgima": 1.0}, 'clock.speed.sgima = 1.0: unknown key .*did you mean "sigma"'),
-        ("log_normal", {}, 'clock.speed.name = "log_normal": no such speed; did you mean "lognormal"'),
     ],
 )
 def test_impossible_speeds_are_refused(name, params, message):
@@ -93,21 +80,21 @@ def test_impossible_speeds_are_refused(name, params, message):
         speeds_of(3, name, **params)
 
 
-def too_few_speeds(n_workers):
+def too_few(n_workers):
     return np.ones(n_workers - 1)
 
 
-def standing_still(n_workers):
+def not_positive(n_workers):
     return np.array([1.0, math.nan, 0.0])
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("too_few_speeds", r'clock.speed.name = ".*": must give factors of time \[3\], not of shape \(2,\)'),
-        ("standing_still", 'clock.speed.name = ".*": gave worker 1 the factor nan; it must be positive and finite'),
+        ("too_few", r'clock.speed.name = ".*": must return factors of shape \[3\], not \[2\]'),
+        ("not_positive", 'clock.speed.name = ".*": returned factor nan for worker 1; it must be positive and finite'),
     ],
 )
-def test_what_a_speed_of_ones_own_gives_is_checked(name, message):
+def test_the_factors_of_an_imported_speed_are_checked(name, message):
     with pytest.raises(ExperimentError, match=message):
         speeds_of(3, f"{__name__}:{name}")

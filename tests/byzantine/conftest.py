@@ -10,5 +10,5 @@ def honest():
 
 
 @pytest.fixture
-def own():
+def own_updates():
     return torch.randn(3, 33, dtype=torch.double, generator=torch.Generator().manual_seed(1))

@@ -3,35 +3,29 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from fedsim.byzantine import attack
+from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
-from fedsim.randomness import Draws
 
 
-def test_none_sends_what_the_protocol_asks_for(honest, own):
-    assert torch.equal(attack(honest, 3, "none", own=own), own)
+def test_none_sends_the_trained_rows(honest, own_updates):
+    assert torch.equal(attack(honest, 3, "none", own_updates=own_updates), own_updates)
 
 
-def test_sign_flipping_turns_each_ones_own_row_round(honest, own):
-    assert torch.equal(attack(honest, 3, "sign_flipping", own=own), -own)
-    assert torch.equal(attack(honest, 3, "sign_flipping", own=own, scale=4), -4 * own)
+def test_sign_flipping_negates_each_row(honest, own_updates):
+    assert torch.equal(attack(honest, 3, "sign_flipping", own_updates=own_updates), -own_updates)
+    assert torch.equal(attack(honest, 3, "sign_flipping", own_updates=own_updates, scale=4), -4 * own_updates)
 
 
-def test_sign_flipping_of_the_mean_sends_the_negated_mean_of_the_honest_rows(honest, own):
+def test_sign_flipping_of_the_mean(honest, own_updates):
     mean = sum(honest) / 7
     for scale in (1.0, 2.5):
-        rows = attack(honest, 3, "sign_flipping", own=own, of="mean", scale=scale)
+        rows = attack(honest, 3, "sign_flipping", own_updates=own_updates, of="mean", scale=scale)
         assert torch.allclose(rows, (-scale * mean).expand(3, -1), rtol=0, atol=1e-12)
 
 
-def test_gaussian_rows_pass_for_normal_ones():
-    rows = attack(torch.zeros(1, 40_000), 2, "gaussian", s=3.0, seed=1)
-    assert stats.kstest(rows.flatten().numpy(), stats.norm(scale=3).cdf).pvalue > 0.01
-
-
-def test_gaussian_is_normal_with_standard_deviation_s_and_drawn_for_each_row(honest):
+def test_gaussian_has_standard_deviation_s(honest):
     wide = torch.zeros(1, 100_000, dtype=torch.double)
     rows = attack(wide, 2, "gaussian", s=3.0)
     assert rows.mean(1).abs().max() < 0.05
@@ -41,7 +35,7 @@ def test_gaussian_is_normal_with_standard_deviation_s_and_drawn_for_each_row(hon
     assert torch.equal(attack(honest, 3, "gaussian", s=0.0), torch.zeros(3, 33, dtype=torch.double))
 
 
-def test_gaussian_noise_depends_on_the_seed_and_not_on_dtype_or_number_of_rows(honest):
+def test_gaussian_depends_only_on_the_seed(honest):
     rows = attack(honest, 3, "gaussian", seed=5)
     assert torch.equal(rows, attack(honest, 3, "gaussian", seed=5))
     assert not torch.equal(rows, attack(honest, 3, "gaussian", seed=6))
@@ -56,20 +50,15 @@ def test_mimic_copies_one_honest_row(honest):
 
 
 @pytest.mark.parametrize("epsilon", [7, 100])
-def test_mimic_refuses_a_row_that_is_not_there(honest, epsilon):
+def test_mimic_refuses_a_missing_row(honest, epsilon):
     with pytest.raises(ExperimentError, match=f"attack.epsilon = {epsilon}: must be below the number of .* rows, 7"):
         attack(honest, 3, "mimic", epsilon=epsilon)
 
 
-def test_nan_and_inf_send_nothing_else(honest):
-    assert attack(honest, 3, "nan").isnan().all()
-    assert attack(honest, 3, "inf").isposinf().all()
-
-
-def test_free_rider_sends_zero_or_the_last_update_if_there_is_one(honest, own):
+def test_free_rider_sends_zero_or_the_last_update(honest, own_updates):
     zero = torch.zeros(3, 33, dtype=torch.double)
     last = honest[2] * 5
     assert torch.equal(attack(honest, 3, "free_rider", last=last), zero)
     assert torch.equal(attack(honest, 3, "free_rider", last=last, what="last"), last.expand(3, -1))
     assert torch.equal(attack(honest, 3, "free_rider", what="last"), zero)
-    assert torch.equal(attack(honest, 3, "free_rider", own=own * torch.nan), zero)
+    assert torch.equal(attack(honest, 3, "free_rider", own_updates=own_updates * torch.nan), zero)

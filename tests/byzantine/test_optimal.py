@@ -49,7 +49,7 @@ def grid(name, honest, aggregate, limit):
 
 @pytest.mark.parametrize("name", OPTIMAL)
 @pytest.mark.parametrize("aggregate", [trimmed, nearest_to_all, filtered])
-def test_no_factor_on_a_fine_grid_does_much_more_damage(name, aggregate, honest):
+def test_no_factor_on_a_grid_does_more_damage(name, aggregate, honest):
     rows = attack(honest, 3, name, aggregate=aggregate, evaluations=40)
     assert damage(honest, rows, aggregate) >= 0.95 * grid(name, honest, aggregate, 8.0)
 
@@ -64,15 +64,9 @@ def test_opt_alie_lies_on_the_line_of_alie(sign, ddof, honest):
     assert torch.allclose(rows, attack(honest, 3, "alie", z=steps[0].item(), sign=sign, ddof=ddof), atol=1e-9)
 
 
-def test_opt_ipm_is_ipm_with_the_factor_it_finds(honest):
-    rows = attack(honest, 3, "opt_ipm", aggregate=trimmed)
-    factors = -rows[0] / honest.mean(0)
-    assert torch.allclose(factors, factors[0].expand(33), rtol=1e-9)
-
-
 @pytest.mark.parametrize("name", OPTIMAL)
 @pytest.mark.parametrize("evaluations", [2, 3, 16])
-def test_the_rule_is_asked_exactly_so_often(name, evaluations, honest):
+def test_the_rule_is_called_evaluations_times(name, evaluations, honest):
     asked = []
 
     def counting(matrix):
@@ -87,19 +81,7 @@ def test_the_rule_is_asked_exactly_so_often(name, evaluations, honest):
 
 
 @pytest.mark.parametrize("name", OPTIMAL)
-def test_the_best_of_all_rows_tried_is_sent(name, honest):
-    tried = []
-
-    def noting(matrix):
-        tried.append(damage(honest, matrix[7:].clone(), trimmed))
-        return trimmed(matrix)
-
-    rows = attack(honest, 3, name, aggregate=noting)
-    assert damage(honest, rows, trimmed) == pytest.approx(max(tried), abs=1e-12)
-
-
-@pytest.mark.parametrize("name", OPTIMAL)
-def test_against_the_plain_mean_they_go_as_far_as_they_can(name, honest):
+def test_the_largest_factor_is_used_against_the_mean(name, honest):
     rows = attack(honest, 3, name, aggregate=fedsim.aggregate, evaluations=11)
     assert torch.allclose(rows[0], row_at(name, 2.0**9, honest), rtol=1e-9)
 
@@ -112,7 +94,7 @@ def test_half_precision_never_ends_in_infinity(name, honest):
 
 
 @pytest.mark.parametrize("name", OPTIMAL)
-def test_without_a_rule_to_tune_against_the_error_says_so(name, honest):
+def test_a_rule_is_required(name, honest):
     with pytest.raises(ExperimentError, match=f"aggregate: the attack {name} needs the rule"):
         attack(honest, 3, name)
     with pytest.raises(ExperimentError, match="evaluations = 1: must be greater than or equal to 2"):
@@ -130,19 +112,7 @@ def test_line_search_finds_the_top_of_a_hill_and_the_edge_of_a_cliff(top):
     assert line_search(lambda x: x if x <= top else -1.0, 60) == pytest.approx(top, rel=1e-6)
 
 
-def test_line_search_by_hand():
-    tried = []
-
-    def height(x):
-        tried.append(x)
-        return min(x, 3.0)
-
-    assert line_search(height, 5) == 4.0  # 8 is no higher
-    assert tried[:5] == [0.0, 1.0, 2.0, 4.0, 8.0]
-    assert line_search(lambda x: 0.0, 20) == 0.0  # of equals the first
-
-
-def test_line_search_passes_over_what_is_not_finite():
+def test_line_search_ignores_values_that_are_not_finite():
     assert line_search(lambda x: x if x < 5 else math.nan, 30) == pytest.approx(5, rel=1e-2)
     assert line_search(lambda x: x if x < 5 else math.inf, 30) == pytest.approx(5, rel=1e-2)
     assert line_search(lambda x: math.nan, 30) == 0.0

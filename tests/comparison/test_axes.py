@@ -62,7 +62,7 @@ def test_values_of_words_may_be_lists_and_tables():
     [
         (["seed=0,"], '"seed=0,": a value is missing'),
         (["seed=0,,1"], '"seed=0,,1": a value is missing'),
-        (["seed=0,1,0"], "seed: 0 is there twice"),
+        (["seed=0,1,0"], "seed: 0 is repeated"),
         (["=1,2"], '"=1,2": expected key=value'),
     ],
 )
@@ -92,9 +92,9 @@ def test_values_become_what_json_has():
         ({"seed": 3}, "grid.seed = 3: must be a list of one or more values"),
         ({"seed": []}, r"grid.seed = \[\]: must be a list of one or more values"),
         ({"seed": "012"}, 'grid.seed = "012": must be a list'),
-        ({"seed": [0, 0]}, "grid.seed: 0 is there twice"),
+        ({"seed": [0, 0]}, "grid.seed: 0 is repeated"),
         ({"a..b": [0]}, "grid.a..b: is no key of an experiment"),
-        ({"a.b": [0], "a": {"b": [1]}}, "grid.a.b: is there twice"),
+        ({"a.b": [0], "a": {"b": [1]}}, "grid.a.b: is given twice"),
         ({"seed": [None]}, r"grid.seed\[0\] = None: must be a string, a number, a list or a table"),
     ],
 )
@@ -161,9 +161,9 @@ def test_the_label_of_a_table_changes_nothing():
             {"variant": [VARIANTS[0], {"sync": "gradients"}]},
             r"grid.variant\[1\] = {sync .*: must be a table with a lab",
         ),
-        ({"variant": [{"label": 3}]}, r"grid.variant\[0\].label = 3: must be a word or a few"),
-        ({"local": [{"label": " ", "lr": 1.0}]}, r'grid.local\[0\].label = " ": must be a word or a few'),
-        ({"local": [{"label": "a", "lr": 1.0}, {"label": "a"}]}, 'grid.local: the label "a" is there twice'),
+        ({"variant": [{"label": 3}]}, r"grid.variant\[0\].label = 3: must be a text"),
+        ({"local": [{"label": " ", "lr": 1.0}]}, r'grid.local\[0\].label = " ": must be a text'),
+        ({"local": [{"label": "a", "lr": 1.0}, {"label": "a"}]}, 'grid.local: the label "a" is repeated'),
     ],
 )
 def test_a_wrong_label_is_one_clear_line(tables, message):

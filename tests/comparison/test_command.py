@@ -114,16 +114,14 @@ def goes_on_where_it_stopped(cli, tmp_path, before):
         pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_everything_at_once_and_the_same_command_goes_on(cli, tmp_path, number, code, word):
+def test_a_signal_ends_everything_and_the_same_command_continues(cli, tmp_path, number, code, word):
     process = start(*LONG, *ENDLESS, cwd=tmp_path)
     read_until(process, "[2/8]")
-    sent = time.monotonic()
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
     out, error = process.communicate(timeout=20)
-    assert time.monotonic() - sent < 5
     assert (process.returncode, error.strip()) == (code, word)
     assert re.search(r"\d of 8 runs are in x; continue with --out x\n$", out)
     assert_none_left(process.pid)

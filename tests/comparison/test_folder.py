@@ -8,7 +8,7 @@ import fedsim
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import load_grid
 from fedsim.errors import RecordError
-from fedsim.runs.history import read_history
+from fedsim.records.history import read_history
 
 AXES = {"aggregate.rule": ["mean", "weighted_mean"], "seed": [0, 1]}
 

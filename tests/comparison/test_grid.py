@@ -4,7 +4,7 @@ import pytest
 
 from fedsim import Experiment, ExperimentError
 from fedsim.comparison.grid import load_grid
-from fedsim.tables import leaves_of
+from fedsim.core.input_limits import leaves_of
 
 
 def rules_of(grid):
@@ -169,8 +169,8 @@ def test_a_problem_of_all_points_needs_no_point():
         (["rounds=3"], "nothing to compare: every key has one value; write several with commas, such as seed=0,1,2"),
         (["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"], "set by two axes"),
         (["aggregate=mean", "aggregate.rule=mean,weighted_mean"], 'aggregate.rule = "mean": an axis sets that too'),
-        (["server=sgd,{optimizer='sgd'}"], "server=sgd and server=sgd: are one and the same experiment"),
-        (["local.lr=0.05,5e-2"], "local.lr: 0.05 is there twice"),
+        (["server=sgd,{optimizer='sgd'}"], "server=sgd and server=sgd: are the same experiment"),
+        (["local.lr=0.05,5e-2"], "local.lr: 0.05 is repeated"),
         (["model=tests.plugs:Lazy,net"], 'model=tests.plugs:Lazy: model.name = "tests.plugs:Lazy": cannot be made'),
         (["device=cpu,cuda:99"], 'device=cuda:99: device = "cuda:99": this PyTorch sees no such device'),
         (["rounds.x=1,2"], "rounds.x"),

@@ -9,148 +9,149 @@ from types import SimpleNamespace
 import pytest
 
 import fedsim
-from fedsim.comparison import Watcher, jobs, load_grid, run_grid
+from fedsim.comparison import Callback, jobs, load_grid, run_grid
 from fedsim.errors import FedsimWarning
-from fedsim.system.processes import Child
+from fedsim.system.child_process import ChildProcess
 from tests.commands import run_python
-from tests.comparison.test_comparing import without_times
+from tests.comparison.test_runner import without_times
 
 
 def children():
     return {process.pid for process in multiprocessing.active_children()}
 
 
-class Look(Watcher):
-    """Notes which processes there are at every round."""
+def histories(comparison):
+    return [without_times(run.history) for run in comparison.runs]
 
-    def __init__(self, act=lambda run, record: None):
-        self.seen, self.jobs, self._act = [], None, act
 
-    def start(self, grid, todo, jobs):
+def engines_of(comparison):
+    """The engine with which each run was done."""
+    files = [run.folder / "experiment.toml" for run in comparison.runs]
+    return {fedsim.load_experiment(file, allow_imports=True).engine for file in files}
+
+
+class Observer(Callback):
+    """Notes the child processes and the runs at each round, and the runs that are repeated."""
+
+    def __init__(self, act=lambda seen: None):
+        self.processes, self.runs, self.retried, self._act = [], set(), [], act
+
+    def on_start(self, grid, todo, jobs):
         self.jobs = jobs
 
-    def round(self, run, record):
-        self.seen.append(children())
-        self._act(run, record)
+    def on_round(self, run, record):
+        self.processes.append(children())
+        self.runs.add(run.id)
+        self._act(self)
+
+    def on_retry(self, run):
+        self.retried.append(run.id)
 
 
-def test_several_jobs_give_the_bits_of_one_and_keep_their_processes(quick, serial, tmp_path):
-    axes = {"model": ["logistic", "2nn"], "seed": [0, 1]}
-    look = Look()
-    several = run_grid(load_grid(quick, axes), tmp_path / "several", 2, look)
-    one = fedsim.compare(serial, axes, tmp_path / "one")
-    assert [without_times(run.history) for run in several.runs] == [without_times(run.history) for run in one.runs]
-    assert look.jobs == 2
-    assert len(set.union(*look.seen)) == 2, "one process a job, the same for all runs"
-    assert all(
-        fedsim.load_experiment(run.folder / "experiment.toml", allow_imports=True).engine == "serial"
-        for run in several.runs
-    )
-    table = (tmp_path / "several" / "summary.txt").read_text()
-    assert table.splitlines()[:8] == (tmp_path / "one" / "summary.txt").read_text().splitlines()[:8]
+def kill_when_two_runs_have_begun(count):
+    """Kill so many of the two processes, once."""
+    killed = []
 
-
-@pytest.mark.slow
-def test_jobs_of_an_experiment_that_names_its_engine_have_processes_of_their_own(quick, tmp_path):
-    tables = {**quick, "rounds": 1, "engine": "spawn", "processes": 1}
-    comparison = fedsim.compare(tables, {"seed": [0, 1]}, tmp_path, jobs=2)
-    assert not comparison.failed
-    assert {
-        fedsim.load_experiment(run.folder / "experiment.toml", allow_imports=True).engine for run in comparison.runs
-    } == {"spawn"}
-
-
-def test_the_death_of_a_job_fails_its_run_alone(quick, tmp_path):
-    """Two runs at once; when both have begun the process of one is killed, and the rest goes on, some in another."""
-    in_hand, killed = set(), set()
-
-    def kill(run, record):
-        in_hand.add(run.id)
-        if record["round"] == 80:
-            in_hand.remove(run.id)
-        if len(in_hand) == 2 and not killed:
-            killed.add(min(children()))
-            os.kill(*killed, signal.SIGKILL)
-
-    look = Look(kill)
-    grid = load_grid({**quick, "rounds": 80, "on_worker_failure": "abort"}, {"seed": [0, 1, 2, 3]})
-    comparison = run_grid(grid, tmp_path, 2, look)
-    (failed,) = comparison.failed
-    assert "was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs" in failed.error
-    assert [len(run.history) for run in comparison.runs if run is not failed] == [80, 80, 80]
-    assert len(set.union(*look.seen)) == 3, "another process takes its place"
-    assert not look.seen[-1] & killed
-    assert not run_grid(grid, tmp_path, 1).failed, "and they are done again"
-
-
-def test_a_run_whose_process_was_lost_is_done_again_and_comes_to_the_same(quick, serial, tmp_path):
-    """Two runs at once; when both have begun their processes are killed."""
-    seen, killed = set(), []
-
-    def kill(run, record):
-        seen.add(run.id)
-        if len(seen) == 2 and not killed:
-            killed.extend(children())
+    def act(seen):
+        if len(seen.runs) == 2 and not killed:
+            killed.extend(sorted(children())[:count])
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
 
-    axes, look = {"seed": [0, 1, 2]}, Look(kill)
-    look.again = lambda run: again.append(run.id)
-    again: list[str] = []
-    with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is done again .1 of at most 2 times") as said:
-        comparison = run_grid(load_grid({**quick, "rounds": 20}, axes), tmp_path, 2, look)
+    return act, killed
+
+
+def test_several_jobs_give_the_results_of_one_and_keep_their_processes(quick, serial, tmp_path):
+    axes = {"model": ["logistic", "2nn"], "seed": [0, 1]}
+    observer = Observer()
+    several = run_grid(load_grid(quick, axes), tmp_path / "several", 2, observer)
+    one = fedsim.compare(serial, axes, tmp_path / "one")
+    assert histories(several) == histories(one)
+    assert observer.jobs == 2
+    assert len(set.union(*observer.processes)) == 2
+    assert engines_of(several) == {"serial"}
+    tables = [(tmp_path / name / "summary.txt").read_text().splitlines()[:8] for name in ("several", "one")]
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.slow
+def test_jobs_of_an_experiment_that_sets_its_engine_have_child_processes(quick, tmp_path):
+    tables = {**quick, "rounds": 1, "engine": "spawn", "processes": 1}
+    comparison = fedsim.compare(tables, {"seed": [0, 1]}, tmp_path, jobs=2)
     assert not comparison.failed
-    assert again
-    assert len(again) == len(said) <= 2
-    alone = fedsim.compare({**serial, "rounds": 20}, axes)
-    assert [without_times(run.history) for run in comparison.runs] == [without_times(run.history) for run in alone.runs]
+    assert engines_of(comparison) == {"spawn"}
+
+
+def test_the_death_of_a_process_fails_only_its_run(quick, tmp_path):
+    act, killed = kill_when_two_runs_have_begun(1)
+    observer = Observer(act)
+    grid = load_grid({**quick, "rounds": 80, "on_worker_failure": "abort"}, {"seed": [0, 1, 2, 3]})
+    comparison = run_grid(grid, tmp_path, 2, observer)
+    (failed,) = comparison.failed
+    assert "was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs" in failed.error
+    assert [len(run.history) for run in comparison.runs if run is not failed] == [80, 80, 80]
+    assert len(set.union(*observer.processes)) == 3, "another process takes its place"
+    assert not observer.processes[-1] & set(killed)
+    assert not run_grid(grid, tmp_path, 1).failed, "the failed run is done again"
+
+
+def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, serial, tmp_path):
+    act, _ = kill_when_two_runs_have_begun(2)
+    observer = Observer(act)
+    with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is done again .1 of at most 2 times") as warned:
+        comparison = run_grid(load_grid({**quick, "rounds": 20}, {"seed": [0, 1, 2]}), tmp_path, 2, observer)
+    assert not comparison.failed
+    assert 1 <= len(observer.retried) == len(warned) <= 2
+    assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 20}, {"seed": [0, 1, 2]}))
 
 
 def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp_path, monkeypatch):
     killed = []
 
-    class Killed(Child):
+    class Killed(ChildProcess):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             if len(killed) < 2:
                 killed.append(self.pid)
                 os.kill(self.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(jobs, "Child", Killed)
-    axes = {"seed": [0, 1, 2]}
+    monkeypatch.setattr(jobs, "ChildProcess", Killed)
     with pytest.warns(FedsimWarning, match=r"SIGKILL .*, while it started.*; the run is done again \(1 of at most 2"):
-        comparison = run_grid(load_grid({**quick, "rounds": 2}, axes), tmp_path, 2, Look())
+        comparison = run_grid(load_grid({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer())
+    assert len(killed) == 2
     assert not comparison.failed
-    alone = fedsim.compare({**serial, "rounds": 2}, axes)
-    assert [without_times(run.history) for run in comparison.runs] == [without_times(run.history) for run in alone.runs]
+    assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 2}, {"seed": [0, 1, 2]}))
 
 
-def test_work_is_sent_without_waiting_for_a_process_that_hangs_while_it_starts(tmp_path):
-    """The work is larger than what a pipe holds."""
-    planned = SimpleNamespace(experiment=SimpleNamespace(timeout=1.0))
-    with jobs.Jobs() as started:
-        started.grow(1)
-        (job,) = started.idle
-        os.kill(job._child.pid, signal.SIGSTOP)
-        begin = threading.Thread(target=job.begin, args=(planned, bytes(2**24), tmp_path), daemon=True)
-        begin.start()
-        begin.join(10)
-        blocked = begin.is_alive()
-        os.kill(job._child.pid, signal.SIGKILL)
+def test_a_process_that_hangs_while_it_starts_does_not_block_the_parent(tmp_path):
+    """The run is larger than the buffer of a pipe."""
+    started = []
+    work = jobs.Work(SimpleNamespace(experiment=SimpleNamespace(timeout=1.0)), bytes(2**24), tmp_path)
+
+    def create():
+        started.append(jobs.Job(work))
+        os.kill(started[0].process.pid, signal.SIGSTOP)
+        assert list(started[0].messages()) == []
+
+    with jobs.signals_deferred():
+        creation = threading.Thread(target=create, daemon=True)
+        creation.start()
+        creation.join(30)
+    blocked = creation.is_alive()
+    jobs._close(started, list(started), 0.0)
     assert not blocked
-    assert job.planned is planned
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_its_process_again_and_again_fails_and_says_how_often(quick, tmp_path):
+def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(quick, tmp_path):
     tables = {**quick, "rounds": 1, "worker_retries": 1, "model": {"name": "tests.plugs:Fails", "how": "kill"}}
     with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .1 of at most 1 time"):
-        comparison = run_grid(load_grid(tables, {"seed": [0, 1]}), tmp_path, 2, Look())
+        comparison = run_grid(load_grid(tables, {"seed": [0, 1]}), tmp_path, 2)
     assert [run.error.rpartition("; ")[2] for run in comparison.failed] == ["the run has been tried 2 times"] * 2
 
 
-def test_what_a_model_does_to_its_process_fails_its_run_alone_and_slow_work_fails_none(quick, tmp_path):
-    """The slow one takes longer than the timeout, but shows signs of life: 15 steps, from the fourth on of 0.2 s."""
+def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not_fail(quick, tmp_path):
+    """The slow model takes longer than the timeout but gives signs of life: 15 steps, from the fourth on of 0.2 s."""
     tables = {**quick, "rounds": 1, "workers": 1, "timeout": 2.0, "local": {"batch_size": 14}}
     tables["model"], tables["on_worker_failure"] = {"name": "tests.plugs:Fails", "how": "never"}, "abort"
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
@@ -164,17 +165,17 @@ def test_what_a_model_does_to_its_process_fails_its_run_alone_and_slow_work_fail
     assert slow.history[0]["seconds"]["train"] > 2.0
 
 
-def test_an_interrupt_ends_all_jobs_at_once(quick, tmp_path):
-    def interrupt(run, record):
+def test_an_interrupt_ends_all_processes(quick, tmp_path):
+    def interrupt(seen):
         raise KeyboardInterrupt
 
     grid = load_grid({**quick, "rounds": 100_000}, {"seed": [0, 1]})
     with pytest.raises(KeyboardInterrupt):
-        run_grid(grid, tmp_path, 2, Look(interrupt))
+        run_grid(grid, tmp_path, 2, Observer(interrupt))
     assert children() == set()
 
 
-def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import fedsim\nfedsim.compare({'data': 'tests.plugs:tiny'}, {'seed': [0, 1]}, 'x', jobs=2)\n")
     done = run_python(str(script), cwd=tmp_path)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from fedsim.data import TensorData, as_tensor_data
 from fedsim.errors import DataError
@@ -21,14 +21,14 @@ def images():
     return TensorData.of_images(pixels, torch.arange(20) % 10, MEAN, STD)
 
 
-def test_images_come_out_as_torchvisions_totensor_and_normalize_make_them(images):
+def test_images_are_normalised_as_by_torchvision(images):
     inputs, targets = images.gather(torch.tensor([3, 1, 3]))
     expected = (images.inputs[[3, 1, 3]].float() / 255 - MEAN[0]) / STD[0]
     assert torch.allclose(inputs, expected, atol=1e-6)
     assert targets.tolist() == [3, 1, 3]
 
 
-def test_channels_are_normalised_each_by_its_own_mean():
+def test_channels_have_their_own_mean():
     pixels = torch.randint(0, 256, (4, 3, 5, 5), dtype=torch.uint8)
     mean, std = (0.1, 0.5, 0.9), (0.2, 0.3, 0.4)
     inputs, _ = TensorData.of_images(pixels, torch.zeros(4).long(), mean, std).gather(torch.arange(4))
@@ -36,7 +36,7 @@ def test_channels_are_normalised_each_by_its_own_mean():
     assert torch.allclose(inputs, expected, atol=1e-6)
 
 
-def test_batches_of_images_are_in_channels_last_order_on_a_cpu(images):
+def test_batches_of_images_are_channels_last_on_a_cpu(images):
     inputs, _ = images.gather(torch.arange(4))
     assert inputs.stride() == (784, 1, 28, 1)
 
@@ -52,12 +52,6 @@ def test_a_sample_is_a_row_of_the_batch(images):
     assert torch.equal(fetched[1][0], inputs[9])
 
 
-def test_a_data_loader_reads_it(images):
-    batches = list(DataLoader(images, batch_size=8))
-    assert [len(y) for _, y in batches] == [8, 8, 4]
-    assert torch.equal(batches[0][0], images.gather(torch.arange(8))[0])
-
-
 def test_gathering_leaves_the_data_alone(images):
     floats = TensorData(torch.randn(5, 3), torch.arange(5))
     before = floats.inputs.clone()
@@ -70,7 +64,7 @@ def test_precision_follows_to(images):
     assert inputs.dtype == torch.float64
 
 
-def test_inputs_without_targets_are_refused():
+def test_inputs_without_targets_are_an_error():
     with pytest.raises(ValueError, match="3 inputs have 2 targets"):
         TensorData(torch.zeros(3, 1), torch.zeros(2).long())
 
@@ -98,17 +92,6 @@ def test_any_map_style_data_set_becomes_tensors(make):
     assert torch.allclose(data.gather(torch.arange(3))[0], pixels / 255)
 
 
-def test_colour_pictures_become_channels_first():
-    picture = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
-    assert as_tensor_data([(picture, 1)]).inputs.shape == (1, 3, 4, 4)
-
-
-def test_float_inputs_are_handed_out_as_they_are():
-    inputs = torch.randn(3, 7)
-    data = as_tensor_data(TensorDataset(inputs, torch.arange(3)))
-    assert torch.equal(data.gather(torch.arange(3))[0], inputs)
-
-
 @pytest.mark.parametrize("target", [2, np.int64(2), torch.tensor(2), torch.tensor([2]), np.uint8(2), np.array([2])])
 def test_a_class_may_be_any_integer_of_one_element(target):
     targets = as_tensor_data([(torch.zeros(3), target)]).targets
@@ -125,7 +108,7 @@ def test_a_class_may_be_any_integer_of_one_element(target):
         (None, "the target of sample 1 is a NoneType"),
     ],
 )
-def test_targets_that_are_no_class_are_refused(target, line):
+def test_targets_must_be_one_integer(target, line):
     with pytest.raises(
         DataError, match=f"^{line}; it must be one integer, the class: fedsim supports classification only$"
     ):

@@ -9,8 +9,8 @@ import torch
 import fedsim
 from fedsim.aggregation import rule
 from fedsim.aggregation.rule import pre_aggregator
-from fedsim.aggregation.server import server_optimizer
-from fedsim.byzantine.strategy import attack_strategy
+from fedsim.byzantine.base import attack_strategy
+from fedsim.server.optimizer import server_optimizer
 from tests.device.agreement import settings_of
 from tests.device.pretend import download, on_gpu, pretend_gpu, upload
 
@@ -23,7 +23,7 @@ def rows(kind: str = "ordinary") -> torch.Tensor:
     if kind == "not finite":
         updates[2, 3], updates[5] = torch.nan, torch.inf
     if kind == "large":
-        updates *= 1e170
+        updates *= 1e140
         updates[1] = updates[0]
     return updates
 
@@ -90,10 +90,12 @@ def median(x):
     return x.median(0).values
 
 
-def attacked(plug, honest, last, own=None):
+def attacked(plug, honest, last, own_updates=None):
     """Three Byzantine rows."""
     settings = settings_of(plug)
-    return fedsim.attack(honest, 3, settings.pop("name"), own=own, last=last, aggregate=median, **settings)
+    return fedsim.attack(
+        honest, 3, settings.pop("name"), own_updates=own_updates, last=last, aggregate=median, **settings
+    )
 
 
 every_attack = pytest.mark.parametrize("plug", list(attack_strategy), ids=lambda plug: plug.name)
@@ -101,8 +103,8 @@ every_attack = pytest.mark.parametrize("plug", list(attack_strategy), ids=lambda
 
 @every_attack
 def test_an_attack(plug):
-    honest, own, last = rows()[:8], rows()[8:11], rows()[11]
-    for tensors in ((honest, last, own), (honest, last)):
+    honest, own_updates, last = rows()[:8], rows()[8:11], rows()[11]
+    for tensors in ((honest, last, own_updates), (honest, last)):
         assert_same_on_gpu(lambda *given: attacked(plug, *given), *tensors)
 
 

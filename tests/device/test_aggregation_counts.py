@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.aggregation import Cohort, column_blocks, make_pipeline, resolve, rule
-from fedsim.aggregation.columns import LINE, most_columns, small_blocks
+from fedsim.aggregation import AggregationInputs, column_blocks, make_pipeline, resolve, rule
+from fedsim.aggregation.numerics.columns import LINE, most_columns, small_blocks
 from tests.device.pretend import GPU, download, upload
 
 N, D, F = 10, 40_000, 1
@@ -54,8 +54,8 @@ def rows(n=N, d=D):
 
 def cohort_of(pipeline, updates):
     weights = torch.arange(1.0, N + 1, dtype=torch.double) if pipeline.needs_weights else None
-    root = updates[0] if pipeline.takes("root") else None
-    return Cohort(updates, weights, root, losses=torch.ones(N, dtype=torch.double))
+    root = updates[0] if pipeline.accepts("root") else None
+    return AggregationInputs(updates, weights, root, losses=torch.ones(N, dtype=torch.double))
 
 
 @pytest.mark.parametrize("name", [*(plug.name for plug in rule), *PIPELINES])
@@ -88,7 +88,7 @@ def test_a_mean_on_a_gpu_looks_at_its_result_alone(weights, launches, gpu):
 
 @pytest.mark.parametrize("name", ["median", "meamed", "krum", "multi_krum", "bulyan", "signguard", "dnc"])
 def test_what_does_not_fit_into_the_memory_of_a_gpu_is_done_in_blocks(name, gpu, monkeypatch):
-    monkeypatch.setattr("fedsim.aggregation.columns.total_memory_of", lambda device: 8 * 64 * N * 1_000)
+    monkeypatch.setattr("fedsim.aggregation.numerics.columns.total_memory_of", lambda device: 8 * 64 * N * 1_000)
     params = {"f": F} if "f" in fedsim.rules()[name].parameters else {}
     updates = rows()
     on_gpu = upload(updates)

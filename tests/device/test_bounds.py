@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines.stacked_module import StackedModule
-from fedsim.engines.station import Station
+from fedsim.engines.executor import Executor
+from fedsim.engines.stacking.stacked_module import StackedModule
 from tests.device.agreement import ENGINES
 from tests.device.pretend import Counts, pretend_gpu, upload
 
@@ -57,27 +57,30 @@ ORDERS = 165  # launches of a round, at its start: the orders of all batches, wh
 BOUNDS: dict[str, dict[str, tuple[Bound, Bound]]] = {  # by workload and method of a station: of a round, and of a step
     "w1": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train": (Bound(15 + ORDERS, 5), Bound(1, 0, 212)),  # a graph of one step draws its dropout, 155 of these
-        "aggregate": (Bound(4, 2), NO_STEP),
+        "train": (Bound(14 + ORDERS, 6), Bound(1, 0, 212)),  # a graph of one step draws its dropout, 155 of these
+        "aggregate": (Bound(1, 0), NO_STEP),
+        "server_step": (Bound(1, 1), NO_STEP),
         "test": (Bound(26, 1), NO_STEP),
     },
     "w2": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train": (Bound(15 + ORDERS, 4), Bound(1, 0, 64)),
-        "aggregate": (Bound(4, 2), NO_STEP),
+        "train": (Bound(14 + ORDERS, 5), Bound(1, 0, 64)),
+        "aggregate": (Bound(1, 0), NO_STEP),
+        "server_step": (Bound(1, 1), NO_STEP),
         "test": (Bound(25, 1), NO_STEP),
     },
     "w3": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train": (Bound(15 + ORDERS, 4), Bound(1, 0, 42)),
-        "aggregate": (Bound(4, 2), NO_STEP),
+        "train": (Bound(14 + ORDERS, 5), Bound(1, 0, 42)),
+        "aggregate": (Bound(1, 0), NO_STEP),
+        "server_step": (Bound(1, 1), NO_STEP),
         "test": (Bound(21, 1), NO_STEP),
     },
 }
 NOT_CAPTURED = {  # of a round, and of a step
-    "w1": (Bound(157 + ORDERS, 5), Bound(57, 0)),
-    "w2": (Bound(8 + ORDERS, 5), Bound(58, 0)),
-    "w3": (Bound(8 + ORDERS, 5), Bound(36, 0)),
+    "w1": (Bound(156 + ORDERS, 6), Bound(57, 0)),
+    "w2": (Bound(8 + ORDERS, 6), Bound(58, 0)),
+    "w3": (Bound(8 + ORDERS, 6), Bound(36, 0)),
 }
 OF_GRADIENTS = {"w1": Bound(11, 0), "w2": Bound(11, 0), "w3": Bound(11, 0)}  # a step, beyond the model's own launches
 ON_THE_CLOCK = {  # a round of w3 with 3 workers and one step, row by row
@@ -92,7 +95,7 @@ LARGE = {  # an aggregation of 10 rows of 166,337 numbers, which would be 11 blo
 
 @pytest.fixture(scope="module")
 def phases():
-    """Counts of the last round of a workload, by method of a station; found once for each run."""
+    """Counts of the last round of a workload, by method of an executor; found once for each run."""
     done: dict = {}
 
     def of(workload: str, steps: int, **changes) -> dict[str, Counts]:
@@ -105,16 +108,16 @@ def phases():
 
 
 def counted(tables: dict) -> dict[str, Counts]:
-    """Counts of the last call of each method of a station; and, as "model", of all gradients of stacks."""
+    """Counts of the last call of each method of an executor; and, as "model", of all gradients of stacks."""
     found: dict[str, Counts] = {"model": Counts()}
-    do, gradients = Station.do, StackedModule.gradients
+    run, gradients = Executor.run, StackedModule.gradients
     with pretend_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
 
-        def counting(station, method, *arguments):
-            if method.startswith("train"):
+        def counting(executor, method, *arguments):
+            if method.__name__.startswith("train"):
                 found["model"] = Counts()
-            with gpu.counting() as found[method]:
-                return do(station, method, *arguments)
+            with gpu.counting() as found[method.__name__]:
+                return run(executor, method, *arguments)
 
         def counting_model(*arguments, **more):
             with gpu.counting() as counts:
@@ -122,7 +125,7 @@ def counted(tables: dict) -> dict[str, Counts]:
             found["model"].events += counts.events
             return result
 
-        patch.setattr(Station, "do", counting)
+        patch.setattr(Executor, "run", counting)
         patch.setattr(StackedModule, "gradients", counting_model)
         fedsim.run(tables)
     return found

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.engines import evaluation, job
-from fedsim.engines.capture import WARM_UPS
-from fedsim.engines.stack_step import StackStep
+from fedsim.core.training import test as test_model
+from fedsim.engines import evaluation, task
+from fedsim.engines.trainers.capture import WARM_UPS
+from fedsim.engines.trainers.stack_step import StackStep
 from fedsim.errors import FedsimWarning
-from fedsim.training import test as test_model
 from tests.device.pretend import download, upload
 from tests.device.test_bounds import ORDERS
 
@@ -74,7 +74,7 @@ class Counting(Small):
 
 @pytest.fixture
 def tables(gpu, tiny_experiment, monkeypatch):
-    monkeypatch.setattr(job, "TEST_BATCH_ON_CARD", 40)  # of 90: two whole batches and a short one
+    monkeypatch.setattr(task, "TEST_BATCH_ON_CARD", 40)  # of 90: two whole batches and a short one
     small = {"model": "tests.device.test_captured_steps:Small", "local": {"batch_size": 16, "momentum": 0.5}}
     return {**tiny_experiment, "engine": "batched", "processes": 1, "precision": "float64", **small}
 
@@ -114,7 +114,7 @@ def test_captured_steps_agree_with_the_ordinary_path(case, gpu, tables):
 @pytest.mark.parametrize(("precision", "bound"), [("float16", 1e-3), ("bf16", 1e-2), ("float32", 1e-6)])
 @pytest.mark.parametrize("start", [2.0**16, 2.0**30])  # the second scale overflows at first
 def test_precisions_agree(precision, bound, start, gpu, tables, monkeypatch):
-    monkeypatch.setattr("fedsim.engines.scaling.START", start)
+    monkeypatch.setattr("fedsim.engines.trainers.loss_scaling.START", start)
     tables |= {"precision": precision, **UNEVEN}
     captured = fedsim.run({**tables, "cuda_graphs": True})
     assert differing(captured, fedsim.run({**tables, "cuda_graphs": False}))[0] < bound

@@ -7,10 +7,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fedsim
-from fedsim.augmentation import augmentation
 from fedsim.byzantine import attack_strategy, bind_attack
+from fedsim.core.randomness import Draws
+from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions import GaussianNoise
-from fedsim.randomness import Draws
 from tests.device.pretend import GPU, download, upload
 from tests.device.test_aggregation_counts import DRAW
 from tests.test_draws import CALLS

@@ -13,13 +13,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fedsim
-from fedsim.asynchronous.server import Server
-from fedsim.engines import spawn
-from fedsim.engines.job import Memory
+from fedsim.asynchronous.server_state import Server
+from fedsim.core.snapshot import Snapshot
+from fedsim.engines.executor import Executor
+from fedsim.engines.pool import backend as pool_backend
+from fedsim.engines.task import SharedState
 from fedsim.errors import FedsimWarning, ProcessLostError
-from fedsim.snapshot import Snapshot
 from tests.device.pretend import GPU, upload
-from tests.engines.in_process import InProcessCrew
+from tests.engines.in_process import InProcessPool
 
 FULL = partial(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 15 GiB.")
 ASSERT = partial(RuntimeError, "CUDA error: device-side assert triggered\nCUDA kernel errors might be reported late")
@@ -79,27 +80,27 @@ def test_auto_trains_a_model_that_cannot_be_stacked_in_one_process(gpu, tables):
 @pytest.mark.parametrize("phase", ["train", "test"])
 @pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
 def test_a_full_gpu_ends_one_run_with_a_line_and_no_later_one(engine, phase, gpu, failing, monkeypatch):
-    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
-    matrices, allocate = [], Memory.allocate.__func__
+    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
+    matrices, allocate = [], SharedState.allocate.__func__
 
     def noted(cls, *arguments, **options):
-        memory = allocate(cls, *arguments, **options)
-        matrices.append(StorageWeakRef(memory.rows.untyped_storage()))
-        return memory
+        shared = allocate(cls, *arguments, **options)
+        matrices.append(StorageWeakRef(shared.rows.untyped_storage()))
+        return shared
 
-    monkeypatch.setattr(Memory, "allocate", classmethod(noted))
+    monkeypatch.setattr(SharedState, "allocate", classmethod(noted))
     tables, fail = failing
     tables = {**tables, "engine": engine}
     if engine == "batched":
         tables["cuda_graphs"] = False  # a replay runs no Python, so nothing could raise in it
     expected = fedsim.run(tables)
-    with fedsim.Workshop() as workshop:
+    with fedsim.Session() as session:
         with pytest.raises(fedsim.WorkerError, match=r"cuda:0 has no memory left; less of this would fit: "):
-            fedsim.run(tables, workshop=workshop, on_start=lambda setting: fail(FULL, phase))
+            fedsim.run(tables, session=session, on_start=lambda prepared: fail(FULL, phase))
         fail(None, "")
         gc.collect()
         assert all(each.expired() for each in matrices)
-        assert torch.equal(fedsim.run(tables, workshop=workshop).global_row, expected.global_row)
+        assert torch.equal(fedsim.run(tables, session=session).global_row, expected.global_row)
 
 
 @pytest.mark.parametrize("where", ["the policy", "the model's first samples"])
@@ -121,10 +122,10 @@ def test_a_gpu_that_is_full_outside_of_training_is_one_line_too(where, gpu, fail
 def test_a_device_side_assert_is_told_with_what_it_mostly_is(gpu, failing):
     tables, fail = failing
     with pytest.raises(fedsim.WorkerError) as caught:
-        fedsim.run(tables, on_start=lambda setting: fail(ASSERT, "train"))
+        fedsim.run(tables, on_start=lambda prepared: fail(ASSERT, "train"))
     line = str(caught.value).splitlines()[0]
     assert line.startswith(
-        "worker 0 in round 1 failed: RuntimeError: CUDA error: device-side assert triggered; mostly an "
+        "worker 0 in round 1 failed: RuntimeError: CUDA error: device-side assert triggered; often an "
     )
     assert "index is out of range" in line
     assert "kernel errors" not in line
@@ -132,12 +133,12 @@ def test_a_device_side_assert_is_told_with_what_it_mostly_is(gpu, failing):
 
 def test_an_interrupt_ends_the_engine_and_releases_the_rows(gpu, failing):
     tables, fail = failing
-    with fedsim.Workshop() as workshop:
+    with fedsim.Session() as session:
         with pytest.raises(KeyboardInterrupt):
-            fedsim.run(tables, workshop=workshop, on_start=lambda setting: fail(KeyboardInterrupt, "train"))
+            fedsim.run(tables, session=session, on_start=lambda prepared: fail(KeyboardInterrupt, "train"))
         fail(None, "")
-        assert workshop._engine is None
-        fedsim.run(tables, workshop=workshop)
+        assert session._engine is None
+        fedsim.run(tables, session=session)
 
 
 def test_a_snapshot_stays_on_the_gpu_if_that_has_room_and_is_the_same_on_the_host(gpu, monkeypatch, tmp_path):
@@ -157,20 +158,20 @@ def test_a_snapshot_stays_on_the_gpu_if_that_has_room_and_is_the_same_on_the_hos
 
 @pytest.mark.parametrize("changes", [{}, CLOCK], ids=["rounds", "clock"])
 def test_a_round_that_lost_a_process_is_repeated_from_a_copy_on_the_gpu(changes, gpu, tables, monkeypatch, tmp_path):
-    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
+    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
     tables = {**tables, **changes, "engine": "spawn", "processes": 2, "rounds": 3, "checkpoint": {"every": 2}}
     tables["records"] = {"curve": False}
     whole = fedsim.run(tables, tmp_path / "whole")
-    call, calls = InProcessCrew.call, []
+    call, calls = InProcessPool.call, []
 
     def lose_one(crew, function, *arguments):
         calls.append(arguments[0] if arguments else None)
         result = call(crew, function, *arguments)
-        if calls[-1] in ("train", "train_apart") and calls.count(calls[-1]) == 2:
+        if calls[-1] in (Executor.train, Executor.train_apart) and calls.count(calls[-1]) == 2:
             raise ProcessLostError("process 1 is gone", "is gone", 1, 2, None)
         return result
 
-    monkeypatch.setattr(InProcessCrew, "call", lose_one)
+    monkeypatch.setattr(InProcessPool, "call", lose_one)
     with pytest.warns(FedsimWarning, match="process 1 is gone"):
         again = fedsim.run(tables, tmp_path / "again")
     assert torch.equal(again.global_row, whole.global_row)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.asynchronous.policies.models import FedBuff
-from fedsim.asynchronous.server import Server
-from fedsim.engines import spawn
+from fedsim.asynchronous.policies.model_updates import FedBuff
+from fedsim.asynchronous.server_state import Server
+from fedsim.engines.pool import backend as pool_backend
 from tests.device.pretend import GPU, upload
-from tests.engines.in_process import InProcessCrew
+from tests.engines.in_process import InProcessPool
 
 CLOCK = {"mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"speed": "lognormal"}}
 RACE = {"engine": "spawn", "processes": 2, "mode": "race", "policy": "fedbuff", "race": {"runs": 1}}
@@ -35,7 +35,7 @@ def allowed():
 
 @pytest.mark.parametrize("mode", [CLOCK, RACE], ids=["clock", "race"])
 def test_policies_work_in_full_precision(mode, gpu, seen, tiny_experiment, monkeypatch):
-    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
+    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
     mean, publish = Server.mean, FedBuff.publish
     monkeypatch.setattr(Server, "mean", lambda server, slots: seen.append(allowed()) or mean(server, slots))
     monkeypatch.setattr(FedBuff, "publish", lambda policy, server: seen.append(allowed()) or publish(policy, server))
@@ -51,7 +51,7 @@ def test_policies_work_in_full_precision(mode, gpu, seen, tiny_experiment, monke
         lambda rows, noted: fedsim.aggregate(rows, rule=noted),
         lambda rows, noted: fedsim.pre_aggregate(rows, lambda updates: noted(updates).expand(2, -1)),
         lambda rows, noted: fedsim.attack(rows, 1, "opt_alie", aggregate=noted),
-        lambda rows, noted: fedsim.attack(rows, 1, lambda own: noted(own)[None]),
+        lambda rows, noted: fedsim.attack(rows, 1, lambda own_updates: noted(own_updates)[None]),
     ],
     ids=["aggregate", "pre_aggregate", "attack with a rule", "an own attack"],
 )

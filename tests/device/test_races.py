@@ -6,33 +6,33 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.asynchronous.racing import Course
-from fedsim.asynchronous.track import Track
-from fedsim.engines import spawn
+from fedsim.asynchronous.race.state import RaceState
+from fedsim.engines.pool import backend as pool_backend
+from fedsim.runs.loops.race import RaceLoop
 from tests.device.pretend import GPU
-from tests.engines.in_process import InProcessCrew
+from tests.engines.in_process import InProcessPool
 
 
 @pytest.fixture
 def tables(tiny_experiment, monkeypatch):
-    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
+    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
     return {**tiny_experiment, "device": "cuda", "engine": "spawn", "processes": 2, "model": "logistic"}
 
 
 @pytest.mark.parametrize("policy", ["hogwild", "fedbuff"])
 def test_lost_updates_are_counted_where_the_model_lies(policy, gpu, tables, monkeypatch):
-    courses, begin = [], Course.__init__
-    monkeypatch.setattr(Course, "__init__", lambda self, *given: begin(self, *given) or courses.append(self))
-    lost, count = [], Track.lost
+    made, begin = [], RaceLoop.__init__
+    monkeypatch.setattr(RaceLoop, "__init__", lambda self, *given: begin(self, *given) or made.append(self))
+    lost, count = [], RaceState.lost
 
-    def overwritten(track):
-        track.canaries[0] -= 2.0  # as if two additions had been overwritten
-        lost.append(count(track))
+    def overwritten(race_state):
+        race_state.loss_counters[0] -= 2.0  # as if two additions had been overwritten
+        lost.append(count(race_state))
         return lost[-1]
 
-    monkeypatch.setattr(Track, "lost", overwritten)
+    monkeypatch.setattr(RaceState, "lost", overwritten)
     result = fedsim.run({**tables, "mode": "race", "policy": policy, "race": {"runs": 1}, "rounds": 1})
-    assert courses[0]._track.canaries.device == GPU
+    assert made[0]._race_state.loss_counters.device == GPU
     assert result.history[0]["race"]["updates_lost"] == lost[0] == 2.0
 
 
@@ -47,7 +47,7 @@ def test_lost_updates_are_counted_where_the_model_lies(policy, gpu, tables, monk
 )
 def test_whatever_this_process_writes_is_there_before_others_are_called(changes, gpu, tables, monkeypatch):
     """Every operation of the parent on the GPU comes before a synchronisation, which comes before a call."""
-    events, call = [], InProcessCrew.call
+    events, call = [], InProcessPool.call
 
     def called(crew, function, *arguments):
         events.append("call")
@@ -57,8 +57,8 @@ def test_whatever_this_process_writes_is_there_before_others_are_called(changes,
         assert torch.device(device) == GPU
         events.append("synchronize")
 
-    monkeypatch.setattr(InProcessCrew, "call", called)
-    monkeypatch.setattr(spawn, "synchronize", synchronized, raising=False)
+    monkeypatch.setattr(InProcessPool, "call", called)
+    monkeypatch.setattr(pool_backend, "synchronize", synchronized, raising=False)
     fedsim.run({**tables, **changes, "rounds": 1})
     calls = [place for place, event in enumerate(events) if event == "call"]
     assert len(calls) > 3

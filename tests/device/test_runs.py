@@ -10,14 +10,14 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fedsim
-from fedsim.aggregation.server import server_optimizer
 from fedsim.asynchronous.policies import policy
-from fedsim.augmentation import augmentation
-from fedsim.byzantine.strategy import attack_strategy
-from fedsim.data.partitions.strategy import partition_strategy
-from fedsim.local.solver import solver
+from fedsim.byzantine.base import attack_strategy
+from fedsim.clients.solver import solver
+from fedsim.data.augmentation import augmentation
+from fedsim.data.partitions.base import partition_strategy
 from fedsim.models import model
-from fedsim.runs.replay import load_round
+from fedsim.runs.rule_replay import load_round
+from fedsim.server.optimizer import server_optimizer
 from tests import plugs
 from tests.device.agreement import (
     DATA,
@@ -35,8 +35,8 @@ from tests.device.agreement import (
 )
 from tests.device.pretend import download, pretend_gpu, upload
 from tests.engines.test_contract import CASES, REFUSED
-from tests.engines.test_graphs import CASES as CAPTURED
-from tests.engines.test_graphs import UNSAFE
+from tests.engines.test_cuda_graphs import CASES as CAPTURED
+from tests.engines.test_cuda_graphs import UNSAFE
 
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 
@@ -45,16 +45,30 @@ def every(registry):
     return pytest.mark.parametrize("plug", list(registry), ids=lambda plug: plug.name)
 
 
-@every_engine
-@pytest.mark.parametrize("case", [case for case in CASES if case != "a large model"])  # see test_a_model
+def with_engines(name, values):
+    """Each value with one engine by default, in turn, and with the other under `-m slow`."""
+    pairs = [
+        pytest.param(
+            value, engine, marks=() if (index + shift) % 2 == 0 else pytest.mark.slow, id=f"{named(value)}-{engine}"
+        )
+        for index, value in enumerate(values)
+        for shift, engine in enumerate(ENGINES)
+    ]
+    return pytest.mark.parametrize((name, "engine"), pairs)
+
+
+def named(value):
+    return getattr(value, "name", value)
+
+
+@with_engines("case", [case for case in CASES if case != "a large model"])  # see test_a_model
 def test_the_contract_of_engines(case, engine):
     tables = with_small_data({**TINY, **CASES[case], "precision": "float64"})
     with refused(REFUSED.get((engine, case))):
         assert_agrees_with_the_cpu(tables, engine)
 
 
-@every_engine
-@pytest.mark.parametrize(
+@with_engines(
     "case",
     [
         *("plain averaging", "partial cohorts of uneven shards", "dropout", "augmentation", "buffers averaged"),
@@ -82,8 +96,7 @@ def test_steps_that_cannot_be_captured(reason):
     assert counts.graph_launches == 0
 
 
-@every_engine
-@every(solver)
+@with_engines("plug", solver)
 def test_a_local_solver(plug, engine):
     settings = settings_of(plug)
     local = {"solver": settings.pop("name"), "batch_size": 8, "lr": 0.01, **settings}
@@ -98,8 +111,7 @@ def test_a_server_optimizer(plug):
     )
 
 
-@every_engine
-@every(attack_strategy)
+@with_engines("plug", attack_strategy)
 def test_an_attack(plug, engine):
     attack = settings_of(plug, workers=[1, 4])
     assert_agrees_with_the_cpu(
@@ -107,8 +119,7 @@ def test_an_attack(plug, engine):
     )
 
 
-@every_engine
-@every(partition_strategy)
+@with_engines("plug", partition_strategy)
 def test_a_partition(plug, engine):
     settings = settings_of(plug)
     tables = {**TINY, "partition": {"strategy": settings.pop("name"), **settings}}
@@ -123,14 +134,12 @@ def with_writers(root):
     return dataclasses.replace(train, ids=np.arange(SAMPLES) // 20), test
 
 
-@every_engine
-@every(augmentation)
+@with_engines("plug", augmentation)
 def test_an_augmentation(plug, engine):
     assert_agrees_with_the_cpu({**TINY, "data": {**DATA, "augment": [settings_of(plug)]}}, engine)
 
 
-@every_engine
-@every(model)
+@with_engines("plug", model)
 def test_a_model(plug, engine):
     tables = {**TINY, "rounds": 1, "workers": 2, "model": settings_of(plug), "local": {"steps": 2, "batch_size": 4}}
     assert_agrees_with_the_cpu(tables, engine)

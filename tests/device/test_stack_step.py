@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedsim.engines.stack_step import StackState, joined, move
-from fedsim.engines.stacked_module import StackedModule
-from fedsim.local import SGD
+from fedsim.clients import SGD
+from fedsim.core.rows import index_of, new_rows, pull_down
+from fedsim.engines.stacking.stacked_module import StackedModule
+from fedsim.engines.trainers.stack_step import StackState, joined, move
 from fedsim.models import Net
-from fedsim.rows import index_of, new_rows, pull_down
 from tests.device.pretend import GPU, download, upload
 
 K = 3

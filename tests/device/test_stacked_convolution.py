@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim.engines.stacked_convolution import WAYS, Options, stacked_convolution
+from fedsim.engines.stacking.convolution import WAYS, Options, stacked_convolution
 from tests.device.pretend import download, upload
 
 LAUNCHES = {"grouped": (3, 3), "windows": (4, 8)}  # forward and backward, padded, with derivatives by all

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 import fedsim
-from fedsim.preparation import prepare
+from fedsim.runs.setup import prepare
 from tests.engines.zoo import experiment
 
 
@@ -16,8 +16,8 @@ def prepared():
 
         def prepare_one(kind="convolution", **changes):
             wanted = fedsim.Experiment(**{**experiment(kind), "engine": "serial", **changes})
-            workshop = stack.enter_context(fedsim.Workshop())
-            setting, engine = stack.enter_context(prepare(wanted, workshop))
-            return setting.task, engine.memory
+            session = stack.enter_context(fedsim.Session())
+            prepared, engine = stack.enter_context(prepare(wanted, session))
+            return prepared.task, engine.shared
 
         yield prepare_one

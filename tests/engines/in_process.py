@@ -1,13 +1,13 @@
-"""A stand-in for `Crew` that carries out calls in the process of the test."""
+"""A stand-in for `ProcessPool` that carries out calls in the process of the test."""
 
 from __future__ import annotations
 
-from fedsim.engines.crew import Seat
+from fedsim.engines.pool.process_pool import ProcessContext
 from fedsim.errors import FedsimError, WorkerError
-from fedsim.system.limits import lines_of
+from fedsim.system.limits import format_failure
 
 
-class InProcessCrew:
+class InProcessPool:
     """One process, whatever number is asked for.
 
     Attributes:
@@ -21,16 +21,16 @@ class InProcessCrew:
 
     def call(self, function, *arguments):
         if not self.called:
-            self.seat = Seat.alone()
+            self.process = ProcessContext.alone()
         self.called.append(function)
         try:
-            return [function(self.seat, *arguments)]
+            return [function(self.process, *arguments)]
         except FedsimError:
             self.close()
             raise
         except Exception as error:
             self.close()
-            raise WorkerError(f"process 0 failed: {lines_of(error)}") from None
+            raise WorkerError(f"process 0 failed: {format_failure(error)}") from None
 
     def close(self):
         self.at_work = False

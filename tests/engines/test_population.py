@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
-from fedsim import preparation
+from fedsim.core.randomness import batch_order, draw_key, sample_cohort
+from fedsim.core.rows import Layout
 from fedsim.data.partitions import DrawnShards, partition_shards
 from fedsim.models import two_nn
-from fedsim.preparation import task_of
-from fedsim.randomness import batch_order, draw_key, sample_cohort
-from fedsim.rows import Layout
+from fedsim.runs import setup
+from fedsim.runs.setup import task_of
 from tests import plugs
 
 MILLION = {"workers": 10**6, "cohort": 4, "rounds": 3, "partition": {"strategy": "virtual", "samples": 30}}
@@ -50,16 +50,16 @@ def test_a_run_on_virtual_shards_is_the_textbook_loop(tiny_experiment):
 
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_only_shards_of_the_cohorts_are_drawn_and_each_once(engine, tiny_experiment, monkeypatch):
-    monkeypatch.setattr(preparation, "LOOKED_AT", 20)
+    monkeypatch.setattr(setup, "MOST_SAMPLED", 20)
     drawn, draw = [], DrawnShards._draw
     monkeypatch.setattr(DrawnShards, "_draw", lambda self, worker: (drawn.append(worker), draw(self, worker))[1])
-    looked_at = []
+    sampled = []
     result = fedsim.run(
         {**tiny_experiment, **MILLION, "partition": "tests.plugs:some", "engine": engine, "processes": 1},
-        on_start=lambda setting: looked_at.extend(setting.looked_at),
+        on_start=lambda prepared: sampled.extend(prepared.sampled_workers),
     )
-    assert len(looked_at) == 20
-    assert sorted(drawn) == sorted({*looked_at, *(worker for record in result.history for worker in record["cohort"])})
+    assert len(sampled) == 20
+    assert sorted(drawn) == sorted({*sampled, *(worker for record in result.history for worker in record["cohort"])})
 
 
 def test_what_every_process_gets_does_not_grow_with_the_population():
@@ -89,7 +89,7 @@ def test_half_a_million_workers_may_be_byzantine(tiny_experiment):
     found = []
     fedsim.run(
         {**tiny_experiment, **MILLION, "attack": attack, "aggregate": "median"},
-        on_start=lambda setting: found.extend(setting.byzantine),
+        on_start=lambda prepared: found.extend(prepared.byzantine),
     )
     assert len(set(found)) == 500_000
 

@@ -9,10 +9,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fedsim
-from fedsim.engines import serial, spawn
-from fedsim.engines.job import Memory
+from fedsim.engines import in_process
+from fedsim.engines.pool import backend as pool_backend
+from fedsim.engines.task import SharedState
 from fedsim.system.devices import release_memory
-from tests.engines.in_process import InProcessCrew
+from tests.engines.in_process import InProcessPool
 
 CLOCK = {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}}
 
@@ -20,14 +21,14 @@ CLOCK = {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}}
 @pytest.fixture
 def matrices(monkeypatch):
     """Weak references to the matrices of rows that have been allocated, with the garbage collection off."""
-    found, allocate = [], Memory.allocate.__func__
+    found, allocate = [], SharedState.allocate.__func__
 
     def noted(cls, *arguments, **options):
-        memory = allocate(cls, *arguments, **options)
-        found.append(StorageWeakRef(memory.rows.untyped_storage()))
-        return memory
+        shared = allocate(cls, *arguments, **options)
+        found.append(StorageWeakRef(shared.rows.untyped_storage()))
+        return shared
 
-    monkeypatch.setattr(Memory, "allocate", classmethod(noted))
+    monkeypatch.setattr(SharedState, "allocate", classmethod(noted))
     gc.collect()
     gc.disable()
     yield found
@@ -62,17 +63,17 @@ def test_no_run_keeps_a_matrix_of_rows(changes, tiny_experiment, matrices):
         del tables["processes"]
     for seed in range(2):
         fedsim.run({**tables, "seed": seed})
-    with fedsim.Workshop() as workshop:
+    with fedsim.Session() as session:
         for seed in range(3):
-            fedsim.run({**tables, "seed": seed}, workshop=workshop)
+            fedsim.run({**tables, "seed": seed}, session=session)
         assert alive(matrices) == [False] * 5
 
 
 @pytest.mark.parametrize("changes", [{}, CLOCK], ids=str)
 def test_processes_release_device_memory_when_nothing_holds_the_rows(changes, tiny_experiment, matrices, monkeypatch):
     alive_at_release = []
-    monkeypatch.setattr(spawn, "Crew", InProcessCrew)
-    monkeypatch.setattr(spawn, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
+    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
+    monkeypatch.setattr(pool_backend, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
     fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2, "rounds": 1, **changes})
     assert alive_at_release == [[True], [False]], "before the processes begin, and when all is done"
 
@@ -94,6 +95,6 @@ def test_releasing_memory_is_no_failure_on_a_failed_device_and_does_nothing_on_a
 
 def test_one_process_releases_device_memory_after_each_run(tiny_experiment, matrices, monkeypatch):
     alive_at_release = []
-    monkeypatch.setattr(serial, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
+    monkeypatch.setattr(in_process, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
     fedsim.run({**tiny_experiment, "rounds": 1})
     assert alive_at_release == [[False]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import ROOT, start
+from tests.commands import ROOT, ended, start_python, start_ranks
 
 WORDS = (
     *("run_experiment.py", "tiny.toml", "engine=distributed", "rounds=5", "checkpoint.every=1", "server=adam"),
@@ -15,13 +15,20 @@ WORDS = (
 )
 
 
-def ranks(count, *words, cwd, restarts=0):
-    """torchrun, to its end: what went to stderr, where it has ended well."""
+def ranks(count, program, *words, cwd):
+    """A group of ranks, to its end: what all wrote to stdout and to stderr."""
     (cwd / "tiny.toml").write_text('name = "tiny"\n')
-    program, *rest = words
+    codes, outs, errors = ended(start_ranks(count, ROOT / program, *words, cwd=cwd), 150)
+    assert codes == [0] * count, errors
+    return "".join(outs), "".join(errors)
+
+
+def torchrun(count, program, *words, cwd, restarts):
+    """The same under PyTorch's launcher."""
+    (cwd / "tiny.toml").write_text('name = "tiny"\n')
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
     options = ("--max-restarts", str(restarts), str(ROOT / program))
-    process = start(*launcher, *options, *rest, cwd=cwd, OMP_NUM_THREADS="1")
+    process = start_python(*launcher, *options, *words, cwd=cwd, OMP_NUM_THREADS="1")
     out, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
     return out, errors
@@ -31,9 +38,10 @@ def model_of(folder):
     return torch.cat([tensor.flatten() for tensor in load_file(folder / "model.safetensors").values()])
 
 
+@pytest.mark.slow
 def test_under_max_restarts_a_run_whose_rank_was_killed_ends_as_if_it_had_not_been(tmp_path):
     fails = ("model=tests.plugs:FailsInRankOnce", "model.how=kill", "model.after=20")
-    out, errors = ranks(2, *WORDS, *fails, "--resume", "run", cwd=tmp_path, restarts=1)
+    out, errors = torchrun(2, *WORDS, *fails, "--resume", "run", cwd=tmp_path, restarts=1)
     assert "ended without a word" in errors
     assert "continuing after round 2 of 5" in out
     ranks(2, *WORDS, *fails, "model.rank=9", "--resume", "whole", cwd=tmp_path)
@@ -92,7 +100,7 @@ def test_after_the_last_round_of_gradients_nothing_of_the_size_of_rows_is_kept_f
 
 def test_another_number_of_ranks_begins_without_what_compression_has_left_over_and_says_so(compressed):
     folder, said = compressed
-    line = "the communication hook ran on 3 ranks before, and now on 2: what each kept for itself begins anew"
+    line = "ran on 3 ranks before, and now on 2: the state that each rank kept for itself starts again"
     assert said.count(line) == 1
     assert said.count("FedsimWarning: the communication hook ran") == 1, "of no other run"
     before, after = (checkpoint_of(folder / "three", round) for round in (2, 3))
@@ -104,7 +112,7 @@ def test_another_number_of_ranks_begins_without_what_compression_has_left_over_a
 
 def test_a_hook_that_does_not_say_what_it_keeps_begins_anew_and_says_so(compressed):
     folder, said = compressed
-    assert said.count("FedsimWarning: the communication hook begins anew: what it keeps is in no checkpoint") == 1
+    assert said.count("FedsimWarning: the communication hook starts again: its state is in no checkpoint") == 1
     assert len((folder / "shrunk" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
@@ -112,6 +120,6 @@ def test_what_does_not_fit_one_rank_is_refused_by_all(compressed):
     folder, said = compressed
     refused = "does not fit this run: RecordError: communication hook: "
     assert said.count(refused) == 2
-    assert f"checkpoint of round 4: {refused}RecordError: lacks the tensor error.0; that of round 3 is tried" in said
-    assert f"checkpoint of round 3: {refused}rank 1 has no part in it; that of round 2 is tried instead" in said
+    assert f"checkpoint of round 4: {refused}RecordError: lacks the tensor error.0; round 3 is tried instead" in said
+    assert f"checkpoint of round 3: {refused}rank 1 has no part in it; round 2 is tried instead" in said
     assert torch.equal(model_of(folder / "refused"), model_of(folder / "warm-whole"))

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedsim.engines import scaling
-from fedsim.engines.scaling import LossScale, Scaled, step_where, zero_where_not
-from fedsim.local import SGD, RowOptimizer
-from tests.local.variants import every_variant, made
+from fedsim.clients import SGD, RowOptimizer
+from fedsim.engines.trainers import loss_scaling
+from fedsim.engines.trainers.loss_scaling import GradScaler, ScaledSolver, step_where, zero_where_not
+from tests.clients.variants import every_variant, made
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ def plain_scale(goods, start, patience):
     scale, streak, seen = start, 0, []
     for good in goods:
         if not good:
-            scale, streak = max(scale / 2, scaling.LEAST), 0
+            scale, streak = max(scale / 2, loss_scaling.LEAST), 0
         else:
             streak += 1
             if streak == patience:
@@ -26,14 +26,14 @@ def plain_scale(goods, start, patience):
 
 
 def test_a_scale_starts_at_two_to_the_sixteenth_and_waits_two_thousand_steps():
-    assert (scaling.START, scaling.PATIENCE) == (65536.0, 2000)
-    assert LossScale((3,), CPU).of().tolist() == [65536.0] * 3
+    assert (loss_scaling.START, loss_scaling.PATIENCE) == (65536.0, 2000)
+    assert GradScaler((3,), CPU).of().tolist() == [65536.0] * 3
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
 def test_scales_follow_each_row_by_itself(shape, monkeypatch):
-    monkeypatch.setattr(scaling, "PATIENCE", 4)
-    scale, count = LossScale(shape, CPU), max(1, *shape, 1)
+    monkeypatch.setattr(loss_scaling, "PATIENCE", 4)
+    scale, count = GradScaler(shape, CPU), max(1, *shape, 1)
     goods = torch.rand(60, count, generator=torch.Generator().manual_seed(0)) < 0.85
     seen = []
     for good in goods:
@@ -43,13 +43,13 @@ def test_scales_follow_each_row_by_itself(shape, monkeypatch):
         finite = scale.unscale(gradients)
         assert finite.view(-1).tolist() == good.tolist()
         seen.append(scale.of().view(-1).tolist())
-    expected = [plain_scale(goods[:, row].tolist(), scaling.START, 4) for row in range(count)]
+    expected = [plain_scale(goods[:, row].tolist(), loss_scaling.START, 4) for row in range(count)]
     assert seen == [list(step) for step in zip(*expected, strict=True)]
     assert len({value for row in expected for value in row}) > 3
 
 
 def test_a_scale_has_a_least_value():
-    scale = LossScale((), CPU)
+    scale = GradScaler((), CPU)
     for _ in range(100):
         scale.unscale([torch.full((2,), float("inf"))])
     assert scale.of().item() == 2.0**-24
@@ -57,14 +57,14 @@ def test_a_scale_has_a_least_value():
 
 @pytest.mark.parametrize("places", [slice(0, 2), [0, 2]])
 def test_only_the_rows_that_took_a_step_count_it(places):
-    scale = LossScale((3,), CPU)
+    scale = GradScaler((3,), CPU)
     assert scale.unscale([torch.tensor([[1.0], [float("inf")]])], places).tolist() == [True, False]
     last = 1 if isinstance(places, slice) else 2
     assert scale.of().tolist() == [2.0**15 if row == last else 2.0**16 for row in range(3)]
 
 
 def test_unscaling_is_exact():
-    scale, gradients = LossScale((2,), CPU), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    scale, gradients = GradScaler((2,), CPU), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     scaled = gradients * 2.0**16
     scale.unscale([scaled])
     assert torch.equal(scaled, gradients)
@@ -92,8 +92,8 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_not_taken(variant):
 
 def test_a_row_optimizer_takes_a_scaled_solver():
     row, gradient = torch.zeros(4), torch.zeros(4)
-    scale = LossScale((), CPU)
-    optimizer = RowOptimizer(Scaled(SGD(lr=1.0), scale), row, gradient)
+    scale = GradScaler((), CPU)
+    optimizer = RowOptimizer(ScaledSolver(SGD(lr=1.0), scale), row, gradient)
     for value, expected in ((2.0**16, -1.0), (float("inf"), -1.0), (2.0**15, -2.0)):
         gradient.fill_(value)
         optimizer.step()

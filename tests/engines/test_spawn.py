@@ -32,7 +32,7 @@ DEATH = r"process \d, working on worker \d in round 1, "
 def test_a_death_ends_the_run_and_says_how_and_on_whom_it_worked(
     how, processes, sync, message, tiny_experiment, monkeypatch
 ):
-    monkeypatch.setattr("fedsim.engines.crew.GRACE", 0.5)  # for those who hang; then they are killed
+    monkeypatch.setattr("fedsim.engines.pool.process_pool.GRACE", 0.5)  # for those who hang; then they are killed
     tables = {**tiny_experiment, "engine": "spawn", "processes": processes, "sync": sync, "timeout": 2.0}
     tables["on_worker_failure"] = "abort"
     with pytest.raises(fedsim.WorkerError) as failure:

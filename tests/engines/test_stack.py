@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim.engines import stack as stack_module
-from fedsim.engines.dropout import RowDropout, recorded_dropouts
-from fedsim.engines.feed import Feed, Member
-from fedsim.engines.stack import Lot, Stack
+from fedsim.engines.trainers import stack as stack_module
+from fedsim.engines.trainers.batches import BatchSource, WorkItem
+from fedsim.engines.trainers.dropout import RowDropout, recorded_calls
+from fedsim.engines.trainers.stack import Stack, StepBatch
 
 STEPS = [1, 2, 2, 5, 5]  # of shards of 1, 5, 8, 17 and 20 samples, in batches of 4
 
 
 def members(*workers):
     """Slots are other numbers than workers."""
-    return [Member(10 + place, worker, 3) for place, worker in enumerate(workers)]
+    return [WorkItem(10 + place, worker, 3) for place, worker in enumerate(workers)]
 
 
 @pytest.fixture
@@ -26,20 +26,20 @@ def stack(prepared):
     """The stack of these workers in round 3, with the feed of their batches."""
 
     def make(*workers, **changes):
-        task, memory = prepared(**changes)
-        feed = Feed(task, memory)
-        return Stack(members(*workers), task, feed), feed
+        task, shared = prepared(**changes)
+        batch_source = BatchSource(task, shared)
+        return Stack(members(*workers), task, batch_source), batch_source
 
     return make
 
 
 def lot_of(sizes, members=None):
-    """A lot with batches of these sizes, filled up, as `Stack.lots` makes them."""
+    """A lot with batches of these sizes, filled up, as `Stack.step_batches` makes them."""
     counts, widest = torch.tensor(sizes), max(sizes)
     inside = torch.arange(widest + 1) < counts.unsqueeze(1)
     positions = torch.arange(1, len(sizes) * (widest + 1) + 1).view(len(sizes), -1) * inside
     weights = inside / counts.unsqueeze(1)
-    return Lot(0, members or range(len(sizes)), np.array(sizes), counts.double(), positions, weights)
+    return StepBatch(0, members or range(len(sizes)), np.array(sizes), counts.double(), positions, weights)
 
 
 def test_members_with_most_steps_stand_first_and_else_in_their_order(stack):
@@ -54,25 +54,25 @@ def test_members_with_most_steps_stand_first_and_else_in_their_order(stack):
 def test_lots_are_each_member_s_own_batches_and_those_who_finish_fall_off_the_end(ahead, at_once, stack, monkeypatch):
     monkeypatch.setattr(stack_module, "SAMPLES_AT_ONCE", at_once)
     monkeypatch.setattr(stack_module, "STEPS_AT_A_TIME", ahead)
-    made, feed = stack(0, 1, 2, 3, 4)
-    lots = list(made.lots())
-    assert [len(lot.members) for lot in lots] == [5, 4, 2, 2, 2]
-    steps = {member.worker: list(islice(feed.positions(member.worker, 3), 5)) for member in made.members}
-    for step, lot in enumerate(lots):
-        assert lot.members == range(len(lot.members))
-        for place in lot.members:
+    made, batch_source = stack(0, 1, 2, 3, 4)
+    step_batches = list(made.step_batches())
+    assert [len(step_batch.members) for step_batch in step_batches] == [5, 4, 2, 2, 2]
+    steps = {member.worker: list(islice(batch_source.positions(member.worker, 3), 5)) for member in made.members}
+    for step, step_batch in enumerate(step_batches):
+        assert step_batch.members == range(len(step_batch.members))
+        for place in step_batch.members:
             batch = steps[made.members[place].worker][step]
             size = len(batch)
-            assert lot.sizes[place] == lot.counts[place] == size
-            assert lot.positions[place].tolist() == [*batch, *[batch[0]] * (4 - size)]
-            assert lot.weights[place].tolist() == [*[1 / size] * size, *[0] * (4 - size)]
+            assert step_batch.sizes[place] == step_batch.counts[place] == size
+            assert step_batch.positions[place].tolist() == [*batch, *[batch[0]] * (4 - size)]
+            assert step_batch.weights[place].tolist() == [*[1 / size] * size, *[0] * (4 - size)]
 
 
 def test_several_epochs_and_steps_beyond_them_are_counted(stack):
     twice, _ = stack(1, 3, local={"batch_size": 4, "epochs": 2})
-    assert [len(lot.members) for lot in twice.lots()] == [2, 2, 2, 2, *[1] * 6]
+    assert [len(step_batch.members) for step_batch in twice.step_batches()] == [2, 2, 2, 2, *[1] * 6]
     three, _ = stack(0, 3, local={"batch_size": 4, "steps": 3})
-    assert [lot.sizes.tolist() for lot in three.lots()] == [[1, 4]] * 3
+    assert [step_batch.sizes.tolist() for step_batch in three.step_batches()] == [[1, 4]] * 3
 
 
 def test_places_select_views_where_members_stand_side_by_side():
@@ -82,22 +82,22 @@ def test_places_select_views_where_members_stand_side_by_side():
 
 
 def test_batches_of_one_size_lose_their_filling():
-    (lot,) = lot_of([3, 3]).by_size()
-    assert lot.members == range(2)
-    assert lot.positions.tolist() == [[1, 2, 3], [5, 6, 7]]
-    assert torch.allclose(lot.weights, torch.full((2, 3), 1 / 3))
+    (step_batch,) = lot_of([3, 3]).by_size()
+    assert step_batch.members == range(2)
+    assert step_batch.positions.tolist() == [[1, 2, 3], [5, 6, 7]]
+    assert torch.allclose(step_batch.weights, torch.full((2, 3), 1 / 3))
 
 
 def test_batches_of_several_sizes_go_apart_each_with_what_belongs_to_it():
     whole = lot_of([4, 2, 4, 1, 2])
-    lots = whole.by_size()
-    assert [lot.members for lot in lots] == [[3], [1, 4], [0, 2]]
-    for lot, size in zip(lots, (1, 2, 4), strict=True):
-        assert lot.sizes.tolist() == lot.counts.tolist() == [size] * len(lot.members)
-        assert torch.equal(lot.positions, whole.positions[lot.members, :size])
-        assert (lot.positions > 0).all()
-        assert torch.equal(lot.weights, whole.weights[lot.members, :size])
-        assert torch.allclose(lot.weights.sum(1), torch.ones(len(lot.members)))
+    step_batches = whole.by_size()
+    assert [step_batch.members for step_batch in step_batches] == [[3], [1, 4], [0, 2]]
+    for step_batch, size in zip(step_batches, (1, 2, 4), strict=True):
+        assert step_batch.sizes.tolist() == step_batch.counts.tolist() == [size] * len(step_batch.members)
+        assert torch.equal(step_batch.positions, whole.positions[step_batch.members, :size])
+        assert (step_batch.positions > 0).all()
+        assert torch.equal(step_batch.weights, whole.weights[step_batch.members, :size])
+        assert torch.allclose(step_batch.weights.sum(1), torch.ones(len(step_batch.members)))
 
 
 def test_mean_losses_are_per_sample_whoever_takes_part_in_a_lot(stack):
@@ -113,12 +113,12 @@ def test_mean_losses_are_per_sample_whoever_takes_part_in_a_lot(stack):
 @pytest.mark.parametrize("step", [None, 4])
 def test_members_have_the_dropout_they_have_alone(step, prepared):
     """Of a whole round, or of one step of it."""
-    task, memory = prepared("dropout", seed=8)
-    dropouts, feed = recorded_dropouts(task, memory, 4), Feed(task, memory)
-    made = Stack([Member(worker, worker, 3, None, step) for worker in (1, 3, 4)], task, feed)
+    task, shared = prepared("dropout", seed=8)
+    dropouts, batch_source = recorded_calls(task, shared, 4).dropouts, BatchSource(task, shared)
+    made = Stack([WorkItem(worker, worker, 3, None, step) for worker in (1, 3, 4)], task, batch_source)
     of_all = made.dropout_factors(dropouts).of(0, 3)
     for place, member in enumerate(made.members):
-        alone = RowDropout(task, memory, feed).of(member.worker, 3).factors(step or 0, 4)
+        alone = RowDropout(task, shared, batch_source).of(member.worker, 3).factors(step or 0, 4)
         assert torch.equal(of_all[0][place, :4], alone[0])
         assert not torch.equal(of_all[0][place], of_all[0][(place + 1) % 3])
 
@@ -126,16 +126,16 @@ def test_members_have_the_dropout_they_have_alone(step, prepared):
 def test_each_member_s_batches_are_altered_as_if_it_trained_alone(stack, prepared):
     """Step by step, in whole lots and in lots of one size."""
     changes = {"partition": {"strategy": "feature_noise"}, "attack": {"name": "label_flipping", "workers": [4, 0]}}
-    memory = prepared(**changes)[1]
-    made, feed = stack(0, 3, 4, **changes)
-    expected = [list(feed.batches_of(member)) for member in made.members]
-    for step, whole in enumerate(made.lots()):
+    shared = prepared(**changes)[1]
+    made, batch_source = stack(0, 3, 4, **changes)
+    expected = [list(batch_source.batches_of(member)) for member in made.members]
+    for step, whole in enumerate(made.step_batches()):
         assert whole.step == step
-        for lot in (whole, *whole.by_size()):
-            inputs, targets = memory.train.gather(lot.positions.flatten())
-            inputs, targets = (tensor.unflatten(0, lot.positions.shape) for tensor in (inputs, targets))
-            made.alter(lot, inputs, targets)
-            for place, member in enumerate(lot.members):
-                size = lot.sizes[place]
+        for step_batch in (whole, *whole.by_size()):
+            inputs, targets = shared.train.gather(step_batch.positions.flatten())
+            inputs, targets = (tensor.unflatten(0, step_batch.positions.shape) for tensor in (inputs, targets))
+            made.alter(step_batch, inputs, targets)
+            for place, member in enumerate(step_batch.members):
+                size = step_batch.sizes[place]
                 assert torch.equal(inputs[place, :size], expected[member][step][0])
                 assert torch.equal(targets[place, :size], expected[member][step][1])

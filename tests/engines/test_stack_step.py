@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedsim.engines import stack_step
-from fedsim.engines.scaling import LossScale
-from fedsim.engines.stack_step import Batch, StackState, StackStep, gather, joined, move
-from fedsim.engines.stacked_module import StackedModule
-from fedsim.local import SGD, Product
-from tests.local.variants import every_variant, made
+from fedsim.clients import SGD, OuterProductGrad
+from fedsim.engines.stacking.stacked_module import StackedModule
+from fedsim.engines.trainers import stack_step
+from fedsim.engines.trainers.loss_scaling import GradScaler
+from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, joined, move
+from tests.clients.variants import every_variant, made
 
 K, BATCH = 4, 3
 GPU = torch.device("cuda")  # only named: the step itself lies where its tensors lie
@@ -21,17 +21,17 @@ GPU = torch.device("cuda")  # only named: the step itself lies where its tensors
 @pytest.fixture
 def steps(prepared):
     """A task, its stacked module, and a function that makes the state of K different rows."""
-    task, memory = prepared()
+    task, shared = prepared()
     module = StackedModule(task.new_module, merged=True)
 
     def state(solver, scaled=False):
         generator = torch.Generator().manual_seed(1)
         rows = torch.randn(K, module.layout.d, generator=generator, dtype=task.dtype) / 4
-        scale = LossScale((K,), task.device) if scaled else None
-        buffers = module.unpack_buffers(memory.global_buffers.expand(K, -1))
+        scale = GradScaler((K,), task.device) if scaled else None
+        buffers = module.unpack_buffers(shared.global_buffers.expand(K, -1))
         return StackState(module, rows, solver.start(rows), buffers, scale)
 
-    batch = Batch(*gather(memory.train, torch.arange(K * BATCH).view(K, BATCH)), torch.full((K, BATCH), 1 / BATCH))
+    batch = Batch(*gather(shared.train, torch.arange(K * BATCH).view(K, BATCH)), torch.full((K, BATCH), 1 / BATCH))
     return task, module, state, batch._replace(weights=batch.weights.to(task.dtype))
 
 
@@ -73,7 +73,7 @@ def test_only_neighbours_that_are_not_products_are_joined(steps):
     entries = module.layout.parameters
     assert len(entries) > 3
     stacks = [torch.full((2, *entry.shape), float(place)) for place, entry in enumerate(entries)]
-    product = Product(torch.ones(2, 1, 1), torch.ones(2, 1, 1))
+    product = OuterProductGrad(torch.ones(2, 1, 1), torch.ones(2, 1, 1))
     first, left, rest = joined(entries, [stacks[0], product, *stacks[2:]])
     assert first == (entries[0], stacks[0])
     assert left == (entries[1], product)
@@ -132,4 +132,4 @@ def test_a_product_is_left_only_of_a_stack_of_weights_that_is_large_enough(least
     _, module, state, batch = steps
     start = state(SGD())
     _, found = module.gradients(start.parameters, [], batch.inputs, batch.targets, batch.weights, leave_products=least)
-    assert any(isinstance(gradient, Product) for gradient in found) == (least == 1)
+    assert any(isinstance(gradient, OuterProductGrad) for gradient in found) == (least == 1)

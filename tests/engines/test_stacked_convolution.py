@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim.engines import stacked_convolution as module
-from fedsim.engines.stacked_convolution import WAYS, Options, Shape, fastest_way, nearest, stacked_convolution
+from fedsim.engines.stacking import convolution as module
+from fedsim.engines.stacking.convolution import WAYS, Options, Shape, fastest_way, nearest, stacked_convolution
 
 K, BATCH = 3, 4
 CASES = {  # convolution, channels, size, kernels, bias, options

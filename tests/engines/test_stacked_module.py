@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedsim.engines.dropout import RowDropout, dropout_factors, layer_key
-from fedsim.engines.feed import Feed
-from fedsim.engines.rehearsal import Rehearsal
-from fedsim.engines.stacked_module import StackedModule
+from fedsim.core.randomness import preserve_random_state
+from fedsim.core.rows import Layout, new_rows
+from fedsim.engines.stacking.probe import StackingProbe
+from fedsim.engines.stacking.stacked_module import StackedModule
+from fedsim.engines.trainers.batches import BatchSource
+from fedsim.engines.trainers.dropout import RowDropout, dropout_factors, layer_key
 from fedsim.errors import ExperimentError
-from fedsim.randomness import random_state_kept
-from fedsim.rows import Layout, new_rows
 from tests.engines import zoo
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ BATCH = max(SIZES)
 
 def made(kind):
     """A module, always the same."""
-    with random_state_kept(CPU):
+    with preserve_random_state(CPU):
         torch.manual_seed(0)
         return zoo.model(kind=kind).double()
 
@@ -98,6 +98,7 @@ def compute(kind, batches, sizes, factors=(), merged=False):
 def assert_every_row_is_as_if_alone(kind, batches, sizes, found, dropout=None):
     (losses, gradients, packed), module = found, made(kind)
     rows, buffers = different_rows(module, len(sizes))
+    module = module if dropout is None else dropout.new_module()
     inputs, targets = batches(kind, sizes)
     for k, size in enumerate(sizes):
         with contextlib.nullcontext() if dropout is None else dropout.of(k, 1).at(2, size):
@@ -138,7 +139,7 @@ MERGED = (
 
 @pytest.mark.parametrize("kind", [*PADDED, *COUPLED, *DROPOUTS])
 def test_batches_are_merged_where_they_can_be(kind, prepared):
-    assert Rehearsal.of(*prepared(kind)).merged == (kind in MERGED)
+    assert StackingProbe.of(*prepared(kind)).merged == (kind in MERGED)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PADDED if kind in MERGED])
@@ -160,12 +161,12 @@ def test_rows_whose_samples_see_each_other_are_as_if_alone_in_batches_of_one_siz
 @pytest.mark.parametrize("kind", DROPOUTS)
 def test_rows_with_dropout_are_as_if_each_had_drawn_alone(kind, batches, prepared):
     """Factors drawn for all rows at once, in batches of one size, against each row's own, in short batches."""
-    task, memory = prepared(kind)
-    dropouts = Rehearsal.of(task, memory).dropouts
+    task, shared = prepared(kind)
+    dropouts = StackingProbe.of(task, shared).dropouts
     keys = torch.tensor([layer_key(task.seed, 1, k) for k in range(len(SIZES))])
     factors = [of_step[0] for of_step in dropout_factors(keys, 2, 1, BATCH, dropouts, torch.double)]
     assert any((of_all == 0).any() and (of_all > 1).any() for of_all in factors)
-    dropout = RowDropout(task, memory, Feed(task, memory))
+    dropout = RowDropout(task, shared, BatchSource(task, shared))
     for merged in {False, kind in MERGED}:
         found = compute(kind, batches, SIZES, factors, merged)
         assert_every_row_is_as_if_alone(kind, batches, SIZES, found, dropout)

@@ -10,9 +10,9 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import fedsim
+from fedsim.core.randomness import batch_order
+from fedsim.core.rows import Layout
 from fedsim.models import two_nn
-from fedsim.randomness import batch_order
-from fedsim.rows import Layout
 from tests import plugs
 from tests.test_simulation import start_of
 

@@ -13,7 +13,7 @@ import traceback
 import torch
 from typer.testing import CliRunner
 
-from fedsim.cli import app
+from fedsim.cli.main import app
 
 
 def outcome(words):

@@ -12,9 +12,9 @@ import pytest
 import fedsim
 from fedsim.comparison.folder import read_history
 from fedsim.errors import RecordError
-from fedsim.runs.scalarboard import ScalarBoard
+from fedsim.records.tensorboard import TensorBoardWriter
 from fedsim.system import files
-from fedsim.system.files import append_whole, require_space
+from fedsim.system.files import append_atomically, require_space
 from tests.environment.confined import QUICK, limited, one_line_of_error, outcomes
 
 NO_CURVE = ["records.curve=false"]
@@ -132,10 +132,10 @@ def test_what_cannot_be_appended_whole_is_not_appended_at_all(tmp_path):
         with pytest.raises(
             RecordError, match=f"{path}: cannot be written: No space left on device: .* 10 B are needed"
         ):
-            append_whole(file, path, b"123456789\n")
+            append_atomically(file, path, b"123456789\n")
         assert path.read_bytes() == b"before\n"
     with path.open("ab", buffering=0) as file:
-        append_whole(file, path, b"after\n")
+        append_atomically(file, path, b"after\n")
     assert path.read_bytes() == b"before\nafter\n"
 
 
@@ -143,11 +143,11 @@ def test_an_event_file_that_cannot_be_written_is_a_record_error(tiny_experiment,
     record = fedsim.run(tiny_experiment).history[0]
     (tmp_path / "file").write_text("")
     with (
-        ScalarBoard(tmp_path / "file", {}) as board,
+        TensorBoardWriter(tmp_path / "file", {}) as board,
         pytest.raises(RecordError, match=r"events\.out\..*Not a directory; a file"),
     ):
         board.round(record)
-    with limited(resource.RLIMIT_FSIZE, 100), ScalarBoard(tmp_path, {}) as board:
+    with limited(resource.RLIMIT_FSIZE, 100), TensorBoardWriter(tmp_path, {}) as board:
         with pytest.raises(RecordError, match=r"events\.out\..*: File too large"):
             board.round(record)
         assert [path.stat().st_size < 100 for path in tmp_path.glob("events*")] == [True]

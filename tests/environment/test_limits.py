@@ -29,7 +29,7 @@ def run(*words, before=(), cwd, **most):
     return subprocess.run(command, cwd=cwd, env=surroundings(PYTHONDONTWRITEBYTECODE="1"), **options)
 
 
-def test_too_few_files_are_told_before_anything_starts_and_more_are_taken_where_that_is_allowed(tmp_path):
+def test_too_few_files_are_reported_before_any_process_starts(tmp_path):
     refused = run("run", *SPAWN, "processes=6", "--out", "x", cwd=tmp_path, RLIMIT_NOFILE=(30, 30))
     message = (
         r"error: processes = 6: to start them takes about \d+ open files, and this program may have 30 "
@@ -38,6 +38,10 @@ def test_too_few_files_are_told_before_anything_starts_and_more_are_taken_where_
     assert refused.returncode == 1
     assert re.fullmatch(message, refused.stderr), refused.stderr
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+def test_the_soft_limit_of_files_is_raised_where_the_hard_limit_allows_it(tmp_path):
     raised = run("run", *SPAWN, "processes=2", "--out", "x", cwd=tmp_path, RLIMIT_NOFILE=(30, 200))
     assert (raised.returncode, raised.stderr) == (0, "")
 
@@ -88,15 +92,15 @@ def test_too_few_processes_are_one_line(tmp_path):
     ],
 )
 def test_what_the_system_refuses_is_told_in_one_line_and_mistakes_are_not(error, line):
-    told = limits.told(error)
+    told = limits.describe_os_error(error)
     assert told is None if line is None else told.startswith(line)
 
 
 def test_a_limit_that_is_reached_is_told_with_its_value():
     with limited(resource.RLIMIT_NOFILE, 333):
         too_many = OSError(errno.EMFILE, "Too many open files")
-        assert limits.remedy_of_limit(too_many) == "; this process may have 333 files open (ulimit -n raises that)"
-    assert limits.remedy_of_limit(OSError(errno.ENOENT, "No such file")) == ""
+        assert limits.limit_hint(too_many) == "; this process may have 333 files open (ulimit -n raises that)"
+    assert limits.limit_hint(OSError(errno.ENOENT, "No such file")) == ""
 
 
 def test_what_the_system_refuses_unforeseen_ends_a_program_with_one_line(cli, monkeypatch):

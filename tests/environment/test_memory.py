@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 import fedsim
-from fedsim import ExperimentError, WorkerError, preparation
-from fedsim.system.limits import lines_of
+from fedsim import ExperimentError, WorkerError
+from fedsim.runs import checks
+from fedsim.system.limits import format_failure
 
 ROW = 4 * 7_850  # bytes of the model "logistic"
 SERIAL = {"workers": 4, "model": "logistic", "data": "tests.plugs:tiny", "engine": "serial", "rounds": 1}
@@ -30,15 +31,15 @@ def test_all_that_has_the_size_of_a_model_is_counted_before_the_first_round(
     tables, recorded, rows, tmp_path, monkeypatch
 ):
     out = tmp_path / "run" if recorded else None
-    monkeypatch.setattr(preparation, "free_memory", lambda: rows * ROW - 1.0)
+    monkeypatch.setattr(checks, "free_memory", lambda: rows * ROW - 1.0)
     with pytest.raises(ExperimentError, match=r"^cohort = 4: .* needs about .* of memory \(rows .* are free; use a s"):
         fedsim.run({**SERIAL, **tables}, out)
-    monkeypatch.setattr(preparation, "free_memory", lambda: rows * ROW + 0.0)
+    monkeypatch.setattr(checks, "free_memory", lambda: rows * ROW + 0.0)
     fedsim.run({**SERIAL, **tables}, out)
 
 
 def test_rules_that_compare_all_pairs_need_memory_for_them(monkeypatch):
-    monkeypatch.setattr(preparation, "free_memory", lambda: 9.0 * ROW)
+    monkeypatch.setattr(checks, "free_memory", lambda: 9.0 * ROW)
     with pytest.raises(ExperimentError, match="distances of all pairs 128 B"):
         fedsim.run({**SERIAL, "aggregate": {"rule": "krum", "f": 0}})
 
@@ -53,4 +54,4 @@ def test_memory_that_runs_out_in_a_round_is_one_line(engine):
 
 
 def test_other_errors_keep_their_traceback():
-    assert "\n" in lines_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert "\n" in format_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.engines.pool.shared_memory import Counters, memory_file, share
 from fedsim.errors import ExperimentError
 from fedsim.system import devices
-from fedsim.system.sharing import Counters, memory_file, share
 from tests.environment.confined import QUICK, limited, outcomes
 
 needs_files_in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
 
 
+@pytest.mark.slow
 @needs_files_in_memory
 def test_no_room_in_shared_memory_is_no_matter(tmp_path):
     """/dev/shm has 4 kB, and can only be read; results are those of a run that shares nothing."""

@@ -11,27 +11,28 @@ import pytest
 import fedsim
 from fedsim.comparison.folder import read_history
 from fedsim.data.sources import default_root
-from tests.commands import start
+from tests.commands import start_python
 from tests.environment.confined import QUICK, outcomes
 
 RUN = ["-m", "fedsim", "run", *QUICK, "rounds=2"]
 NO_PICTURES = ["records.curve=false", "records.model=false"]
 
 
+@pytest.mark.slow
 def test_odd_surroundings_are_no_matter(tmp_path):
     """All at once: no home, an empty PATH, no such TMPDIR, ASCII alone, and a terminal without columns."""
     ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     programs = {
-        "bare": start(
+        "bare": start_python(
             "-m", "fedsim", *RUN[2:], "--out", "bare", cwd=tmp_path, HOME="/dev/null", PATH="", TMPDIR="/none"
         ),
-        "ascii": start(
+        "ascii": start_python(
             *["-m", "fedsim", "compare", *QUICK, "rounds=1", *NO_PICTURES, "seed=0,1", "--jobs", "1", "--out", "grün"],
             cwd=tmp_path,
             COLUMNS="0",
             **ascii_only,
         ),
-        "help": start("-m", "fedsim", "run", "--help", cwd=tmp_path, COLUMNS="0", **ascii_only),
+        "help": start_python("-m", "fedsim", "run", "--help", cwd=tmp_path, COLUMNS="0", **ascii_only),
     }
     found = {name: (*program.communicate(timeout=120), program.returncode) for name, program in programs.items()}
     for out, error, code in found.values():
@@ -52,7 +53,7 @@ def test_odd_surroundings_are_no_matter(tmp_path):
 )
 def test_closed_streams_are_no_matter_and_no_record_takes_their_place(closed, tmp_path):
     words = f"{sys.executable} {' '.join(RUN)} {' '.join(NO_PICTURES)} --out x {closed}"
-    program = start("-c", "import os, sys; os.execv('/bin/sh', ['sh', '-c', sys.argv[1]])", words, cwd=tmp_path)
+    program = start_python("-c", "import os, sys; os.execv('/bin/sh', ['sh', '-c', sys.argv[1]])", words, cwd=tmp_path)
     _, error = program.communicate(timeout=120)
     assert (program.returncode, error) == (0, "")
     assert len(read_history(tmp_path / "x")) == (tmp_path / "x" / "metrics.jsonl").read_text().count("\n") == 2
@@ -82,11 +83,11 @@ def test_a_reader_that_has_seen_enough_ends_a_program_quietly(tmp_path):
     assert (done.stdout, done.stderr) == ("models (model.name)\n", "")
 
 
-@pytest.mark.parametrize("folder", ["does/not/exist", "x" * 120])
+@pytest.mark.parametrize("folder", ["does/not/exist", pytest.param("x" * 120, marks=pytest.mark.slow)])
 def test_processes_need_no_temporary_folder(folder, tmp_path):
     if len(folder) > 100:  # too long for the name of a socket
         (tmp_path / folder).mkdir()
-    words = "engine=spawn", "processes=2", "data=tests.plugs:tiny", "model=logistic", "rounds=1", "--out", "run"
-    process = start("-m", "fedsim", "run", *words, cwd=tmp_path, TMPDIR=str(tmp_path / folder))
+    words = "engine=spawn", "processes=1", "data=tests.plugs:tiny", "model=logistic", "rounds=1", "--out", "run"
+    process = start_python("-m", "fedsim", "run", *words, cwd=tmp_path, TMPDIR=str(tmp_path / folder))
     _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (0, "")

@@ -10,11 +10,11 @@ import tomli_w
 
 import fedsim
 from fedsim.comparison import load_grid
-from fedsim.comparison.gathering import gather
-from fedsim.data.idx import PARTS
+from fedsim.comparison.merging import merge
+from fedsim.config.plugs import PLUGS
+from fedsim.data.mnist import FILES
 from fedsim.errors import ExperimentError
-from fedsim.listing import PLUGS
-from fedsim.runs.replay import load_round
+from fedsim.runs.rule_replay import load_round
 
 NAMED = {  # for each kind of plug, tables that name one
     "models": {"model": {"name": "NAME"}},
@@ -89,7 +89,7 @@ def test_so_it_is_in_grids_and_in_folders_of_comparisons(here, kind):
     held = {"name": "x", "axes": {"seed": [0, 1]}, "base": NAMED[kind], "runs": [{"id": "a", "point": {"seed": 0}}]}
     (here / "sub" / "grid.json").write_text(json.dumps(held).replace("NAME", "canary:boom"))
     with pytest.raises(ExperimentError, match="--allow-imports"):
-        gather([here / "sub"], here / "out")
+        merge([here / "sub"], here / "out")
     assert not (here / "out").exists()
 
 
@@ -223,7 +223,7 @@ def test_a_file_does_not_have_data_put_elsewhere(here, tmp_path_factory):
     assert fedsim.load_experiment(file, [f"data.root={elsewhere}"]).data.root == str(elsewhere)
     assert fedsim.load_experiment(write(here / "x.toml", {"data": {"dataset": "mnist", "root": "data"}}))
     (elsewhere / "MNIST" / "raw").mkdir(parents=True)
-    for names in PARTS.values():
+    for names in FILES.values():
         for name in names:
             (elsewhere / "MNIST" / "raw" / name).touch()
     file = write(here / "x.toml", {"data": {"dataset": "mnist", "root": str(elsewhere)}})

@@ -7,19 +7,19 @@ from tests.report.folders import write_grid, write_run
 
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory):
-    """The folder of a real run, to be looked at and not to be changed."""
+    """The folder of a real run. Do not change it."""
     return write_run(tmp_path_factory.mktemp("report") / "run", byzantine=[1])
 
 
 @pytest.fixture(scope="session")
 def grid_folder(tmp_path_factory):
-    """The folder of a real grid of two rules, two learning rates and three seeds; the same goes for it."""
+    """The folder of a real grid of two rules, two learning rates and three seeds. Do not change it."""
     return write_grid(tmp_path_factory.mktemp("report") / "grid")
 
 
 @pytest.fixture
 def fresh_run(tmp_path):
-    """The folder of a made-up run of three rounds, to be changed."""
+    """The folder of a made-up run of three rounds, which a test may change."""
     from tests.report.folders import invent_run
 
     return invent_run(tmp_path / "made-up", accuracies=[0.5, 0.7, 0.6])

@@ -1,4 +1,4 @@
-"""Run folders and grid folders to read: real ones, and made-up ones that take no time."""
+"""Run folders and grid folders to read: of real runs, and made up without a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROUNDS, WORKERS = 4, 5
 
 
 def write_run(folder: Path, *, byzantine: list[int] = (), **settings: Any) -> Path:
-    """Run logistic regression on real images, and add what other parts of fedsim write: weights and the partition."""
+    """Run logistic regression, and add weights and a partition to its records."""
     experiment = {
         "name": "tried",
         "model": "logistic",
@@ -24,15 +24,15 @@ def write_run(folder: Path, *, byzantine: list[int] = (), **settings: Any) -> Pa
         "records": {"model": False, "curve": False},
     }
     fedsim.run({**experiment, **settings}, folder)
-    add_to_rounds(folder, lambda record: weights_without(record["cohort"], byzantine))
+    add_to_rounds(folder, lambda record: _weights_without(record["cohort"], byzantine))
     (folder / "partition.json").write_text(
         json.dumps({"counts": [[80] * 10 for _ in range(WORKERS)], "byzantine": list(byzantine)})
     )
     return folder
 
 
-def weights_without(cohort: list[int], byzantine: list[int]) -> dict[str, Any]:
-    """Equal weights for the honest, none for the Byzantine workers, of which the first is screened out."""
+def _weights_without(cohort: list[int], byzantine: list[int]) -> dict[str, Any]:
+    """Equal weights for the honest workers, 0 for the Byzantine ones; the first of these is excluded."""
     honest = [worker for worker in cohort if worker not in byzantine]
     weights = [1 / len(honest) if worker in honest else 0.0 for worker in cohort]
     return {"coefficients": weights, "excluded": list(byzantine)[:1], "attack_success": 0.25}
@@ -54,7 +54,7 @@ def write_grid(folder: Path) -> Path:
 
 
 def write_points(folder: Path, axes: dict[str, list[Any]], make) -> Path:
-    """A grid folder whose runs `make(path, point)` writes, or leaves out."""
+    """A grid folder whose runs `make(path, point)` writes, or does not write."""
     runs = []
     for number, values in enumerate(itertools.product(*axes.values())):
         point = dict(zip(axes, values, strict=True))
@@ -66,7 +66,7 @@ def write_points(folder: Path, axes: dict[str, list[Any]], make) -> Path:
 
 
 def invent_run(folder: Path, accuracies: list[float], rounds: int | None = None, **settings: Any) -> Path:
-    """A run folder with these accuracies, as files alone; `rounds` are planned."""
+    """A run folder with these accuracies, of a run that planned `rounds`."""
     folder.mkdir(parents=True)
     plan = {"name": "made_up", "rounds": rounds or len(accuracies), "workers": 2, **settings}
     lines = [f"{key} = {json.dumps(value)}" for key, value in plan.items()]
@@ -91,13 +91,13 @@ def invent_round(number: int, accuracy: float) -> dict[str, Any]:
 
 
 def on_the_clock(seconds: float, updates: int = 2, staleness: dict[str, int] | None = None):
-    """What the records of an asynchronous run have more, for `add_to_rounds`: rounds of so many seconds and updates."""
+    """Asynchronous keys for `add_to_rounds`: every round takes so many virtual seconds and updates."""
 
     def keys(record: dict[str, Any]) -> dict[str, Any]:
         number = record["round"]
-        told = {"updates": updates * number, "trips": 2 * updates * number, "held": 0, "wasted": 0}
-        told["staleness"] = staleness or {"0": 1, "3": 1}
-        return {"virtual_seconds": seconds * number, "samples": [4, 4], "asynchronous": told}
+        work = {"updates": updates * number, "arrivals": 2 * updates * number, "buffered": 0, "discarded": 0}
+        work["staleness"] = staleness or {"0": 1, "3": 1}
+        return {"virtual_seconds": seconds * number, "samples": [4, 4], "asynchronous": work}
 
     return keys
 
@@ -107,3 +107,21 @@ def add_to_rounds(folder: Path, keys) -> None:
     path = folder / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**record, **keys(record)}) + "\n" for record in records))
+
+
+def timed_grid(folder: Path) -> Path:
+    """Two variants and two seeds: "sync" tests at 10, 20, 30 s, "asgd" at 1, 2, 3 s (seed 0) or 2, 4, 6 s (seed 1)."""
+
+    def make(path: Path, point: dict[str, Any]) -> None:
+        if point["variant"]["label"] == "sync":
+            invent_run(path, [0.2, 0.9, 0.95], mode="clock")
+            add_to_rounds(path, lambda record: {"virtual_seconds": 10.0 * record["round"], "samples": [4, 4]})
+        else:
+            invent_run(path, [0.3, 0.5, 0.9 if point["seed"] else 0.6], mode="clock", policy="asgd")
+            add_to_rounds(path, on_the_clock(1.0 + point["seed"]))
+
+    variants = [{"label": "sync"}, {"label": "asgd", "policy": "asgd"}]
+    write_points(folder, {"variant": variants, "seed": [0, 1]}, make)
+    description = json.loads((folder / "grid.json").read_text())
+    (folder / "grid.json").write_text(json.dumps({**description, "target": 0.9}))
+    return folder

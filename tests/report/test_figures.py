@@ -1,23 +1,50 @@
+"""The figures and tables that the page is made from."""
+
 from __future__ import annotations
 
 import json
 
 import pytest
 
-from fedsim.errors import RecordError
-from fedsim.report.figures import byzantine_weight, partition_picture, run_curves, scales_of, weights_picture
-from fedsim.report.grid_page import grid_context
-from fedsim.report.reading import Partition, read_records
-from fedsim.report.run_page import rounds_table, run_context
-from tests.report.folders import add_to_rounds, invent_run, on_the_clock, write_points
+from fedsim.core.confidence import estimate
+from fedsim.records.reader import StoredPartition, read_records
+from fedsim.report.curves import run_curves
+from fedsim.report.grid_page import grid_page
+from fedsim.report.heat_maps import partition_heat_map, weights_heat_map
+from fedsim.report.run_page import rounds_table, run_page
+from tests.report.folders import add_to_rounds, invent_run, on_the_clock, timed_grid, write_points
 
 
-def run_with(folder, weights, byzantine=(), rounds=1):
-    """A run whose rounds have these {worker: weight}, or {worker: "out"}."""
-    invent_run(folder, [0.5] * len(weights), rounds=rounds)
+def find(figures, **choices):
+    """The only figure of these choices."""
+    (figure,) = [each for each in figures if all(each["when"].get(name) == value for name, value in choices.items())]
+    return figure
+
+
+def lines_of(figure):
+    """The named lines of a figure of curves, as {name: [(x, y), ...]}."""
+    found = {}
+    for trace in figure["data"]:
+        if "name" in trace:
+            x = trace.get("x") or [trace["x0"] + index for index in range(len(trace["y"]))]
+            found[trace["name"]] = list(zip(x, trace["y"], strict=True))
+    return found
+
+
+def values_of(figure):
+    return {name: [y for _, y in points] for name, points in lines_of(figure).items()}
+
+
+def spread_of(figure):
+    return [trace for trace in figure["data"] if "name" not in trace]
+
+
+def run_with(folder, weights, byzantine=()):
+    """A run whose rounds have these {worker: weight}, or {worker: "excluded"}."""
+    invent_run(folder, [0.5] * len(weights))
     lines = []
     for number, record in enumerate(weights, start=1):
-        excluded = [worker for worker, weight in record.items() if weight == "out"]
+        excluded = [worker for worker, weight in record.items() if weight == "excluded"]
         coefficients = [0.0 if worker in excluded else weight for worker, weight in record.items()]
         lines.append({"round": number, "cohort": list(record), "coefficients": coefficients, "excluded": excluded})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -25,50 +52,58 @@ def run_with(folder, weights, byzantine=(), rounds=1):
     return read_records(folder)
 
 
-def test_a_cell_for_every_worker_and_round(tmp_path):
-    run = run_with(tmp_path / "run", [{0: 0.5, 7: 0.5}, {3: 1.0, 7: "out"}], byzantine=[7, 9])
-    assert weights_picture(run) == {
-        "rounds": [1, 2],
-        "per_column": 1,
-        "workers": [0, 3, 7],
-        "byzantine": [7],
-        "weights": [[0.5, None], [None, 1.0], [0.5, 0.0]],
-        "excluded": [[2, 1]],
-    }
+def test_weights_have_a_cell_for_every_worker_and_round(tmp_path):
+    weights, excluded = weights_heat_map(
+        run_with(tmp_path / "run", [{0: 0.5, 7: 0.5}, {3: 1.0, 7: "excluded"}], byzantine=[7, 9])
+    )["data"]
+    assert (weights["x"], weights["y"]) == ([1, 2], ["0", "3", "7 (B)"])
+    assert weights["z"] == [[0.5, None], [None, 1.0], [0.5, 0.0]]
+    assert excluded["z"] == [[None, None], [None, None], [None, 1]]
 
 
-def test_many_rounds_share_columns(tmp_path):
-    run = run_with(tmp_path / "run", [{0: 0.2}, {0: 0.4}, {0: "out"}, {0: 0.6}, {1: 1.0}])
-    picture = weights_picture(run, columns=3)
-    assert (picture["rounds"], picture["per_column"]) == ([1, 3, 5], 2)
-    assert picture["weights"] == [[pytest.approx(0.3), pytest.approx(0.3), None], [None, None, 1.0]]
-    assert picture["excluded"] == [[0, 1]]  # in one round of two
+def test_many_rounds_share_the_columns_of_weights(tmp_path):
+    run = run_with(tmp_path / "run", [{0: 0.2}, {0: 0.4}, {0: "excluded"}, {0: 0.6}, {1: 1.0}])
+    figure = weights_heat_map(run, 3)
+    weights, excluded = figure["data"]
+    assert weights["x"] == [1, 3, 5]
+    assert figure["layout"]["xaxis"]["title"]["text"] == "round (each column is the mean of 2 rounds)"
+    assert weights["z"] == [[pytest.approx(0.3), pytest.approx(0.3), None], [None, None, 1.0]]
+    assert excluded["z"] == [[None, 1, None], [None, None, None]]  # excluded in one round of two
 
 
-def test_no_picture_without_a_record_of_weights(fresh_run):
-    assert weights_picture(read_records(fresh_run)) is None
+def test_neighbouring_byzantine_workers_share_a_strip(tmp_path):
+    run = run_with(tmp_path / "run", [dict.fromkeys(range(5), 0.2)], byzantine=[0, 1, 4])
+    strips = weights_heat_map(run)["layout"]["shapes"]
+    assert [(strip["y0"], strip["y1"]) for strip in strips] == [(-0.5, 1.5), (3.5, 4.5)]
 
 
-def test_the_share_of_byzantine_workers(tmp_path):
-    run = run_with(tmp_path / "run", [{0: 0.5, 1: -0.5}, {0: 0.75, 1: 0.25}, {0: 0.0, 1: 0.0}], byzantine=[1])
-    assert byzantine_weight(run) == pytest.approx((0.5 + 0.25) / 2)  # where there is no weight there is no share
+def test_a_run_without_weights_has_no_heat_map_of_them(fresh_run):
+    assert weights_heat_map(read_records(fresh_run)) is None
 
 
-def test_the_curves_are_those_of_the_files(run_folder):
-    curves = run_curves(read_records(run_folder))
+def test_the_curves_of_a_run_have_the_values_of_its_records(run_folder):
+    figures = run_curves(read_records(run_folder))
     records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    by_label = {choice["label"]: {s["name"]: s["values"] for s in choice["series"]} for choice in curves["metrics"]}
-    assert by_label["Test accuracy"] == {"test accuracy": [record["test_accuracy"] for record in records]}
-    assert set(by_label["Test and train loss"]) == {"test loss", "train loss"}
-    assert by_label["Test loss"]["test loss"] == pytest.approx([r["test_loss"] for r in records], rel=1e-5)
-    assert set(by_label["Seconds"]) == {"seconds", "pull down", "train", "aggregate", "test"}
-    assert by_label["Seconds"]["seconds"] == pytest.approx([sum(r["seconds"].values()) for r in records], rel=1e-5)
-    assert by_label["Bytes"]["bytes"] == [record["bytes_up"] + record["bytes_down"] for record in records]
-    assert by_label["Attack success"] == {"attack success": [0.25] * len(records)}
-    assert curves["rounds"] is None
+    found = {figure["when"]["metric"]: values_of(figure) for figure in figures}
+    assert {figure["when"]["scale"] for figure in figures} == {"round"}
+    assert found["Test accuracy"] == {"test accuracy": [record["test_accuracy"] for record in records]}
+    assert set(found["Test and train loss"]) == {"test loss", "train loss"}
+    assert found["Test loss"]["test loss"] == pytest.approx([r["test_loss"] for r in records], abs=6e-5)
+    assert set(found["Seconds"]) == {"seconds", "pull down", "train", "aggregate", "test"}
+    assert found["Seconds"]["seconds"] == pytest.approx([sum(r["seconds"].values()) for r in records], rel=1e-5)
+    assert found["Bytes"]["bytes"] == [record["bytes_up"] + record["bytes_down"] for record in records]
+    assert found["Attack success"] == {"attack success": [0.25] * len(records)}
 
 
-def test_the_table_stays_of_a_size_that_can_be_read(tmp_path):
+def test_a_number_of_a_plug_has_a_curve_and_a_column(fresh_run):
+    add_to_rounds(fresh_run, lambda record: {"metrics": {"update_norm": 2.5}})
+    run = read_records(fresh_run)
+    assert values_of(find(run_curves(run), metric="update_norm")) == {"update_norm": [2.5] * 3}
+    table = rounds_table(run)
+    assert [row[table["head"].index("update_norm")] for row in table["rows"]] == ["2.5000"] * 3
+
+
+def test_the_table_of_a_long_run_has_every_third_round(tmp_path):
     table = rounds_table(read_records(invent_run(tmp_path / "run", [0.5] * 2500)))
     assert table["every"] == 3
     assert len(table["rows"]) <= 1001
@@ -78,13 +113,7 @@ def test_the_table_stays_of_a_size_that_can_be_read(tmp_path):
     assert [row[0] for row in short["rows"]] == [str(number) for number in range(1, 1001)]
 
 
-def test_one_round_is_enough(tmp_path):
-    context, data = run_context(read_records(invent_run(tmp_path / "run", [0.5])))
-    assert len(context["table"]["rows"]) == 1
-    assert data["weights"] is None
-
-
-def test_runs_that_are_not_finished_are_named(tmp_path):
+def test_unfinished_runs_are_named(tmp_path):
     def make(path, point):
         if point["x"] != "c":
             invent_run(path, [0.5], rounds=4 if point["x"] == "b" else 1)
@@ -92,101 +121,127 @@ def test_runs_that_are_not_finished_are_named(tmp_path):
             (path / "error.txt").write_text("worker 1 failed\nTraceback\n")
 
     grid = read_records(write_points(tmp_path / "grid", {"x": ["a", "b", "c", "d"]}, make))
-    context, data = grid_context(grid)
+    context, charts = grid_page(grid)
     assert context["unfinished"] == [
         ("run1", "1 of 4 rounds"),
         ("run2", "not begun"),
         ("run3", "failed: worker 1 failed"),
     ]
-    assert [row["seeds"] for row in context["table"]["rows"]] == ["1", "0 of 1", "0 of 1", "0 of 1"]
-    assert len(data["curves"]) == 3
+    assert [row["cells"][-1].text for row in context["table"]["rows"]] == ["1", "0 of 1", "0 of 1", "0 of 1"]
+    assert set(lines_of(find(charts["curves-chart"], metric="Test accuracy"))) == {"a", "b", "d"}
 
 
-def test_settings_that_runs_share_are_those_of_the_base(grid_folder):
-    context, _ = grid_context(read_records(grid_folder))
-    shared = dict(context["settings"])
+def test_shared_settings_are_equal_in_all_runs(grid_folder):
+    context, charts = grid_page(read_records(grid_folder))
+    shared = dict(context["experiment"])
     assert shared["model.name"] == "logistic"
     assert not {"aggregate.rule", "local.lr", "seed"} & set(shared)
+    assert len(charts["weights-chart"]) == 12
+    assert sorted(len(figure["when"]["run"]) for figure in charts["partition-chart"]) == [6, 6]  # shared by six runs
 
 
-def test_runs_share_the_picture_of_a_partition(grid_folder):
-    _, data = grid_context(read_records(grid_folder))
-    assert len(data["runs"]) == 12
-    assert len(data["partitions"]) == 2  # with a Byzantine worker, and without
-
-
-def test_of_a_sample_of_a_population_the_picture_says_which_workers_it_shows():
-    partition = Partition(counts=[[1, 2], [3, 4]], workers=[70, 9000], population=10**6, byzantine=[1, 70, 8000])
-    assert partition_picture(partition) == {
-        "counts": [[1, 2], [3, 4]],
-        "byzantine": [70],
-        "workers": [70, 9000],
-        "population": 10**6,
-    }
+def test_the_partition_of_a_large_population_names_the_workers_that_it_shows():
+    partition = StoredPartition(counts=[[1, 2], [3, 4]], workers=[70, 9000], population=10**6, byzantine=[1, 70, 8000])
+    figure = partition_heat_map(partition)
+    cells, sums = figure["data"]
+    assert (cells["x"], cells["z"], sums["y"]) == (["70 (B)", "9000"], [(1, 3), (2, 4)], [3, 7])
+    title = "worker (a random sample of 2 of the 1,000,000 workers)"
+    assert figure["layout"]["xaxis"]["title"]["text"] == title
 
 
 def test_a_run_on_the_clock_has_its_scales_metrics_tiles_and_columns(tmp_path):
     folder = invent_run(tmp_path / "run", [0.5, 0.7, 0.6], mode="clock", policy="asgd", aggregate="mean")
     add_to_rounds(folder, on_the_clock(2.5))
-    context, data = run_context(read_records(folder))
-    assert data["curves"]["scales"] == [
-        {"label": "virtual seconds", "opens": True, "values": [2.5, 5.0, 7.5]},
-        {"label": "updates", "opens": False, "values": [2, 4, 6]},
-        {"label": "trips", "opens": False, "values": [4, 8, 12]},
-    ]
-    metrics = {choice["label"]: choice["series"][0]["values"] for choice in data["curves"]["metrics"]}
-    assert metrics["Mean staleness"] == [1.5] * 3
-    assert (metrics["Virtual seconds"], metrics["Updates"]) == ([2.5, 5.0, 7.5], [2, 4, 6])
-    assert ("virtual time", "7.5 s", "2.5 s a round") in context["tiles"]
+    context, charts = run_page(read_records(folder))
+    figures = charts["curves-chart"]
+    assert [value for value, _, selected in context["scales"] if selected] == ["virtual_seconds"]
+    for scale, x in {"round": [1, 2, 3], "virtual_seconds": [2.5, 5, 7.5], "updates": [2, 4, 6]}.items():
+        line = lines_of(find(figures, metric="Test accuracy", scale=scale))["test accuracy"]
+        assert line == list(zip(x, [0.5, 0.7, 0.6], strict=True))
+    assert values_of(find(figures, metric="Mean staleness", scale="arrivals")) == {"mean staleness": [1.5] * 3}
+    assert ("virtual time", "7.5 s", "2.5 s per round") in context["tiles"]
     assert ("updates", "6", "mean staleness 1.5") in context["tiles"]
     assert {("mode", "clock"), ("policy", "asgd")} <= set(context["facts"])
-    assert "rule" not in dict(context["facts"]), "it has no part in that"
-    assert {"virtual s", "updates", "staleness"} <= set(context["table"]["head"])
+    assert "rule" not in dict(context["facts"])  # the policy does not use it
+    assert {"virtual seconds", "updates", "mean staleness"} <= set(context["table"]["head"])
 
 
-def test_old_and_synchronous_folders_have_rounds_alone(fresh_run, run_folder):
-    for folder in (fresh_run, run_folder):
-        run = read_records(folder)
-        assert scales_of([run]) == []
-        context, data = run_context(run)
-        assert data["curves"]["scales"] == []
-        assert not context["scales"]
-        assert not {"virtual time", "updates"} & {word for word, *_ in context["tiles"]}
-        assert not {"mode", "policy"} & {word for word, _ in context["facts"]}
-        assert not {"Virtual seconds", "Updates", "Mean staleness"} & {m["label"] for m in data["curves"]["metrics"]}
+def test_a_synchronous_run_has_no_scale_but_rounds(fresh_run):
+    context, charts = run_page(read_records(fresh_run))
+    assert context["scales"] == []
+    assert {figure["when"]["scale"] for figure in charts["curves-chart"]} == {"round"}
+    assert not {"virtual time", "updates"} & {word for word, *_ in context["tiles"]}
+    assert not {"mode", "policy"} & {word for word, _ in context["facts"]}
+    assert not {"Virtual seconds", "Updates", "Mean staleness"} & set(context["metrics"])
 
 
-def timed_grid(folder):
-    """Two variants and two seeds: "sync" tests at 10, 20, 30 s, "asgd" at 1, 2, 3 s (seed 0) or 2, 4, 6 s (seed 1)."""
+def test_a_grid_on_the_clock_interpolates_and_shows_the_effort_to_the_target(tmp_path):
+    context, charts = grid_page(read_records(timed_grid(tmp_path / "grid")))
+    lines = lines_of(find(charts["curves-chart"], metric="Test accuracy", scale="virtual_seconds"))
+    assert lines["sync"] == [(10, 0.2), (20, 0.9), (30, 0.95)]
+    # Seed 0 has 0.3, 0.5, 0.6 at 1, 2, 3 s; seed 1 has 0.3, 0.5, 0.9 at 2, 4, 6 s. Both are known from 2 to 3 s.
+    assert lines["asgd"] == [(2, pytest.approx((0.5 + 0.3) / 2)), (3, pytest.approx((0.6 + 0.4) / 2))]
+    assert context["table"]["head"][2:6] == ["virtual s", "virtual s to 90 %", "updates", "arrivals"]
+    cells = [[cell.text for cell in row["cells"][2:6]] for row in context["table"]["rows"]]
+    assert cells == [
+        ["30.0 (30.0, 30.0)", "20.0 (20.0, 20.0)", "2.00 (2.00, 2.00)", "4.00 (4.00, 4.00)"],
+        ["4.50 (3.00, 6.00)", "6.00 (1 of 2)", "6.00", "12.0"],
+    ]
 
+
+def test_lines_of_very_different_length_have_a_logarithmic_scale(tmp_path):
     def make(path, point):
-        if point["variant"]["label"] == "sync":
-            invent_run(path, [0.2, 0.9, 0.95], mode="clock")
-            add_to_rounds(path, lambda record: {"virtual_seconds": 10.0 * record["round"], "samples": [4, 4]})
-        else:
-            invent_run(path, [0.3, 0.5, 0.9 if point["seed"] else 0.6], mode="clock", policy="asgd")
-            add_to_rounds(path, on_the_clock(1.0 + point["seed"]))
+        invent_run(path, [0.2, 0.5], mode="clock")
+        add_to_rounds(path, on_the_clock(1.0, updates=1 if point["policy"] == "fedbuff" else 100))
 
-    variants = [{"label": "sync"}, {"label": "asgd", "policy": "asgd"}]
-    write_points(folder, {"variant": variants, "seed": [0, 1]}, make)
-    held = json.loads((folder / "grid.json").read_text())
-    (folder / "grid.json").write_text(json.dumps({**held, "target": 0.9}))
-    return folder
+    _, charts = grid_page(read_records(write_points(tmp_path / "grid", {"policy": ["fedbuff", "asgd"]}, make)))
+    for scale, kind in {"virtual_seconds": "linear", "updates": "log"}.items():
+        figure = find(charts["curves-chart"], metric="Test accuracy", scale=scale)
+        assert figure["layout"]["xaxis"]["type"] == kind
 
 
-def test_a_grid_on_the_clock_says_what_the_target_took(tmp_path):
-    context, data = grid_context(read_records(timed_grid(tmp_path / "grid")))
-    assert [scale["label"] for scale in data["scales"]] == ["virtual seconds", "updates", "trips"]
-    assert data["curves"][0]["scales"] == [[10.0, 20.0, 30.0], [1, 2, 3], [2, 4, 6]]
-    assert data["axes"] == [{"name": "variant", "values": ["sync", "asgd"]}]
-    sync, asgd = (row["line"] for row in context["table"]["rows"])
-    assert (sync.to_target.reached, sync.to_target.virtual_seconds.mean, sync.to_target.trips.mean) == (2, 20.0, 4)
-    assert (asgd.to_target.reached, asgd.to_target.virtual_seconds.mean, asgd.to_target.updates.mean) == (1, 6.0, 6)
-    assert (sync.virtual_seconds.mean, asgd.virtual_seconds.mean) == (30.0, 4.5)
-    assert context["target"] == "90 %"
+def made_up_grid(folder, axes, final):
+    """A grid whose runs of two rounds end with the accuracy `final(point)`."""
+    return read_records(write_points(folder, axes, lambda path, point: invent_run(path, [0.1, final(point)])))
 
 
-def test_staleness_that_is_none_is_one_clear_line(fresh_run):
-    add_to_rounds(fresh_run, on_the_clock(1.0, staleness={"-1": 2}))
-    with pytest.raises(RecordError, match=r"metrics.jsonl line 1: asynchronous.staleness.-1"):
-        read_records(fresh_run)
+def test_two_seeds_have_a_line_each(tmp_path):
+    grid = made_up_grid(tmp_path / "grid", {"seed": [0, 1]}, lambda point: 0.5 + 0.1 * point["seed"])
+    figure = find(grid_page(grid)[1]["curves-chart"], metric="Test accuracy")
+    assert values_of(figure) == {"all runs": [0.1, 0.55]}
+    assert [trace["y"] for trace in spread_of(figure)] == [[0.1, 0.5], [0.1, 0.6]]
+
+
+def test_four_seeds_have_a_band_that_an_accuracy_can_have(tmp_path):
+    finals = [0.2, 0.9, 0.95, 1.0]
+    grid = made_up_grid(tmp_path / "grid", {"seed": [0, 1, 2, 3]}, lambda point: finals[point["seed"]])
+    (band,) = spread_of(find(grid_page(grid)[1]["curves-chart"], metric="Test accuracy"))
+    interval = estimate(finals)
+    assert band["y"] == pytest.approx([0.1, 1.0, interval.mean - interval.half_width, 0.1])
+
+
+def test_both_losses_of_a_comparison_are_in_one_chart(tmp_path):
+    grid = made_up_grid(tmp_path / "grid", {"aggregate.rule": ["mean", "median"], "seed": [0]}, lambda point: 0.5)
+    lines = values_of(find(grid_page(grid)[1]["curves-chart"], metric="Test and train loss"))
+    assert set(lines) == {f"{rule} · {part}" for rule in ("mean", "median") for part in ("test", "train")}
+    assert (lines["mean · test"], lines["mean · train"]) == ([0.9, 0.5], [1.9, 1.5])
+
+
+def test_a_number_is_the_same_in_the_table_the_heat_map_and_the_hover_text(tmp_path):
+    axes = {"aggregate.rule": ["mean", "median"], "attack.name": ["none", "alie"], "seed": [0, 1]}
+    grid = made_up_grid(tmp_path / "grid", axes, lambda point: 0.8239 if point["seed"] else 0.8230)
+    context, charts = grid_page(grid)
+    cell = context["table"]["rows"][0]["cells"][0]
+    assert (cell.text, cell.spread) == ("0.8235", "(0.8230, 0.8239)")
+    heat_map = find(charts["heat-map-chart"], value="Final test accuracy")
+    assert heat_map["data"][0]["text"][1][1] == f"{cell.text}<br>{cell.spread}"
+    line = find(charts["curves-chart"], metric="Test accuracy")["data"][-1]
+    assert (line["y"][-1], line["customdata"][-1]) == (0.8235, f" {cell.spread}")
+
+
+def test_the_heat_map_of_final_values_has_a_figure_for_each_value_of_a_third_axis(tmp_path):
+    axes = {"a": [1, 2], "b": ["x"], "c": ["u", "v"]}
+    grid = made_up_grid(tmp_path / "grid", axes, lambda point: point["a"] / 4 + (point["c"] == "v") / 8)
+    _, charts = grid_page(grid)
+    cells = [find(charts["heat-map-chart"], value="Final test accuracy", axis2=index)["data"][0]["z"] for index in "01"]
+    assert cells == [[[0.25], [0.5]], [[0.375], [0.625]]]

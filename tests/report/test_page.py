@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 import sys
@@ -10,9 +11,9 @@ from html.parser import HTMLParser
 import pytest
 from typer.testing import CliRunner
 
-from fedsim.cli import app
+from fedsim.cli.main import app
 from fedsim.errors import MissingPackageError, RecordError
-from fedsim.report import draw_curve, headline, table_line, write_report
+from fedsim.report import write_report
 from fedsim.report.page import to_script_json
 from tests.report.folders import add_to_rounds, invent_run, write_points
 
@@ -20,15 +21,15 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\"'`$
 
 
 class Elements(HTMLParser):
-    """What a page is made of: (tag, attributes) of every element, and all of its text and scripts."""
+    """The parts of a page: (tag, attributes) of every element, all texts and scripts."""
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, page: str) -> None:
         super().__init__()
         self.found: list[tuple[str, dict]] = []
         self.texts: list[str] = []
         self.scripts: dict[str, list[str]] = {}
         self._script: str | None = None
-        self.feed(html)
+        self.feed(page)
 
     def handle_starttag(self, tag, attributes):
         self.found.append((tag, dict(attributes)))
@@ -54,11 +55,7 @@ def page_of(folder):
     return Elements(write_report(folder).read_text(encoding="utf-8"))
 
 
-def test_what_report_py_had_is_still_there():
-    assert all(callable(part) for part in (headline, table_line, draw_curve))
-
-
-def test_the_page_of_a_run_says_what_the_run_was(run_folder, tmp_path):
+def test_the_page_of_a_run_shows_its_settings_and_results(run_folder, tmp_path):
     path = write_report(run_folder, tmp_path / "page.html")
     assert path == tmp_path / "page.html"
     assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
@@ -68,11 +65,11 @@ def test_the_page_of_a_run_says_what_the_run_was(run_folder, tmp_path):
     for expected in ("tried", "logistic", "mnist5k", f"{last['test_accuracy']:.4f}", "local.lr", "torch"):
         assert expected in text
     assert elements.count("tr") == 1 + 4
-    data = json.loads(elements.scripts["application/json"][0])
-    assert data["partition"]["byzantine"] == [1]
+    charts = json.loads(elements.scripts["application/json"][0])["charts"]
+    assert set(charts) == {"curves-chart", "time-chart", "weights-chart", "partition-chart"}
 
 
-def test_the_page_of_a_grid_has_a_line_per_combination(grid_folder, tmp_path):
+def test_the_page_of_a_grid_has_a_row_per_combination(grid_folder, tmp_path):
     elements = Elements(write_report(grid_folder, tmp_path / "page.html").read_text())
     assert elements.count("tr") == 1 + 4
     text = " ".join(elements.texts)
@@ -81,7 +78,7 @@ def test_the_page_of_a_grid_has_a_line_per_combination(grid_folder, tmp_path):
     assert text.count("±") >= 4
 
 
-def test_the_page_lies_in_the_folder_unless_told_otherwise_and_replaces_an_older_one(fresh_run):
+def test_the_page_is_written_into_the_folder_by_default_and_replaces_an_older_one(fresh_run):
     (fresh_run / "report.html").write_text("old")
     before = {path.name for path in fresh_run.iterdir()}
     assert write_report(str(fresh_run)) == fresh_run / "report.html"
@@ -89,7 +86,7 @@ def test_the_page_lies_in_the_folder_unless_told_otherwise_and_replaces_an_older
     assert {path.name for path in fresh_run.iterdir()} == before
 
 
-def test_a_place_that_cannot_be_written_is_one_line(fresh_run, tmp_path):
+def test_a_page_that_cannot_be_written_raises_an_error(fresh_run, tmp_path):
     with pytest.raises(RecordError, match=r"nowhere/page\.html: cannot be written: No such file or directory"):
         write_report(fresh_run, tmp_path / "nowhere" / "page.html")
 
@@ -110,15 +107,16 @@ def evil_grid(folder):
 
 
 @pytest.mark.parametrize("make", [evil_run, evil_grid])
-def test_nothing_from_a_file_becomes_an_element_or_a_script(tmp_path, fresh_run, make):
+def test_markup_in_a_file_becomes_text(tmp_path, fresh_run, make):
     elements = page_of(make(tmp_path / "evil"))
     harmless = page_of(fresh_run)
     assert elements.count("script") == harmless.count("script")
     assert elements.count("img") == 0
     assert not any(name.startswith("on") for _, attributes in elements.found for name in attributes)
     assert elements.scripts["script"] == harmless.scripts["script"]
-    assert EVIL in " ".join(elements.texts)  # as text, it is all there
-    assert any(EVIL in str(value) for value in strings_in(json.loads(elements.scripts["application/json"][0])))
+    assert EVIL in " ".join(elements.texts)
+    charts = json.loads(elements.scripts["application/json"][0])["charts"]
+    assert any(EVIL in html.unescape(str(value)) for value in strings_in(charts))
 
 
 def strings_in(value):
@@ -129,7 +127,7 @@ def strings_in(value):
     return [value]
 
 
-def test_json_in_a_script_holds_nothing_that_html_would_read():
+def test_json_in_a_script_holds_no_markup():
     data = {"a": "</script><!--<script>&\u2028", "b": [1.5, None]}
     text = to_script_json(data)
     assert not set("<>&\u2028") & set(text)
@@ -138,7 +136,7 @@ def test_json_in_a_script_holds_nothing_that_html_would_read():
         to_script_json(float("nan"))
 
 
-def test_the_policy_admits_the_pages_own_scripts_and_nothing_else(fresh_run):
+def test_the_content_security_policy_allows_only_the_scripts_of_the_page(fresh_run):
     elements = page_of(fresh_run)
     (policy,) = [a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; ")
@@ -148,19 +146,19 @@ def test_the_policy_admits_the_pages_own_scripts_and_nothing_else(fresh_run):
     assert "unsafe-inline" not in policy.partition("script-src")[2].partition(";")[0]
 
 
-def test_nothing_is_linked_from_elsewhere(run_folder, tmp_path):
+def test_the_page_links_no_other_file(run_folder, tmp_path):
     elements = Elements(write_report(run_folder, tmp_path / "page.html").read_text())
     links = [value for _, a in elements.found for key, value in a.items() if key in ("src", "href")]
     assert all(link.startswith(("#", "data:")) for link in links)
 
 
-def test_text_that_utf8_cannot_hold_is_no_obstacle(fresh_run):
+def test_text_that_utf8_cannot_encode_is_replaced(fresh_run):
     (fresh_run / "environment.json").write_text('{"device": "\\ud800"}')
     assert "?" in " ".join(page_of(fresh_run).texts)
 
 
 @pytest.mark.parametrize("package", ["plotly", "jinja2"])
-def test_a_missing_package_is_one_line_that_says_what_to_install(fresh_run, monkeypatch, package):
+def test_a_missing_package_raises_an_error_with_the_command_to_install_it(fresh_run, monkeypatch, package):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
@@ -172,13 +170,13 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(fresh_run, monk
     assert not (fresh_run / "report.html").exists()
 
 
-def test_the_command_prints_where_the_page_is(fresh_run, tmp_path):
+def test_the_command_prints_the_path_of_the_page(fresh_run, tmp_path):
     done = CliRunner().invoke(app, ["report", str(fresh_run), "--out", str(tmp_path / "x.html")])
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'x.html'}\n")
     assert (tmp_path / "x.html").is_file()
 
 
-def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
+def test_the_command_prints_an_error_in_one_line(tmp_path):
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 2
     assert done.stderr.startswith(f"error: {tmp_path}: neither a run")

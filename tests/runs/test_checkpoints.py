@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
+from fedsim.core.snapshot import Snapshot
 from fedsim.errors import RecordError
 from fedsim.runs import checkpoints
 from fedsim.runs.checkpoints import FIRST_COST, SHARE, Checkpoints
-from fedsim.snapshot import Snapshot
 
 
 def state(value=1.0):
@@ -27,7 +27,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_what_is_read_is_what_was_written(tmp_path):
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
     kept = Checkpoints(tmp_path, every=1, keep=2)
     kept.write(7, state, way={"engine": "serial"})
     read = kept.read(7)
@@ -46,7 +46,7 @@ def test_a_snapshot_is_a_copy():
     assert row.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_the_newest_stay(tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
     kept = Checkpoints(tmp_path, every=1, keep=3)
     for round in range(1, 8):
         kept.write(round, state)
@@ -56,14 +56,14 @@ def test_the_newest_stay(tmp_path):
     assert kept.rounds() == [5]
 
 
-def test_every_so_many_rounds_and_after_the_last(tmp_path):
+def test_checkpoints_are_due_every_few_rounds_and_after_the_last(tmp_path):
     kept = Checkpoints(tmp_path, every=3, keep=1)
     assert [round for round in range(1, 9) if kept.due(round, 8)] == [3, 6, 8]
     assert not any(Checkpoints(tmp_path, every=0, keep=1).due(round, 8) for round in range(1, 9))
     assert not any(Checkpoints(None, every=1, keep=1).due(round, 8) for round in range(1, 9))
 
 
-def test_unless_told_otherwise_they_take_at_most_one_percent_of_the_time(tmp_path, clock):
+def test_checkpoints_take_at_most_one_percent_of_the_time_by_default(tmp_path, clock):
     kept = Checkpoints(tmp_path, every=None, keep=1)
 
     def slow():
@@ -81,25 +81,25 @@ def test_unless_told_otherwise_they_take_at_most_one_percent_of_the_time(tmp_pat
     assert spent == 2.0 * (1 + 1_994 // 200)
 
 
-def test_without_its_head_it_is_none(tmp_path, monkeypatch):
+def test_a_checkpoint_without_its_json_file_is_ignored(tmp_path, monkeypatch):
     """The head is written last, so what a death has left half done is not taken for one."""
     kept = Checkpoints(tmp_path, every=1, keep=2)
     kept.write(1, state)
-    written = checkpoints.write_whole
+    written = checkpoints.write_atomically
 
     def dies(path, content):
         if path.suffix == ".json":
             raise RecordError("dead")
         written(path, content)
 
-    monkeypatch.setattr(checkpoints, "write_whole", dies)
+    monkeypatch.setattr(checkpoints, "write_atomically", dies)
     with pytest.raises(RecordError, match="dead"):
         kept.write(2, state)
     assert kept.rounds() == [1]
     assert (tmp_path / "checkpoints" / "round-00002.safetensors").exists()
 
 
-def test_one_of_later_rounds_is_found_by_its_number(tmp_path):
+def test_checkpoints_are_sorted_by_number(tmp_path):
     kept = Checkpoints(tmp_path, every=1, keep=9)
     for round in (99_999, 100_000, 5):
         kept.write(round, state)
@@ -109,7 +109,7 @@ def test_one_of_later_rounds_is_found_by_its_number(tmp_path):
     assert kept.rounds() == [100_000, 99_999, 5]
 
 
-def test_what_there_is_no_memory_for_is_not_read(tmp_path, monkeypatch):
+def test_a_checkpoint_larger_than_memory_is_not_read(tmp_path, monkeypatch):
     kept = Checkpoints(tmp_path, every=1, keep=1)
     kept.write(1, state)
     monkeypatch.setattr(checkpoints, "free_memory", lambda: 100)
@@ -117,7 +117,7 @@ def test_what_there_is_no_memory_for_is_not_read(tmp_path, monkeypatch):
         kept.read(1)
 
 
-def test_a_head_that_belongs_to_another_round_is_none(tmp_path):
+def test_a_checkpoint_under_the_name_of_another_round_is_damaged(tmp_path):
     kept = Checkpoints(tmp_path, every=1, keep=9)
     kept.write(1, state)
     folder = tmp_path / "checkpoints"
@@ -128,7 +128,7 @@ def test_a_head_that_belongs_to_another_round_is_none(tmp_path):
     assert json.loads((folder / "round-00001.json").read_text())["format"] == checkpoints.FORMAT
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_a_checkpoint_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(RecordError, match="checkpoints: cannot be written"):
         Checkpoints(tmp_path, every=1, keep=1).write(1, state)

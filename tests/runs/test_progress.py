@@ -5,21 +5,22 @@ import math
 import pytest
 
 import fedsim
-from fedsim.runs.progress import Progress, ToTarget, mean_staleness, progress_of, reached
+from fedsim.records.progress import Progress, ToTarget, progress_of, reached
+from fedsim.records.record import AsyncRecord, RoundRecord, mean_staleness
 
 
-def asynchronous(round, seconds, updates, trips, staleness):
-    told = {"updates": updates, "trips": trips, "staleness": staleness, "held": 0, "wasted": 0}
-    return {"round": round, "virtual_seconds": seconds, "asynchronous": told, "cohort": [0], "samples": [5]}
+def asynchronous(round, seconds, updates, arrivals, staleness):
+    told = {"updates": updates, "arrivals": arrivals, "staleness": staleness, "buffered": 0, "discarded": 0}
+    return RoundRecord(round=round, virtual_seconds=seconds, asynchronous=told, cohort=[0], samples=[5])
 
 
-def test_asynchronous_records_say_it_themselves():
+def test_progress_of_asynchronous_records():
     history = [asynchronous(1, 2.5, 4, 8, {"0": 4}), asynchronous(2, 5.0, 9, 16, {"1": 5})]
     assert progress_of(history, {}) == [(1, 2.5, 4, 8), (2, 5.0, 9, 16)]
 
 
 def test_a_synchronous_round_is_one_update_and_a_trip_of_each_of_its_cohort():
-    history = [{"round": 1, "cohort": [0, 3], "virtual_seconds": None}, {"round": 2, "cohort": [1, 2, 4]}]
+    history = [RoundRecord(round=1, cohort=[0, 3]), RoundRecord(round=2, cohort=[1, 2, 4])]
     assert progress_of(history, {"sync": "parameters"}) == [(1, None, 1, 2), (2, None, 2, 5)]
 
 
@@ -30,34 +31,33 @@ def test_with_gradients_every_step_is_an_update_and_a_trip_of_everyone_in_it(loc
     steps = [local.get("steps", local.get("epochs", 0) * math.ceil(size / batch)) for size in sizes]
     samples = [local.get("epochs", 1) * size for size in sizes]
     record = {"cohort": [0, 1], "samples": samples}
-    history = [{"round": 1, **record}, {"round": 2, **record}]
+    history = [RoundRecord(round=1, **record), RoundRecord(round=2, **record)]
     experiment = {"sync": "gradients", "local": {**local, "batch_size": batch}}
     assert progress_of(history, experiment) == [
         Progress(number, None, number * max(steps), number * sum(steps)) for number in (1, 2)
     ]
 
 
-def test_what_old_records_do_not_say_is_not_made_up():
-    old = {"round": 1, "cohort": [0, 1]}
+def test_progress_that_records_do_not_hold_is_none():
+    old = RoundRecord(round=1, cohort=[0, 1])
     assert progress_of([old], {"sync": "gradients", "local": {"epochs": 1, "batch_size": 8}}) == [(1, None, None, None)]
     assert progress_of([old], {"sync": "gradients", "local": "sgd"}) == [(1, None, None, None)]
     assert progress_of([old], {}) == [(1, None, 1, 2)]
-    without_trips = asynchronous(1, 2.0, 3, 0, {})
-    del without_trips["asynchronous"]["trips"]
-    assert progress_of([without_trips], {}) == [(1, 2.0, 3, None)]
+    without_arrivals = RoundRecord(round=1, virtual_seconds=2.0, asynchronous={"updates": 3})
+    assert progress_of([without_arrivals], {}) == [(1, 2.0, 3, None)]
 
 
-def test_the_mean_staleness_is_over_what_was_applied():
+def test_the_mean_staleness_is_over_applied_results():
     one = asynchronous(1, 0.0, 4, 4, {"0": 1, "2": 2, "5": 1})
     assert mean_staleness([one]) == (0 + 2 * 2 + 5) / 4
     assert mean_staleness([one, asynchronous(2, 0.0, 6, 6, {"12": 2})]) == (0 + 2 * 2 + 5 + 2 * 12) / 6
-    nothing = [asynchronous(1, 0.0, 0, 1, {}), {"round": 2, "asynchronous": None}, {"round": 3}]
+    nothing = [asynchronous(1, 0.0, 0, 1, {}), RoundRecord(round=2), RoundRecord(round=3)]
     assert mean_staleness(nothing) is None
     assert mean_staleness([*nothing, one]) == (0 + 2 * 2 + 5) / 4
 
 
 @pytest.mark.parametrize("change", [{}, {"sync": "gradients"}, {"policy": "asgd"}], ids=["models", "gradients", "asgd"])
-def test_policies_that_do_the_same_are_equally_far(tiny_experiment, change):
+def test_equivalent_policies_have_equal_progress(tiny_experiment, change):
     """With one worker there is nothing to wait for: one update and one trip for each piece of work."""
     tables = {**tiny_experiment, "workers": 1, "mode": "clock", **change}
     result = fedsim.run(tables)
@@ -67,11 +67,11 @@ def test_policies_that_do_the_same_are_equally_far(tiny_experiment, change):
     assert found == [(number, seconds[number - 1], steps * number, steps * number) for number in (1, 2)]
 
 
-def test_of_k_sync_only_what_counted_is_a_trip(tiny_experiment):
+def test_k_sync_counts_only_used_arrivals(tiny_experiment):
     tables = {**tiny_experiment, "mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"speed": "linear"}}
     result = fedsim.run({**tables, "rounds": 3})
     for progress, record in zip(progress_of(result.history, result.experiment.resolved()), result.history, strict=True):
-        assert progress.trips == 2 * progress.updates + record["asynchronous"]["held"]
+        assert progress.arrivals == 2 * progress.updates + record["asynchronous"]["buffered"]
 
 
 def test_the_target_is_reached_at_the_first_test_with_that_accuracy():
@@ -82,10 +82,10 @@ def test_the_target_is_reached_at_the_first_test_with_that_accuracy():
     assert reached([0.1, 0.2, 0.8999], progress, 0.9) is None
 
 
-def test_what_the_target_took_is_a_mean_over_those_who_reached_it():
+def test_the_cost_of_a_target_is_a_mean_over_the_runs_that_reached_it():
     found = ToTarget.of([Progress(1, None, 4, 10), None, Progress(3, None, 8, 20)])
     assert (found.reached, found.virtual_seconds) == (2, None)
-    assert [found.rounds.mean, found.updates.mean, found.trips.mean] == [2.0, 6.0, 15.0]
+    assert [found.rounds.mean, found.updates.mean, found.arrivals.mean] == [2.0, 6.0, 15.0]
     assert ToTarget.of([None, None]) == ToTarget(0, None, None, None, None)
 
 
@@ -96,4 +96,10 @@ def test_post_local_sgd_averages_gradients_at_first(tiny_experiment):
     steps = math.ceil(68 / 16)  # of 203 samples, two workers have 68 and one 67
     found = progress_of(result.history, result.experiment.resolved())
     assert [progress.updates for progress in found] == [steps, 2 * steps, 2 * steps + 1]
-    assert [progress.trips for progress in found] == [3 * steps, 6 * steps, 6 * steps + 3]
+    assert [progress.arrivals for progress in found] == [3 * steps, 6 * steps, 6 * steps + 3]
+
+
+def test_records_of_earlier_versions_keep_their_arrivals():
+    old = {"updates": 2, "trips": 3, "staleness": {}, "held": 1, "wasted": 4}
+    assert progress_of([RoundRecord(round=1, asynchronous=old)], {}) == [(1, None, 2, 3)]
+    assert AsyncRecord(**old) == AsyncRecord(updates=2, arrivals=3, buffered=1, discarded=4)

@@ -21,15 +21,17 @@ import torch
 
 import fedsim
 from fedsim.comparison.grid import load_grid
-from fedsim.engines import plan, spawn
-from fedsim.engines.crew import Crew
+from fedsim.core.snapshot import Snapshot
+from fedsim.engines import plan
+from fedsim.engines.pool import backend as pool_backend
+from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
-from fedsim.preparation import prepare
+from fedsim.runs.loops.choose import loop_of
+from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.recovery import RecoveringLoop, recovering
-from fedsim.simulation import SynchronousLoop, loop_of
-from fedsim.snapshot import Snapshot
+from fedsim.runs.setup import prepare
 from tests.commands import ROOT, assert_none_left, start
-from tests.engines.test_crew import open_things
+from tests.engines.test_process_pool import open_things
 from tests.lethal import order
 
 TABLES = {
@@ -40,9 +42,9 @@ SPAWN = {"engine": "spawn", "processes": 2}
 
 
 @pytest.fixture(scope="module")
-def workshop():
+def session():
     """Shared, since starting processes takes long. (By this name the tests know that its processes are to stay.)"""
-    with fedsim.Workshop() as shared:
+    with fedsim.Session() as shared:
         yield shared
 
 
@@ -62,7 +64,7 @@ def untimed(history):
     return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
 
 
-def run_ordered(tables, orders, out=None, workshop=None):
+def run_ordered(tables, orders, out=None, session=None):
     """A run in whose rounds, by number, these orders are given; and the warnings."""
     folder = folder_of(tables)
     with warnings.catch_warnings(record=True) as caught:
@@ -70,16 +72,16 @@ def run_ordered(tables, orders, out=None, workshop=None):
         result = fedsim.run(
             tables,
             out,
-            workshop=workshop,
-            on_start=lambda setting: order(folder, *orders.get(1, ())),
+            session=session,
+            on_start=lambda prepared: order(folder, *orders.get(1, ())),
             on_round=lambda record: order(folder, *orders.get(record["round"] + 1, ())),
         )
     assert {warning.category for warning in caught} <= {FedsimWarning}
     return result, [str(warning.message) for warning in caught]
 
 
-def assert_as_without_faults(result, tables, workshop=None, **changes):
-    whole = fedsim.run({**tables, **changes}, workshop=workshop)
+def assert_as_without_faults(result, tables, session=None, **changes):
+    whole = fedsim.run({**tables, **changes}, session=session)
     assert torch.equal(result.global_row, whole.global_row)
     assert untimed(result.history) == untimed(whole.history)
 
@@ -88,12 +90,12 @@ def events(out):
     return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
 
-def test_deaths_in_training_and_in_aggregation_leave_no_trace_in_the_result(mortal, tmp_path, workshop):
+def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(mortal, tmp_path, session):
     server = {"optimizer": "tests.lethal:MortalAdam", "folder": folder_of(mortal)}
     tables = {**mortal, **SPAWN, "server": server, "mode": "clock", "clock": {"speed": "lognormal"}}
     out = tmp_path / "out"
     orders = {1: ["train"], 3: ["aggregate"]}
-    result, said = run_ordered(tables, orders, out, workshop)
+    result, said = run_ordered(tables, orders, out, session)
     assert_as_without_faults(result, tables, engine="serial", processes=None)
     told = events(out)
     assert [(each["event"], each["round"], each["attempt"]) for each in told] == [
@@ -114,19 +116,19 @@ def test_deaths_in_training_and_in_aggregation_leave_no_trace_in_the_result(mort
 
 
 @pytest.mark.slow
-def test_a_round_that_loses_two_processes_is_done_a_third_time(mortal, workshop):
+def test_a_round_that_loses_two_processes_is_repeated_twice(mortal, session):
     """One in training, one in the test; with a rule that has a state, which the first process alone keeps."""
     tables = {**mortal, **SPAWN, "aggregate": "foolsgold", "rounds": 3}
-    result, said = run_ordered(tables, {2: ["train", "test"]}, workshop=workshop)
+    result, said = run_ordered(tables, {2: ["train", "test"]}, session=session)
     assert_as_without_faults(result, tables, engine="serial", processes=None)
     assert [line.rpartition("again ")[2] for line in said] == ["(1 of at most 2 times)", "(2 of at most 2 times)"]
 
 
 @pytest.mark.slow
-def test_a_round_that_loses_more_than_worker_retries_ends_the_run_with_a_line(mortal, tmp_path, workshop):
+def test_more_losses_than_worker_retries_end_the_run(mortal, tmp_path, session):
     tables = {**mortal, **SPAWN, "worker_retries": 1}
     with pytest.raises(WorkerError) as caught:
-        run_ordered(tables, {2: ["train", "test"]}, tmp_path / "out", workshop)
+        run_ordered(tables, {2: ["train", "test"]}, tmp_path / "out", session)
     assert re.fullmatch(
         r"process \d, between workers, last in round 2, was killed by SIGKILL \(exit code -9\); round 2 has been tried "
         r"2 times \(worker_retries = 1\)",
@@ -136,25 +138,25 @@ def test_a_round_that_loses_more_than_worker_retries_ends_the_run_with_a_line(mo
 
 
 @pytest.mark.slow
-def test_where_gradients_are_averaged_the_round_is_done_again_from_its_first_step(mortal, workshop):
+def test_a_round_of_gradients_is_repeated_from_its_first_step(mortal, session):
     tables = {**mortal, **SPAWN, "sync": "gradients", "rounds": 2}
-    result, said = run_ordered(tables, {2: ["train"]}, workshop=workshop)
+    result, said = run_ordered(tables, {2: ["train"]}, session=session)
     assert_as_without_faults(result, tables, engine="serial", processes=None)
     assert len(said) == 1
 
 
 @pytest.mark.parametrize("policy", ["fedbuff", pytest.param("asgd", marks=pytest.mark.slow)])
-def test_the_virtual_clock_is_put_back_too(policy, mortal, workshop):
+def test_the_virtual_clock_is_restored(policy, mortal, session):
     tables = {**mortal, **SPAWN, "mode": "clock", "policy": policy, "clock": {"speed": "lognormal"}, "rounds": 3}
-    result, said = run_ordered(tables, {2: ["train"]}, workshop=workshop)
+    result, said = run_ordered(tables, {2: ["train"]}, session=session)
     assert_as_without_faults(result, tables, engine="serial", processes=None)
     assert len(said) == 1
 
 
-def test_a_drop_leaves_the_worker_out_of_the_round_and_says_so(mortal, tmp_path, workshop):
+def test_drop_leaves_the_worker_out_of_the_round(mortal, tmp_path, session):
     tables = {**mortal, **SPAWN, "on_worker_failure": "drop", "rounds": 3}
     out = tmp_path / "out"
-    result, said = run_ordered(tables, {2: ["train"]}, out, workshop)
+    result, said = run_ordered(tables, {2: ["train"]}, out, session)
     (lost,) = result.history[1]["lost"]
     assert result.history[1]["cohort"] == [worker for worker in range(4) if worker != lost]
     assert [result.history[round]["cohort"] for round in (0, 2)] == [[0, 1, 2, 3]] * 2
@@ -164,18 +166,18 @@ def test_a_drop_leaves_the_worker_out_of_the_round_and_says_so(mortal, tmp_path,
     on_disk = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["lost"] for record in on_disk] == [[], [lost], []]
     serial = {**mortal, "engine": "serial", "rounds": 3}
-    with prepare(fedsim.Experiment(**serial), workshop) as (setting, engine):
-        loop = loop_of(setting, engine)
+    with prepare(fedsim.Experiment(**serial), session) as (prepared, engine):
+        loop = loop_of(prepared, engine)
         assert isinstance(loop, SynchronousLoop)
-        records = [loop.play(1), loop.play(2, [lost]), loop.play(3)]
-        assert torch.equal(engine.memory.global_row, result.global_row)
+        records = [loop.run_round(1), loop.run_round(2, [lost]), loop.run_round(3)]
+        assert torch.equal(engine.shared.global_row, result.global_row)
     assert untimed(records) == untimed(result.history)
 
 
-def test_a_race_goes_on_from_the_start_of_its_round_even_after_a_death_with_the_lock(mortal, workshop):
+def test_a_race_repeats_its_round_after_a_process_died_with_the_lock(mortal, session):
     policy = {"name": "tests.lethal:MortalLocked", "folder": folder_of(mortal)}
     tables = {**mortal, **SPAWN, "mode": "race", "policy": policy, "rounds": 3, "race": {"runs": 2}}
-    result, said = run_ordered(tables, {2: ["take"]}, workshop=workshop)
+    result, said = run_ordered(tables, {2: ["take"]}, session=session)
     assert "was killed by SIGKILL (exit code -9) while it held a lock" in said[0]
     assert len(said) == 1
     updates = [record["asynchronous"]["updates"] for record in result.history]
@@ -185,19 +187,19 @@ def test_a_race_goes_on_from_the_start_of_its_round_even_after_a_death_with_the_
 
 
 @pytest.mark.slow
-def test_a_stopped_process_is_replaced_once_it_has_been_silent_for_too_long(mortal, monkeypatch):
+def test_a_stopped_process_is_replaced_after_the_timeout(mortal, monkeypatch):
     """In stacks, of which two processes have one each."""
-    monkeypatch.setattr("fedsim.engines.crew.GRACE", 0.5)  # after which it is killed
+    monkeypatch.setattr("fedsim.engines.pool.process_pool.GRACE", 0.5)  # after which it is killed
     tables = {**mortal, "engine": "batched", "processes": 2, "timeout": 3.0, "rounds": 2}
-    with fedsim.Workshop() as workshop:
-        result, said = run_ordered(tables, {2: ["train-stop"]}, workshop=workshop)
-        assert_as_without_faults(result, tables, workshop)
+    with fedsim.Session() as session:
+        result, said = run_ordered(tables, {2: ["train-stop"]}, session=session)
+        assert_as_without_faults(result, tables, session)
     assert re.match(r"process \d has given no sign of life for 3 s \(a stack of workers in round 2\); a step", said[0])
     assert len(said) == 1
 
 
 @pytest.mark.slow
-def test_auto_replaces_the_processes_of_the_way_it_has_chosen(mortal, monkeypatch):
+def test_auto_replaces_the_processes_of_the_engine_that_it_chose(mortal, monkeypatch):
     monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)  # so long that processes pay
     tables = {**mortal, "engine": "auto", "processes": 2}
     result, said = run_ordered(tables, {3: ["train"]})
@@ -205,7 +207,7 @@ def test_auto_replaces_the_processes_of_the_way_it_has_chosen(mortal, monkeypatc
     assert len(said) == 1
 
 
-def test_an_interrupt_while_processes_are_replaced_ends_the_program_cleanly(mortal, tmp_path):
+def test_an_interrupt_during_recovery_ends_the_program_cleanly(mortal, tmp_path):
     order(folder_of(mortal), "train")
     words = ["engine=spawn", "processes=2", "data=tests.plugs:tiny", "model.name=tests.lethal:Mortal", "rounds=100000"]
     process = start(
@@ -228,20 +230,20 @@ class Fake:
     def __init__(self, *losses, retries=2, policy="retry", rounds=2):
         self.row, self.losses, self.replaced = torch.zeros(1), list(losses), 0
         experiment = SimpleNamespace(on_worker_failure=policy, worker_retries=retries, rounds=rounds)
-        self.setting = SimpleNamespace(experiment=experiment)
+        self.prepared = SimpleNamespace(experiment=experiment)
         self.notes = []
 
     def loop(self):
-        return recovering(self, self.setting, self, lambda *kind, **facts: self.notes.append((*kind, facts)))
+        return recovering(self, self.prepared, self, lambda *kind, **facts: self.notes.append((*kind, facts)))
 
     def maybe(self, where):
         if self.losses and self.losses[0] == where:
             del self.losses[0]
             raise ProcessLostError("process 1 is gone", "is gone", 1, 2, None)
 
-    def play(self, round):
+    def run_round(self, round):
         self.row += 0.5
-        self.maybe("play")
+        self.maybe("run_round")
         self.row += 0.5
         return {"round": round, "row": float(self.row)}
 
@@ -264,37 +266,37 @@ class Fake:
         self.finished = True
 
 
-@pytest.mark.parametrize("where", ["play", "start", "resume"])
-def test_every_loss_counts_among_those_of_its_round_wherever_it_happens(where):
-    fake = Fake("play", where)
+@pytest.mark.parametrize("where", ["run_round", "start", "resume"])
+def test_every_loss_counts_for_its_round(where):
+    fake = Fake("run_round", where)
     loop = fake.loop()
     with pytest.warns(FedsimWarning):
-        assert [loop.play(round)["row"] for round in (1, 2)] == [1.0, 2.0]
+        assert [loop.run_round(round)["row"] for round in (1, 2)] == [1.0, 2.0]
     assert fake.replaced == 2
     assert [facts["attempt"] for _, facts in fake.notes] == [1, 2]
-    fake = Fake("play", where, where)
+    fake = Fake("run_round", where, where)
     with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match="^process 1 is gone; round 1 has been tried 3 "):
-        fake.loop().play(1)
+        fake.loop().run_round(1)
     assert fake.replaced == 2
 
 
-def test_a_process_that_is_lost_after_its_round_costs_that_round_once_more_but_nothing_else():
+def test_a_loss_after_a_round_repeats_that_round_once():
     fake = Fake()
     loop = fake.loop()
-    loop.play(1)
+    loop.run_round(1)
     fake.losses = ["state"]
     with pytest.warns(FedsimWarning):
-        assert loop.play(2)["row"] == 2.0
-    assert loop.play(3)["row"] == 3.0
+        assert loop.run_round(2)["row"] == 2.0
+    assert loop.run_round(3)["row"] == 3.0
     assert loop.state().tensors["row"].item() == 3.0
 
 
-def test_a_loss_before_the_first_round_or_after_the_last_costs_no_round():
+def test_a_loss_before_the_first_or_after_the_last_round_repeats_no_round():
     fake = Fake("state", "resume", rounds=1)
     loop = fake.loop()
     with pytest.warns(FedsimWarning, match=r"^process 1 is gone; a new one takes its place \(1 of at most 2 times\)$"):
         loop.resume(loop.state())
-    assert loop.play(1)["row"] == 1.0
+    assert loop.run_round(1)["row"] == 1.0
     fake.losses = ["finish"]
     with pytest.warns(FedsimWarning):
         loop.finish()
@@ -302,17 +304,17 @@ def test_a_loss_before_the_first_round_or_after_the_last_costs_no_round():
     assert [facts["round"] for _, facts in fake.notes] == [0, 0, 1]
 
 
-def test_losses_before_the_first_round_count_too():
+def test_losses_before_the_first_round_count():
     fake = Fake("state", "start", "state")
     line = r"^process 1 is gone; its processes have been started 3 times \(worker_retries = 2\)$"
     with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match=line):
-        fake.loop().play(1)
+        fake.loop().run_round(1)
 
 
-def test_losses_after_the_last_round_count_too():
+def test_losses_after_the_last_round_count():
     fake = Fake()
     loop = fake.loop()
-    loop.play(2)
+    loop.run_round(2)
     fake.losses = ["finish"] * 3
     line = r"^process 1 is gone; ending the run has been tried 3 times \(worker_retries = 2\)$"
     with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match=line):
@@ -325,14 +327,14 @@ def test_a_process_that_is_killed_while_it_starts(policy, tmp_path, monkeypatch)
     """The first time a pool of processes starts, one of them is killed at once."""
     killed = []
 
-    class Killed(Crew):
+    class Killed(ProcessPool):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             if not killed:
                 killed.append(self._children[1].pid)
                 os.kill(killed[0], signal.SIGKILL)
 
-    monkeypatch.setattr(spawn, "Crew", Killed)
+    monkeypatch.setattr(pool_backend, "ProcessPool", Killed)
     tables = {**TABLES, **SPAWN, "rounds": 2, "model": "logistic", "on_worker_failure": policy}
     line = r"process 1 was killed by SIGKILL \(exit code -9\), while it started"
     if policy == "abort":
@@ -347,20 +349,20 @@ def test_a_process_that_is_killed_while_it_starts(policy, tmp_path, monkeypatch)
     assert (event["event"], event["round"], event["process"]) == ("worker replaced", 0, 1)
 
 
-def test_what_code_raises_is_no_loss():
+def test_an_exception_of_the_loop_is_no_loss():
     fake = Fake()
-    fake.play = lambda round: 1 / 0
+    fake.run_round = lambda round: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        fake.loop().play(1)
+        fake.loop().run_round(1)
     assert fake.replaced == 0
 
 
-def test_without_retries_the_error_is_as_it_was():
+def test_without_retries_the_error_is_raised_as_it_is():
     with pytest.raises(WorkerError, match="^process 1 is gone$"):
-        Fake("play", retries=0).loop().play(1)
+        Fake("run_round", retries=0).loop().run_round(1)
 
 
-def test_a_loop_without_processes_or_with_abort_is_left_as_it_is():
+def test_a_loop_without_processes_or_with_abort_is_returned_as_it_is():
     """So that nobody pays for snapshots that nobody needs."""
     fake = Fake(policy="abort")
     assert fake.loop() is fake
@@ -369,16 +371,16 @@ def test_a_loop_without_processes_or_with_abort_is_left_as_it_is():
     assert fake.loop() is fake
 
 
-def test_a_loop_goes_on_from_a_state_that_it_is_given():
+def test_a_recovering_loop_resumes_from_a_given_state():
     fake = Fake()
     loop = fake.loop()
     assert isinstance(loop, RecoveringLoop)
-    loop.play(1)
+    loop.run_round(1)
     before = loop.state()
-    loop.play(2)
+    loop.run_round(2)
     loop.resume(before)
     assert loop.state() is before
-    assert loop.play(2)["row"] == 2.0
+    assert loop.run_round(2)["row"] == 2.0
     loop.finish()
     assert fake.finished
 
@@ -392,7 +394,7 @@ class FakeCohort(SynchronousLoop):
     def cohort(self, round):
         return [5, 6, 8, 9]
 
-    def play(self, round, lost=()):
+    def run_round(self, round, lost=()):
         self.left_out.append(list(lost))
         if self.losses:
             process, worker = self.losses.pop(0)
@@ -410,15 +412,15 @@ def dropping(tables, *losses):
     """What a loop with these losses is played without, again and again, on the serial engine's memory."""
     described = fedsim.Experiment(**{**TABLES, **tables, "workers": 10, "engine": "serial"})
     described = described.model_copy(update={"on_worker_failure": "drop", "worker_retries": 9})
-    with fedsim.Workshop() as workshop, prepare(described, workshop) as (setting, engine):
+    with fedsim.Session() as session, prepare(described, session) as (prepared, engine):
         loop = FakeCohort(*losses)
-        losing = SimpleNamespace(can_lose_processes=True, replace_processes=lambda: None, memory=engine.memory)
+        losing = SimpleNamespace(can_lose_processes=True, replace_processes=lambda: None, shared=engine.shared)
         with pytest.warns(FedsimWarning):
-            recovering(loop, setting, losing).play(1)
+            recovering(loop, prepared, losing).run_round(1)
     return loop.left_out
 
 
-def test_who_is_lost_is_the_worker_in_hand_or_all_who_were_dealt_to_the_process():
+def test_drop_removes_the_current_worker_or_all_workers_of_the_process():
     """Shards of about one size: members are dealt in turn."""
     assert dropping({}, (1, 8)) == [[], [8]]
     assert dropping({}, (1, None)) == [[], [6, 9]]
@@ -426,25 +428,25 @@ def test_who_is_lost_is_the_worker_in_hand_or_all_who_were_dealt_to_the_process(
     assert dropping({}, (0, 7)) == [[], []], "who is not of the cohort is not lost"
 
 
-def test_the_server_itself_is_never_dropped():
+def test_drop_never_removes_the_row_of_the_server():
     fltrust = {"aggregate": {"rule": "fltrust", "root_samples": 20}}
     assert dropping(fltrust, (0, 10)) == [[], []], "its number is that after the last worker's"
     assert dropping(fltrust, (0, None)) == [[], [5, 8]]
 
 
-def test_where_nobody_is_left_the_run_ends():
-    with pytest.raises(WorkerError, match="^process is gone; without workers? [0-9, ]+, nobody is left of the cohort"):
+def test_dropping_the_last_worker_ends_the_run():
+    with pytest.raises(WorkerError, match="without workers? [0-9, ]+, no worker is left in the cohort"):
         dropping({}, (0, None), (0, 6), (1, 9), (0, None), (1, None))
 
 
-def test_the_servers_own_row_is_found_whoever_is_left_out():
+def test_the_row_of_the_server_is_used_when_a_worker_is_dropped():
     """A round of a cohort without one worker is that of an experiment in which it has no say."""
     tables = {**TABLES, "engine": "serial", "model": "logistic", "aggregate": {"rule": "fltrust", "root_samples": 20}}
-    with fedsim.Workshop() as workshop, prepare(fedsim.Experiment(**tables), workshop) as (setting, engine):
-        loop = loop_of(setting, engine)
-        start = engine.memory.global_row.clone()
-        record = loop.play(1, [1])
-        rows = engine.memory.rows
+    with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (prepared, engine):
+        loop = loop_of(prepared, engine)
+        start = engine.shared.global_row.clone()
+        record = loop.run_round(1, [1])
+        rows = engine.shared.rows
         moved = torch.stack([rows[0], rows[1], rows[2]]).double()
         root = rows[-1].double()
         trust = torch.clamp(torch.cosine_similarity(moved, root.expand_as(moved)), min=0)
@@ -452,7 +454,7 @@ def test_the_servers_own_row_is_found_whoever_is_left_out():
         expected = start.double() + (trust / trust.sum()) @ scaled
         assert record["cohort"] == [0, 2, 3]
         assert record["lost"] == [1]
-        assert torch.allclose(engine.memory.global_row.double(), expected, rtol=0, atol=1e-6)
+        assert torch.allclose(engine.shared.global_row.double(), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -460,15 +462,15 @@ def test_the_servers_own_row_is_found_whoever_is_left_out():
     [
         (
             {"mode": "clock", "policy": "fedbuff"},
-            'on_worker_failure = "drop": needs synchronous rounds, and policy.name = "fedbuff" has none',
+            'on_worker_failure = "drop": policy.name = "fedbuff" has no synchronous rounds',
         ),
         (
             {"mode": "race", "policy": "hogwild"},
-            'on_worker_failure = "drop": needs synchronous rounds, and policy.name = "hogwild" has none',
+            'on_worker_failure = "drop": policy.name = "hogwild" has no synchronous rounds',
         ),
     ],
 )
-def test_drop_is_refused_where_there_is_nobody_to_go_on_with(tables, line):
+def test_drop_is_refused_without_synchronous_rounds(tables, line):
     with pytest.raises(fedsim.ExperimentError, match=re.escape(line)):
         fedsim.Experiment(on_worker_failure="drop", **tables)
 
@@ -480,29 +482,29 @@ LOSSES = [{"on_worker_failure": "abort"}, {"on_worker_failure": "drop"}, {"worke
 @pytest.mark.parametrize(
     ("tables", "why"),
     [
-        ({"engine": "serial"}, 'the engine "serial" uses one process, so it cannot lose one'),
-        ({"engine": "serial", "mode": "clock"}, 'the engine "serial" uses one process, so it cannot lose one'),
-        ({"engine": "batched", "processes": 1}, 'the engine "batched" uses one process, so it cannot lose one'),
-        ({"engine": "batched", "workers": 1}, 'the engine "batched" uses one process, so it cannot lose one'),
-        ({"engine": "distributed"}, 'with engine = "distributed" a lost rank ends the run'),
+        ({"engine": "serial"}, 'the engine "serial" does not use it'),
+        ({"engine": "serial", "mode": "clock"}, 'the engine "serial" does not use it'),
+        ({"engine": "batched", "processes": 1}, 'the engine "batched" does not use it'),
+        ({"engine": "batched", "workers": 1}, 'the engine "batched" does not use it'),
+        ({"engine": "distributed"}, 'the engine "distributed" does not use it'),
     ],
 )
-def test_what_is_said_of_losses_is_refused_where_nothing_can_be_lost(tables, why, given):
+def test_keys_about_losses_are_refused_for_engines_without_processes(tables, why, given):
     (key, value), *_ = given.items()
     shown = f'"{value}"' if isinstance(value, str) else value
     with pytest.raises(fedsim.ExperimentError, match=f"^{re.escape(f'{key} = {shown}: {why}; omit it')}$"):
         fedsim.Experiment(**tables, **given)
 
 
-def test_each_of_both_keys_has_its_line():
+def test_each_refused_key_has_its_own_line():
     with pytest.raises(fedsim.ExperimentError) as caught:
         fedsim.Experiment(engine="serial", on_worker_failure="abort", worker_retries=5)
     assert [line.partition(" = ")[0] for line in caught.value.lines] == ["on_worker_failure", "worker_retries"]
 
 
 @pytest.mark.parametrize("engine", ["auto", "spawn", "batched"])
-def test_whoever_aborts_retries_nothing(engine):
-    line = 'worker_retries = 5: with on_worker_failure = "abort" no round is repeated; omit it'
+def test_abort_refuses_worker_retries(engine):
+    line = "worker_retries = 5: with on_worker_failure=abort no round is repeated; omit it"
     with pytest.raises(fedsim.ExperimentError, match=f"^{re.escape(line)}$"):
         fedsim.Experiment(engine=engine, on_worker_failure="abort", worker_retries=5)
 
@@ -518,21 +520,20 @@ def test_whoever_aborts_retries_nothing(engine):
         {"engine": "batched", "processes": 2},
     ],
 )
-def test_where_processes_may_be_lost_all_of_it_goes(tables, given):
+def test_keys_about_losses_are_accepted_for_engines_with_processes(tables, given):
     fedsim.Experiment(**tables, **given)
 
 
-def test_defaults_that_are_written_out_are_no_wish():
+def test_explicit_default_values_are_accepted():
     fedsim.Experiment(engine="serial", on_worker_failure="retry", worker_retries=2)
 
 
-def test_in_a_grid_the_points_are_named_that_have_nothing_to_lose():
+def test_a_grid_names_the_points_whose_keys_are_refused():
     tables = {"workers": 3}
     with pytest.raises(fedsim.ExperimentError) as caught:
         load_grid(tables, {"engine": ["serial", "spawn"], "seed": [0, 1]}, ["worker_retries=5"])
     assert caught.value.lines == (
-        'engine=serial seed=0: worker_retries = 5: the engine "serial" uses one process, so it cannot lose one; '
-        "omit it (and 1 more of 4 runs)",
+        'engine=serial seed=0: worker_retries = 5: the engine "serial" does not use it; omit it (and 1 more of 4 runs)',
     )
     variants = [{"label": "here", "engine": "serial"}, {"label": "there", "engine": "spawn", "worker_retries": 5}]
     assert len(load_grid({"workers": 3}, {"variant": variants}).runs) == 2
@@ -578,7 +579,7 @@ SOAKED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOAKED)
-def test_ten_kills_at_random_instants_change_nothing_and_leave_nothing(kind):
+def test_ten_random_kills_change_no_result_and_leak_nothing(kind):
     """Together fifty: at some instant of the next rounds, and some while the processes are being replaced.
 
     Deaths before the first round or after the last, which end a run, are none of them.
@@ -594,13 +595,13 @@ def test_ten_kills_at_random_instants_change_nothing_and_leave_nothing(kind):
         if record["round"] == tables["rounds"] - 1:
             reaper.end()
 
-    with fedsim.Workshop() as workshop:
-        whole = fedsim.run(tables, workshop=workshop)
+    with fedsim.Session() as session:
+        whole = fedsim.run(tables, session=session)
         before, begun = open_things(), time.monotonic()
         reaper.start()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FedsimWarning)
-            result = fedsim.run(tables, workshop=workshop, on_round=on_round)
+            result = fedsim.run(tables, session=session, on_round=on_round)
         after = open_things()
         print(f"{kind}: {reaper.killed} kills in {time.monotonic() - begun:.0f} s; descriptors, maps {before} {after}")
     assert reaper.killed >= 4, "of the ten, some may have found nobody"

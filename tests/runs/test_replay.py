@@ -8,10 +8,11 @@ import torch
 from typer.testing import CliRunner
 
 import fedsim
-from fedsim.aggregation import Pipeline, gram
-from fedsim.cli import app
+from fedsim.aggregation import Pipeline
+from fedsim.aggregation.numerics import gram
+from fedsim.cli.main import app
 from fedsim.errors import ExperimentError, RecordError
-from fedsim.runs.replay import applicable_rules, load_round, replay, replay_table, stored_rounds
+from fedsim.runs.rule_replay import applicable_rules, load_round, replay, replay_table, stored_rounds
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def run(tables, tmp_path):
     return fedsim.run(tables, tmp_path / "run")
 
 
-def test_the_rounds_asked_for_are_kept_and_no_other(tables, tmp_path):
+def test_only_the_requested_rounds_are_stored(tables, tmp_path):
     fedsim.run({**tables, "rounds": 3, "records": {"updates": [2, 7]}}, tmp_path / "other")
     assert stored_rounds(tmp_path / "other") == [2]
 
@@ -73,15 +74,15 @@ def test_distance_angle_and_shares_by_hand(run):
     assert krum.byzantine_share == 0
 
 
-def test_rules_that_go_by_distances_share_one_product(run, monkeypatch):
+def test_rules_that_use_distances_share_one_gram_matrix(run, monkeypatch):
     stored, made, whole = load_round(run.folder, allow_imports=True), [], gram._products
     monkeypatch.setattr(gram, "_products", lambda rows, *more: made.append(len(rows)) or whole(rows, *more))
-    monkeypatch.setattr(Pipeline, "rehearse", lambda self, n: None)
+    monkeypatch.setattr(Pipeline, "dry_run", lambda self, n: None)
     replay(stored, ["krum", "multi_krum", "medoid", "geometric_median", ["nnm", "krum"]])
     assert made == [9]
 
 
-def test_rows_that_are_not_finite_are_left_out(tables, tmp_path):
+def test_rows_that_are_not_finite_are_excluded(tables, tmp_path):
     change = {"attack": {"name": "nan", "workers": [3]}, "aggregate": {"rule": "mean", "nonfinite": "exclude"}}
     fedsim.run({**tables, **change}, tmp_path / "run")
     (krum,) = replay(load_round(tmp_path / "run", allow_imports=True), ["krum"])
@@ -89,13 +90,13 @@ def test_rows_that_are_not_finite_are_left_out(tables, tmp_path):
     assert krum.update.isfinite().all()
 
 
-def test_by_default_all_rules_that_can_do_with_what_there_is(run):
+def test_the_default_is_all_applicable_rules(run):
     names = applicable_rules(load_round(run.folder, allow_imports=True))
     assert {"mean", "median", "krum", "caf"} <= set(names)
     assert not {"fltrust", "qfedavg", "norm_clipping", "bulyan"} & set(names)  # no root, no losses, no c, too few rows
 
 
-def test_the_table_goes_on_below_the_workers_where_the_terminal_is_narrow(run):
+def test_the_table_wraps_in_a_narrow_terminal(run):
     stored = load_round(run.folder, 1, allow_imports=True)
     results = replay(stored, ["geometric_median", [{"rule": "bucketing", "s": 2}, "median"]])
     whole, narrow = replay_table(stored, results), replay_table(stored, results, 80)
@@ -142,10 +143,10 @@ def test_a_rule_that_cannot_be_applied_is_one_clear_line(run, rules, error, mess
 def test_what_is_no_run_folder_or_keeps_nothing_is_one_clear_line(run, tables, tmp_path):
     with pytest.raises(RecordError, match="is not a run folder"):
         load_round(tmp_path, allow_imports=True)
-    with pytest.raises(RecordError, match="keeps the updates of rounds 1, 2, not of 9"):
+    with pytest.raises(RecordError, match="has the updates of rounds 1, 2, not of 9"):
         load_round(run.folder, 9, allow_imports=True)
     fedsim.run({**tables, "records": {}}, tmp_path / "bare")
-    with pytest.raises(RecordError, match="keeps no round's updates"):
+    with pytest.raises(RecordError, match="has no stored updates"):
         load_round(tmp_path / "bare", allow_imports=True)
     (run.folder / "updates-00002.safetensors").write_bytes(b"x" * 40)
     with pytest.raises(RecordError, match=r"updates-00002.safetensors: cannot be read"):

@@ -61,14 +61,14 @@ del ASYNCHRONOUS["sync"]
 
 
 @pytest.fixture(scope="module")
-def workshop():
-    with fedsim.Workshop() as workshop:
-        yield workshop
+def session():
+    with fedsim.Session() as session:
+        yield session
 
 
 @pytest.fixture
 def tables(tiny_experiment):
-    return {**tiny_experiment, **SMALL, "rounds": ROUNDS, "workers": 4, **EVERY}
+    return {**tiny_experiment, **SMALL, "rounds": ROUNDS, "workers": 4, **EVERY, "records": {"curve": False}}
 
 
 def records(folder):
@@ -104,25 +104,25 @@ def assert_the_same(ours, theirs, result=None, whole=None):
 
 
 @pytest.mark.parametrize("case", CASES | ASYNCHRONOUS)
-def test_it_comes_to_the_same_bits(case, tables, tmp_path, workshop):
+def test_a_resumed_run_has_bitwise_the_same_result(case, tables, tmp_path, session):
     tables |= (CASES | ASYNCHRONOUS)[case]
     if case == "eamsgd":
         tables["local"] = {**tables["local"], "momentum": 0.5}
-    whole = fedsim.run(tables, tmp_path / "whole", workshop=workshop)
+    whole = fedsim.run(tables, tmp_path / "whole", session=session)
     round = random.Random(case).randrange(1, ROUNDS)
     folder = broken_off(tmp_path / "whole", tmp_path / "again", round)
-    result = fedsim.run(tables, folder, resume=True, workshop=workshop)
+    result = fedsim.run(tables, folder, resume=True, session=session)
     assert_the_same(folder, tmp_path / "whole", result, whole)
     assert json.loads((folder / "environment.json").read_text())["resumed"][0]["after_round"] == round
 
 
 @pytest.mark.parametrize("engine", [{"engine": "spawn", "processes": 2}, {"engine": "batched", "processes": 1}])
 @pytest.mark.parametrize("case", ["rule with a state", "fedbuff, sampled"])
-def test_so_it_does_with_other_engines(case, engine, tables, tmp_path, workshop):
+def test_so_it_does_with_other_engines(case, engine, tables, tmp_path, session):
     tables |= {**(CASES | ASYNCHRONOUS)[case], **engine}
-    whole = fedsim.run(tables, tmp_path / "whole", workshop=workshop)
+    whole = fedsim.run(tables, tmp_path / "whole", session=session)
     folder = broken_off(tmp_path / "whole", tmp_path / "again", 2)
-    assert_the_same(folder, tmp_path / "whole", fedsim.run(tables, folder, resume=True, workshop=workshop), whole)
+    assert_the_same(folder, tmp_path / "whole", fedsim.run(tables, folder, resume=True, session=session), whole)
 
 
 def test_without_a_checkpoint_it_begins_anew(tables, tmp_path):
@@ -135,7 +135,7 @@ def test_without_a_checkpoint_it_begins_anew(tables, tmp_path):
 
 
 @pytest.mark.parametrize("experiment", ["momentum", "fedbuff"])
-def test_more_rounds_are_the_longer_run(experiment, tables, tmp_path):
+def test_a_resumed_run_with_more_rounds_equals_the_longer_run(experiment, tables, tmp_path):
     tables |= (CASES | ASYNCHRONOUS)[experiment]
     longer = fedsim.run({**tables, "rounds": 7}, tmp_path / "longer")
     fedsim.run({**tables, "rounds": 4}, tmp_path / "shorter")
@@ -143,7 +143,7 @@ def test_more_rounds_are_the_longer_run(experiment, tables, tmp_path):
     assert_the_same(tmp_path / "shorter", tmp_path / "longer", result, longer)
 
 
-def test_more_rounds_behind_the_switch_to_parameters(tables, tmp_path):
+def test_more_rounds_after_the_switch_to_parameters(tables, tmp_path):
     tables |= {"sync": "post_local", "gradient_rounds": 3, "server": "adam"}
     longer = fedsim.run(tables, tmp_path / "longer")
     fedsim.run({**tables, "rounds": 3}, tmp_path / "shorter")
@@ -152,7 +152,7 @@ def test_more_rounds_behind_the_switch_to_parameters(tables, tmp_path):
     )
 
 
-def test_a_finished_run_is_only_read(tables, tmp_path):
+def test_resuming_a_finished_run_changes_nothing(tables, tmp_path):
     whole = fedsim.run(tables, tmp_path / "run")
     before = records(tmp_path / "run")
     again = fedsim.run(tables, tmp_path / "run", resume=True, on_round=pytest.fail)
@@ -161,7 +161,7 @@ def test_a_finished_run_is_only_read(tables, tmp_path):
     assert records(tmp_path / "run") == before
 
 
-def test_what_the_run_leaves_open_stays_as_the_engine_has_chosen_it(tables, tmp_path):
+def test_a_resumed_run_keeps_the_choices_of_its_engine(tables, tmp_path):
     """`auto` measures, and may find something else next time, which rounds otherwise."""
     tables |= {"engine": "batched", "processes": 1, "batched": {"width": 3}}
     whole = fedsim.run(tables, tmp_path / "whole")
@@ -180,10 +180,10 @@ def test_what_the_run_leaves_open_stays_as_the_engine_has_chosen_it(tables, tmp_
     [
         ({"seed": 3}, ["seed: 0 there, 3 here"]),
         ({"server": "adam"}, ['server.optimizer: "sgd" there, "adam" here']),
-        ({"rounds": 2}, ["rounds: 5 there, 2 here; there can only be more"]),
+        ({"rounds": 2}, ["rounds: 5 there, 2 here; a resumed run can only have more"]),
     ],
 )
-def test_another_experiment_is_refused_with_the_difference(change, lines, tables, tmp_path):
+def test_another_experiment_is_refused_with_the_differences(change, lines, tables, tmp_path):
     fedsim.run(tables, tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(fedsim.ExperimentError) as caught:
@@ -193,7 +193,7 @@ def test_another_experiment_is_refused_with_the_difference(change, lines, tables
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-def test_how_it_is_done_may_change(tables, tmp_path):
+def test_keys_that_do_not_change_results_may_differ(tables, tmp_path):
     fedsim.run(tables, tmp_path / "run")
     again = {**tables, "rounds": 6, "engine": "spawn", "processes": 2, "timeout": 100.0, "checkpoint": {"every": 3}}
     assert len(fedsim.run(again, tmp_path / "run", resume=True).history) == 6
@@ -212,12 +212,12 @@ def test_another_engine_resumes_a_run_without_the_settings_of_the_first(tmp_path
 
 
 @pytest.mark.parametrize("change", [{"timeout": 8.0}, {"init": "tcp://127.0.0.1:29555"}, {"inner": "batched"}])
-def test_how_ranks_meet_is_no_difference_between_experiments(change):
+def test_keys_of_ranks_are_no_difference_between_experiments(change):
     ranks, serial = fedsim.Experiment(engine="distributed", distributed=change), fedsim.Experiment(engine="serial")
     assert differences_of(ranks.resolved(), serial.resolved()) == []
 
 
-def test_a_folder_that_is_no_run_is_refused(tables, tmp_path):
+def test_a_folder_without_a_run_is_refused(tables, tmp_path):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "to_grandma.txt").write_text("Dear")
     with pytest.raises(fedsim.RecordError, match="is not empty, and not a run folder"):
@@ -225,17 +225,17 @@ def test_a_folder_that_is_no_run_is_refused(tables, tmp_path):
     assert os.listdir(tmp_path / "letters") == ["to_grandma.txt"]
 
 
-def test_where_there_is_none_yet_the_run_begins(tables, tmp_path):
+def test_resume_in_a_new_folder_starts_the_run(tables, tmp_path):
     result = fedsim.run(tables, tmp_path / "new", resume=True)
     assert len(result.history) == ROUNDS
 
 
-def test_without_a_folder_there_is_nothing_to_go_on_with(tables):
+def test_resume_needs_a_folder(tables):
     with pytest.raises(fedsim.ExperimentError, match="resume = True: needs `out`"):
         fedsim.run(tables, resume=True)
 
 
-def test_the_command_line_goes_on_too(tmp_path, cli):
+def test_the_command_line_resumes_a_run(tmp_path, cli):
     words = "data=tests.plugs:tiny", "model=logistic", "workers=2", "engine=serial", "checkpoint.every=1"
     assert cli("run", *words, "rounds=2", "--out", "run").exit_code == 0
     result = cli("run", "--resume", "run", "rounds=5", "--allow-imports")
@@ -251,7 +251,7 @@ def test_the_command_line_goes_on_too(tmp_path, cli):
     assert cli("run", "--resume", "run", "--out", "x").stderr.startswith("error: --resume and --out: ")
 
 
-def test_two_at_once_are_one_too_many(tables, tmp_path):
+def test_a_folder_is_locked_while_a_run_writes_to_it(tables, tmp_path):
     fedsim.run(tables, tmp_path / "run")
     longer = {**tables, "rounds": ROUNDS + 1}
 
@@ -287,7 +287,7 @@ DAMAGE = {
     "an empty head": lambda head, tensors: head.write_bytes(b""),
     "no tensors": lambda head, tensors: tensors.unlink(),
     "a list": lambda head, tensors: head.write_text("[]"),
-    "a format to come": lambda head, tensors: signed(head, lambda said, state: said.update(format=2)),
+    "a format to come": lambda head, tensors: signed(head, lambda said, state: said.update(format=99)),
     "another model": lambda head, tensors: signed(head, lambda said, state: state.update(global_row=torch.ones(3))),
     "another dtype": lambda head, tensors: signed(
         head, lambda said, state: state.update(global_row=state["global_row"].double())
@@ -295,11 +295,8 @@ DAMAGE = {
     "no facts": lambda head, tensors: signed(head, lambda said, state: said.update(facts={})),
     "facts of another kind": lambda head, tensors: signed(head, lambda said, state: said.update(facts=[1])),
     "no clock": lambda head, tensors: signed(head, lambda said, state: said["facts"].update(clock=7)),
-    "a slot that is not": lambda head, tensors: signed(
-        head, lambda said, state: said["facts"]["clock"].update(under_way=[[99, 0, 1, None, None]])
-    ),
-    "everybody busy": lambda head, tensors: signed(
-        head, lambda said, state: said["facts"]["clock"]["roster"].update(busy=[0, 1, 2, 3])
+    "an unknown slot": lambda head, tensors: signed(
+        head, lambda said, state: said["facts"]["clock"]["dispatcher"].update(in_flight=[[99, 0, 1, None, None]])
     ),
     "time that runs back": lambda head, tensors: signed(
         head, lambda said, state: said["facts"]["clock"].update(now=1e9)
@@ -308,26 +305,26 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(damage, tables, tmp_path, workshop):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(damage, tables, tmp_path, session):
     tables |= ASYNCHRONOUS["fedbuff"]
-    whole = fedsim.run(tables, tmp_path / "whole", workshop=workshop)
+    whole = fedsim.run(tables, tmp_path / "whole", session=session)
     folder = broken_off(tmp_path / "whole", tmp_path / "again", 3)
     DAMAGE[damage](folder / "checkpoints/round-00003.json", folder / "checkpoints/round-00003.safetensors")
-    with pytest.warns(FedsimWarning, match=r"checkpoint of round 3: .*; that of round 2 is tried instead"):
-        result = fedsim.run(tables, folder, resume=True, workshop=workshop)
+    with pytest.warns(FedsimWarning, match=r"checkpoint of round 3: .*; round 2 is tried instead"):
+        result = fedsim.run(tables, folder, resume=True, session=session)
     assert_the_same(folder, tmp_path / "whole", result, whole)
 
 
-def test_where_all_are_damaged_the_run_begins_anew(tables, tmp_path):
+def test_a_run_starts_again_if_all_checkpoints_are_damaged(tables, tmp_path):
     whole = fedsim.run(tables, tmp_path / "whole")
     folder = broken_off(tmp_path / "whole", tmp_path / "again", 2)
     for head in (folder / "checkpoints").glob("*.json"):
         signed(head, lambda said, state: state.update(global_row=torch.ones(3)))
-    with pytest.warns(FedsimWarning, match="instead"):
+    with pytest.warns(FedsimWarning, match="is tried instead|starts again"):
         assert_the_same(folder, tmp_path / "whole", fedsim.run(tables, folder, resume=True), whole)
 
 
-def test_a_checkpoint_without_the_rounds_that_led_there_is_not_used(tables, tmp_path):
+def test_a_checkpoint_without_the_records_of_its_rounds_is_not_used(tables, tmp_path):
     whole = fedsim.run(tables, tmp_path / "whole")
     folder = broken_off(tmp_path / "whole", tmp_path / "again", 4)
     (folder / "metrics.jsonl").write_text("".join((folder / "metrics.jsonl").read_text().splitlines(True)[:2]))
@@ -353,14 +350,14 @@ def dies_at(operation, tables, folder):
             return call
 
         os.fsync, os.replace, os.mkdir, os.unlink = map(counted, (os.fsync, os.replace, os.mkdir, os.unlink))
-        fedsim.records._line = counted(fedsim.records._line)
+        fedsim.records.run_folder.to_line = counted(fedsim.records.run_folder.to_line)
         fedsim.run(tables, folder, resume=True)
         os._exit(0)
     except BaseException:
         os._exit(1)
 
 
-def test_wherever_it_dies_it_ends_the_same(tables, tmp_path):
+def test_a_run_that_dies_at_any_file_operation_resumes_to_the_same_result(tables, tmp_path):
     """A process that dies before its first operation on files, the second, and so on, until one comes to the end."""
     tables |= {"rounds": 3, "workers": 2, "records": {"curve": False}, "checkpoint": {"every": 1, "keep": 1}}
     whole = fedsim.run(tables, tmp_path / "whole")
@@ -371,7 +368,7 @@ def test_wherever_it_dies_it_ends_the_same(tables, tmp_path):
     assert deaths > 20
 
 
-def test_it_may_die_again_and_again(tables, tmp_path):
+def test_a_run_that_dies_many_times_resumes_to_the_same_result(tables, tmp_path):
     tables |= ASYNCHRONOUS["fedbuff"] | {"checkpoint": {"every": 1}}
     whole = fedsim.run(tables, tmp_path / "whole")
     draw, deaths = random.Random(0), 0
@@ -394,11 +391,11 @@ def killed_at_random(words, folder, seconds):
         process.communicate()
 
 
-def test_killed_with_all_its_processes_in_some_round_it_ends_the_same(cli, tmp_path):
+def test_a_run_whose_processes_are_all_killed_resumes_to_the_same_result(cli, tmp_path):
     (tmp_path / "long.toml").write_text("rounds = 100\n[local]\nsteps = 10\n[checkpoint]\nevery = 1\n")
     words = ["run", "long.toml", "data=tests.plugs:tiny", "model=logistic", "workers=3"]
     assert cli(*words, "engine=serial", "--out", "whole").exit_code == 0
-    round = random.randrange(1, 30)
+    round = 7
     process = start("-m", "fedsim", *words, "engine=spawn", "processes=2", "--out", "run", cwd=tmp_path)
     read_until(process, f"{round:5} ")
     os.killpg(process.pid, signal.SIGKILL)
@@ -412,7 +409,7 @@ def test_killed_with_all_its_processes_in_some_round_it_ends_the_same(cli, tmp_p
 
 
 @pytest.mark.slow
-def test_killed_at_random_instants_it_ends_the_same(tmp_path):
+def test_a_run_killed_at_random_times_resumes_to_the_same_result(tmp_path):
     (tmp_path / "long.toml").write_text("rounds = 20\n[local]\nsteps = 10\n[checkpoint]\nevery = 1\n")
     words = ["-m", "fedsim", "run", "long.toml", "data=tests.plugs:tiny", "model=logistic", "workers=3"]
     words += ["engine=spawn", "processes=2"]

@@ -39,7 +39,7 @@ def test_only_the_first_signal_is_an_exception(number, kind):
 
 def test_a_signal_ends_the_program_where_cleaning_up_takes_too_long(monkeypatch):
     ended = []
-    monkeypatch.setattr(interrupts, "PATIENCE", -1.0)
+    monkeypatch.setattr(interrupts, "CLEANUP_SECONDS", -1.0)
     monkeypatch.setattr(interrupts, "_exit", lambda number, frame=None: ended.append(number))
 
     def run():

@@ -42,6 +42,7 @@ def test_every_entry_sets_the_policy_before_pytorch_is_imported(program, tmp_pat
     assert done.stdout == "PASSIVE\n", done.stderr
 
 
+@pytest.mark.slow
 def test_several_threads_that_spin_are_warned_of_once():
     late = output_of("-c", f"import torch, fedsim{RUN}")
     assert late.count("PyTorch was imported before fedsim") == 1

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.randomness import batch_order
-from fedsim.system.precision import PRECISIONS, in_autocast_type, tf32_allowed
+from fedsim.core.randomness import batch_order
+from fedsim.system.precision import PRECISIONS, cast_for_autocast, tf32_allowed
 from tests.plugs import tiny
 
 CPU = torch.device("cpu")
@@ -92,10 +92,10 @@ class Copying(nn.Module):
 
 def test_operands_are_cast_as_autocast_casts_them():
     single, double, whole = torch.ones(2), torch.ones(2, dtype=torch.double), torch.ones(2, dtype=torch.long)
-    assert in_autocast_type(single, None)[0] is single
+    assert cast_for_autocast(single, None)[0] is single
     for dtype in LOW.values():
         with torch.autocast("cpu", dtype):
-            found = in_autocast_type(single, double, whole, None)
+            found = cast_for_autocast(single, double, whole, None)
         assert found[-1] is None
         assert [tensor.dtype for tensor in found[:-1]] == [dtype, double.dtype, whole.dtype]
 
@@ -149,7 +149,7 @@ def test_training_is_autocast_with_float32_rows_and_scaled_losses_as_by_hand(
     engine, precision, start, tiny_experiment, monkeypatch
 ):
     if start:
-        monkeypatch.setattr("fedsim.engines.scaling.START", start)
+        monkeypatch.setattr("fedsim.engines.trainers.loss_scaling.START", start)
     tables = {**tiny_experiment, "workers": 1}
     expected, skipped = plain_run(tables, LOW[precision], start or 1.0)
     assert bool(skipped) == (start == 2.0**26)
@@ -165,7 +165,9 @@ def test_stacked_rows_agree_with_serial_as_well_as_the_precision_allows(
     model, precision, sync, tiny_experiment, monkeypatch
 ):
     """Dropout, BatchNorm and short batches included: they differ about as much as either does from float32."""
-    monkeypatch.setattr("fedsim.engines.scaling.START", 2.0**8)  # which costs no step, or they would differ by that
+    monkeypatch.setattr(
+        "fedsim.engines.trainers.loss_scaling.START", 2.0**8
+    )  # which costs no step, or they would differ by that
     tables = {**tiny_experiment, "model": model, "sync": sync, "local": {"batch_size": 13, "momentum": 0.5}}
     full = fedsim.run(tables).global_row
     serial = fedsim.run({**tables, "precision": precision}).global_row
@@ -180,7 +182,7 @@ def test_stacked_rows_agree_with_serial_as_well_as_the_precision_allows(
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_with_averaged_gradients_one_that_overflows_counts_as_zero(engine, tiny_experiment, monkeypatch):
     """At a scale that no step of a round survives, the global row stays where it is."""
-    monkeypatch.setattr("fedsim.engines.scaling.START", 2.0**60)
+    monkeypatch.setattr("fedsim.engines.trainers.loss_scaling.START", 2.0**60)
     tables = {**tiny_experiment, "sync": "gradients", "local": {"steps": 3, "lr": 0.05, "batch_size": 16}}
     still = fedsim.run({**tables, "precision": "float16", "engine": engine, "processes": 1, "rounds": 1})
     start = fedsim.run({**tables, "local": {**tables["local"], "lr": 0.0}})
@@ -201,7 +203,7 @@ SOLVERS = {
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_no_solver_takes_a_step_whose_gradient_overflows(solver, engine, tiny_experiment, monkeypatch):
     """At a scale that no step of a round survives all rows stay where they are, weight decay or not."""
-    monkeypatch.setattr("fedsim.engines.scaling.START", 2.0**60)
+    monkeypatch.setattr("fedsim.engines.trainers.loss_scaling.START", 2.0**60)
     local = {"steps": 3, "batch_size": 16, "solver": solver, **SOLVERS[solver]}
     tables = {**tiny_experiment, "rounds": 1, "aggregate": "mean", "local": local, "engine": engine, "processes": 1}
     still = fedsim.run({**tables, "precision": "float16"}).global_row
@@ -221,7 +223,7 @@ def test_steps_that_overflow_are_no_steps_of_an_adaptive_solver(
     solver, theirs, params, engine, tiny_experiment, monkeypatch
 ):
     """They count neither in its averages nor for its decay."""
-    monkeypatch.setattr("fedsim.engines.scaling.START", 2.0**26)
+    monkeypatch.setattr("fedsim.engines.trainers.loss_scaling.START", 2.0**26)
     tables = {**tiny_experiment, "workers": 1, "local": {"solver": solver, "batch_size": 16, **params}}
     expected, skipped = plain_run(tables, torch.float16, 2.0**26, partial(theirs, **params))
     assert skipped
@@ -231,12 +233,12 @@ def test_steps_that_overflow_are_no_steps_of_an_adaptive_solver(
 
 
 def test_every_engine_takes_every_precision(tiny_experiment):
-    with fedsim.Workshop() as workshop:  # keeps the processes from precision to precision
+    with fedsim.Session() as session:  # keeps the processes from precision to precision
         serial, spawn, *others = (
             {
                 precision: fedsim.run(
                     {**tiny_experiment, "precision": precision, "engine": engine, "processes": processes},
-                    workshop=workshop,
+                    session=session,
                 ).global_row
                 for precision in LOW
             }

@@ -20,6 +20,7 @@ def in_a_fresh_process(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_torchvision_imports_and_schemas_are_declared_where_they_are_missing_and_only_there():
     """Run where torchvision fits and where it does not; each time with the operators first hidden, then present."""
     code = """

@@ -1,6 +1,21 @@
-"""All policies; importing this registers them."""
+"""The asynchronous policies; importing this package registers them."""
 
-from fedsim.asynchronous.policies import fastest, gradients, models, peers, rounds
+from fedsim.asynchronous.policies import (
+    decentralized,
+    first_k,
+    gradient_updates,
+    model_updates,
+    synchronous_rounds,
+)
 from fedsim.asynchronous.policy import Arrival, Policy, policy
 
-__all__ = ["Arrival", "Policy", "fastest", "gradients", "models", "peers", "policy", "rounds"]
+__all__ = [
+    "Arrival",
+    "Policy",
+    "decentralized",
+    "first_k",
+    "gradient_updates",
+    "model_updates",
+    "policy",
+    "synchronous_rounds",
+]

@@ -1,11 +1,6 @@
-"""Partition strategies: who holds which samples."""
+"""Partition strategies, which assign samples to workers."""
 
-from fedsim.data.partitions.dirichlet import dirichlet, dirichlet_workers
-from fedsim.data.partitions.features import FeatureNoise, FeatureRotation, GaussianNoise, Rotation
-from fedsim.data.partitions.labels import label_k, shards, similarity
-from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards
-from fedsim.data.partitions.sizes import contiguous, iid, natural, quantity
-from fedsim.data.partitions.strategy import (
+from fedsim.data.partitions.base import (
     Transform,
     partition,
     partition_shards,
@@ -13,6 +8,11 @@ from fedsim.data.partitions.strategy import (
     partition_transforms,
     transforms_of_workers,
 )
+from fedsim.data.partitions.dirichlet import dirichlet, dirichlet_workers
+from fedsim.data.partitions.features import FeatureNoise, FeatureRotation, GaussianNoise, Rotation
+from fedsim.data.partitions.labels import label_k, shards, similarity
+from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards
+from fedsim.data.partitions.sizes import contiguous, iid, natural, quantity
 from fedsim.data.partitions.virtual import Virtual
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Partitions under which workers hold the same classes but see them differently."""
+"""Partitions in which workers hold the same classes and see their samples differently."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor
 
+from fedsim.core.randomness import Draws
+from fedsim.data.partitions.base import Transform, partition_strategy
 from fedsim.data.partitions.sizes import iid
-from fedsim.data.partitions.strategy import Transform, partition_strategy
 from fedsim.errors import ExperimentError
-from fedsim.randomness import Draws
 
 
 @dataclass(frozen=True)
 class GaussianNoise:
-    """A transform that adds to every number its own draw from N(0, variance)."""
+    """A transform that adds noise N(0, variance) to every number."""
 
     variance: float
 
@@ -31,10 +31,10 @@ class GaussianNoise:
 
 @dataclass(frozen=True)
 class Rotation:
-    """A transform that turns images [batch, channels, height, width] counter-clockwise about their centre.
+    """A transform that rotates images [batch, channels, height, width] counter-clockwise about their centre.
 
-    What comes in from outside the frame is zero. Exact, pixel by pixel, where the angle is a multiple of 90 degrees and
-    the frame fits (a quarter turn of a square, a half turn of anything); else bilinear.
+    Pixels from outside the frame are zero. A multiple of 90 degrees is exact if the frame fits (a quarter turn of a
+    square, a half turn of any frame); other rotations are bilinear.
     """
 
     degrees: float
@@ -51,7 +51,7 @@ class Rotation:
         return torch.empty_like(images).copy_(rotated)  # in the memory format they came in
 
     def _resampled(self, images: Tensor) -> Tensor:
-        """Each pixel of the result from where it was before the turn; positions are in units of half the frame."""
+        """Bilinear resampling; positions are in units of half the frame."""
         cos, sin = math.cos(math.radians(self.degrees)), math.sin(math.radians(self.degrees))
         ratio = images.shape[2] / images.shape[3]
         inverse = images.new_tensor([[cos, -sin * ratio, 0], [sin / ratio, cos, 0]])
@@ -62,14 +62,20 @@ class Rotation:
 @partition_strategy("feature_noise")
 @dataclass(frozen=True)
 class FeatureNoise:
-    """As `iid`, and worker i = 1, ..., n sees its samples through Gaussian noise of variance sigma i / n.
+    """As `iid`; worker i = 1, ..., n sees its samples with Gaussian noise of variance sigma i / n.
 
-    Li et al. 2022 (NIID-Bench, "noise-based feature imbalance"). The noise is on inputs as training sees them, that is
-    after normalisation, and is drawn anew for every batch.
+    Li et al. 2022 (NIID-Bench, "noise-based feature imbalance"). The noise is added to normalised inputs, and drawn for
+    every batch.
 
     Draws: those of `iid`; the noise is one `draws.normal` for each batch.
 
-    Labels [n], result one index array per worker. Cost: O(n), and in training one draw for each number of a batch.
+    Args:
+        sigma: >= 0.
+
+    Returns one index array per worker for labels [n]. Cost: O(n), and in training one draw for each number of a batch.
+
+    >>> fedsim.partition_transforms(2, "feature_noise", sigma=0.5)
+    [GaussianNoise(variance=0.25), GaussianNoise(variance=0.5)]
     """
 
     sigma: NonNegativeFloat = 0.1
@@ -84,20 +90,20 @@ class FeatureNoise:
 @partition_strategy("feature_rotation")
 @dataclass(frozen=True)
 class FeatureRotation:
-    """As `iid`, and workers come in equal groups, each of which sees its images turned by an angle of its own.
+    """As `iid`; workers are in equal groups, each of which sees its images rotated by its own angle.
 
-    Ghosh et al. 2020 (IFCA, "Rotated MNIST"). Worker i = 0, ..., n - 1 is in group g = floor(i groups / n): runs of
-    workers whose lengths differ by at most one. Angles are counter-clockwise, in degrees.
+    Ghosh et al. 2020 (IFCA, "Rotated MNIST"). Worker i = 0, ..., n - 1 is in group g = floor(i groups / n). Draws:
+    those of `iid`.
 
     Args:
-        groups: how many; group g is turned by 360 g / groups.
-        angles: one per group, in place of these.
+        groups: number of groups, at most n; group g is rotated by 360 g / groups degrees, counter-clockwise.
+        angles: degrees, one per group, instead.
 
-    Draws: those of `iid`.
+    Returns one index array per worker for labels [n]. Raises ExperimentError if there are more groups than workers, or
+    not one angle per group. Cost: O(n), and in training one resampling of each image.
 
-    Raises ExperimentError where there are more groups than workers, or not as many angles as groups.
-
-    Labels [n], result one index array per worker. Cost: O(n), and in training one resampling of each image.
+    >>> fedsim.partition_transforms(2, "feature_rotation", groups=2, angles=[0, 45])
+    [None, Rotation(degrees=45.0)]
     """
 
     groups: PositiveInt = 4

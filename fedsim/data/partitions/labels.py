@@ -1,4 +1,4 @@
-"""Partitions in which workers hold few classes, or runs of the samples sorted by label."""
+"""Partitions in which workers hold few classes, or runs of samples sorted by label."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from fedsim.data.partitions.dealing import deal, even_sizes, samples_by_class
-from fedsim.data.partitions.strategy import partition_strategy
+from fedsim.data.partitions.allocation import assign_samples, even_sizes, samples_by_class
+from fedsim.data.partitions.base import partition_strategy
 from fedsim.errors import ExperimentError
 
 
 @partition_strategy("shards")
 def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: PositiveInt = 2) -> list[np.ndarray]:
-    """Sorted by label and cut into s * n_workers equal runs, of which each worker gets s at random.
+    """Samples sorted by label are cut into s * n_workers equal runs; each worker gets s random runs.
 
     McMahan et al. 2017 ("pathological non-IID", s = 2). The sort is stable. Sizes of runs differ by at most one, the
-    larger first, so that no sample is lost.
+    larger first.
 
-    Draws: one `rng.permutation(s * n_workers)`; worker i gets the runs with numbers i s to i s + s - 1 of it.
+    Draws: one `rng.permutation(s * n_workers)`; worker i gets the runs at its places i s to i s + s - 1.
 
-    Raises ExperimentError where s * n_workers exceeds the number of samples.
+    Args:
+        labels: [n].
+        n_workers: number of shards.
+        rng: for all draws.
+        s: runs of a worker, s * n_workers <= n.
 
-    Labels [n], result one index array per worker. Cost: O(n log n).
+    Returns one index array per worker. Raises ExperimentError if there are more runs than samples. Cost: O(n log n).
+
+    >>> fedsim.partition([0, 1, 2, 3, 0, 1, 2, 3], 2, "shards")
+    [array([0, 4, 2, 6]), array([3, 7, 1, 5])]
     """
     if s * n_workers > len(labels):
         raise ExperimentError(
@@ -31,28 +38,34 @@ def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: P
             f"{len(labels)} samples"
         )
     runs = np.array_split(np.argsort(labels, kind="stable"), s * n_workers)
-    dealt = rng.permutation(s * n_workers).reshape(n_workers, s)
-    return [np.concatenate([runs[number] for number in numbers]) for numbers in dealt]
+    assigned = rng.permutation(s * n_workers).reshape(n_workers, s)
+    return [np.concatenate([runs[number] for number in numbers]) for numbers in assigned]
 
 
 @partition_strategy("label_k")
 def label_k(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, k: PositiveInt = 2) -> list[np.ndarray]:
-    """Each worker holds k classes, i mod C and k - 1 random others; a class is split evenly among its holders.
+    """Each worker holds k classes, i mod C and k - 1 random others; a class is divided evenly among its holders.
 
-    Li et al. 2022 ("#C = k"). C is the number of classes that occur, here numbered in ascending order. Parts of a class
-    differ by at most one sample, the larger to the lower workers.
-
-    With fewer workers than classes, the classes n_workers, ..., C - 1 that are nobody's i mod C go to random workers
-    first, each to one, so that no sample is lost; this needs k * n_workers >= C.
+    Li et al. 2022 ("#C = k"). C is the number of classes, in ascending order. Parts of a class differ by at most one
+    sample, the larger to the lower workers. With fewer workers than classes, the classes n_workers, ..., C - 1, which
+    no worker holds as i mod C, go to random workers first, each to one.
 
     Draws: with fewer workers than classes, one `rng.permutation` of the n_workers * (k - 1) free places (k - 1 times
-    worker 0, then worker 1, ...), whose first take the classes nobody holds, in ascending order. Then for each worker
-    one `rng.choice(others, places left, replace=False)` of the classes it does not hold yet, ascending. Then each class
-    in ascending order is shuffled by `rng.permutation`; its holders take from it in their order.
+    worker 0, then worker 1, ...), whose first get the classes without a holder, in ascending order. Then for each
+    worker one `rng.choice(others, places left, replace=False)` of the classes that it does not hold, ascending. Then
+    each class in ascending order is shuffled by `rng.permutation`; its holders take from it in their order.
 
-    Raises ExperimentError where k > C or k * n_workers < C.
+    Args:
+        labels: [n].
+        n_workers: number of shards.
+        rng: for all draws.
+        k: classes of a worker, k <= C and k * n_workers >= C.
 
-    Labels [n], result one index array per worker. Cost: O(n log n + C n_workers).
+    Returns one index array per worker. Raises ExperimentError if k > C or k * n_workers < C. Cost: O(n log n + C
+    n_workers).
+
+    >>> fedsim.partition([0, 1, 2, 3, 0, 1, 2, 3], 2, "label_k", k=2)
+    [array([0, 4, 2, 6]), array([1, 5, 3, 7])]
     """
     by_class = samples_by_class(labels)
     n_classes = len(by_class)
@@ -68,11 +81,11 @@ def label_k(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, k: 
     for number, samples in enumerate(by_class):
         holders = np.flatnonzero(holds[:, number])
         counts[holders, number] = even_sizes(len(samples), len(holders))
-    return deal(by_class, counts, rng)
+    return assign_samples(by_class, counts, rng)
 
 
 def _draw_classes(n_workers: int, n_classes: int, k: int, rng: np.random.Generator) -> np.ndarray:
-    """Which classes each worker holds, bool [n_workers, n_classes]: k in each row, at least one in each column."""
+    """The classes that each worker holds, bool [n_workers, n_classes]: k in each row, at least one in each column."""
     workers = np.arange(n_workers)
     holds = np.zeros((n_workers, n_classes), dtype=bool)
     holds[workers, workers % n_classes] = True
@@ -93,15 +106,24 @@ def similarity(
     *,
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.1,
 ) -> list[np.ndarray]:
-    """A fraction gamma of the samples is spread at random; the rest is sorted by label and cut into runs.
+    """A fraction gamma of the samples is distributed at random; the rest is sorted by label and cut into runs.
 
     Hsu et al. 2019; Karimireddy et al. 2020 (SCAFFOLD: "s% similarity", s = 100 gamma). round(gamma n) samples are
-    drawn and cut as `iid` cuts them; the others, sorted stably by label, are cut into one run per worker. Workers'
-    sizes differ by at most one. gamma = 1 is `iid`, to the sample; gamma = 0 leaves nothing to chance.
+    drawn and cut as in `iid`; the others, sorted stably by label, are cut into one run per worker. Workers' sizes
+    differ by at most one. gamma = 1 is `iid`; gamma = 0 has no randomness.
 
     Draws: one `rng.permutation(n)`, whose first round(gamma n) samples are the random part.
 
-    Labels [n], result one index array per worker. Cost: O(n log n).
+    Args:
+        labels: [n].
+        n_workers: number of shards.
+        rng: for all draws.
+        gamma: 0 <= gamma <= 1.
+
+    Returns one index array per worker. Cost: O(n log n).
+
+    >>> fedsim.partition([0, 1, 0, 1], 2, "similarity", gamma=0.0)
+    [array([0, 2]), array([1, 3])]
     """
     n = len(labels)
     n_random = round(gamma * n)

@@ -1,4 +1,4 @@
-"""Shards as engines ask for them: all of them listed, or each drawn when it is asked for."""
+"""The shards of all workers: a list, or drawn one by one on demand."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.data.partitions.dealing import samples_by_class
+from fedsim.core.randomness import numpy_generator
+from fedsim.data.partitions.allocation import samples_by_class
 from fedsim.errors import ExperimentError
-from fedsim.randomness import numpy_generator
 
-KEPT = 4096  # drawn shards that a process keeps, so that a round asks for most of them once
+KEPT = 4096  # drawn shards that a process keeps, so that a round draws most of them once
 
 
 class Shards(ABC):
-    """Who holds which samples. Goes to other processes with its tensors by handle."""
+    """The samples of each worker. It is sent to other processes with its tensors by handle.
+
+    Attributes:
+        listed: whether all shards exist already, so reading all of them costs little.
+    """
 
     listed: ClassVar[bool]  # whether all shards are there already, so that to look at every one costs next to nothing
 
@@ -29,29 +33,33 @@ class Shards(ABC):
 
     @abstractmethod
     def size(self, worker: int) -> int:
-        """How many samples a worker holds."""
+        """The number of samples of a worker."""
 
     @abstractmethod
     def of(self, worker: int) -> Tensor:
-        """The positions of a worker's samples in the data set, int64 [size], on the host. Not to be changed."""
+        """The positions of a worker's samples in the data set, int64 [size], on the host; read-only."""
 
     def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """The positions of these workers' samples in one tensor, int64, and where those of each begin in it."""
+        """The positions of these workers' samples in one int64 tensor, and where each worker's positions start."""
         shards = [self.of(worker) for worker in workers]
         return torch.cat(shards), [0, *accumulate(map(len, shards))][:-1]
 
     @property
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """What lies in memory however many processes there are, for an engine to share."""
+        """The tensors for an engine to share; their size does not depend on the number of processes."""
 
 
 class ListedShards(Shards):
-    """Shards that are all there, one after another in one tensor.
+    """Shards in one tensor.
 
     Args:
         positions: all workers' sample positions, int64.
-        ends: where each worker's end in it, int64 [workers].
+        ends: the end of each worker's positions, int64 [workers].
+
+    >>> shards = fedsim.data.ListedShards.of_arrays([np.array([4, 2]), np.array([0])])
+    >>> shards.of(0), shards.size(1)
+    (tensor([4, 2]), 1)
     """
 
     listed = True
@@ -79,7 +87,7 @@ class ListedShards(Shards):
         return self._positions[self._cuts[worker] : self._cuts[worker + 1]]
 
     def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Always the same tensor, of all workers."""
+        """The tensor of all workers, and the starts of these workers."""
         return self._positions, [self._cuts[worker] for worker in workers]
 
     @property
@@ -88,14 +96,14 @@ class ListedShards(Shards):
 
 
 class DrawnShards(Shards):
-    """Virtual shards: each a pure function of (seed, worker), drawn when it is asked for, and kept for a while at most.
+    """Virtual shards, pure functions of (seed, worker), drawn on demand; up to KEPT of them are kept.
 
     Args:
-        name: the strategy's, for errors.
-        strategy: gives one worker's positions; its method `size(worker)`, if it has one, their number without a draw.
-        takes: what it is called with, by name, of labels, n_workers, rng, ids, worker and by_class.
-        labels: [n]; a tensor is shared between processes, not copied.
-        ids: [n], for a strategy that takes them.
+        name: the strategy's name, for errors.
+        strategy: returns one worker's positions; an optional method `size(worker)` returns their number without a draw.
+        takes: the names of its inputs, among labels, n_workers, rng, ids, worker and by_class.
+        labels: [n]; a tensor is shared between processes.
+        ids: [n], for a strategy that accepts them.
     """
 
     listed = False
@@ -116,7 +124,7 @@ class DrawnShards(Shards):
         by_class = samples_by_class(np.asarray(labels)) if "by_class" in takes else []
         self._sorted = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *by_class]))
         self._class_ends = np.cumsum([len(samples) for samples in by_class]).tolist()
-        self._kept: dict[int, Tensor] = {}  # what was asked for last stands last
+        self._kept: dict[int, Tensor] = {}  # in order of last use
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
@@ -125,8 +133,8 @@ class DrawnShards(Shards):
         return self._n_workers
 
     def size(self, worker: int) -> int:
-        said = self._size_said(worker)
-        return len(self.of(worker)) if said is None else said
+        declared = self._declared_size(worker)
+        return len(self.of(worker)) if declared is None else declared
 
     def of(self, worker: int) -> Tensor:
         shard = self._kept.pop(worker, None)
@@ -141,12 +149,12 @@ class DrawnShards(Shards):
     def tensors(self) -> list[Tensor]:
         return [self._sorted, *([self._labels] if isinstance(self._labels, Tensor) else [])]
 
-    def _size_said(self, worker: int) -> int | None:
+    def _declared_size(self, worker: int) -> int | None:
         size = getattr(self._strategy, "size", None)
         return None if size is None else int(size(worker))
 
     def _draw(self, worker: int) -> np.ndarray:
-        menu = {
+        values = {
             "labels": np.asarray(self._labels),  # here and not before: sharing a tensor moves its memory
             "n_workers": self._n_workers,
             "rng": numpy_generator(self._seed, "partition", worker),
@@ -154,7 +162,7 @@ class DrawnShards(Shards):
             "worker": worker,
             "by_class": self._by_class(),
         }
-        drawn = self._strategy(**{name: menu[name] for name in self._takes})
+        drawn = self._strategy(**{name: values[name] for name in self._takes})
         shard = np.asarray(drawn, dtype=np.int64)
         self._check(worker, shard)
         return shard
@@ -171,6 +179,8 @@ class DrawnShards(Shards):
         if shard.min() < 0 or shard.max() >= n:
             wrong = shard[(shard < 0) | (shard >= n)][0]
             raise ExperimentError(f"{where}: gave worker {worker} the position {wrong}; there are {n} samples")
-        said = self._size_said(worker)
-        if said not in (None, len(shard)):
-            raise ExperimentError(f"{where}: gave worker {worker} {len(shard)} samples, and size({worker}) says {said}")
+        declared = self._declared_size(worker)
+        if declared not in (None, len(shard)):
+            raise ExperimentError(
+                f"{where}: gave worker {worker} {len(shard)} samples, and size({worker}) says {declared}"
+            )

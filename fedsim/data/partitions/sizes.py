@@ -1,4 +1,4 @@
-"""Partitions that do not look at labels."""
+"""Partitions that do not depend on labels."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from fedsim.data.partitions.dealing import Concentration, cut_by_shares, draw_until_large_enough, group
-from fedsim.data.partitions.strategy import partition_strategy
+from fedsim.data.partitions.allocation import Concentration, cut_by_shares, draw_until_large_enough, group
+from fedsim.data.partitions.base import partition_strategy
 from fedsim.errors import ExperimentError
 
 
 @partition_strategy("contiguous")
 def contiguous(labels: np.ndarray, n_workers: int) -> list[np.ndarray]:
-    """Equal runs in the data set's order; the remainder of the division goes to the last worker.
+    """Equal runs in the data set's order; the last worker gets the remainder.
 
-    Labels [n], result one index array per worker. Cost: O(n).
+    Args:
+        labels: [n].
+        n_workers: number of shards.
+
+    Returns one index array per worker. Cost: O(n).
+
+    >>> fedsim.partition(np.zeros(5), 2, "contiguous")
+    [array([0, 1]), array([2, 3, 4])]
     """
     size = len(labels) // n_workers
     return np.split(np.arange(len(labels)), [size * worker for worker in range(1, n_workers)])
@@ -25,11 +32,19 @@ def contiguous(labels: np.ndarray, n_workers: int) -> list[np.ndarray]:
 
 @partition_strategy("iid")
 def iid(labels: np.ndarray, n_workers: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Shuffled, then cut into runs whose sizes differ by at most one.
+    """The shuffled samples are cut into runs whose sizes differ by at most one, the larger first.
 
-    Draws: one `rng.permutation(n)`. The first workers have the larger runs.
+    Draws: one `rng.permutation(n)`.
 
-    Labels [n], result one index array per worker. Cost: O(n).
+    Args:
+        labels: [n].
+        n_workers: number of shards.
+        rng: for all draws.
+
+    Returns one index array per worker. Cost: O(n).
+
+    >>> fedsim.partition(np.zeros(5), 2, "iid")
+    [array([0, 4, 2]), array([3, 1])]
     """
     return np.array_split(rng.permutation(len(labels)), n_workers)
 
@@ -45,21 +60,28 @@ def quantity(
     sigma: Annotated[float, Field(ge=0, le=1e12)] = 1.0,
     min_size: PositiveInt = 1,
 ) -> list[np.ndarray]:
-    """Shuffled, then cut into runs of unequal size, in shares ~ Dir(beta) or lognormal ones.
+    """The shuffled samples are cut into runs of unequal sizes, by shares ~ Dir(beta) or lognormal shares.
 
-    Workers' shares q are cut at floor(cumsum(q) n), the last worker with a share taking the rest, so that no sample is
-    lost.
-
-    Args:
-        distribution: "dirichlet": q ~ Dir(beta, ..., beta), the smaller beta the more unequal (Li et al. 2022,
-            "Federated Learning on Non-IID Data Silos"). "lognormal": q_i = e^(sigma z_i) / sum, z_i standard normal;
-            sigma = 0 gives equal shares. Each looks at its own parameter only.
-        min_size: samples that every worker must get. Shares are drawn anew until they do, at most 1000 times; then,
-            or where min_size * n_workers > n, an ExperimentError names the numbers.
+    The shares q are cut at floor(cumsum(q) n); the last worker with a share gets the rest. Li et al. 2022, "Federated
+    Learning on Non-IID Data Silos".
 
     Draws: for each try one `rng.dirichlet` or `rng.normal(0, sigma, n_workers)`; then one `rng.permutation(n)`.
 
-    Labels [n], result one index array per worker. Cost: O(n), and O(n_workers) for each try.
+    Args:
+        labels: [n].
+        n_workers: number of shards.
+        rng: for all draws.
+        distribution: "dirichlet": q ~ Dir(beta, ..., beta); "lognormal": q_i = e^(sigma z_i) / sum, z_i standard
+            normal.
+        beta: > 0; smaller is more unequal.
+        sigma: >= 0; 0 gives equal shares.
+        min_size: least samples of a worker. Shares are drawn again until it is reached, at most 1000 times.
+
+    Returns one index array per worker. Raises ExperimentError if min_size is not reached. Cost: O(n), and O(n_workers)
+    for each try.
+
+    >>> [len(shard) for shard in fedsim.partition(np.zeros(100), 3, "quantity", beta=1.0)]
+    [86, 8, 6]
     """
     n = len(labels)
 
@@ -80,15 +102,20 @@ def quantity(
 
 @partition_strategy("natural")
 def natural(n_workers: int, ids: np.ndarray) -> list[np.ndarray]:
-    """By whose each sample is (writer, user): all samples of one id stay together.
+    """All samples of one id (writer, user) stay together.
 
-    With as many workers as ids, worker i holds the samples of the i-th id in sorted order. With fewer, whole ids are
-    dealt: the one with most samples first (ties: in sorted order) to the worker that holds the fewest samples by then
-    (ties: the lowest number). Samples keep the data set's order. Nothing is drawn. Caldas et al. 2018 (LEAF).
+    With as many workers as ids, worker i gets the i-th id in sorted order. With fewer workers, whole ids are assigned:
+    the id with most samples first (ties in sorted order) to the worker with the fewest samples (ties to the lowest
+    number). Samples keep the data set's order. No draws. Caldas et al. 2018 (LEAF).
 
-    Raises ExperimentError where there are more workers than ids.
+    Args:
+        n_workers: number of shards, at most the number of ids.
+        ids: [n].
 
-    Ids [n], result one index array per worker. Cost: O(n log n).
+    Returns one index array per worker. Raises ExperimentError if there are more workers than ids. Cost: O(n log n).
+
+    >>> fedsim.partition(np.zeros(4), 2, "natural", ids=["ann", "bob", "ann", "cy"])
+    [array([0, 2]), array([1, 3])]
     """
     names, id_of = np.unique(ids, return_inverse=True)
     if n_workers > len(names):

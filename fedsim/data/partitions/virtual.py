@@ -1,4 +1,4 @@
-"""Partitions of populations that are sampled from the data: shards are drawn one by one, as they are asked for."""
+"""Partitions with shards that are drawn one by one, for populations of any size."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Annotated
 import numpy as np
 from pydantic import BeforeValidator, PositiveInt
 
-from fedsim.data.partitions.dealing import Concentration
+from fedsim.data.partitions.allocation import Concentration
+from fedsim.data.partitions.base import partition_strategy
 from fedsim.data.partitions.dirichlet import draw_counts
-from fedsim.data.partitions.strategy import partition_strategy
 from fedsim.errors import ExperimentError
 
 Skew = Annotated[Concentration | None, BeforeValidator(lambda alpha: None if alpha == math.inf else alpha)]
@@ -21,31 +21,31 @@ Skew = Annotated[Concentration | None, BeforeValidator(lambda alpha: None if alp
 @partition_strategy("virtual")
 @dataclass(frozen=True)
 class Virtual:
-    """Each worker's shard is drawn from all the data when it is asked for: populations of millions of workers.
+    """Each worker's shard is drawn from all the data when it is needed: populations of millions of workers.
 
-    NOT a disjoint cover: within a worker samples are drawn without replacement, but between workers with it, so shards
-    overlap and may leave samples out. It is a population of workers that is sampled from the data. A shard is a pure
-    function of (seed, worker), whatever the number of workers.
+    NOT a disjoint cover: samples are drawn without replacement within a worker and with replacement between workers, so
+    shards overlap and may leave samples out. A shard is a pure function of (seed, worker), whatever the number of
+    workers.
 
     With label skew, worker k draws its class mixture q ~ Dir(alpha C p_1, ..., alpha C p_C), where p_c = n_c / n is the
-    share of class c among the n samples and C the number of classes that occur: Dir(alpha, ..., alpha) where classes
-    are of equal size, and on average the mixture of the data. As often as `samples` says a class is drawn from q, and a
-    sample of that class; a class that has run out is struck from q, which is scaled up to sum to one (Hsu et al. 2019,
-    as in `dirichlet_workers`, where workers take from what others leave).
+    share of class c and C the number of classes: Dir(alpha, ..., alpha) for classes of equal size, and on average the
+    mixture of the data. For each sample a class is drawn from q, and a sample of that class; a class without samples
+    left is removed from q, which is scaled to sum to one (Hsu et al. 2019, as in `dirichlet_workers`, where workers
+    take from the samples that others leave).
+
+    Draws, from the worker's own generator: one `rng.choice(n, samples, replace=False, shuffle=False)`; with skew, the
+    counts as in `dirichlet_workers`, then for each class with a count, ascending, one `rng.choice` of that kind.
 
     Args:
         samples: of each worker, at most n.
-        alpha: the smaller, the more skew; inf, or left out: none, a simple random sample of the data. (In a grid say
-            1e12: its folder has no word for inf, and could not be gone on with.)
+        alpha: smaller is more skew; None or inf: no skew. (In a grid use 1e12 instead of inf, so that it can be
+            resumed.)
 
-    Draws, from the worker's own generator: one `rng.choice(n, samples, replace=False, shuffle=False)`; with skew, the
-    counts as in `dirichlet_workers`, then for each class that is wanted, ascending, one `rng.choice` of that kind.
-    Cost: O(samples + C) time and memory for a shard, whatever n (in sets above 10,000 samples, or classes, of which
-    more than a twentieth is drawn: O(n)).
+    Returns [samples] for labels [n]. Raises ExperimentError if samples > n. Cost: O(samples + C) time and memory for a
+    shard, whatever n (O(n) for sets above 10,000 samples, or classes, of which more than a twentieth is drawn).
 
-    Raises ExperimentError where samples > n.
-
-    Labels [n], result [samples].
+    >>> fedsim.partition(np.arange(100) % 10, 2, "virtual", samples=3)
+    [array([85,  5, 48]), array([82, 66,  3])]
     """
 
     samples: PositiveInt = 60
@@ -70,5 +70,5 @@ class Virtual:
         return np.concatenate(chosen)
 
     def size(self, worker: int) -> int:
-        """As `samples` says."""
+        """`samples`."""
         return self.samples

@@ -1,84 +1,95 @@
 "use strict";
-/* Puts the page's numbers into its charts, and life into its controls. */
+/* Draws the figures that Python built. The controls of a section choose among them. */
 
-function runPage(data) {
-  runCurvesSection(data.curves);
-  if (data.weights) keepDrawn(() => drawWeights(element("weights-chart"), data.weights));
-  if (data.partition) keepDrawn(() => drawPartition(element("partition-chart"), data.partition));
-  keepDrawn(() => drawTimeOverRounds(element("time-chart"), data.time));
+const { charts, templates, config } = JSON.parse(document.getElementById("data").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+const MOST_IN_ONE_BOX = 12; // lines in a hover box
+
+/** The choices of a section's controls, by name. */
+function choicesOf(section) {
+  return Object.fromEntries([...section.querySelectorAll("select, input")].map(({ name, value }) => [name, value]));
 }
 
-function gridPage(data) {
-  gridCurvesSection(data);
-  heatMapSection(data);
-  keepDrawn(() => drawTimeByCombination(element("time-chart"), data));
-  singleRunSection(data);
+/** Whether every condition holds: the choice is the value or one of the values, or "all". */
+function matches(conditions, chosen) {
+  return Object.entries(conditions ?? {}).every(([name, values]) =>
+    [values].flat().includes(chosen[name]) || chosen[name] === "all");
 }
 
-function heatMapSection(data) {
-  const value = element("heat-map-value");
-  if (!value) return;
-  const filters = [...document.querySelectorAll(".heat-map-filter")];
-  value.replaceChildren(...data.final.map(({ label }, index) => new Option(label, index)));
-  const redraw = () => {
-    if (!data.final.length) return;
-    const chosen = data.final[value.value];
-    const [rows, columns] = data.axes;
-    element("heat-map-title").textContent = `${chosen.label} by ${rows.name} and ${columns.name}`;
-    const fixed = filters.map((filter) => Number(filter.value));
-    drawAxes(element("heat-map-chart"), data, chosen, fixed);
-  };
-  for (const control of [value, ...filters]) control.addEventListener("input", redraw);
-  keepDrawn(redraw);
+/** Draw the figure that the controls of its section choose. */
+function draw(id) {
+  const chart = document.getElementById(id);
+  const chosen = choicesOf(chart.closest("section"));
+  const figure = charts[id].find(({ when }) => matches(when, chosen));
+  chart.hidden = !figure;
+  const empty = chart.parentElement.querySelector(".empty");
+  if (empty) empty.hidden = Boolean(figure);
+  if (!figure) return;
+  const template = templates[dark.matches ? "dark" : "light"];
+  let traces = figure.data.filter(({ meta }) => matches(meta, chosen));
+  const layout = { ...figure.layout, template };
+  if (traces.some(({ legendgroup }) => legendgroup)) {
+    traces = styled(traces, template.layout.colorway).flatMap((trace) => smoothed(trace, Number(chosen.smoothing ?? 0)));
+    layout.yaxis = { ...layout.yaxis, type: chosen.values };
+    layout.hovermode = traces.filter(({ name }) => name).length > MOST_IN_ONE_BOX ? "closest" : "x unified";
+  }
+  chart.style.minWidth = `${figure.min_width ?? 0}px`;
+  Plotly.react(chart, traces, layout, { ...config, toImageButtonOptions: { format: "svg", filename: id } });
 }
 
-function singleRunSection(data) {
-  const choice = element("run-choice");
-  const redraw = () => {
-    const { weights, partition } = data.runs[choice.value];
-    drawOrSayNothing("weights", weights, drawWeights);
-    drawOrSayNothing("partition", data.partitions[partition], drawPartition);
-  };
-  choice.addEventListener("input", redraw);
-  keepDrawn(redraw);
-}
-
-/** Draw a picture of the chosen run, or show the line that says that there is none. */
-function drawOrSayNothing(section, picture, drawPicture) {
-  const chart = element(`${section}-chart`); // not there if no run has one
-  if (!chart) return;
-  chart.hidden = !picture;
-  element(`${section}-key`).hidden = !picture;
-  element(`${section}-empty`).hidden = Boolean(picture);
-  if (picture) drawPicture(chart, picture);
-}
-
-/** Sort a table by the column of a head that is pressed; again, the other way round. */
-function makeSortable(table) {
-  const heads = [...table.tHead.rows[0].cells];
-  heads.forEach((head, column) => {
-    head.querySelector("button").addEventListener("click", () => {
-      const ascending = head.getAttribute("aria-sort") === "descending";
-      table.classList.remove("grouped");
-      heads.forEach((other) => other.removeAttribute("aria-sort"));
-      head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
-      const rows = [...table.tBodies[0].rows].sort((a, b) => compareCells(a.cells[column], b.cells[column]));
-      table.tBodies[0].append(...(ascending ? rows : rows.reverse()));
-    });
+/** Traces with a colour and a dash for each legend group: the colours come again with another dash. */
+function styled(traces, colors) {
+  const groups = [...new Set(traces.map(({ legendgroup }) => legendgroup))];
+  return traces.map((trace) => {
+    const index = groups.indexOf(trace.legendgroup);
+    const color = colors[index % colors.length];
+    const dash = trace.name ? DASHES[Math.floor(index / colors.length) % DASHES.length] : "solid";
+    return { ...trace, line: { ...trace.line, color, dash }, fillcolor: color };
   });
 }
 
-/** By number where cells have one, else by text; cells without a number come first. */
-function compareCells(a, b) {
-  if ("sort" in a.dataset || "sort" in b.dataset) {
-    return Number(a.dataset.sort ?? -Infinity) - Number(b.dataset.sort ?? -Infinity) || 0;
-  }
-  return a.textContent.localeCompare(b.textContent, undefined, { numeric: true });
+/**
+ * A named line as its exponential moving average, before the recorded values in a faint line: with weight w, a value
+ * that is k rounds older than the latest counts w^k.
+ */
+function smoothed(trace, weight) {
+  if (!trace.name || !weight) return [trace];
+  let sum = 0;
+  let mass = 0;
+  const y = trace.y.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + value;
+    mass = weight * mass + 1;
+    return sum / mass;
+  });
+  const recorded = { ...trace, uid: undefined, name: "", opacity: 0.3, showlegend: false, hoverinfo: "skip", hovertemplate: undefined };
+  return [recorded, { ...trace, y }];
 }
 
-document.querySelectorAll("table.sortable").forEach(makeSortable);
-{
-  const data = JSON.parse(element("data").textContent);
-  if (data.kind === "run") runPage(data);
-  else gridPage(data);
+/** Sort a table by the column of a button: first in descending order. */
+function sortBy(button) {
+  const head = button.closest("th");
+  const table = button.closest("table");
+  const direction = head.ariaSort === "descending" ? "ascending" : "descending";
+  for (const other of head.parentElement.cells) other.ariaSort = null;
+  head.ariaSort = direction;
+  table.classList.remove("grouped");
+  const rows = [...table.tBodies[0].rows].sort((a, b) => compareCells(a.cells[head.cellIndex], b.cells[head.cellIndex]));
+  table.tBodies[0].append(...(direction === "ascending" ? rows : rows.reverse()));
+}
+
+/** Compare by number if either cell has one (cells without come first), else by text. */
+function compareCells(a, b) {
+  if (!("sort" in a.dataset || "sort" in b.dataset)) {
+    return a.textContent.localeCompare(b.textContent, undefined, { numeric: true });
+  }
+  return Number(a.dataset.sort ?? -Infinity) - Number(b.dataset.sort ?? -Infinity) || 0;
+}
+
+for (const button of document.querySelectorAll("th button")) button.addEventListener("click", () => sortBy(button));
+for (const id of Object.keys(charts)) {
+  draw(id);
+  document.getElementById(id).closest("section").addEventListener("input", () => draw(id));
+  dark.addEventListener("change", () => draw(id));
 }

@@ -9,10 +9,10 @@ import torch
 from scipy import stats
 
 import fedsim
-from fedsim.augmentation import ImageTransform
-from fedsim.data.partitions import GaussianNoise, Rotation, partition_strategy
+from fedsim.core.randomness import Draws
+from fedsim.data.augmentation import ImageTransform
+from fedsim.data.partitions import GaussianNoise, Rotation
 from fedsim.errors import ExperimentError
-from fedsim.randomness import Draws
 
 FEATURES = ["feature_noise", "feature_rotation"]
 
@@ -47,7 +47,7 @@ def test_indices_are_those_of_iid(strategy):
 
 
 @pytest.mark.parametrize("strategy", FEATURES)
-def test_transforms_repeat_with_their_draws_pickle_and_keep_shape_dtype_and_input(strategy, images):
+def test_transforms_are_deterministic_and_keep_the_shape(strategy, images):
     before = images.clone()
     for transform in filter(None, fedsim.partition_transforms(8, strategy)):
         again = pickle.loads(pickle.dumps(transform))
@@ -60,7 +60,7 @@ def test_transforms_repeat_with_their_draws_pickle_and_keep_shape_dtype_and_inpu
     assert torch.equal(images, before)
 
 
-def test_noise_grows_from_worker_to_worker_up_to_variance_sigma():
+def test_noise_has_its_variance():
     transforms = fedsim.partition_transforms(4, "feature_noise", sigma=0.8)
     assert transforms == [GaussianNoise(v) for v in (0.8 * 1 / 4, 0.8 * 2 / 4, 0.8 * 3 / 4, 0.8 * 4 / 4)]
     draws, zeros = Draws.of(0, "x"), torch.zeros(1000, 1, 10, 10, dtype=torch.double)
@@ -72,22 +72,14 @@ def test_noise_grows_from_worker_to_worker_up_to_variance_sigma():
         assert stats.kstest(noise.flatten()[:20_000].numpy(), distribution.cdf).pvalue > 0.01
 
 
-def test_noise_is_drawn_anew_for_each_batch_and_added_to_it(images):
-    draws, noise = Draws.of(0, "x"), GaussianNoise(0.25)
-    first, second = (noise(images=images, draws=draws) for _ in range(2))
-    assert not torch.equal(first, second)
-    expected = 0.5 * Draws.of(0, "x").normal(*images.shape, dtype=torch.double)
-    assert torch.allclose(first - images, expected, rtol=0, atol=1e-12)
-
-
-def test_noise_is_for_inputs_of_any_shape_but_not_for_tokens():
+def test_noise_needs_floating_inputs():
     noise = GaussianNoise(1.0)
     assert noise(images=torch.zeros(5, 7), draws=Draws.of(0, "x")).shape == (5, 7)
     with pytest.raises(ExperimentError, match='"feature_noise": inputs of torch.int64 take no noise'):
         noise(images=torch.zeros(5, 7, dtype=torch.long), draws=Draws.of(0, "x"))
 
 
-def test_groups_of_workers_are_runs_turned_by_equal_steps():
+def test_groups_have_their_angles():
     assert fedsim.partition_transforms(8, "feature_rotation") == [
         None, None, Rotation(90), Rotation(90), Rotation(180), Rotation(180), Rotation(270), Rotation(270),
     ]  # fmt: skip
@@ -99,19 +91,14 @@ def test_groups_of_workers_are_runs_turned_by_equal_steps():
 
 
 @pytest.mark.parametrize("degrees", [90, 180, 270, 360, -90, 450])
-def test_quarter_turns_of_squares_are_exact(images, degrees):
+def test_quarter_rotations_of_squares_are_exact(images, degrees):
     turned = Rotation(degrees)(images=images)
     assert torch.equal(turned, torch.rot90(images, degrees // 90, (2, 3)))
 
 
-def test_a_quarter_turn_is_counter_clockwise():
-    image = torch.tensor([[1.0, 2], [3, 4]]).view(1, 1, 2, 2)
-    assert Rotation(90)(images=image).view(2, 2).tolist() == [[2, 4], [1, 3]]
-
-
 @pytest.mark.parametrize("shape", [(9, 9), (8, 8), (7, 10), (12, 5)])
 @pytest.mark.parametrize("degrees", [30.0, 45.0, 90.0, 137.0, 180.0, 270.0, 300.0, -17.0])
-def test_any_turn_is_bilinear_with_zeros_from_outside(shape, degrees):
+def test_rotations_are_bilinear(shape, degrees):
     images = torch.randn(2, 3, *shape, dtype=torch.double, generator=torch.Generator().manual_seed(1))
     turned = Rotation(degrees)(images=images)
     for image, result in zip(images.flatten(0, 1), turned.flatten(0, 1), strict=True):
@@ -124,7 +111,7 @@ def test_the_memory_format_is_kept(images):
         assert ImageTransform.of(transform)(batch, {"draws": Draws.of(0, "x")}).stride() == batch.stride()
 
 
-def test_only_images_can_be_turned():
+def test_rotations_need_images():
     with pytest.raises(ExperimentError, match=r"needs images \[batch, channels, height, width\], not .*\(5, 7\)"):
         Rotation(90)(images=torch.zeros(5, 7))
 
@@ -132,9 +119,7 @@ def test_only_images_can_be_turned():
 @pytest.mark.parametrize(
     ("strategy", "params", "message"),
     [
-        ("feature_noise", {"sigma": -0.1}, "partition.sigma = -0.1: must be greater than or equal to 0"),
         ("feature_rotation", {"groups": 4}, "partition.groups = 4: more than the 3 workers"),
-        ("feature_rotation", {"groups": 0}, "partition.groups = 0: must be greater than 0"),
         (
             "feature_rotation",
             {"groups": 3, "angles": [0.0, 90.0]},
@@ -142,7 +127,7 @@ def test_only_images_can_be_turned():
         ),
     ],
 )
-def test_impossible_parameters_are_refused(strategy, params, message):
+def test_impossible_parameters_are_an_error(strategy, params, message):
     for refused in (
         lambda: fedsim.partition(np.zeros(10), 3, strategy, **params),
         lambda: fedsim.partition_transforms(3, strategy, **params),
@@ -151,21 +136,15 @@ def test_impossible_parameters_are_refused(strategy, params, message):
             refused()
 
 
-def test_an_experiment_can_name_them():
-    experiment = fedsim.Experiment(partition={"strategy": "feature_rotation", "groups": 2, "angles": [0, 45]})
-    assert experiment.resolved()["partition"] == {"strategy": "feature_rotation", "groups": 2, "angles": [0, 45]}
-    assert {plug.name for plug in partition_strategy} >= set(FEATURES)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("transform", [Rotation(90), Rotation(45), GaussianNoise(1.0)])
-def test_a_card_gives_what_the_cpu_gives(transform, images):
+def test_a_gpu_gives_the_result_of_the_cpu(transform, images):
     on_cpu = ImageTransform.of(transform)(images, {"draws": Draws.of(0, "x")})
     on_card = ImageTransform.of(transform)(images.cuda(), {"draws": Draws.of(0, "x", device="cuda")})
     assert on_card.is_cuda
     assert torch.allclose(on_card.cpu(), on_cpu, rtol=0, atol=1e-9)
 
 
-def test_a_transform_with_an_argument_that_nobody_passes_is_refused():
+def test_a_transform_with_an_unknown_parameter_is_an_error():
     with pytest.raises(ExperimentError, match=r"the argument noise is not one that fedsim passes \(images, draws, gen"):
         ImageTransform.of(lambda images, noise: images)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import fedsim
+from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
-from fedsim.randomness import numpy_generator
 
 
-def test_shards_deals_s_runs_of_the_sorted_samples_to_each_worker():
+def test_shards_is_its_definition():
     labels = np.array([2, 0, 1, 0, 2, 1, 0, 1, 2, 0, 1, 2, 0])
     shards = fedsim.partition(labels, 3, "shards", seed=6)
     order = sorted(range(13), key=lambda index: labels[index])  # Python's sort is stable
@@ -18,14 +18,7 @@ def test_shards_deals_s_runs_of_the_sorted_samples_to_each_worker():
         assert shard.tolist() == runs[numbers[2 * worker]] + runs[numbers[2 * worker + 1]]
 
 
-def test_two_shards_of_600_leave_a_worker_at_most_a_few_classes():
-    labels = np.arange(6000) % 10
-    for shard in fedsim.partition(labels, 100, "shards"):
-        assert len(shard) == 60
-        assert len(set(labels[shard])) <= 2
-
-
-def test_more_shards_than_samples_are_refused():
+def test_more_shards_than_samples_are_an_error():
     assert sum(map(len, fedsim.partition(np.zeros(40), 10, "shards", s=4))) == 40
     message = "partition.s = 5: 5 shards for each of 10 workers are 50, more than the 49 samples"
     with pytest.raises(ExperimentError, match=message):
@@ -35,7 +28,7 @@ def test_more_shards_than_samples_are_refused():
 
 
 @pytest.mark.parametrize(("workers", "classes", "k"), [(10, 10, 1), (30, 10, 3), (7, 10, 2), (4, 10, 3), (5, 3, 3)])
-def test_label_k_gives_worker_i_class_i_mod_c_and_k_minus_1_others_and_loses_no_class(workers, classes, k):
+def test_label_k_gives_every_worker_k_classes(workers, classes, k):
     labels = np.random.default_rng(0).permutation(np.arange(50 * classes + 3) % classes)
     for seed in range(20):
         shards = fedsim.partition(labels, workers, "label_k", seed, k=k)
@@ -44,17 +37,8 @@ def test_label_k_gives_worker_i_class_i_mod_c_and_k_minus_1_others_and_loses_no_
         assert set().union(*held) == set(range(classes))
 
 
-def test_label_k_splits_each_class_evenly_among_its_holders_the_larger_parts_first():
-    labels = np.arange(1003) % 10
-    counts = fedsim.label_counts(labels, fedsim.partition(labels, 13, "label_k", k=4))
-    for label in range(10):
-        parts = [count for count in counts[:, label] if count]
-        assert parts == sorted(parts, reverse=True)
-        assert max(parts) - min(parts) <= 1
-
-
 @pytest.mark.parametrize("workers", [12, 3])
-def test_label_k_draws_as_documented(workers):
+def test_label_k_is_its_definition(workers):
     labels, classes, k = np.arange(200) % 5, 5, 3
     shards = fedsim.partition(labels, workers, "label_k", seed=8, k=k)
     rng = numpy_generator(8, "partition")
@@ -77,15 +61,6 @@ def test_label_k_draws_as_documented(workers):
     assert [shard.tolist() for shard in shards] == expected
 
 
-def test_label_k_chooses_all_other_classes_equally_often():
-    labels = np.arange(40) % 4
-    held = [0, 0, 0]
-    for seed in range(600):
-        classes = set(labels[fedsim.partition(labels, 4, "label_k", seed, k=2)[0]].tolist())
-        held[(classes - {0}).pop() - 1] += 1
-    assert min(held) > 150
-
-
 @pytest.mark.parametrize(
     ("workers", "k", "message"),
     [
@@ -94,19 +69,19 @@ def test_label_k_chooses_all_other_classes_equally_often():
         (4, 0, "partition.k = 0: must be greater than 0"),
     ],
 )
-def test_impossible_numbers_of_classes_are_refused(workers, k, message):
+def test_impossible_numbers_of_classes_are_an_error(workers, k, message):
     with pytest.raises(ExperimentError, match=message):
         fedsim.partition(np.arange(100) % 10, workers, "label_k", k=k)
 
 
-def test_a_class_with_fewer_samples_than_holders_cannot_leave_a_worker_empty_unnoticed():
+def test_a_worker_without_samples_is_an_error():
     with pytest.raises(ExperimentError, match='"label_k": leaves worker 2 without a sample'):
         fedsim.partition(np.array([0, 1, 1, 1, 1]), 4, "label_k", k=1)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.1, 0.37, 0.5, 1.0])
 @pytest.mark.parametrize(("n", "workers"), [(100, 10), (103, 7), (10, 10)])
-def test_similarity_spreads_a_fraction_at_random_and_sorts_the_rest(gamma, n, workers):
+def test_similarity_is_its_definition(gamma, n, workers):
     labels = np.random.default_rng(1).integers(0, 5, n)
     shards = fedsim.partition(labels, workers, "similarity", seed=3, gamma=gamma)
     drawn = numpy_generator(3, "partition").permutation(n).tolist()
@@ -130,6 +105,6 @@ def test_similarity_is_iid_at_one_and_label_sorted_at_zero():
 
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.1])
-def test_a_fraction_outside_zero_and_one_is_refused(gamma):
+def test_a_fraction_outside_zero_and_one_is_an_error(gamma):
     with pytest.raises(ExperimentError, match=f"partition.gamma = {gamma}: must be (greater|less) than or equal to"):
         fedsim.partition(np.zeros(10), 2, "similarity", gamma=gamma)

@@ -13,7 +13,7 @@ from fedsim.errors import ExperimentError
 LABELS = torch.arange(203) % 10
 
 
-def test_listed_shards_are_the_arrays_they_were_made_of():
+def test_listed_shards_are_their_arrays():
     arrays = [np.array([4, 2]), np.array([0]), np.array([1, 3, 5])]
     shards = ListedShards.of_arrays(arrays)
     for each in (shards, pickle.loads(pickle.dumps(shards))):
@@ -27,7 +27,7 @@ def test_ordinary_strategies_are_listed(strategy):
     assert partition_shards(LABELS, 5, strategy).listed
 
 
-def test_a_strategy_that_takes_a_worker_is_virtual_and_gets_what_it_asks_for():
+def test_a_strategy_that_accepts_a_worker_is_virtual():
     shards = partition_shards(LABELS, 10**6, "tests.plugs:neighbours", seed=1, most=5, ids=np.arange(203))
     assert not shards.listed
     for worker in (0, 77, 999_999):
@@ -36,7 +36,7 @@ def test_a_strategy_that_takes_a_worker_is_virtual_and_gets_what_it_asks_for():
         assert set(LABELS[positions].tolist()) == {worker % 10}
 
 
-def test_drawn_shards_travel_without_what_they_have_drawn():
+def test_drawn_shards_are_pickled_without_their_cache():
     shards = partition_shards(LABELS, 10**6, "virtual", seed=1, alpha=0.5)
     before = len(pickle.dumps(shards))
     drawn = [shards.of(worker) for worker in range(50)]
@@ -45,7 +45,7 @@ def test_drawn_shards_travel_without_what_they_have_drawn():
     assert all(torch.equal(shard, again.of(worker)) for worker, shard in enumerate(drawn))
 
 
-def test_what_is_kept_is_bounded_and_the_rest_is_drawn_again(monkeypatch):
+def test_the_cache_of_drawn_shards_is_bounded(monkeypatch):
     monkeypatch.setattr(population, "KEPT", 3)
     shards = partition_shards(LABELS, 10**6, "virtual", samples=20)
     first = [shards.of(worker).clone() for worker in range(10)]
@@ -73,6 +73,6 @@ def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
         ("tests.plugs:Boasting", r"gave worker 4 2 samples, and size\(4\) says 7$"),
     ],
 )
-def test_what_a_virtual_strategy_gets_wrong_is_one_line(strategy, message):
+def test_errors_of_virtual_strategies_are_one_line(strategy, message):
     with pytest.raises(ExperimentError, match=f'^partition.strategy = "{strategy}": {message}'):
         partition_shards(LABELS, 10**6, strategy).of(4)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import fedsim
+from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
-from fedsim.randomness import numpy_generator
 
 
 def sizes_of(*args, **params):
@@ -49,15 +49,8 @@ def test_quantity_in_proportion_to_lognormal_draws():
     assert sizes_of(np.zeros(1000), 8, "quantity", distribution="lognormal", sigma=0) == [125] * 8
 
 
-def test_quantity_shares_spread_as_dirichlet_shares_do():
-    firsts = [sizes_of(np.zeros(2000), 4, "quantity", seed, beta=2.0)[0] / 2000 for seed in range(400)]
-    variance = 1 / 4 * 3 / 4 / (4 * 2.0 + 1)  # of one share under Dir(2, 2, 2, 2)
-    assert np.mean(firsts) == pytest.approx(1 / 4, abs=0.03)
-    assert np.var(firsts) == pytest.approx(variance, rel=0.25)
-
-
 @pytest.mark.parametrize("params", [{"beta": 0.1}, {"distribution": "lognormal", "sigma": 2.0}])
-def test_quantity_keeps_to_the_smallest_size(params):
+def test_quantity_respects_min_size(params):
     for seed in range(20):
         assert min(sizes_of(np.zeros(500), 3, "quantity", seed, min_size=30, **params)) >= 30
 
@@ -65,9 +58,6 @@ def test_quantity_keeps_to_the_smallest_size(params):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"beta": 0.0}, "partition.beta = 0.0: must be greater than 0"),
-        ({"sigma": -1.0}, "partition.sigma = -1.0: must be greater than or equal to 0"),
-        ({"min_size": 0}, "partition.min_size = 0: must be greater than"),
         ({"distribution": "zipf"}, 'partition.distribution = "zipf": must be "dirichlet" or "lognormal"'),
         ({"min_size": 26}, "partition.min_size = 26: 4 workers with that many samples each need 104, .* are 100"),
         ({"min_size": 25}, "min_size = 25: not reached in 1000 draws with beta = 0.5 for 4 workers and 100 samples"),
@@ -77,7 +67,7 @@ def test_quantity_keeps_to_the_smallest_size(params):
         ),
     ],
 )
-def test_impossible_quantities_are_refused(params, message):
+def test_impossible_quantities_are_an_error(params, message):
     with pytest.raises(ExperimentError, match=message):
         fedsim.partition(np.zeros(100), 4, "quantity", **params)
 
@@ -88,21 +78,12 @@ def test_natural_gives_each_worker_one_id_in_sorted_order():
     assert [shard.tolist() for shard in shards] == [[1, 3], [2], [0, 4, 5]]
 
 
-def test_natural_deals_whole_ids_the_largest_first_to_the_least_loaded():
+def test_natural_assigns_whole_ids_to_the_least_loaded_worker():
     ids = np.repeat([30, 10, 20, 50, 40], [4, 3, 3, 2, 1])  # sizes 4, 3, 3, 2, 1
     shards = fedsim.partition(np.zeros(13), 2, "natural", ids=ids)
     # 30 (4) to worker 0; 10 (3) to 1; 20 (3) to 1, now 6; 50 (2) to 0, now 6; 40 (1) to 0 as the numbers are equal.
     assert [sorted(set(ids[shard].tolist())) for shard in shards] == [[30, 40, 50], [10, 20]]
     assert all(np.array_equal(shard, np.sort(shard)) for shard in shards)
-
-
-def test_natural_keeps_ids_whole_and_loads_even():
-    ids = np.random.default_rng(0).zipf(1.3, 5000) % 200
-    shards = fedsim.partition(np.zeros(5000), 7, "natural", ids=ids)
-    held = [set(ids[shard].tolist()) for shard in shards]
-    assert sum(map(len, held)) == len(set(ids.tolist()))
-    largest = np.bincount(ids).max()
-    assert max(map(len, shards)) <= max(largest, 5000 / 7 + largest)
 
 
 def test_natural_refuses_more_workers_than_ids():

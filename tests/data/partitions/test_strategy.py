@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -12,13 +10,6 @@ from fedsim.errors import ExperimentError
 
 STRATEGIES = [plug.name for plug in partition_strategy]
 COVERS = sorted(set(STRATEGIES) - {"virtual"})  # the others are disjoint covers
-
-
-def test_every_strategy_of_the_literature_is_there():
-    assert set(STRATEGIES) == {
-        "contiguous", "iid", "shards", "dirichlet", "dirichlet_workers", "label_k", "quantity", "feature_noise",
-        "feature_rotation", "similarity", "natural", "virtual",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", COVERS)
@@ -41,7 +32,7 @@ def test_one_worker_holds_everything(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_is_a_pure_function_of_the_seed_and_leaves_its_inputs_alone(strategy):
+def test_every_strategy_is_a_pure_function(strategy):
     labels, ids = np.arange(300) % 7, np.arange(300) % 5
     labels.flags.writeable = ids.flags.writeable = False
     first, again = (fedsim.partition(labels, 4, strategy, seed=3, ids=ids) for _ in range(2))
@@ -55,23 +46,11 @@ def test_one_class_is_enough(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_classes_may_have_gaps_and_any_type(strategy):
+def test_labels_may_have_any_type(strategy):
     labels, ids = np.array(["cat", "dog", "owl"]).repeat(40), np.array(["ann", "bob", "cy", "di"] * 30)
     shards = fedsim.partition(labels, 4, strategy, ids=ids)
     numbered = fedsim.partition(np.array([-5, 7, 1000]).repeat(40), 4, strategy, ids=ids)
     assert all(np.array_equal(a, b) for a, b in zip(shards, numbered, strict=True))
-
-
-def test_a_partition_is_a_pure_function_of_the_seed():
-    np.random.seed(1)
-    first = fedsim.partition(np.zeros(100), 4, "iid", seed=3)
-    np.random.seed(2)
-    state = np.random.get_state()[1].copy()
-    again = fedsim.partition(np.zeros(100), 4, "iid", seed=3)
-    other = fedsim.partition(np.zeros(100), 4, "iid", seed=4)
-    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
-    assert np.array_equal(state, np.random.get_state()[1])
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2], np.arange(3), torch.arange(3)])
@@ -80,26 +59,19 @@ def test_labels_may_be_a_list_an_array_or_a_tensor(labels):
 
 
 @pytest.mark.parametrize("workers", [0, -1, 11])
-def test_an_impossible_number_of_workers_names_both_numbers(workers):
+def test_an_impossible_number_of_workers_is_an_error(workers):
     with pytest.raises(ExperimentError, match=f"workers = {workers}: must be between 1 and the number of samples, 10"):
         fedsim.partition(np.zeros(10), workers)
 
 
-def test_an_unknown_strategy_or_parameter_names_the_nearest():
-    with pytest.raises(ExperimentError, match='partition.strategy = "idd": .*did you mean "iid"'):
-        fedsim.partition(np.zeros(10), 2, "idd")
-    with pytest.raises(ExperimentError, match=r"partition.alpha = 1: unknown key"):
-        fedsim.partition(np.zeros(10), 2, "iid", alpha=1)
-
-
-def test_a_users_own_strategy_is_checked_like_ours():
+def test_an_imported_strategy_is_checked():
     sizes = [len(shard) for shard in fedsim.partition(np.zeros(60), 3, "tests.plugs:uneven")]
     assert sizes == [10, 20, 30]
     with pytest.raises(ExperimentError, match="must give each of 60 samples to exactly one worker; it gave 6, 2 of"):
         fedsim.partition(np.zeros(60), 3, "tests.plugs:lossy")
 
 
-def test_whose_samples_they_are_is_asked_for_only_where_needed():
+def test_ids_are_required_only_if_needed():
     message = 'partition.strategy = "natural": needs to know whose each sample is.* give `ids`'
     with pytest.raises(ExperimentError, match=message):
         fedsim.partition(np.zeros(10), 2, "natural")
@@ -108,7 +80,7 @@ def test_whose_samples_they_are_is_asked_for_only_where_needed():
         fedsim.partition(np.zeros(10), 2, "natural", ids=np.zeros(9))
 
 
-def test_labels_of_the_wrong_shape_are_refused():
+def test_labels_of_a_wrong_shape_are_an_error():
     with pytest.raises(ExperimentError, match=r"labels: must be \[n\], one for each sample, not of shape \(10, 2\)"):
         fedsim.partition(np.zeros((10, 2)), 2)
 
@@ -119,14 +91,6 @@ def test_strategies_without_transforms_change_nothing():
     assert transforms_of_workers(10**9, "virtual") is None  # and nothing is made for every worker
     with pytest.raises(ExperimentError, match=r"partition.sigma = 1: unknown key"):
         fedsim.partition_transforms(3, "iid", sigma=1)
-
-
-def test_sixty_thousand_samples_go_to_a_thousand_workers_within_seconds():
-    labels = np.arange(60_000) % 10
-    for strategy in sorted(set(STRATEGIES) - {"quantity"}):
-        start = time.perf_counter()
-        fedsim.partition(labels, 1000, strategy, ids=np.arange(60_000) % 3500)
-        assert time.perf_counter() - start < 2, strategy
 
 
 @pytest.mark.parametrize("n_workers", [None, "3", 2.5, 3.0, float("nan"), True])

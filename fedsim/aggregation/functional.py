@@ -1,0 +1,174 @@
+"""Aggregation in one line, on tensors, arrays and state_dicts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from fedsim.aggregation.containers import as_row, as_rows
+from fedsim.aggregation.inputs import AggregationInputs, Nonfinite, screened
+from fedsim.aggregation.numerics.columns import all_finite
+from fedsim.aggregation.numerics.threads import alone_if_small
+from fedsim.aggregation.pipeline import Pipeline
+from fedsim.aggregation.resolve import Stage, as_list, make_pipeline, resolve
+from fedsim.core.suggestions import nearest
+from fedsim.errors import ExperimentError, show
+from fedsim.system.precision import full_precision
+
+
+def aggregate(
+    updates: Any,
+    weights: Tensor | Sequence[float] | None = None,
+    rule: Stage | Sequence[Stage] = "mean",
+    *,
+    root: Any = None,
+    losses: Tensor | Sequence[float] | None = None,
+    last: Any = None,
+    seed: int = 0,
+    nonfinite: Nonfinite = "error",
+    **params: Any,
+) -> Any:
+    """Aggregate the rows of `updates` with a rule: `aggregate(updates, rule="krum", f=2)`.
+
+    Args:
+        updates: a tensor or NumPy array [n, d], any floating dtype and device; or a list of n updates: tensors or
+            arrays of any shape, dicts of them (state_dicts) or lists of them. They stay unchanged. Entries that are not
+            floating, such as BatchNorm's num_batches_tracked, are those of the first update.
+        weights: [n], finite and >= 0; they need not sum to one. An error for a rule without a weighted form;
+            None: equal weights.
+        rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
+            pre-aggregators that ends with a rule: `["nnm", "trimmed_mean"]`. A dict gives a stage its own
+            parameters: `[{"rule": "bucketing", "s": 3}, "krum"]`.
+        root: [d], or in the form of one update: the update of the server's own data (fltrust).
+        losses: [n], each worker's loss (qfedavg).
+        last: [d], or in the form of one update: the start of centered_clipping.
+        seed: of random draws (bucketing, dnc, signguard).
+        nonfinite: "error", "exclude" or "keep" rows that hold NaN or infinity; excluded rows count as Byzantine.
+        params: parameters by name; each goes to every stage that has a parameter of this name.
+
+    Returns the aggregate in the form, dtype and device of one update: [d] for a matrix [n, d].
+
+    Raises ExperimentError (a ValueError) for an unknown rule, a wrong parameter, a wrong shape, impossible weights,
+    rows that are not finite, or a constraint on n and f that does not hold.
+
+    >>> updates = torch.tensor([[1.0, 2.0], [2.0, 3.0], [3.0, 1.0], [90.0, -90.0]])
+    >>> fedsim.aggregate(updates, rule="median")
+    tensor([2.5000, 1.5000])
+    >>> fedsim.aggregate(updates, rule=["nnm", "trimmed_mean"], f=1)
+    tensor([2., 2.])
+    >>> fedsim.aggregate([{"w": row} for row in updates], weights=[1, 1, 2, 0])
+    {'w': tensor([2.2500, 1.7500])}
+    """
+    if nonfinite not in get_args(Nonfinite):
+        raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
+    pipeline = _pipeline(rule, params)
+    updates, rebuild = as_rows(updates, "updates")
+    inputs = _checked_inputs(updates, weights, pipeline)
+    n, d = updates.shape
+    inputs.seed = seed
+    inputs.root = _checked("root", as_row(root, "root"), (d,), updates)
+    inputs.last = _checked("last", as_row(last, "last"), (d,), updates)
+    if losses is not None:
+        inputs.losses = _checked("losses", losses, (n,), updates)
+        assert inputs.losses is not None
+        inputs.losses = inputs.losses.cpu().double()
+    with alone_if_small(updates.numel()), full_precision(updates.device):
+        return rebuild(_aggregated(inputs, pipeline, nonfinite))
+
+
+def _aggregated(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> Tensor:
+    linear = pipeline.rule.linear  # then NaN and infinity in a row that counts are also in the result
+    if pipeline.columnwise and (linear or inputs.updates.device.type != "cpu"):
+        update = pipeline.by_columns(inputs)
+        if math.isfinite(update.sum() if linear else update.sum() + inputs.updates.sum()):  # one wait for the device
+            return update
+    kept, _ = screened(inputs, nonfinite)
+    update = pipeline(kept).update
+    if nonfinite != "keep" and not all_finite(update):
+        raise ExperimentError(
+            f"{pipeline.name}: the result is not finite; the updates hold values up to "
+            f"{float(kept.updates.abs().max()):.3g}, and {update.dtype} ends at {torch.finfo(update.dtype).max:.3g}"
+        )
+    return update
+
+
+def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Any:
+    """Apply pre-aggregators to `updates` [n, d]; returns rows [m, d].
+
+    Arguments and errors are those of `aggregate`. A list of updates gives a list of m updates.
+
+    >>> fedsim.pre_aggregate(torch.tensor([[0.0], [1.0], [9.0]]), "nnm", f=1)
+    tensor([[0.5000],
+            [0.5000],
+            [5.0000]])
+    """
+    pipeline = make_pipeline(resolve([*as_list(rule), "mean"], params))
+    updates, rebuild = as_rows(updates, "updates")
+    inputs = _checked_inputs(updates, None, pipeline)
+    inputs.seed = seed
+    with alone_if_small(updates.numel()), full_precision(updates.device):
+        return rebuild(pipeline.rows(screened(inputs, "error")[0]).block())
+
+
+def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
+    """The pipeline of `rule` and `params`; a registered rule with the same parameters is looked up once."""
+    if isinstance(rule, str) and ":" not in rule:
+        with contextlib.suppress(TypeError):  # a parameter that cannot be a key
+            return _cached_pipeline(rule, **params)
+    return make_pipeline(resolve(rule, params))
+
+
+@functools.lru_cache(maxsize=64, typed=True)  # 2 and 2.0 are not the same f
+def _cached_pipeline(rule: str, /, **params: Any) -> Pipeline:
+    return make_pipeline(resolve(rule, params))
+
+
+def _checked_inputs(updates: Tensor, weights: Tensor | Sequence[float] | None, pipeline: Pipeline) -> AggregationInputs:
+    if not isinstance(updates, Tensor):
+        raise ExperimentError(f"updates: must be a floating tensor [n, d], not a {type(updates).__name__}")
+    if updates.ndim != 2 or not len(updates) or not updates.is_floating_point():
+        raise ExperimentError(
+            f"updates: must be a floating tensor [n, d] with n >= 1, not {updates.dtype} {tuple(updates.shape)}"
+        )
+    updates = updates.detach()
+    if weights is not None:
+        weights = _checked_weights(weights, updates, pipeline)
+    elif pipeline.needs_weights:
+        weights = torch.ones(len(updates), dtype=torch.double)
+    return AggregationInputs(updates, weights)
+
+
+def _checked_weights(weights: Tensor | Sequence[float], updates: Tensor, pipeline: Pipeline) -> Tensor:
+    try:
+        weights = torch.as_tensor(weights, dtype=torch.double, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise ExperimentError(f"weights: must be {len(updates)} numbers, not {show(weights)}") from None
+    if not pipeline.accepts_weights:
+        raise ExperimentError(f"weights: the rule {pipeline.name} has no weighted form")
+    if weights.shape != (len(updates),):
+        raise ExperimentError(f"weights: {len(updates)} rows need shape ({len(updates)},), not {tuple(weights.shape)}")
+    if not bool(((weights >= 0) & weights.isfinite()).all()) or not bool(weights.any()):
+        raise ExperimentError("weights: must be finite, >= 0 and not all zero")
+    return weights if bool(weights.sum().isfinite()) else weights / weights.max()
+
+
+def _checked(
+    name: str, value: Tensor | Sequence[float] | None, shape: tuple[int, ...], updates: Tensor
+) -> Tensor | None:
+    if value is None:
+        return None
+    try:
+        value = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ExperimentError(f"{name}: must be numbers of shape {shape}, not {show(value)}") from None
+    if tuple(value.shape) != shape:
+        raise ExperimentError(f"{name}: must be of shape {shape}, not {tuple(value.shape)}")
+    if not bool(value.isfinite().all()):
+        raise ExperimentError(f"{name}: must be finite; {int((~value.isfinite()).sum())} of its numbers are not")
+    return value.to(updates.device)

@@ -1,0 +1,162 @@
+"""The inputs of one aggregation, and the screening of rows that are not finite."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.aggregation.numerics.columns import CPU, Reduce, bad_rows, keep_own
+from fedsim.aggregation.numerics.gram import Gram
+from fedsim.aggregation.numerics.lazy_rows import LazyRows
+from fedsim.aggregation.rule import BoundRule
+from fedsim.core.randomness import Draws, numpy_generator
+from fedsim.errors import ExperimentError
+from fedsim.system.devices import to_device, wide_dtype
+
+Nonfinite = Literal["error", "exclude", "keep"]
+
+SHOWN = 5  # rows named in an error
+NEEDED = {
+    "root": "this rule needs root [d], the update of the server's own data",
+    "losses": "this rule needs losses [n], each worker's loss at the global row",
+}
+
+
+@dataclass
+class AggregationInputs:
+    """All inputs of one aggregation; `fedsim.aggregation.rule` describes them.
+
+    Weights and losses belong on the CPU, wherever the updates are, so that rules need not wait for a device.
+
+    Attributes:
+        moment: (round,) or (round, step), which seeds random draws together with `seed`.
+        state: None if the next state is not kept.
+        local_lr: 0.1 in `fedsim.aggregate`, which knows no local solver.
+        excluded: the number of rows that were excluded; they count as Byzantine.
+        gram: the Gram of the updates if it is known.
+        reduce: combines processes that have some columns of the updates each; see `Gram`.
+
+    >>> inputs = fedsim.aggregation.AggregationInputs(torch.tensor([[1.0], [3.0]]))
+    >>> pipeline = fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("mean", {}))
+    >>> pipeline(inputs).update
+    tensor([2.])
+    """
+
+    updates: Tensor
+    weights: Tensor | None = None
+    root: Tensor | None = None
+    losses: Tensor | None = None
+    workers: list[int] | None = None
+    seed: int = 0
+    moment: tuple[int, ...] = ()
+    state: dict[str, Tensor] | None = None
+    last: Tensor | None = None
+    local_lr: float | None = 0.1
+    sync: Literal["parameters", "gradients"] = "parameters"
+    excluded: int = 0
+    gram: Gram | None = None
+    reduce: Reduce = keep_own
+
+    def __post_init__(self) -> None:
+        if self.workers is None:
+            self.workers = list(range(len(self.updates)))
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        return numpy_generator(self.seed, "aggregate", *self.moment)
+
+    @cached_property
+    def draws(self) -> Draws:
+        return Draws.of(self.seed, "aggregate", *self.moment, device=self.updates.device)
+
+    def rows(self) -> LazyRows:
+        """The updates as LazyRows."""
+        return LazyRows(self.updates, gram=None if self.gram is None else lambda: self.gram, reduce=self.reduce)
+
+    def f_for(self, stage: BoundRule) -> int | None:
+        """The stage's f less the rows that were excluded."""
+        return None if stage.f is None else max(0, stage.f - self.excluded)
+
+    def value_of(self, name: str, rows: LazyRows, stage: BoundRule) -> Any:
+        """The input `name` of a stage that is applied to `rows`."""
+        if name == "updates":
+            return rows.block()
+        if name == "gram":
+            return rows.gram
+        if name == "workers":
+            return self.workers if len(rows) == len(self.updates) else list(range(len(rows)))
+        if name == "weights":
+            return self._weights_on(self.updates.device if "updates" in stage.accepts else CPU)
+        value = getattr(self, name)
+        if value is None and name in NEEDED:
+            raise ExperimentError(NEEDED[name])
+        return value
+
+    def values_of_columns(self, rows: LazyRows, part: Tensor, stage: BoundRule) -> Callable[[str], Any]:
+        """`value_of` for a columnwise rule that is applied to `part`, some columns [n, columns] of `rows`.
+
+        The rule draws the same numbers for every part.
+        """
+
+        def value_of(name: str) -> Any:
+            if name == "updates":
+                return part
+            if name == "weights":
+                return self._weights_on(part.device)
+            if name == "draws":
+                return self.draws.on(part.device)
+            value = self.value_of(name, rows, stage)
+            return copy.deepcopy(value) if name == "rng" else value
+
+        return value_of
+
+    def _weights_on(self, device: torch.device) -> Tensor | None:
+        return None if self.weights is None else to_device(self.weights.to(wide_dtype(device)), device)
+
+
+def screened(
+    inputs: AggregationInputs, nonfinite: Nonfinite, bad: list[int] | None = None
+) -> tuple[AggregationInputs, list[int]]:
+    """The inputs without the rows that hold NaN or infinity, and the positions of these rows.
+
+    Args:
+        nonfinite: "error", "exclude" or "keep" such rows.
+        bad: these rows, if they are known; needed if the updates are some columns only.
+
+    Raises ExperimentError if there are such rows and the policy is "error", or if no row is left.
+    """
+    if nonfinite == "keep":
+        return inputs, []
+    bad = bad_rows(inputs.updates) if bad is None else bad
+    if not bad:
+        return inputs, []
+    if len(bad) == len(inputs.updates):
+        raise ExperimentError(
+            f"all {len(bad)} updates hold NaN or infinity; the step size is the likely cause, so reduce local.lr"
+        )
+    assert inputs.workers is not None
+    weighted = [row for row in bad if inputs.weights is None or inputs.weights[row] > 0]
+    if nonfinite == "error" and weighted:
+        named = ", ".join(str(inputs.workers[row]) for row in weighted[:SHOWN]) + ", ..." * (len(weighted) > SHOWN)
+        raise ExperimentError(
+            f"{len(weighted)} of {len(inputs.updates)} updates hold NaN or infinity (rows of workers {named}); "
+            'nonfinite = "exclude" leaves such rows out'
+        )
+    good = [row for row in range(len(inputs.updates)) if row not in set(bad)]
+    kept = replace(
+        inputs,
+        updates=inputs.updates[good],
+        weights=None if inputs.weights is None else inputs.weights[good],
+        losses=None if inputs.losses is None else inputs.losses[good],
+        workers=[inputs.workers[row] for row in good],
+        excluded=inputs.excluded + len(bad),
+        gram=None,
+    )
+    return kept, bad

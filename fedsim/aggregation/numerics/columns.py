@@ -1,0 +1,226 @@
+"""Blocks of columns, and sums over columns in double precision.
+
+All functions work on blocks of columns. On a CPU a block fits in the cache, so a rule needs little memory beyond its
+input. On another device each block costs kernel launches, so there are as few blocks as its memory allows: a rule takes
+up to WORKING bytes for each number of its input, and at most SHARE of the device's memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.system.devices import to_device, total_memory_of, wide_dtype
+
+Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]  # over processes that each have other columns
+
+CPU = torch.device("cpu")
+BLOCK = 16_384  # least columns of a process; in smaller blocks the calls cost more than the arithmetic
+BLOCKS = 64  # most blocks of a row
+FEWEST, MOST = 256, 4_096  # columns of a small block within a process
+SAMPLED = 512  # columns of a sample
+RUN = 16  # adjacent columns in a sample: one cache line of float32
+WORKING = 64  # bytes for each number of a block on a GPU: wide and sorted copies, positions, memory of the sort
+SHARE = 1 / 8  # of a device's memory for one block
+LINE = 64  # on a GPU, blocks begin at multiples of so many columns
+
+
+def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device: torch.device = CPU) -> Iterator[slice]:
+    """The blocks of columns that process `index` of `count` aggregates; the blocks of all processes cover range(d).
+
+    On a CPU the blocks depend on d alone, so every engine does the same arithmetic and gets the same bits. On another
+    device each process has one block, or as few blocks of `n` rows as the device's memory allows.
+
+    >>> list(fedsim.aggregation.column_blocks(40_000))
+    [slice(0, 16384, None), slice(16384, 32768, None), slice(32768, 40000, None)]
+    """
+    if device.type == "cpu":
+        size = max(BLOCK, math.ceil(d / BLOCKS / BLOCK) * BLOCK)
+    else:
+        size = min(math.ceil(d / count / LINE) * LINE, most_columns(n, device)) or 1
+    for start in range(index * size, d, count * size):
+        yield slice(start, min(start + size, d))
+
+
+@functools.cache
+def most_columns(n: int, device: torch.device) -> int:
+    """The most columns of a block of n rows on a device other than the CPU, a multiple of LINE."""
+    values = min(SHARE * total_memory_of(device) / WORKING, 2**62)  # the memory may be infinite
+    return max(LINE, int(values) // max(1, n) // LINE * LINE)
+
+
+def block_size(updates: Tensor, columns: int | None = None) -> int:
+    """Columns of a small block of rows [n, d]: on a CPU `columns` (None: d / 12) within FEWEST and MOST."""
+    n, d = updates.shape
+    if updates.device.type != "cpu":
+        return most_columns(n, updates.device)
+    return min(MOST, max(FEWEST, d // 12 if columns is None else columns))
+
+
+def small_blocks(updates: Tensor, columns: int | None = None) -> Iterator[slice]:
+    """Blocks of columns of rows [n, d] of `block_size` each."""
+    d, size = updates.shape[1], block_size(updates, columns)
+    for start in range(0, d, size):
+        yield slice(start, min(start + size, d))
+
+
+def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Small blocks of columns, each with a copy [n, columns] in double precision (float32 on devices without it).
+
+    The caller may change the copy. The next copy uses the same memory, which is in the cache by then.
+    """
+    n, d = updates.shape
+    widest = min(d, block_size(updates))
+    buffer = torch.empty(n, widest, dtype=wide_dtype(updates.device), device=updates.device)
+    # NumPy takes two thirds of PyTorch's time to copy many short runs of numbers, but uses one thread.
+    by_numpy = buffer.device.type == "cpu" and updates.dtype != torch.bfloat16 and torch.get_num_threads() == 1
+    source, target = (updates.detach().numpy(), buffer.numpy()) if by_numpy else (updates, buffer)
+    for block in small_blocks(updates):
+        width = block.stop - block.start
+        if by_numpy:
+            target[:, :width] = source[:, block]
+        else:
+            target[:, :width].copy_(source[:, block])
+        yield block, buffer if width == widest else buffer[:, :width]
+
+
+def sampled_columns(updates: Tensor) -> Tensor:
+    """SAMPLED columns in evenly spread runs, [n, SAMPLED]; all columns if there are fewer."""
+    n, d = updates.shape
+    runs = SAMPLED // RUN
+    if d <= SAMPLED:
+        return updates
+    return updates[:, : d // runs * runs].unflatten(1, (runs, d // runs))[:, :, :RUN].reshape(n, SAMPLED)
+
+
+def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
+    """Apply `function`, from a block [n, columns] in float32 or wider to [columns], to all blocks; returns [d]."""
+    result = updates.new_empty(updates.shape[1])
+    for block in small_blocks(updates, columns):
+        result[block] = function(at_least_float32(updates[:, block])).to(result.dtype)
+    return result
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """`values` in float32 if their dtype is narrower, since sums and means in half precision lose too many digits."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def keep_own(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
+    """The `Reduce` of a process that has all columns: returns `values`."""
+    return values
+
+
+def squared_norms(updates: Tensor) -> Tensor:
+    """|x_k|^2, [n], in double precision if the device has it."""
+    return squared_distances_to(updates, None)
+
+
+def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
+    """|x_k - point|^2, [n], for a point [d] (None: zero), in double precision if the device has it."""
+    total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
+    sums = total.numpy() if total.device.type == "cpu" else None
+    with np.errstate(all="ignore"):  # overflow gives infinity
+        for block, rows in wide_blocks(updates):
+            if point is not None:
+                rows.sub_(point[block])
+            if sums is None:
+                total += rows.square().sum(1)
+            else:  # n dot products read the rows once, and are too short for several threads
+                values = rows.numpy()
+                sums += np.matmul(values[:, None], values[:, :, None])[:, 0, 0]
+    return total
+
+
+def norms(updates: Tensor) -> Tensor:
+    """|x_k|, float64 [n] on the CPU; infinite if the square overflows."""
+    return distances_to(updates, None)
+
+
+def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
+    """|x_k - point|, float64 [n] on the CPU, for a point [d] (None: zero); infinite if the square overflows."""
+    return squared_distances_to(updates, point).cpu().double().sqrt()
+
+
+def distances_from(updates: Tensor, point: Tensor | None, limit: float) -> Tensor:
+    """`distances_to`, but on a CPU 0 for rows that are certainly nearer than `limit`.
+
+    Faster if most rows are nearer: they are found by a pass in the updates' own precision. The pass is left out if a
+    few columns show that many rows are not nearer.
+    """
+    if updates.device.type != "cpu":  # each pass would wait for the device
+        return distances_to(updates, point)
+    n, d = updates.shape
+    underflow = math.sqrt(d * torch.finfo(updates.dtype).tiny)  # most that underflow of squares hides
+    far: list[int] = []
+    for estimate in (_sampled_distances, _rough_distances):
+        far = [
+            row for row, about in enumerate(estimate(updates, point).tolist()) if not 2 * (about + underflow) < limit
+        ]
+        if len(far) > n // 4:
+            return distances_to(updates, point)
+    distances = torch.zeros(n, dtype=torch.double)
+    for row in far:
+        distances[row] = distances_to(updates[row : row + 1], point)[0]
+    return distances
+
+
+def _sampled_distances(updates: Tensor, point: Tensor | None) -> Tensor:
+    """Distances [n], estimated from 64 columns."""
+    step = max(1, updates.shape[1] // 64)
+    some = updates[:, ::step]
+    return torch.linalg.vector_norm(some if point is None else some - point[::step], dim=1) * math.sqrt(step)
+
+
+def _rough_distances(updates: Tensor, point: Tensor | None) -> Tensor:
+    """Distances [n] to a few digits; infinite or NaN if a square overflows."""
+    if point is None:
+        return torch.linalg.vector_norm(updates, dim=1)
+    total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
+    for block in small_blocks(updates):
+        total += torch.linalg.vector_norm(updates[:, block] - point[block], dim=1).to(total.dtype).square()
+    return total.sqrt()
+
+
+def products_with(updates: Tensor, vector: Tensor) -> Tensor:
+    """Inner products [n] of the rows with `vector` [d], in double precision if the device has it."""
+    total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
+    for block, rows in wide_blocks(updates):
+        total += rows @ vector[block].to(rows.dtype)
+    return total
+
+
+def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
+    """coefficients [n] @ updates [n, d] -> [d]. A row with coefficient 0 is left out, even if it is not finite."""
+    used = coefficients.nonzero().flatten()
+    narrow = updates.dtype in (torch.float16, torch.bfloat16)
+    if len(used) == 1 and not narrow:
+        return updates[int(used[0])] * float(coefficients[used[0]])
+    factors = coefficients.to(torch.float32 if narrow else updates.dtype)
+    if not narrow:
+        if len(used) == len(updates):
+            return to_device(factors, updates.device) @ updates
+        if updates.device.type == "cpu" and math.isfinite((result := factors @ updates).sum()):
+            return result
+    factors, used = (to_device(values, updates.device) for values in (factors[used], used))
+    return map_columns(updates, lambda block: factors @ block[used])  # 0 times infinity would be NaN
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no number is NaN or infinite."""
+    return math.isfinite(values.sum()) or bool(values.isfinite().all())  # a sum of finite numbers may overflow
+
+
+def bad_rows(updates: Tensor) -> list[int]:
+    """The rows that hold a NaN or an infinity."""
+    sums = updates.sum(1)
+    if math.isfinite(sums.sum()):
+        return []
+    suspects = (~sums.isfinite()).nonzero().flatten().tolist()  # a sum of finite numbers may overflow
+    return [row for row in suspects if not bool(updates[row].isfinite().all())]

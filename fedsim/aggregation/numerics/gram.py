@@ -1,0 +1,269 @@
+"""Distances and inner products of all pairs of rows, from one matrix product."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.aggregation.numerics.columns import (
+    Reduce,
+    all_finite,
+    keep_own,
+    sampled_columns,
+    small_blocks,
+    wide_blocks,
+)
+from fedsim.errors import ExperimentError
+from fedsim.system.devices import to_device, wide_dtype
+
+STRIP = 48  # columns of the product at once; half of the product is left out, because it is symmetric
+FEW = 32  # rows up to which NumPy takes half of PyTorch's time
+UNSHARED = 2**18  # multiplications in one product, up to which NumPy's BLAS uses one thread
+CANCELLED = 1e-7  # a difference this small relative to its terms has lost half its digits
+TIED = 1e-12  # relative difference up to which two sums count as equal
+
+
+class Gram:
+    """Distances and inner products of all pairs of rows z_i = sum_j M_ij x_j of updates x.
+
+    The rows are centred at the row of least norm and multiplied in float64, so a common offset or an outlier costs no
+    digits; distances that lose digits all the same are computed again from differences. Cost: one product
+    [n, d] x [d, n]. All results are float64 on the CPU.
+
+    Args:
+        updates: [n, d].
+        mixing: M [m, n]; None: the updates themselves.
+        basis: the products of the centred updates, if they are known.
+        reduce: sums over processes that each have some of the columns, so all get the same results. The processes must
+            read the same properties in the same order.
+
+    Raises ExperimentError if the squares of finite updates overflow.
+
+    >>> gram = fedsim.aggregation.Gram(torch.tensor([[0.0, 0.0], [3.0, 4.0]]))
+    >>> gram.distances
+    tensor([[0., 5.],
+            [5., 0.]], dtype=torch.float64)
+    """
+
+    def __init__(
+        self, updates: Tensor, mixing: Tensor | None = None, basis: Tensor | None = None, reduce: Reduce = keep_own
+    ) -> None:
+        self._updates, self._mixing, self._reduce = updates, mixing, reduce
+        self._basis = _products(updates, reduce) if basis is None else basis
+
+    def mixed(self, matrix: Tensor) -> Gram:
+        """The Gram of the rows matrix [m', m] @ rows, without another pass over the updates."""
+        mixing = matrix if self._mixing is None else matrix @ self._mixing
+        return Gram(self._updates, mixing, self._basis, self._reduce)
+
+    def __len__(self) -> int:
+        return len(self._updates) if self._mixing is None else len(self._mixing)
+
+    @cached_property
+    def _coordinates(self) -> Tensor:
+        """The rows in terms of the centred updates and the centre, [m, n + 1]."""
+        n = len(self._updates)
+        mixing = torch.eye(n, dtype=torch.double) if self._mixing is None else self._mixing
+        return torch.cat([mixing, mixing.sum(1, keepdim=True)], dim=1)
+
+    @cached_property
+    def products(self) -> Tensor:
+        """Inner products <z_i, z_j>, [m, m]."""
+        if self._mixing is None:
+            basis = self._basis.numpy()
+            to_centre = basis[-1, :-1]
+            with np.errstate(all="ignore"):  # rows may be infinite
+                return torch.from_numpy(basis[:-1, :-1] + (to_centre + to_centre[:, None]) + basis[-1, -1])
+        return self._coordinates @ self._basis @ self._coordinates.t()
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """|z_i|, [m]."""
+        return self.products.diagonal().clamp(min=0).sqrt()
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Inner products [m, m] of the rows less a central row, as exact as the distances.
+
+        They are computed from the distances, or from the products if these keep more digits.
+        """
+        squares = self.squared_distances.numpy()
+        nearness = np.sort(squares, axis=1)[:, (len(self) - 1) // 2]
+        middle = int(np.lexsort((self._reach, nearness))[0])  # of two rows the shorter one, which is no outlier
+        to_middle = squares[middle]
+        reach = self._reach + self._reach[middle]
+        with np.errstate(all="ignore"):
+            from_distances = (to_middle + to_middle[:, None] - squares) / 2
+            spoilt = reach * reach[:, None] < np.maximum(to_middle, to_middle[:, None])
+        if not spoilt.any():
+            return torch.from_numpy(from_distances)
+        return torch.from_numpy(np.where(spoilt, self._products_from(middle), from_distances))
+
+    def _products_from(self, row: int) -> np.ndarray:
+        """Inner products [m, m] of the rows less one of them, from the products of the centred updates."""
+        if self._mixing is None:
+            products = self._basis[:-1, :-1].numpy()
+            to_row = products[row]
+            return products - to_row - to_row[:, None] + to_row[row]
+        away = self._coordinates - self._coordinates[row]
+        products = away @ self._basis @ away.t()
+        return ((products + products.t()) / 2).numpy()
+
+    @cached_property
+    def _reach(self) -> np.ndarray:
+        """Distances [m] of the rows from the centre, on which the digits of products depend."""
+        if self._mixing is None:
+            squares = self._basis.numpy().diagonal()[:-1]
+        else:
+            away = self._coordinates.clone()
+            away[:, -1] -= 1
+            squares = (away @ self._basis * away).sum(1).numpy()
+        return np.sqrt(np.maximum(squares, 0))
+
+    @cached_property
+    def squared_distances(self) -> Tensor:
+        """|z_i - z_j|^2, [m, m], symmetric, 0 on the diagonal."""
+        offsets = self._basis.numpy()[:-1, :-1] if self._mixing is None else self._products_from(0)
+        own = offsets.diagonal()
+        with np.errstate(all="ignore"):
+            scale = own + own[:, None]
+            result = np.maximum(scale - 2 * offsets, 0)
+            np.fill_diagonal(result, 0)
+            spoilt = result <= CANCELLED * scale
+        np.fill_diagonal(spoilt, False)
+        squares = torch.from_numpy(result)
+        if spoilt.any():
+            self._recompute(squares, np.argwhere(np.triu(spoilt & (scale > 0))).tolist())
+        return squares
+
+    @cached_property
+    def distances(self) -> Tensor:
+        """|z_i - z_j|, [m, m]."""
+        return self.squared_distances.sqrt()
+
+    def squared_distances_to(self, coefficients: Tensor) -> Tensor:
+        """Squared distances [m] of all rows from the point sum_i a_i z_i; the coefficients a [m] sum to one."""
+        pulled = self.offsets @ coefficients
+        return (self.offsets.diagonal() - 2 * pulled + coefficients @ pulled).clamp(min=0)
+
+    def squared_norm(self, coefficients: Tensor) -> float:
+        """|sum_i a_i z_i|^2."""
+        return max(0.0, float(coefficients @ self.products @ coefficients))
+
+    def _recompute(self, result: Tensor, pairs: list[list[int]]) -> None:
+        """Replace squared distances of these pairs by those of differences; equal rows get equal distances."""
+        twin: dict[int, int] = {}
+        for i, of_one in groupby(pairs, lambda pair: pair[0]):
+            others = [] if i in twin else [j for _, j in of_one if j not in twin]
+            for j, difference in zip(others, self._squared_differences(i, others), strict=True):
+                result[i, j] = result[j, i] = difference
+                if difference == 0:
+                    twin[j] = i
+        for j, i in twin.items():
+            result[j] = result[i]
+            result[:, j] = result[:, i]
+            result[j, j] = result[i, j] = result[j, i] = 0
+
+    def _squared_differences(self, i: int, others: list[int]) -> list[float]:
+        """Squared distances of row i from other rows."""
+        if not others:
+            return []
+        totals = torch.stack([self._squared_difference(i, j) for j in others]).cpu().double()
+        return self._reduce(totals, "sum").tolist()
+
+    def _squared_difference(self, i: int, j: int) -> Tensor:
+        """The squared distance of two rows in these columns, a tensor on the device."""
+        device, wide = self._updates.device, wide_dtype(self._updates.device)
+        total = torch.zeros((), dtype=wide, device=device)
+        weights = None
+        if self._mixing is not None:
+            weights = to_device((self._mixing[i] - self._mixing[j]).to(wide), device)
+        for block in small_blocks(self._updates):
+            if weights is None:
+                away = self._updates[i, block].to(wide) - self._updates[j, block].to(wide)
+            else:
+                away = weights @ self._updates[:, block].to(wide)
+            total += away @ away
+        return total
+
+
+def require_no_overflow(products: Tensor, updates: Tensor, reduce: Reduce = keep_own) -> None:
+    """Raise ExperimentError if products of finite updates are not finite."""
+    if bool(products.isfinite().all()):
+        return
+    if not reduce(torch.tensor([float(not all_finite(updates))]), "max").any():
+        raise ExperimentError(
+            f"updates: rows are too long: their squared norms overflow (values up to {float(updates.abs().max()):.3g})"
+        )
+
+
+def _products(updates: Tensor, reduce: Reduce) -> Tensor:
+    """Inner products float64 [n + 1, n + 1] of the centred updates and, in the last place, the centre itself."""
+    n = len(updates)
+    wide = wide_dtype(updates.device)
+    sample = sampled_columns(updates).to(wide)
+    centre = reduce(torch.linalg.vecdot(sample, sample), "sum").argmin().reshape(1)  # [1], so it stays on the device
+    del sample  # before there are wide blocks as well
+    total = torch.zeros(n, n, dtype=wide, device=updates.device)
+    for _, rows in wide_blocks(updates):
+        middle = rows.index_select(0, centre)
+        rows.sub_(middle).index_copy_(0, centre, middle)  # replaces its difference from itself, which is 0
+        _add_products(total, rows)
+    on_host = torch.cat([total.flatten(), centre.to(wide)]).cpu().double()  # one copy, to wait for the device once
+    lower, centre = reduce(on_host[:-1].view(n, n), "sum").tril(), int(on_host[-1])
+    require_no_overflow(lower, updates, reduce)
+    products = lower + lower.tril(-1).t()
+    basis = np.zeros((n + 1, n + 1))
+    basis[:n, :n] = products
+    basis[n, :n] = basis[:n, n] = products[centre]
+    basis[n, n] = products[centre, centre]
+    basis[centre] = basis[:, centre] = 0
+    return torch.from_numpy(basis)
+
+
+def _add_products(total: Tensor, rows: Tensor) -> None:
+    """total [n, n] += rows @ rows^T; only the lower triangle is used."""
+    if len(rows) <= FEW and rows.device.type == "cpu":
+        _add_few_products(total.numpy(), rows.numpy())
+        return
+    if len(rows) <= STRIP:
+        total.addmm_(rows, rows.t())
+        return
+    for start in range(0, len(rows), STRIP):
+        end = start + STRIP
+        total[start:, start:end].addmm_(rows[start:], rows[start:end].t())
+
+
+def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:
+    """`_add_products` for few rows, as a stack of products that are too small for several threads."""
+    n, width = rows.shape
+    parts = math.ceil(width / min(512, UNSHARED // n**2))
+    step = width // parts
+    whole = parts * step
+    stack = rows[:, :whole].reshape(n, parts, step).transpose(1, 0, 2)
+    with np.errstate(all="ignore"):  # overflow gives infinity
+        # All rows by all but the last, since NumPy multiplies a matrix with itself more slowly.
+        total[:, :-1] += np.matmul(stack, stack[:, :-1].transpose(0, 2, 1)).sum(0)
+        total[:, :-1] += rows[:, whole:] @ rows[:-1, whole:].T
+        total[-1, -1] += rows[-1] @ rows[-1]
+
+
+def stable_order(values: Tensor) -> Tensor:
+    """Positions of `values` [n] in ascending order, ties by index; values that differ by rounding alone are ties."""
+    numbers = values.numpy()
+    order = numbers.argsort(kind="stable")
+    ascending = numbers[order]
+    with np.errstate(all="ignore"):
+        step = np.diff(ascending) > TIED * np.abs(
+            ascending[:-1]
+        )  # relative to the lower value, since infinity would equal all
+    if not step.all():  # ties
+        rank = np.zeros(len(numbers), dtype=int)
+        rank[order[1:]] = step.cumsum()
+        order = rank.argsort(kind="stable")
+    return torch.from_numpy(order)

@@ -1,0 +1,117 @@
+"""The rows of a rule: the updates, or combinations of them that pre-aggregators return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedsim.aggregation.numerics.columns import Reduce, at_least_float32, combine, keep_own, small_blocks
+from fedsim.aggregation.numerics.gram import Gram
+from fedsim.aggregation.rule import LinearCombination
+from fedsim.system.devices import to_device
+
+
+class LazyRows:
+    """Rows M @ updates [m, d], computed block by block when they are needed.
+
+    Args:
+        updates: [n, d].
+        mixing: M [m, n], float64; None: the rows are the updates.
+        gram: makes the rows' Gram.
+        reduce: see `Gram`.
+        are_combinations: whether the rows are known linear combinations of the original updates.
+    """
+
+    def __init__(
+        self,
+        updates: Tensor,
+        mixing: Tensor | None = None,
+        gram: Callable[[], Gram] | None = None,
+        reduce: Reduce = keep_own,
+        are_combinations: bool = True,
+    ) -> None:
+        self.are_combinations = are_combinations
+        self._updates, self._mixing = updates, mixing
+        self._make_gram = gram or (lambda: Gram(updates, reduce=reduce))
+
+    def __len__(self) -> int:
+        return len(self._updates) if self._mixing is None else len(self._mixing)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self), self._updates.shape[1]
+
+    @property
+    def are_mixed(self) -> bool:
+        """Whether the rows are computed from the updates by a matrix."""
+        return self._mixing is not None
+
+    @cached_property
+    def gram(self) -> Gram:
+        return self._make_gram()
+
+    def mixed(self, matrix: Tensor) -> LazyRows:
+        """The rows matrix [m', m] @ rows."""
+        return LazyRows(
+            self._updates,
+            self._of_updates(matrix),
+            lambda: self.gram.mixed(matrix),
+            are_combinations=self.are_combinations,
+        )
+
+    def replaced(self, rows: Tensor) -> LazyRows:
+        """Rows [m, d] that are no known combinations of the updates."""
+        return LazyRows(rows.to(self._updates.dtype), are_combinations=False)
+
+    def block(self, columns: slice = slice(None)) -> Tensor:
+        """The rows at these columns, [m, columns]."""
+        part = self._updates[:, columns]
+        return part if self._mixing is None else (self._factors @ part.to(self._factors.dtype)).to(part.dtype)
+
+    @cached_property
+    def _factors(self) -> Tensor:
+        assert self._mixing is not None
+        return self._as_factors(self._mixing)
+
+    def _as_factors(self, matrix: Tensor) -> Tensor:
+        """A matrix in the dtype, at least float32, and on the device of the updates."""
+        dtype = torch.promote_types(self._updates.dtype, torch.float32)
+        return to_device(matrix.to(dtype), self._updates.device)
+
+    def row(self, combination: LinearCombination) -> Tensor:
+        """The row [d] that a linear combination of these rows is."""
+        coefficients = self._of_updates(combination.coefficients)
+        if combination.then is None:
+            row = combine(coefficients, self._updates)
+            return row if combination.base is None else row + combination.base
+        rows_of = self._rows_of(coefficients)
+        result = self._updates.new_empty(self._updates.shape[1])
+        for block in small_blocks(self._updates):
+            result[block] = combination.then(at_least_float32(rows_of(self._updates[:, block]))).to(result.dtype)
+        return result
+
+    def _rows_of(self, matrix: Tensor) -> Callable[[Tensor], Tensor]:
+        """The function that maps a block of updates to matrix [m, n] @ block, by selection if the matrix selects rows.
+
+        A row with coefficients of 0 alone is left out, even if it is not finite.
+        """
+        device = self._updates.device
+        if bool((matrix.count_nonzero(1) == 1).all()) and bool(((matrix == 0) | (matrix == 1)).all()):
+            choice = to_device(matrix.argmax(1), device)
+            return lambda block: block[choice]
+        chosen = matrix.any(0).nonzero().flatten()
+        factors, chosen = self._as_factors(matrix[:, chosen]), to_device(chosen, device)
+        return lambda block: (factors @ block[chosen].to(factors.dtype)).to(block.dtype)
+
+    def shares(self, combination: LinearCombination) -> Tensor | None:
+        """The coefficient of each update in a combination, [n]; None if the rows are no combinations of updates."""
+        if not self.are_combinations:
+            return None
+        coefficients = self._of_updates(combination.coefficients)
+        return coefficients if coefficients.ndim == 1 else coefficients.mean(0)
+
+    def _of_updates(self, coefficients: Tensor) -> Tensor:
+        return coefficients if self._mixing is None else coefficients @ self._mixing

@@ -1,0 +1,191 @@
+"""Rules that limit distant rows: clipping of norms, centered clipping and the geometric median."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+
+from fedsim.aggregation.numerics.columns import distances_from, norms
+from fedsim.aggregation.numerics.gram import Gram
+from fedsim.aggregation.numerics.lazy_rows import LazyRows
+from fedsim.aggregation.rule import Count, LinearCombination, Positive, pre_aggregator, require, rule
+from fedsim.errors import ExperimentError
+
+
+def clip_factors(lengths: Tensor, c: float) -> Tensor:
+    """min(1, c / length) for each length [n]; 1 for zero. Raises ExperimentError for an infinite length."""
+    values = lengths.numpy()
+    beyond = np.isinf(values)
+    if beyond.any():
+        raise ExperimentError(f"updates: {beyond.sum()} of {len(values)} rows have infinite norms")
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.fmin(c / values, 1.0))
+
+
+@pre_aggregator("norm_clipping")
+def norm_clipping(updates: Tensor, *, c: Positive) -> LinearCombination:
+    """Each row x becomes x min(1, c / |x|).
+
+    Args:
+        updates: [n, d].
+        c: the largest norm of a result, > 0.
+
+    Returns rows [n, d]. Cost: one pass over the updates, or two if rows are clipped.
+
+    >>> fedsim.pre_aggregate(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), "norm_clipping", c=1.0)
+    tensor([[0.6000, 0.8000],
+            [0.3000, 0.4000]])
+    """
+    return LinearCombination(torch.diag(clip_factors(distances_from(updates, None, c), c)))
+
+
+@rule("norm_clipping")
+def mean_of_clipped(updates: Tensor, *, c: Positive) -> LinearCombination:
+    """The mean of the rows x min(1, c / |x|) (Sun et al. 2019).
+
+    Args:
+        updates: [n, d].
+        c: the largest norm of a clipped row, > 0.
+
+    Returns [d]. Cost: two passes over the updates, or three if rows are clipped.
+
+    >>> fedsim.aggregate(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), rule="norm_clipping", c=1.0)
+    tensor([0.3000, 0.4000])
+    """
+    return LinearCombination(clip_factors(distances_from(updates, None, c), c) / len(updates))
+
+
+@pre_aggregator("arc")
+def arc(updates: Tensor, *, f: Count) -> LinearCombination:
+    """Adaptive robust clipping: the largest norms become the next largest (Allouah et al. 2025).
+
+    The k = floor(2f (n - f) / n) rows of largest norm are scaled to the norm of the next row.
+
+    Args:
+        updates: [n, d].
+        f: number of Byzantine rows, 2f < n.
+
+    Returns rows [n, d]. Cost: one pass over the updates.
+
+    >>> fedsim.pre_aggregate(torch.tensor([[1.0], [2.0], [9.0]]), "arc", f=1)
+    tensor([[1.],
+            [2.],
+            [2.]])
+    """
+    return LinearCombination(torch.diag(_arc_factors(updates, f)))
+
+
+@rule("arc")
+def mean_of_arc(updates: Tensor, *, f: Count) -> LinearCombination:
+    """The mean of the rows after adaptive robust clipping (Allouah et al. 2025).
+
+    The k = floor(2f (n - f) / n) rows of largest norm are scaled to the norm of the next row.
+
+    Args:
+        updates: [n, d].
+        f: number of Byzantine rows, 2f < n.
+
+    Returns [d]. Cost: two passes over the updates.
+
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [90.0]]), rule="arc", f=1)
+    tensor([1.6667])
+    """
+    return LinearCombination(_arc_factors(updates, f) / len(updates))
+
+
+def _arc_factors(updates: Tensor, f: int) -> Tensor:
+    n = len(updates)
+    require(2 * f < n, "arc", "2f < n", f=f, n=n)
+    lengths = norms(updates)
+    clipped = 2 * f * (n - f) // n
+    return clip_factors(lengths, float(lengths.sort(descending=True).values[clipped]))
+
+
+@rule("centered_clipping")
+def centered_clipping(
+    updates: Tensor,
+    last: Tensor | None,
+    *,
+    tau: Positive = 10.0,
+    iterations: PositiveInt = 1,
+    start: Literal["zeros", "mean"] = "zeros",
+) -> LinearCombination:
+    """v += mean of (x_k - v) min(1, tau / |x_k - v|), `iterations` times (Karimireddy et al. 2021).
+
+    v starts at the last round's result; in the first round, and without `last`, at `start`.
+
+    Args:
+        updates: [n, d].
+        last: [d].
+        tau: the largest distance from v that a row keeps, > 0.
+        iterations: >= 1.
+        start: "zeros", or "mean" of the rows.
+
+    Returns [d]. Cost: two passes over the updates for each iteration, or three if rows are clipped.
+
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [90.0]]), rule="centered_clipping", tau=3.0)
+    tensor([2.])
+    """
+    n, centre = len(updates), last  # None: zero
+    if centre is None and start == "mean":
+        centre = updates.mean(0)
+    for iteration in range(iterations):
+        mix = LinearCombination(clip_factors(distances_from(updates, centre, tau), tau) / n)
+        if centre is not None:
+            mix = LinearCombination(mix.coefficients, centre * float(1 - mix.coefficients.sum()))
+        if iteration < iterations - 1:
+            centre = LazyRows(updates).row(mix)
+    return mix
+
+
+@rule("geometric_median")
+def geometric_median(
+    gram: Gram,
+    weights: Tensor | None = None,
+    *,
+    nu: Positive = 1e-6,
+    iterations: PositiveInt = 1_000,
+    tol: Annotated[float, Field(ge=0)] = 1e-10,
+    start: Literal["mean", "zeros"] = "mean",
+) -> LinearCombination:
+    """The z with the least sum of a_k |z - x_k|: RFA, by the smoothed Weiszfeld algorithm (Pillutla et al. 2022).
+
+    a_k are the normalised weights. Each iteration moves z to the mean of the rows with weights a_k / max(nu, |z -
+    x_k|), until z moves by less than tol |z|.
+
+    Args:
+        gram: of the updates [n, d], n >= 1.
+        weights: [n]; None: equal weights.
+        nu: smallest distance, > 0.
+        iterations: the most iterations.
+        tol: relative tolerance, >= 0.
+        start: "mean" of the rows, or "zeros".
+
+    Returns [d]. Raises ExperimentError if all weights are zero. Cost: one n x n x d matrix product, since all iterates
+    are combinations of the rows.
+
+    >>> fedsim.aggregate(torch.tensor([[0.0, 0.0], [1.0, 0.0], [9.0, 0.0]]).double(), rule="geometric_median").round()
+    tensor([1., 0.], dtype=torch.float64)
+    """
+    n = len(gram)
+    shares = torch.full((n,), 1 / n, dtype=torch.double) if weights is None else weights / weights.sum()
+    if not bool(shares.isfinite().all()):
+        raise ExperimentError("geometric_median: all weights of this cohort are zero")
+    point = shares
+    distances = gram.norms if start == "zeros" else gram.squared_distances_to(shares).sqrt()
+    for iteration in range(iterations):
+        pull = shares / distances.clamp(min=nu)
+        moved = pull / pull.sum()
+        settled = False
+        if iteration or start == "mean":
+            step = float((moved - point) @ gram.offsets @ (moved - point))
+            settled = max(0.0, step) <= tol**2 * gram.squared_norm(moved)
+        point = moved
+        if settled:
+            break
+        distances = gram.squared_distances_to(point).sqrt()
+    return LinearCombination(point)

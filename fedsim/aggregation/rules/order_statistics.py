@@ -1,0 +1,103 @@
+"""Rules that treat each coordinate separately."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedsim.aggregation.numerics.columns import map_columns
+from fedsim.aggregation.numerics.sorting import map_sorted_columns, mean_nearest, middle, middle_places
+from fedsim.aggregation.rule import Count, require, rule
+
+
+@rule("median", columnwise=True)
+def median(updates: Tensor) -> Tensor:
+    """The median of each coordinate; the mean of the two middle values for even n (Yin et al. 2018).
+
+    Args:
+        updates: [n, d], n >= 1.
+
+    Returns [d]. Cost: n log n comparisons per coordinate.
+
+    >>> fedsim.aggregate(torch.tensor([[1.0, 9.0], [2.0, 8.0], [99.0, -99.0]]), rule="median")
+    tensor([2., 8.])
+    """
+    return map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(len(updates)))
+
+
+@rule("trimmed_mean", columnwise=True)
+def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
+    """Per coordinate the mean without the f largest and the f smallest values (Yin et al. 2018).
+
+    Args:
+        updates: [n, d].
+        f: number of values to drop at each end, 2f < n; 0 is the mean.
+
+    Returns [d]. Cost: n log n comparisons per coordinate.
+
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="trimmed_mean", f=1)
+    tensor([2.5000])
+    """
+    n = len(updates)
+    require(2 * f < n, "trimmed_mean", "2f < n", f=f, n=n)
+    return map_sorted_columns(updates, lambda ascending, _: ascending.mean(0), range(f, n - f))
+
+
+@rule("meamed", columnwise=True)
+def meamed(updates: Tensor, *, f: Count) -> Tensor:
+    """Mean around median: per coordinate the mean of the n - f values nearest the median (Xie et al. 2018).
+
+    Ties go to the first rows.
+
+    Args:
+        updates: [n, d].
+        f: number of Byzantine rows, 2f < n.
+
+    Returns [d]. Cost: n log n comparisons per coordinate.
+
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="meamed", f=1)
+    tensor([2.])
+    """
+    n = len(updates)
+    require(2 * f < n, "meamed", "2f < n", f=f, n=n)
+    return map_sorted_columns(
+        updates, lambda ascending, block: mean_nearest(ascending, block, middle(ascending), n - f)
+    )
+
+
+@rule("phocas", columnwise=True)
+def phocas(updates: Tensor, *, f: Count) -> Tensor:
+    """Per coordinate the mean of the n - f values nearest the f-trimmed mean (Xie et al. 2018, "Phocas").
+
+    Ties go to the first rows.
+
+    Args:
+        updates: [n, d].
+        f: number of Byzantine rows, 2f < n.
+
+    Returns [d]. Cost: n log n comparisons per coordinate.
+
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="phocas", f=1)
+    tensor([2.])
+    """
+    n = len(updates)
+    require(2 * f < n, "phocas", "2f < n", f=f, n=n)
+
+    def around_trimmed_mean(ascending: Tensor, block: Tensor) -> Tensor:
+        return mean_nearest(ascending, block, ascending[f : n - f].mean(0), n - f)
+
+    return map_sorted_columns(updates, around_trimmed_mean)
+
+
+@rule("sign_vote", columnwise=True)
+def sign_vote(updates: Tensor) -> Tensor:
+    """Majority vote on the sign of each coordinate: sign(sum_k sign(x_k)), ties 0 (signSGD, Bernstein et al. 2019).
+
+    Args:
+        updates: [n, d].
+
+    Returns [d] of -1, 0 and 1, which need a small server learning rate. Cost: one pass over the updates.
+
+    >>> fedsim.aggregate(torch.tensor([[0.1, 0.1], [0.2, -0.2], [-90.0, 0.0]]), rule="sign_vote")
+    tensor([1., 0.])
+    """
+    return map_columns(updates, lambda block: block.sign().sum(0).sign())

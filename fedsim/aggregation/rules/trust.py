@@ -1,0 +1,95 @@
+"""Rules that weight workers by trust."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedsim.aggregation.numerics.columns import norms, products_with
+from fedsim.aggregation.numerics.gram import TIED, Gram
+from fedsim.aggregation.rule import LinearCombination, require, rule
+from fedsim.system.devices import to_device
+
+
+@rule("fltrust")
+def fltrust(updates: Tensor, root: Tensor) -> LinearCombination:
+    """Rows are weighted by their agreement with the server's own update (Cao et al. 2021).
+
+    With g0 = `root`, row x_k gets the trust t_k = relu(cos(x_k, g0)) and is scaled to |g0|. The result is
+    sum t_k x_k |g0| / |x_k| / sum t_k, and zero if all trusts are zero.
+
+    Args:
+        updates: [n, d].
+        root: [d], the update on the server's own data.
+
+    Returns [d]. Cost: three passes over the updates.
+
+    >>> updates = torch.tensor([[2.0, 0.0], [-9.0, 0.0]])
+    >>> fedsim.aggregate(updates, rule="fltrust", root=torch.tensor([1.0, 0.0]))
+    tensor([1., 0.])
+    """
+    lengths, length = norms(updates), norms(root.unsqueeze(0))
+    both = lengths * length
+    trust = torch.where(both > 0, products_with(updates, root).cpu().double() / both, 0.0).clamp(min=0)  # cosines
+    if not bool(trust.any()):
+        return LinearCombination(torch.zeros_like(trust))
+    return LinearCombination(torch.where(lengths > 0, length / lengths, 0.0) * trust / trust.sum())
+
+
+@rule("foolsgold")
+def foolsgold(
+    updates: Tensor, workers: list[int], state: dict[str, Tensor] | None
+) -> tuple[LinearCombination, dict[str, Tensor]]:
+    """Workers whose updates have been alike over the rounds get a low weight (Fung et al. 2020).
+
+    H_k is the sum of worker k's updates so far, cs_ij = cos(H_i, H_j) with cs_ii = 0, v_i = max_j cs_ij. Pardoning: if
+    v_j > v_i, cs_ij is scaled by v_i / v_j. Then a_i = 1 - max_j cs_ij, clipped to [0, 1], is divided by the largest
+    (values below 1e-12 count as 0), becomes logit(a) + 1/2, is clipped to [0, 1], and weights the rows. The result is
+    zero if all weights are zero.
+
+    Args:
+        updates: [n, d], n >= 2.
+        workers: the n workers' numbers.
+        state: the histories; None: histories are not kept.
+
+    Returns [d] and the next state. Cost: an [n, d] history, and one n x n x d matrix product.
+
+    >>> updates = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0], [-1.0, -1.0]])
+    >>> fedsim.aggregate(updates, rule="foolsgold")
+    tensor([0.5000, 0.5000])
+    """
+    require(len(updates) >= 2, "foolsgold", "n >= 2", n=len(updates))
+    history, state = _with_history(updates, workers, state)
+    gram = Gram(history)
+    lengths = gram.norms.unsqueeze(0) * gram.norms.unsqueeze(1)
+    alike = torch.where(lengths > 0, gram.products / lengths, 0.0).clamp(-1, 1).fill_diagonal_(0)
+    most = alike.amax(1)
+    ratio = most.unsqueeze(1) / most.unsqueeze(0)
+    alike = torch.where(most.unsqueeze(0) > most.unsqueeze(1), alike * ratio, alike)
+    a = (1 - alike.amax(1)).clamp(0, 1)
+    a = torch.where(a > TIED, a, 0)  # a cosine of 1, but for rounding
+    if not bool(a.any()):
+        return LinearCombination(torch.zeros_like(a)), state
+    a = ((a / a.max()).logit() + 0.5).clamp(0, 1)
+    return LinearCombination(a / a.sum()), state
+
+
+def _with_history(
+    updates: Tensor, workers: list[int], state: dict[str, Tensor] | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of each row's worker's updates so far [n, d], and the state that remembers it.
+
+    Without a state nothing is remembered, nor copied.
+    """
+    if state is None:
+        return updates, {}
+    numbers = torch.tensor(workers)
+    if not state:
+        return updates, {"workers": numbers, "histories": updates.clone()}
+    known = {worker: place for place, worker in enumerate(state["workers"].tolist())}
+    new = [worker for worker in workers if worker not in known]
+    places = {**known, **{worker: len(known) + i for i, worker in enumerate(new)}}
+    histories = torch.cat([state["histories"], updates.new_zeros(len(new), updates.shape[1])])
+    rows = to_device(torch.tensor([places[worker] for worker in workers]), updates.device)
+    histories[rows] += updates
+    return histories[rows], {"workers": torch.tensor(list(places)), "histories": histories}

@@ -1,0 +1,246 @@
+"""Policies whose workers send the gradient of one step, and which step the global row when gradients arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from fedsim.asynchronous.policy import Arrival, Locking, Policy, StateScope, policy
+from fedsim.asynchronous.server_state import Server
+from fedsim.clients import NonNegative, State
+from fedsim.errors import ExperimentError
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+@policy("hogwild")
+@dataclass(frozen=True)
+class Hogwild(Policy):
+    """Hogwild: each gradient is a step of the global row on arrival, without any lock. Recht et al. 2011.
+
+    In a race, processes read and write the row in place, and may overwrite each other's steps. On the clock, a step is
+    whole, and its gradient is as stale as the delays make it.
+
+    Args:
+        momentum: "private": each worker has its own; "shared": all workers have one. See `local.momentum`.
+
+    >>> Hogwild().locking, Hogwild(momentum="shared").state_scope
+    ('nothing', frozenset({'shared'}))
+    """
+
+    locking: ClassVar[Locking] = "nothing"
+
+    momentum: Literal["private", "shared"] = "private"
+
+    @property
+    def state_scope(self) -> StateScope:
+        return frozenset([self.momentum])
+
+    def take(self, server: Server, arrival: Arrival) -> None:
+        server.step(server.rows[arrival.slot], arrival.slot if self.momentum == "private" else None)
+        server.mix_buffers([arrival.slot])
+
+
+@policy("locked")
+@dataclass(frozen=True)
+class Locked(Hogwild):
+    """Hogwild with a lock around each read and each step of the row, so that a race tears and loses nothing.
+
+    On the clock, it is the same as hogwild.
+
+    >>> Locked().locking
+    'server'
+    """
+
+    locking: ClassVar[Locking] = "server"
+
+
+@policy("asgd")
+@dataclass(frozen=True)
+class ASGD(Policy):
+    """Asynchronous SGD (Downpour): W -= lr g when the gradient g of a worker arrives. Dean et al. 2012.
+
+    Args:
+        n_fetch: a worker reads W before every n_fetch-th step, and steps its own replica in between.
+        n_push: a worker sends the sum of the gradients of n_push steps.
+
+    >>> [ASGD(n_fetch=2, n_push=3).traffic(unit) for unit in range(4)]  # (sent, received) of each step
+    [(0, 1), (0, 0), (1, 1), (0, 0)]
+    """
+
+    n_fetch: PositiveInt = 1
+    n_push: PositiveInt = 1
+
+    @property
+    def needs_replicas(self) -> bool:
+        return self.n_fetch > 1
+
+    @property
+    def state_scope(self) -> StateScope:
+        return frozenset(["shared", "private"] if self.needs_replicas else ["shared"])
+
+    def start(self, server: Server) -> State:
+        return {"unsent": torch.zeros_like(server.shared.rows)} if self.n_push > 1 else {}
+
+    def pull(self, server: Server, slot: int) -> None:
+        if server.units[slot] % self.n_fetch == 0:
+            server.pull(slot)
+
+    def take(self, server: Server, arrival: Arrival) -> None:
+        slot, unit = arrival.slot, arrival.unit
+        gradient = server.rows[slot]
+        if (unit + 1) % self.n_fetch:
+            server.step_replica(slot, gradient.clone())
+        if self.n_push > 1:
+            gradient = server.policy_state["unsent"][slot].add_(gradient)
+        if (unit + 1) % self.n_push == 0:
+            server.step(gradient)
+            server.mix_buffers([slot])
+            if self.n_push > 1:
+                gradient.zero_()
+
+    def traffic(self, unit: int) -> tuple[int, int]:
+        return int((unit + 1) % self.n_push == 0), int(unit % self.n_fetch == 0)
+
+
+@policy("staleness_aware")
+@dataclass(frozen=True)
+class StalenessAware(Policy):
+    """Staleness-aware SGD: W -= lr / max(1, tau) g for a gradient g of staleness tau. Zhang et al. 2016.
+
+    Args:
+        softsync: the n of n-softsync, from 1 to the number of workers. A step is the mean of floor(workers / n)
+            gradients, each divided by its own staleness. None: each gradient is a step.
+
+    >>> StalenessAware(softsync=5).check(n_workers=4)
+    Traceback (most recent call last):
+    fedsim.errors.ExperimentError: policy.softsync = 5: must be at most the 4 workers at work
+    """
+
+    softsync: PositiveInt | None = None
+
+    def check(self, n_workers: int) -> None:
+        if self.softsync is not None and self.softsync > n_workers:
+            raise ExperimentError(f"policy.softsync = {self.softsync}: must be at most the {n_workers} workers at work")
+
+    def start(self, server: Server) -> State:
+        return {"sum": torch.zeros_like(server.global_row), "count": torch.zeros(1, dtype=torch.int64)}
+
+    def take(self, server: Server, arrival: Arrival) -> None:
+        total, count = server.policy_state["sum"], server.policy_state["count"]
+        needed = server.n // (self.softsync or server.n)
+        total.add_(server.rows[arrival.slot], alpha=1 / (max(1, arrival.staleness) * needed))
+        count += 1
+        server.mix_buffers([arrival.slot])
+        if int(count) == needed:
+            server.step(total)
+            total.zero_()
+            count.zero_()
+
+    def buffered(self, server: Server) -> int:
+        return int(server.policy_state["count"])
+
+
+@policy("dc_asgd")
+@dataclass(frozen=True)
+class DelayCompensated(Policy):
+    """Delay-compensated ASGD: a step along g + lam g*g*(W - W_read), for a gradient g taken at W_read.
+
+    Zheng et al. 2017.
+
+    Args:
+        lam: at least 0, which is asgd.
+        adaptive: divide lam element by element by sqrt(v + 1e-7), v = m v + (1 - m) g*g of each worker (DC-ASGD-a);
+            else lam is constant (DC-ASGD-c).
+        m: decay of v, from 0 to below 1; for `adaptive` only.
+
+    >>> DelayCompensated(m=0.5)
+    Traceback (most recent call last):
+    fedsim.errors.ExperimentError: policy.m = 0.5: goes with policy.adaptive = true
+    """
+
+    lam: NonNegative = 0.04
+    adaptive: bool = False
+    m: Decay = 0.95
+
+    def __post_init__(self) -> None:
+        if not self.adaptive and self.m != DelayCompensated.m:
+            raise ExperimentError(f"policy.m = {self.m:g}: goes with policy.adaptive = true")
+
+    @property
+    def needs_replicas(self) -> bool:
+        return True
+
+    def start(self, server: Server) -> State:
+        return {"mean_square": torch.zeros_like(server.shared.rows)} if self.adaptive else {}
+
+    def take(self, server: Server, arrival: Arrival) -> None:
+        slot = arrival.slot
+        gradient, square = server.rows[slot], server.rows[slot].square()
+        correction = (server.global_row - server.replicas[slot]).mul_(square)
+        if self.adaptive:
+            mean_square = server.policy_state["mean_square"][slot].mul_(self.m).add_(square, alpha=1 - self.m)
+            correction.div_(mean_square.add(1e-7).sqrt_())
+        server.step(gradient.add_(correction, alpha=self.lam))
+        server.mix_buffers([slot])
+
+
+@policy("ssp")
+@dataclass(frozen=True)
+class StaleSynchronous(Policy):
+    """Stale synchronous parallel: asgd, where a worker more than s steps ahead of the slowest one waits.
+
+    Ho et al. 2013. The gradients of waiting workers are one step along their mean, which the server takes before the
+    next worker reads the row. So s = 0 takes the steps of `sync = "gradients"`.
+
+    Args:
+        s: number of steps that a worker may be ahead; 0 is synchronous SGD, "inf" is asgd.
+
+    >>> StaleSynchronous(s="inf")
+    StaleSynchronous(s='inf')
+    """
+
+    s: NonNegativeInt | Literal["inf"] = 3
+
+    def start(self, server: Server) -> State:
+        counts = {name: torch.zeros(server.n, dtype=torch.int64) for name in ("clocks", "buffered")}
+        return {**counts, "slowest": torch.zeros(1, dtype=torch.int64)}  # the least clock of the workers alive
+
+    def may_start(self, server: Server, slot: int) -> bool:
+        if self.s == "inf":
+            return True
+        return bool(server.policy_state["clocks"].numpy()[slot] - server.policy_state["slowest"].numpy()[0] <= self.s)
+
+    def pull(self, server: Server, slot: int) -> None:
+        self._apply(server)
+        server.pull(slot)
+
+    def take(self, server: Server, arrival: Arrival) -> None:
+        slot, clocks = arrival.slot, server.policy_state["clocks"].numpy()
+        clocks[slot] = arrival.unit + 1
+        server.policy_state["buffered"].numpy()[slot] = 1
+        if arrival.unit == server.policy_state["slowest"].numpy()[0]:
+            self._find_slowest(server)
+        if self.may_start(server, slot):
+            self._apply(server)
+
+    def on_departure(self, server: Server) -> None:
+        self._find_slowest(server)
+
+    def _find_slowest(self, server: Server) -> None:
+        if len(alive := server.alive):
+            server.policy_state["slowest"][0] = int(server.policy_state["clocks"].numpy()[alive].min())
+
+    def buffered(self, server: Server) -> int:
+        return int(server.policy_state["buffered"].sum())
+
+    def _apply(self, server: Server) -> None:
+        buffered = server.policy_state["buffered"].numpy()
+        slots = buffered.nonzero()[0].tolist()
+        if slots:
+            server.step(server.mean(slots))
+            server.mix_buffers(slots)
+            buffered[:] = 0

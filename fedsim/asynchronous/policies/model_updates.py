@@ -1,0 +1,174 @@
+"""Policies whose workers send a model after a round of local training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from fedsim.asynchronous.policy import Arrival, Policy, policy
+from fedsim.asynchronous.server_state import Server
+from fedsim.clients import NonNegative, State
+from fedsim.errors import ExperimentError
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+WEIGHTINGS: dict[str, Callable[[int, float, int], float]] = {
+    "constant": lambda tau, a, b: 1.0,
+    "hinge": lambda tau, a, b: 1.0 if tau <= b else 1 / (a * (tau - b) + 1),
+    "polynomial": lambda tau, a, b: (tau + 1) ** -a,
+}
+
+
+@policy("fedasync")
+@dataclass(frozen=True)
+class FedAsync(Policy):
+    """FedAsync: W = (1 - alpha s(tau)) W + alpha s(tau) x for a model x of staleness tau. Xie et al. 2019.
+
+    The paper's proximal term is `local.solver = "fedprox"`.
+
+    Args:
+        alpha: weight of a model without staleness, above 0, at most 1.
+        staleness: s(tau) is 1 ("constant"); 1 up to b and 1 / (a (tau - b) + 1) above b ("hinge"); or (tau + 1)^-a
+            ("polynomial").
+        a, b: parameters of s.
+
+    >>> WEIGHTINGS["polynomial"](3, 0.5, 4)  # s(tau = 3) with a = 0.5
+    0.5
+    """
+
+    work, allows_sampling = "model", True
+
+    alpha: Fraction = 0.6
+    staleness: Literal["constant", "hinge", "polynomial"] = "polynomial"
+    a: NonNegative = 0.5
+    b: NonNegativeInt = 4
+
+    def __post_init__(self) -> None:
+        if self.staleness == "constant" and self.a != FedAsync.a:
+            raise ExperimentError(f'policy.a = {self.a:g}: goes with policy.staleness = "hinge" or "polynomial"')
+        if self.staleness != "hinge" and self.b != FedAsync.b:
+            raise ExperimentError(f'policy.b = {self.b}: goes with policy.staleness = "hinge"')
+
+    @property
+    def needs_replicas(self) -> bool:
+        return False
+
+    def take(self, server: Server, arrival: Arrival) -> None:
+        share = self.alpha * WEIGHTINGS[self.staleness](arrival.staleness, self.a, self.b)
+        server.global_row.lerp_(server.rows[arrival.slot], share)
+        server.increment_version()
+        server.mix_buffers([arrival.slot], share)
+
+
+@policy("fedbuff")
+@dataclass(frozen=True)
+class FedBuff(Policy):
+    """FedBuff: the server optimizer steps along the mean of k buffered deltas, each times (1 + tau)^-exponent.
+
+    Nguyen et al. 2022. The paper's concurrency is the key `cohort`. BatchNorm statistics B of the server move with each
+    step too: B += sum s_i (b_i - B) / k, for the statistics b_i and weights s_i of the k deltas.
+
+    Args:
+        k: size of the buffer; None: the number of workers at work.
+        exponent: at least 0; 0 weights all deltas equally.
+
+    >>> FedBuff(k=10).uses_server_optimizer
+    True
+    """
+
+    work, allows_sampling, uses_server_optimizer = "model", True, True
+
+    k: PositiveInt | None = None
+    exponent: NonNegative = 0.5
+
+    def start(self, server: Server) -> State:
+        wide = server.shared.buffers.dtype
+        return {
+            "sum": torch.zeros_like(server.global_row, dtype=wide),
+            "count": torch.zeros(1, dtype=torch.int64),
+            "buffers": torch.zeros_like(server.shared.global_buffers),
+            "weight": torch.zeros(1, dtype=torch.double),  # sum of the weights in `buffers`
+        }
+
+    def take(self, server: Server, arrival: Arrival) -> None:
+        total, count, buffers, weight = (server.policy_state[name] for name in ("sum", "count", "buffers", "weight"))
+        k, slot = self.k or server.n, arrival.slot
+        share = (1 + arrival.staleness) ** -self.exponent / k
+        total.add_(server.delta(slot), alpha=share)
+        buffers.add_(server.shared.buffers[slot], alpha=share)
+        weight += share
+        count += 1
+        if int(count) == k:
+            server.update(total)
+            server.move_buffers(buffers / float(weight), float(weight))
+            for tensor in (total, count, buffers, weight):
+                tensor.zero_()
+
+    def buffered(self, server: Server) -> int:
+        return int(server.policy_state["count"])
+
+
+@policy("async_local_sgd")
+@dataclass(frozen=True)
+class AsyncLocalSGD(Policy):
+    """Asynchronous local SGD: steps along pseudo-gradients g = W_read - x with delayed Nesterov momentum.
+
+    Liu et al. 2024. On most arrivals W -= lr (g / n + c beta m). On every n-th arrival, m = beta m + (sum of the last n
+    g) / n, then W -= lr (g / n + (1 - c n + c) beta m). So n arrivals apply the momentum once.
+
+    Args:
+        lr: outer learning rate, at least 0.
+        beta: momentum, from 0 to below 1.
+        n: None: the number of workers at work.
+        c: from 0 to 1/n, the share of the momentum that each of the other arrivals applies.
+        dylu: dynamic local updates: a worker whose steps take r times as long as the fastest worker's takes 1/r of the
+            scheduled steps, at least one.
+
+    >>> AsyncLocalSGD(c=0.3).check(n_workers=4)
+    Traceback (most recent call last):
+    fedsim.errors.ExperimentError: policy.c = 0.3: must be at most 1/n, 1/4
+    """
+
+    work = "model"
+
+    lr: NonNegative = 0.7
+    beta: Decay = 0.9
+    n: PositiveInt | None = None
+    c: NonNegative = 0.0
+    dylu: bool = False
+
+    def check(self, n_workers: int) -> None:
+        n = self.n or n_workers
+        if self.c > 1 / n:
+            raise ExperimentError(f"policy.c = {self.c:g}: must be at most 1/n, 1/{n}")
+
+    def start(self, server: Server) -> State:
+        wide = server.shared.buffers.dtype
+        rows = {name: torch.zeros_like(server.global_row, dtype=wide) for name in ("sum", "momentum")}
+        return {**rows, "count": torch.zeros(1, dtype=torch.int64)}
+
+    def local_steps(self, server: Server, slot: int, scheduled: int) -> int | None:
+        if not self.dylu:
+            return None
+        taken = server.step_seconds.numpy()
+        return max(1, int(scheduled * taken[server.alive].min() / taken[slot] + 1e-9))
+
+    def take(self, server: Server, arrival: Arrival) -> None:
+        total, momentum, count = (server.policy_state[name] for name in ("sum", "momentum", "count"))
+        delta, n = server.delta(arrival.slot), self.n or server.n
+        total.add_(delta)
+        count += 1
+        share = self.c
+        if int(count) == n:
+            momentum.mul_(self.beta).add_(total, alpha=1 / n)
+            share = 1 - self.c * n + self.c
+            total.zero_()
+            count.zero_()
+        server.global_row.add_(delta.div_(n).add_(momentum, alpha=share * self.beta), alpha=self.lr)
+        server.increment_version()
+        server.mix_buffers([arrival.slot])

@@ -1,0 +1,1 @@
+"""Races: processes that train on shared rows at the same time."""

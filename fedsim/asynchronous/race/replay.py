@@ -1,0 +1,104 @@
+"""Repeating a race: work items start and arrive in the order of its log, with the same bits as in the race."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import merge
+from typing import Any, NamedTuple
+
+from fedsim.asynchronous.checkpoint_schema import DispatcherState
+from fedsim.asynchronous.dispatch import Dispatcher, Train
+from fedsim.asynchronous.race.log import CANCELLED, LEFT, Entry
+from fedsim.asynchronous.scheduler import Scheduler
+from fedsim.asynchronous.server_state import Server
+from fedsim.errors import ExperimentError, show
+
+MOST_STEPS = 1_000  # of a work item, times its scheduled steps
+
+
+class Event(NamedTuple):
+    """The start or the arrival of a work item; `number` orders the events of a round."""
+
+    number: int
+    starts: bool
+    entry: Entry
+
+
+class LoggedOrder:
+    """Runs a policy in the order of a logged race; a source of events like the `VirtualClock`.
+
+    Args:
+        log: entries by round, each in the order of their arrivals.
+        path: of the log, for error messages.
+        train: computes work items, see `Dispatcher`.
+
+    Raises ExperimentError as soon as an event differs from the log.
+    """
+
+    now = None  # a replay has no virtual time
+
+    def __init__(
+        self, log: Mapping[int, Sequence[Entry]], path: str, server: Server, scheduler: Scheduler, train: Train
+    ) -> None:
+        self._log, self._path, self._server = log, path, server
+        self.dispatcher = Dispatcher(server, scheduler, train)
+
+    def run_round(self, round: int) -> None:
+        """Repeat a round."""
+        if round not in self._log:
+            raise ExperimentError(f"clock.log = {show(self._path)}: has {len(self._log)} rounds, not {round}")
+        for event in events_of(self._log[round]):
+            slot = event.entry.worker
+            self._require(slot < self._server.n, event, f"there is no worker {slot}")
+            if event.entry.kind == LEFT:
+                self._server.alive_mask[slot] = 0
+                self._server.policy.on_departure(self._server)
+            elif event.starts:
+                self._start(event)
+            else:
+                self._arrive(event)
+        self._server.revive_all()
+
+    def state(self) -> dict[str, Any]:
+        """The state between two rounds, in JSON types."""
+        return self.dispatcher.state()
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue from such a state, with the server's tensors as they were then."""
+        self.dispatcher.resume(DispatcherState.model_validate(state))
+
+    def _start(self, event: Event) -> None:
+        slot, entry, dispatcher = event.entry.worker, event.entry, self.dispatcher
+        self._require(slot not in dispatcher.in_flight, event, f"worker {slot} starts while it is busy")
+        item = dispatcher.dispatch(slot, entry.steps or None)
+        most = MOST_STEPS * dispatcher.scheduler.steps(item._replace(steps=None))
+        self._require(entry.steps <= most, event, f"worker {slot} takes {entry.steps} steps, and at most {most} fit")
+        self._compare(event, f"worker {slot} reads", entry.read, int(self._server.read[slot]))
+
+    def _arrive(self, event: Event) -> None:
+        slot, entry, dispatcher = event.entry.worker, event.entry, self.dispatcher
+        self._require(slot in dispatcher.in_flight, event, f"worker {slot} has not started the work that arrives")
+        if slot in dispatcher.untrained:
+            dispatcher.train(dispatcher.in_flight)
+        self._compare(event, f"the work of worker {slot} finds", entry.applied, self._server.version)
+        cancelled = entry.kind == CANCELLED
+        self._require(dispatcher.is_stale(slot) == cancelled, event, f"the work of worker {slot} is not as stale")
+        if cancelled:
+            dispatcher.cancel(slot)
+        else:
+            dispatcher.receive(slot)
+
+    def _compare(self, event: Event, what: str, version: int, here: int) -> None:
+        self._require(version == here, event, f"{what} version {version}, and here it is {here}")
+
+    def _require(self, holds: bool, event: Event, problem: str) -> None:
+        if not holds:
+            raise ExperimentError(
+                f"clock.log = {show(self._path)}: does not fit this experiment: at event {event.number} {problem}"
+            )
+
+
+def events_of(entries: Sequence[Entry]) -> Iterator[Event]:
+    """All starts and arrivals of a round, in order."""
+    starts = sorted(Event(entry.begun, True, entry) for entry in entries if entry.kind != LEFT)
+    return merge(starts, sorted(Event(entry.taken, False, entry) for entry in entries))

@@ -1,0 +1,99 @@
+"""What racing processes share beside the server: locks, the status of each slot, and counters of lost updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.asynchronous.race.locks import Locks
+from fedsim.engines.pool.barrier import LINE
+from fedsim.engines.pool.shared_memory import share
+
+COORDINATES = 64  # of a loss counter
+
+WRITES_BEGUN, WRITES_ENDED, ADDED, STATUS = range(4)  # columns of `RaceState.slots`
+IDLE, BUSY, FINISHED, HELD_BACK = range(4)  # values of STATUS; the last two end a round
+
+
+@dataclass
+class RaceState:
+    """The shared state of one round of a race with n slots.
+
+    Attributes:
+        loss_counters: float64 [n, COORDINATES] on the model's device. Each update adds 1 to one or two rows, by an
+            operation like that on the model. A missing 1 was overwritten by another process.
+        slots: int64 [n, LINE], for each slot the number of writes to the model that it began and ended, the number of
+            additions to loss counters, and its status. Only the process of a slot writes its row.
+        events: int64 [1], number of started and arrived work items, counted under the server's lock.
+    """
+
+    loss_counters: Tensor
+    slots: Tensor
+    events: Tensor
+    locks: Locks = field(default_factory=Locks)
+
+    @classmethod
+    def of(cls, slots: int, device: torch.device) -> RaceState:
+        """The state in shared memory."""
+        race_state = cls(
+            loss_counters=torch.zeros(slots, COORDINATES, dtype=torch.double, device=device),
+            slots=torch.zeros(slots, LINE, dtype=torch.int64),
+            events=torch.zeros(1, dtype=torch.int64),
+        )
+        share([race_state.loss_counters, race_state.slots, race_state.events])
+        return race_state
+
+    def clear(self) -> None:
+        """Set all to zero before a round."""
+        for tensor in (self.loss_counters, self.slots, self.events):
+            tensor.zero_()
+
+    def column(self, column: int) -> np.ndarray:
+        """A live view of a column of `slots`, [n]."""
+        return self.slots.numpy()[:, column]
+
+    def add(self, slot: int, counters: Sequence[int] = (0,)) -> None:
+        """Add 1 to these loss counters, for an update by `slot`."""
+        for counter in counters:
+            self.loss_counters[counter].add_(1.0)
+        self.slots.numpy()[slot, ADDED] += len(counters)
+
+    def lost(self) -> float:
+        """Number of overwritten additions, as a mean over the coordinates."""
+        return int(self.column(ADDED).sum()) - float(self.loss_counters.sum()) / COORDINATES
+
+
+@dataclass
+class Measures:
+    """Measurements of a race: of one process, or summed over several.
+
+    Attributes:
+        updates: number of work items whose result the policy took.
+        overlapped: number of gradients during which another process wrote the row that they were computed at.
+        locks_taken, locks_waited, lock_seconds: see `Locks`.
+        held_back: number of times that a worker ended its round early because no other worker could let it start.
+        began, ended: earliest start and latest end, in seconds of `time.perf_counter`.
+    """
+
+    updates: int = 0
+    overlapped: int = 0
+    locks_taken: int = 0
+    locks_waited: int = 0
+    lock_seconds: float = 0.0
+    held_back: int = 0
+    began: float = float("inf")
+    ended: float = 0.0
+
+    def add(self, other: Measures) -> None:
+        """Add the measurements of another process or run."""
+        for name in ("updates", "overlapped", "locks_taken", "locks_waited", "lock_seconds", "held_back"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.began, self.ended = min(self.began, other.began), max(self.ended, other.ended)
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began

@@ -1,0 +1,222 @@
+"""The part of one process in a race: what its workers do from the start of a round to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fedsim.asynchronous.checkpoint_schema import SchedulerState
+from fedsim.asynchronous.dispatch import Dispatcher, RoundStats
+from fedsim.asynchronous.race.log import CANCELLED, LEFT, TAKEN, Entry
+from fedsim.asynchronous.race.state import BUSY, FINISHED, HELD_BACK, IDLE, STATUS, WRITES_ENDED, Measures, RaceState
+from fedsim.asynchronous.scheduler import Scheduler
+from fedsim.asynchronous.server_state import Server
+from fedsim.engines.executor import Executor
+from fedsim.engines.pool.barrier import LOCK
+from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.trainers.batches import WorkItem
+from fedsim.system.devices import synchronize
+from fedsim.system.precision import full_precision
+
+SERVER_LOCK = 0  # the lock of slot i has number 1 + i
+FIRST_SLEEP, LONGEST_SLEEP = 0.00005, 0.005  # seconds, while no worker of the process may start
+Progress = list[tuple[int, dict[str, Any]]]  # (run, state of its scheduler)
+
+
+@dataclass
+class ProcessResult:
+    """The result of one process in a round.
+
+    Attributes:
+        entries: of the log, int64 [work items, fields], if the policy locks the server.
+    """
+
+    stats: RoundStats = field(default_factory=RoundStats)
+    measures: Measures = field(default_factory=Measures)
+    entries: np.ndarray = field(default_factory=lambda: np.zeros((0, len(Entry._fields)), dtype=np.int64))
+
+
+class RaceWorker(ABC):
+    """The workers of one process, which take turns, one work item at a time.
+
+    Args:
+        slots: the slots of these workers.
+    """
+
+    def __init__(
+        self, process: ProcessContext, executor: Executor, server: Server, race_state: RaceState, slots: Sequence[int]
+    ) -> None:
+        self._process, self._executor, self._slots = process, executor, slots
+        self._server, self._policy, self._race_state = server, server.policy, race_state
+        self._writes_ended = race_state.column(WRITES_ENDED)
+        self._schedulers: dict[int, Scheduler] = {}  # by run
+
+    def race(self, run: int, round: int) -> ProcessResult:
+        """Run this process's part of a round; all processes start together."""
+        result, locks = ProcessResult(), self._race_state.locks
+        measures = result.measures
+        locks.reset_counts()
+        with full_precision(self._executor.task.device):
+            self._process.barrier.wait()
+            measures.began = time.perf_counter()
+            self._run_round(run, round, result)
+            measures.ended = time.perf_counter()
+        measures.locks_taken, measures.locks_waited, measures.lock_seconds = locks.taken, locks.waited, locks.seconds
+        return result
+
+    def progress(self) -> Progress:
+        """The state of the scheduler of each run."""
+        return [(run, scheduler.state()) for run, scheduler in self._schedulers.items()]
+
+    def resume(self, progress: Progress) -> None:
+        """Continue from the progress of all processes, of which each takes that of its own workers."""
+        self._schedulers.clear()
+        for run, state in progress:
+            done = [(worker, count) for worker, count in state["done"] if worker in self._slots]
+            if done:
+                self._scheduler(run).resume(SchedulerState(done=done, drawn=0), [])
+
+    def _scheduler(self, run: int) -> Scheduler:
+        if run not in self._schedulers:
+            task, n = self._executor.task, self._server.n
+            sizes = self._executor.shared.shards.size
+            self._schedulers[run] = Scheduler(task.seed, n, n, self._policy.work, task.schedule, sizes)
+        return self._schedulers[run]
+
+    @abstractmethod
+    def _run_round(self, run: int, round: int, result: ProcessResult) -> None:
+        """Do all work of this process's workers in a round."""
+
+
+class LockedRaceWorker(RaceWorker):
+    """Workers that read the model and hand over results under a lock; each computes on its own row without a lock.
+
+    A worker that may not start waits for an update by another one. If all idle workers wait and none is busy, workers
+    that have finished their round count as departed until its end. If that lets no worker start, the round ends for
+    the waiting ones; they do the rest of their work in the next round.
+    """
+
+    def __init__(
+        self, process: ProcessContext, executor: Executor, server: Server, race_state: RaceState, slots: Sequence[int]
+    ) -> None:
+        super().__init__(process, executor, server, race_state, slots)
+        self._status, self._events = race_state.column(STATUS), race_state.events.numpy()
+        self._pair = self._policy.locking == "pair"
+        self._begun: dict[int, int] = {}  # by slot: number of the event with which its work item started
+
+    def _run_round(self, run: int, round: int, result: ProcessResult) -> None:
+        self._round, self._measures, self._entries = round, result.measures, list[Entry]()
+        self._dispatcher = Dispatcher(self._server, self._scheduler(run), self._executor.train_mine)
+        self._dispatcher.start_round(round)
+        self._take_turns()
+        result.stats = self._dispatcher.stats
+        result.entries = np.array(self._entries, dtype=np.int64).reshape(-1, len(Entry._fields))
+
+    def _take_turns(self) -> None:
+        active, sleep = list(self._slots), FIRST_SLEEP
+        while active:
+            worked = [slot for slot in active if self._work(slot)]
+            active = [slot for slot in active if self._status[slot] == IDLE]
+            if worked:
+                sleep = FIRST_SLEEP
+            elif active:
+                with self._process.waiting():
+                    time.sleep(sleep)
+                sleep = min(2 * sleep, LONGEST_SLEEP)
+
+    def _work(self, slot: int) -> bool:
+        """Do the next work item of a worker, if it has one in this round and may start."""
+        with self._locked(slot):
+            if not self._may_start(slot):
+                return False
+            item = self._start(slot)
+        began = time.perf_counter()
+        self._dispatcher.train([slot])
+        self._server.step_seconds[slot] = (time.perf_counter() - began) / self._dispatcher.scheduler.steps(item)
+        with self._process.working_on(slot, self._round):
+            partner = self._partner(slot)
+            with self._locked(slot, *partner):
+                self._arrive(item, partner)
+        return True
+
+    def _may_start(self, slot: int) -> bool:
+        """Whether a worker starts its next work item now; sets its status if its round is over."""
+        scheduler, server, policy, status = self._dispatcher.scheduler, self._server, self._policy, self._status
+        if scheduler.items_done(slot) >= self._round * scheduler.items_per_round(slot):
+            status[slot] = FINISHED
+            return False
+        if policy.may_start(server, slot):
+            return True
+        if self._any_progress():
+            return False
+        for other in np.flatnonzero((status == FINISHED) & (server.alive_mask == 1)).tolist():
+            if policy.may_start(server, other):  # else the others do not wait for it
+                server.alive_mask[other] = 0
+                policy.on_departure(server)
+                self._log(LEFT, WorkItem(other, other, self._round), self._event())
+        if not self._any_progress():
+            status[slot] = HELD_BACK
+            self._measures.held_back += 1
+            return False
+        return policy.may_start(server, slot)
+
+    def _any_progress(self) -> bool:
+        """Whether any worker is busy or may start."""
+        idle = np.flatnonzero(self._status == IDLE).tolist()
+        return bool((self._status == BUSY).any()) or any(self._policy.may_start(self._server, slot) for slot in idle)
+
+    def _start(self, slot: int) -> WorkItem:
+        item = self._dispatcher.dispatch(slot)
+        self._status[slot] = BUSY
+        self._begun[slot] = int(self._writes_ended.sum()) if self._pair else self._event()
+        synchronize(self._executor.task.device)
+        return item
+
+    def _arrive(self, item: WorkItem, partner: Sequence[int]) -> None:
+        slot, dispatcher = item.slot, self._dispatcher
+        if dispatcher.is_stale(slot):
+            self._log(CANCELLED, item, self._begun[slot])
+            dispatcher.cancel(slot)
+        else:
+            if not self._pair:
+                self._log(TAKEN, item, self._begun[slot])
+            dispatcher.receive(slot, int(self._writes_ended.sum()) - self._begun[slot] if self._pair else None)
+            self._race_state.add(slot, (slot, *partner) if self._pair else (0,))
+            self._writes_ended[slot] += 1
+            self._measures.updates += 1
+        self._status[slot] = IDLE
+        synchronize(self._executor.task.device)
+
+    def _partner(self, slot: int) -> tuple[int, ...]:
+        """The other worker whose model the result of a worker changes, if there is one to lock."""
+        partner = self._policy.partner(self._server, slot, int(self._server.units[slot]) - 1) if self._pair else None
+        return () if partner is None else (partner,)
+
+    @contextlib.contextmanager
+    def _locked(self, *slots: int) -> Iterator[None]:
+        """Lock the server or, if the policy locks pairs, these workers."""
+        numbers, locks = [1 + slot for slot in slots] if self._pair else [SERVER_LOCK], self._race_state.locks
+        try:
+            with self._process.waiting():
+                locks.acquire(numbers)
+            with self._process.holding(LOCK):
+                yield
+        finally:
+            locks.release(numbers)
+
+    def _log(self, kind: int, item: WorkItem, begun: int) -> None:
+        """Log an arrival, before the policy takes it."""
+        taken = begun if kind == LEFT else self._event()
+        read, version = int(self._server.read[item.slot]), self._server.version
+        self._entries.append(Entry(kind, item.worker, item.steps or 0, begun, taken, read, version))
+
+    def _event(self) -> int:
+        """The number of the next event; the caller holds the server's lock."""
+        self._events[0] += 1
+        return int(self._events[0])

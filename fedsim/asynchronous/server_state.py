@@ -1,0 +1,237 @@
+"""The server of an asynchronous run: the global row, its version, and the operations that policies are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.aggregation import column_blocks
+from fedsim.aggregation.rules.averages import mean
+from fedsim.asynchronous.policy import Policy
+from fedsim.asynchronous.race.sparse import Tables, step_where_touched
+from fedsim.clients import Solver, State
+from fedsim.core.rows import new_rows
+from fedsim.engines.pool.shared_memory import share
+from fedsim.engines.task import BufferPolicy, NonFinite, SharedState, TaskSpec
+from fedsim.server import ServerStep
+
+
+class GradientOnly:
+    """The local solver of workers that send gradients: the row becomes the gradient."""
+
+    single_steps: ClassVar = True  # workers take one step at a time
+
+    def start(self, rows: Tensor) -> State:
+        return {}
+
+    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
+        rows.copy_(gradients)
+
+
+@dataclass
+class Server:
+    """The state of an asynchronous run. All of it are tensors, in shared memory if processes race.
+
+    Attributes:
+        policy, solver, optimizer: the policy; the solver for steps along gradients; the optimizer for model updates.
+        shared: the engine's memory; the server uses its `global_row` [d], `rows` [n, d] and buffers.
+        seed: the experiment's seed, for the draws of a policy.
+        buffers, nonfinite: what happens to buffers of models, and to results that hold NaN or infinity.
+        replicas: [n, d], the start model of each worker, if the policy needs replicas; else [0, d].
+        solver_state, worker_solver_states: solver state for the global row, of [d], and for each worker, of [n, d].
+        counts: int64 [1 + 3 n] on the CPU: the version, and for each slot the version that its worker started from, the
+            number of started work items, and whether its worker is alive.
+        step_seconds: float64 [n] on the CPU, the measured or given time of one local step of each worker.
+        policy_state: the tensors that the policy keeps.
+        tables: embeddings of which a step changes only the rows with a gradient.
+    """
+
+    policy: Policy
+    solver: Solver
+    optimizer: ServerStep
+    shared: SharedState
+    seed: int
+    buffers: BufferPolicy
+    nonfinite: NonFinite
+    replicas: Tensor
+    solver_state: State
+    worker_solver_states: State
+    counts: Tensor
+    step_seconds: Tensor
+    policy_state: State = field(default_factory=dict)
+    tables: Tables = ()
+
+    @classmethod
+    def of(cls, policy: Policy, solver: Solver, task: TaskSpec, shared: SharedState) -> Server:
+        """The server at the start of a run, on the memory of an engine."""
+        n, d = len(shared.rows), len(shared.global_row)
+        counts = torch.zeros(1 + 3 * n, dtype=torch.int64)
+        counts[1 : 1 + n] = -1  # nothing read yet
+        counts[1 + 2 * n :] = 1  # alive
+        replicas = new_rows(n if policy.needs_replicas else 0, d, task.dtype, task.device)
+        replicas.copy_(shared.global_row.expand(len(replicas), -1))
+        shared.buffers[:] = shared.global_buffers
+        server = cls(
+            policy=policy,
+            solver=solver,
+            optimizer=task.server,
+            shared=shared,
+            seed=task.seed,
+            buffers=task.buffers,
+            nonfinite=task.nonfinite,
+            replicas=replicas,
+            solver_state=solver.start(shared.global_row) if "shared" in policy.state_scope else {},
+            worker_solver_states=solver.start(shared.rows) if "private" in policy.state_scope else {},
+            counts=counts,
+            step_seconds=torch.ones(n, dtype=torch.double),
+        )
+        server.policy_state = policy.start(server)
+        return server
+
+    def __post_init__(self) -> None:
+        n, counts = len(self.shared.rows), self.counts.numpy()
+        self.n = n
+        self.rows, self.global_row = list(self.shared.rows), self.shared.global_row
+        self.models = list(self.replicas) or self.rows  # start models
+        self._version, self.read = counts[:1], counts[1 : 1 + n]
+        self.units, self.alive_mask = counts[1 + n : 1 + 2 * n], counts[1 + 2 * n :]
+        self.has_buffers = self.shared.global_buffers.numel() > 0
+
+    def share(self) -> None:
+        """Move the CPU tensors to memory that other processes can map.
+
+        Raises ExperimentError if there is not enough shared memory.
+        """
+        share(self.own_tensors.values())
+        self.__post_init__()  # the NumPy views must be of the new memory
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields without the engine's memory, which other processes have; `attach` sets it there."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "shared"}
+
+    def attach(self, shared: SharedState) -> None:
+        """Use the engine's memory in another process."""
+        self.shared = shared
+        self.__post_init__()
+
+    @property
+    def version(self) -> int:
+        """Number of updates of the global row."""
+        return int(self._version[0])
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version[0] = version
+
+    @property
+    def alive(self) -> np.ndarray:
+        """The slots of the workers that have not left."""
+        return np.flatnonzero(self.alive_mask)
+
+    def revive_all(self) -> None:
+        """Let all workers that left come back."""
+        if not self.alive_mask.all():
+            self.alive_mask[:] = 1
+            self.policy.on_departure(self)
+
+    def pull(self, slot: int) -> None:
+        """Copy the global model, or what the server optimizer sends in its place, to a worker."""
+        self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.shared.states["parameters"]))
+        if self.has_buffers and self.buffers == "average":
+            self.shared.buffers[slot] = self.shared.global_buffers
+        self.read[slot] = self._version[0]
+
+    def keep_model(self, slot: int) -> None:
+        """Let a worker continue with its own model, which is the global one at first."""
+        if self.read[slot] < 0:
+            self.read[slot] = self._version[0]
+
+    def begin(self, slot: int, worker: int) -> None:
+        """Copy a worker's start model and buffers to its row."""
+        if self.models is not self.rows:
+            self.rows[slot].copy_(self.models[slot])
+        if self.has_buffers and self.buffers == "local":
+            self.shared.buffers[slot] = self.shared.own_buffers[worker]
+        elif self.has_buffers and self.buffers == "server":
+            self.shared.buffers[slot] = self.shared.global_buffers
+
+    def end(self, slot: int, worker: int) -> None:
+        """Store a worker's own buffers after its work."""
+        if self.has_buffers and self.buffers == "local":
+            self.shared.own_buffers[worker] = self.shared.buffers[slot]
+
+    def staleness(self, slot: int) -> int:
+        """Number of updates of the global row since a worker last read it."""
+        return int(self._version[0] - self.read[slot])
+
+    def step(self, gradient: Tensor, slot: int | None = None) -> None:
+        """One solver step of the global row along a gradient [d], which the solver may change: a new version.
+
+        With `slot`, the solver uses the state of that worker.
+        """
+        if self.tables:
+            step_where_touched(self.solver, self.global_row, gradient, self.tables)
+        else:
+            state = self.solver_state if slot is None else self._worker_state(slot)
+            self.solver.step(self.global_row, gradient, state)
+        self.increment_version()
+
+    def step_replica(self, slot: int, gradient: Tensor) -> None:
+        """One solver step of a worker's own model along a gradient [d], which the solver may change."""
+        self.solver.step(self.replicas[slot], gradient, self._worker_state(slot))
+
+    def update(self, update: Tensor) -> None:
+        """One step of the server optimizer along an update [d]: a new version."""
+        self.optimizer.step(self.global_row, update, self.shared.states["parameters"])
+        self.increment_version()
+
+    def increment_version(self) -> None:
+        """Count an update of the global row."""
+        self._version[0] += 1
+
+    def mean(self, slots: Sequence[int]) -> Tensor:
+        """The mean [d] of these slots' rows: the same bits as the rule `mean` in an engine."""
+        slots = sorted(slots)
+        rows = self.shared.rows if slots == list(range(self.n)) else self.shared.rows[slots]
+        blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)
+        return torch.cat([mean(rows[:, block]) for block in blocks])
+
+    def delta(self, slot: int) -> Tensor:
+        """A worker's row minus its start model, [d] in float64, so that start + delta is a float32 row exactly."""
+        return self.rows[slot].to(self.shared.buffers.dtype) - self.replicas[slot]
+
+    def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
+        """Move the server's buffers towards the mean of these slots' buffers.
+
+        share: the step, from 0 to 1; None: the number of these slots over the number of workers alive.
+        """
+        if self.has_buffers:
+            share = min(1.0, len(slots) / len(self.alive)) if share is None else share
+            self.move_buffers(self.shared.buffers[list(slots)].mean(0), share)
+
+    def move_buffers(self, target: Tensor, share: float) -> None:
+        """Move the server's buffers towards `target` by `share`, unless `buffers` is "server"."""
+        if self.has_buffers and self.buffers != "server":
+            self.shared.global_buffers.lerp_(target, share)
+
+    @property
+    def own_tensors(self) -> dict[str, Tensor]:
+        """The server's tensors by name, without the engine's memory."""
+        own = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
+        states = {"shared": self.solver_state, "private": self.worker_solver_states, "policy_state": self.policy_state}
+        return own | {f"{of}.{name}": tensor for of, state in states.items() for name, tensor in state.items()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that a checkpoint needs beyond those that an engine saves itself."""
+        shared = self.shared
+        in_flight = {"rows": shared.rows, "buffers": shared.buffers, "train_loss": shared.train_loss}
+        return {**in_flight, **{f"server.{name}": tensor for name, tensor in self.own_tensors.items()}}
+
+    def _worker_state(self, slot: int) -> State:
+        return {name: tensor[slot] for name, tensor in self.worker_solver_states.items()}

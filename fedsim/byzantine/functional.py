@@ -1,0 +1,118 @@
+"""Compute the rows of an attack without a simulation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedsim.aggregation.containers import as_row, as_rows
+from fedsim.byzantine.base import Aggregate, attack_strategy, bind_attack
+from fedsim.errors import ExperimentError, SettingWarning, show
+from fedsim.system.precision import full_precision
+
+
+def attack(
+    honest: Any,
+    n_byzantine: int,
+    name: str | Callable[..., Tensor] = "alie",
+    *,
+    own_updates: Any = None,
+    last: Any = None,
+    aggregate: Callable[[Tensor], Tensor] | None = None,
+    seed: int = 0,
+    **params: Any,
+) -> Any:
+    """The rows that Byzantine workers send: `attack(honest, 4, "min_max", dev="std")`.
+
+    Args:
+        honest: [h, d], h >= 1: the honest workers' updates, of any floating dtype and device; they stay unchanged. Or a
+            list of updates, as for `aggregate`; then `own_updates`, `last` and the result have the same form.
+        n_byzantine: b >= 0, the number of Byzantine workers.
+        name: a registered attack, "package.module:function", or a function.
+        own_updates: [b, d], the updates that the Byzantine workers have trained; None: row j is honest row j mod h.
+        last: [d], the aggregated update of the last round (free_rider).
+        aggregate: the rule in use (opt_alie, opt_ipm): a function from the matrix [h + b, d], honest rows first, to
+            [d].
+        seed: of random draws.
+        params: parameters of the attack.
+
+    Returns the Byzantine rows [b, d], a new tensor with the dtype and device of `honest`.
+
+    Raises ExperimentError (a ValueError) for an unknown attack, a wrong parameter, a wrong shape, or no honest row.
+    Warns (SettingWarning) if the attack has no effect for h and b.
+
+    >>> honest = torch.tensor([[1.0, 2.0], [3.0, 2.0]])
+    >>> fedsim.attack(honest, 2, "ipm", eps=0.5)
+    tensor([[-1., -1.],
+            [-1., -1.]])
+    """
+    if "own" in params:
+        raise ExperimentError("own: is now own_updates")
+    plug = attack_strategy.get(name, "attack.name")
+    bound = bind_attack(plug, plug.check(params, "attack", beside=["name"]))
+    honest, rebuild = as_rows(honest, "honest")
+    own_updates = as_rows(own_updates, "own_updates")[0]
+    _check_honest(honest)
+    honest = honest.detach()
+    if not isinstance(n_byzantine, Integral) or isinstance(n_byzantine, bool) or n_byzantine < 0:
+        raise ExperimentError(f"n_byzantine = {show(n_byzantine)}: must be a whole number >= 0")
+    (h, d), b = honest.shape, int(n_byzantine)
+    if aggregate is not None and not callable(aggregate):
+        raise ExperimentError(f"aggregate = {show(aggregate)}: must be a callable of the matrix of all rows")
+    if line := bound.weakness(h + b, b):
+        warnings.warn(line, SettingWarning, stacklevel=2)
+    if own_updates is None:
+        own_updates = honest[torch.arange(b, device=honest.device) % h]
+    with full_precision(honest.device):
+        rows = bound(
+            honest,
+            _checked("own_updates", own_updates, (b, d), honest),
+            seed=seed,
+            last=None if last is None else _checked("last", as_row(last, "last"), (d,), honest),
+            aggregate=None if aggregate is None else _with_honest(honest, b, aggregate),
+        )
+    return rebuild(rows)
+
+
+def _check_honest(honest: Tensor) -> None:
+    if not isinstance(honest, Tensor) or honest.ndim != 2 or not honest.is_floating_point():
+        described = f"{honest.dtype} {tuple(honest.shape)}" if isinstance(honest, Tensor) else type(honest).__name__
+        raise ExperimentError(f"honest: must be a floating tensor [h, d], not {described}")
+    if not len(honest):
+        raise ExperimentError(f"honest: needs at least 1 honest row, there are 0 (shape {tuple(honest.shape)})")
+
+
+def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) -> Tensor:
+    """`tensor` if it has this shape and is of the dtype and on the device of the honest rows."""
+    if not isinstance(tensor, Tensor):
+        raise ExperimentError(f"{name}: must be a tensor {tuple(shape)}, not a {type(tensor).__name__}")
+    wanted, found = (
+        f"{dtype} {tuple(shape)} on {device}"
+        for dtype, shape, device in (
+            (honest.dtype, shape, honest.device),
+            (tensor.dtype, tensor.shape, tensor.device),
+        )
+    )
+    if wanted != found:
+        raise ExperimentError(f"{name}: must be {wanted} as the honest rows are, not {found}")
+    return tensor
+
+
+def _with_honest(honest: Tensor, n_byzantine: int, aggregate: Callable[[Tensor], Tensor]) -> Aggregate:
+    """`aggregate` as a function of the Byzantine rows."""
+    h, d = honest.shape
+    matrix = torch.cat([honest, honest.new_zeros(n_byzantine, d)])
+
+    def with_honest(byzantine: Tensor) -> Tensor:
+        matrix[h:] = byzantine
+        result = aggregate(matrix)
+        if tuple(result.shape) != (d,):
+            raise ExperimentError(f"aggregate: must return shape ({d},), not {tuple(result.shape)}")
+        return result
+
+    return with_honest

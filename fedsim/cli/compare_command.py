@@ -1,0 +1,95 @@
+"""`fedsim compare`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedsim.cli.program import FAILED, errors_as_lines
+from fedsim.cli.words import AllowImports, Quiet, is_folder, source_and_overrides
+from fedsim.core.notices import notice_if_slow
+from fedsim.errors import ExperimentError
+
+
+def compare(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
+            help="An experiment file, and the keys to vary, with their values: aggregate.rule=mean,median seed=0,1,2. "
+            r"A file may list them in its table \[grid]. KEY=VALUE sets one value in all runs. Or folders of "
+            "comparisons, or of the parts of one (--shard), to merge.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Output folder. If it holds the same comparison, the missing runs are done.",
+            show_default="runs/NAME-grid-DATE-TIME",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs at a time.", show_default="by cores and memory; 1 on a GPU")
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Do only part I of N (I counts from 0), in shards/I-of-N of the folder.",
+            show_default="all",
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="A test accuracy, such as 0.97: report the time until a run reaches it.", show_default="none"
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")] = False,
+    quiet: Quiet = False,
+    allow_imports: AllowImports = False,
+) -> None:
+    """Run an experiment with every combination of values, and compare the results: table, CSV and figures."""
+    with errors_as_lines():
+        from fedsim.comparison import load_grid, run_grid
+        from fedsim.comparison.axes import describe_point
+        from fedsim.comparison.folder import Shard
+        from fedsim.comparison.grid_terminal import GridDisplay
+        from fedsim.comparison.merging import merge
+        from fedsim.records.run_folder import new_folder_name
+
+        folders = [Path(word) for word in words or [] if is_folder(word)]
+        if folders:
+            if len(folders) < len(words or []) or shard or dry_run:
+                raise ExperimentError(
+                    "to merge folders of comparisons, give only these folders, --out, --target and --allow-imports"
+                )
+            folder = out or (folders[0] if len(folders) == 1 else new_folder_name(f"{folders[0].name}-grid"))
+            comparison = merge(folders, folder, target, allow_imports=allow_imports)
+        else:
+            source, changes = source_and_overrides(words or [], context)
+            with notice_if_slow("checking all runs"):
+                grid = load_grid(source, words=changes, target=target, allow_imports=allow_imports)
+            part = Shard.parse(shard) if shard else None
+            if part and out is None:
+                raise ExperimentError("--shard: needs --out FOLDER, the same folder for all parts")
+            if dry_run:
+                planned = part.of(grid) if part else grid.runs
+                print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
+                return
+            folder = out or new_folder_name(f"{grid.name}-grid")
+            folder = part.folder(folder) if part else folder
+            with GridDisplay(folder, quiet=quiet) as display:
+                comparison = run_grid(grid, folder, jobs, display, shard=part)
+        if not quiet and not shard:
+            print(comparison.table, end="\n\n")
+        print(folder)
+        for failed in comparison.failed:
+            print(f"error: {failed.id}: {failed.error}", file=sys.stderr)
+        if comparison.failed:
+            raise typer.Exit(FAILED)

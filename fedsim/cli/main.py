@@ -1,0 +1,57 @@
+"""The command line: `fedsim run`, `compare`, `tune`, `replay`, `report` and `list`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fedsim.cli.compare_command import compare
+from fedsim.cli.list_command import list_command
+from fedsim.cli.program import run_program
+from fedsim.cli.replay_command import replay
+from fedsim.cli.report_command import report
+from fedsim.cli.run_command import run
+from fedsim.cli.tune_command import tune
+from fedsim.cli.words import WORDS_LIKE_OPTIONS
+from fedsim.version import __version__
+
+app = typer.Typer(
+    name="fedsim",
+    help="Simulate distributed and federated SGD with N workers on one GPU or CPU.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+for command in (run, compare, tune):
+    app.command(context_settings=WORDS_LIKE_OPTIONS)(command)
+app.command()(replay)
+app.command()(report)
+app.command("list")(list_command)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print(f"fedsim {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The console script `fedsim`."""
+    run_program(app)
+
+
+def run_main() -> None:
+    """The script `run_experiment.py`: `fedsim run` without the word `run`."""
+    single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    single.command(context_settings=WORDS_LIKE_OPTIONS)(run)
+    run_program(single)

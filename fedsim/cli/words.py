@@ -1,0 +1,98 @@
+"""The words of a command: an experiment file and `key=value` changes, with hints for common mistakes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedsim.config.catalog import experiments
+from fedsim.core.suggestions import closest, nearest
+from fedsim.errors import ExperimentError, cut, show
+from fedsim.system.files import is_file
+
+WORDS_LIKE_OPTIONS = {"ignore_unknown_options": True}  # `--rounds 3` arrives as words, so that an error can correct it
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG.toml] [KEY=VALUE]...",
+        help="An experiment file, or the name of a built-in experiment (`fedsim list experiments`), and the keys to "
+        "change: rounds=5 local.lr=0.1 partition.strategy=iid. Without a file or name: the default experiment.",
+        show_default=False,
+    ),
+]
+
+AllowImports = Annotated[
+    bool,
+    typer.Option(
+        "--allow-imports",
+        help="Allow config files to import plugins (this executes code). Import paths given on the command line are "
+        "always allowed.",
+    ),
+]
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the output folder.")]
+
+
+def source_and_overrides(words: list[str], context: typer.Context) -> tuple[str | None, list[str]]:
+    """The experiment file or name among the words, if any, and the `key=value` words."""
+    for word, next_word in zip(words, [*words[1:], ""], strict=False):
+        if word.startswith("-"):
+            raise ExperimentError(_no_such_option(word, next_word, context))
+    others = [word for word in words if not (is_file(Path(word)) or word in experiments())]
+    _refuse_spaces(others)
+    paths = [word for word in words if "=" not in word or word not in others]
+    if len(paths) > 1:
+        raise ExperimentError(f"{show(paths[1])}: expected key=value; the experiment is {show(paths[0])} already")
+    return (paths[0] if paths else None), [word for word in words if word not in paths]
+
+
+def is_folder(word: str) -> bool:
+    """Whether a word is the path of a folder."""
+    try:
+        return Path(word).is_dir()
+    except OSError:  # too long for a path
+        return False
+
+
+def _refuse_spaces(words: list[str]) -> None:
+    """Raise ExperimentError for key=value with spaces, which a shell splits: `rounds = 3`, `x=[0, 1]`."""
+    from fedsim.config.experiment import keys_called
+
+    for index, word in enumerate(words):
+        rest = words[index:]
+        apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
+        if "=" not in word.removesuffix("=") and apart and (keys := keys_called(apart[1])):
+            wanted = " or ".join(f"{key}={apart[2]}" for key in keys)
+            raise ExperimentError(f"{show(apart[0])}: write {wanted}, without spaces")
+        if "=" not in word and not is_folder(word) and keys_called(word):
+            raise ExperimentError(f"{word}: this key needs a value, as in {word}=VALUE")
+        if index and re.fullmatch(r"[\d.,]+", word):
+            raise ExperimentError(f"{show(word)}: expected key=value; several values are written seed=0,1,2")
+        pieces = itertools.accumulate(rest, "{} {}".format) if _is_open(word) else ()
+        if whole := next((piece for piece in pieces if not _is_open(piece)), None):
+            raise ExperimentError(f"{cut(whole)}: has spaces; put it in quotes, as in '{cut(whole)}'")
+
+
+def _is_open(word: str) -> bool:
+    """Whether a list or table in the word is not closed."""
+    return sum(word.count(each) for each in "[{") > sum(word.count(each) for each in "]}")
+
+
+def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
+    """The error for an unknown option, with the key (`--rounds 3`) or the option that was meant."""
+    from fedsim.config.experiment import Experiment, keys_called
+
+    option, equals, value = word.partition("=")
+    name = option.lstrip("-").replace("-", "_")
+    options = [each for parameter in context.command.params for each in parameter.opts if each.startswith("--")]
+    keys = keys_called(name) or ([] if closest(name, options) else closest(name, Experiment.model_fields))
+    if not keys:
+        return f"{option}: no such option; {nearest(name, [*options, '--help'])}"
+    value = value if equals else next_word
+    suggestion = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
+    return f"{option}: no such option; did you mean {suggestion}?"

@@ -1,0 +1,85 @@
+"""Local solvers: how a worker's row moves along its gradient.
+
+A solver is a frozen dataclass; its fields are its configuration. `start` returns the state for the first step, `step`
+moves rows in place. Both are element-wise over tensors of any shape [..., d], so the same code works on a row, a stack
+of rows and a slice of columns. For that reason a number of a whole row, such as a count of steps, is a tensor of the
+row's shape. State is made again in every round.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.core.registry import Registry
+
+solver = Registry("local solver", renamed={"anchored": "uses_start_row", "step_of_product": "step_fused"})
+
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+State = dict[str, Tensor]
+
+
+class OuterProductGrad(NamedTuple):
+    """Gradients of stacked weights as factors: left^T right, [k, o, i].
+
+    Attributes:
+        left: [k, m, o], gradients of the loss by the layer's outputs.
+        right: [k, m, i], inputs of the layer.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def computed(self) -> Tensor:
+        return torch.bmm(self.left.mT, self.right)
+
+    def add_to(self, weights: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
+        """weights = beta weights + alpha left^T right, in one pass over the weights [k, o, i]."""
+        weights.baddbmm_(self.left.mT, self.right, beta=beta, alpha=alpha)
+
+
+class Solver(Protocol):
+    """The interface of local solvers."""
+
+    def start(self, rows: Tensor) -> State:
+        """The state for rows [..., d] that have not moved: tensors of the same shape."""
+
+    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
+        """Move `rows` one step in place; `gradients` and `state` may change too."""
+
+    # A solver may also have `step_fused(rows, product, state)`: the same step for weights [k, o, i], which does not
+    # compute their gradients, so these are neither written to memory nor read again. A solver that measures from the
+    # row at `start` sets `uses_start_row = True`; it cannot be used where gradients are aggregated.
+
+
+def step_along(solver: Solver, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:
+    """A solver's step along gradients [..., d], or along factors of them."""
+    if isinstance(gradients, Tensor):
+        solver.step(rows, gradients, state)
+    elif hasattr(solver, "step_fused"):
+        solver.step_fused(rows, gradients, state)
+    else:
+        solver.step(rows, gradients.computed(), state)
+
+
+class RowOptimizer:
+    """A solver of one row, with the methods `zero_grad` and `step` of a `torch.optim.Optimizer`.
+
+    The module must be bound to `row` and `gradient` (see `fedsim.core.rows.bind`).
+    """
+
+    def __init__(self, solver: Solver, row: Tensor, gradient: Tensor) -> None:
+        self._solver, self._row, self._gradient = solver, row, gradient
+        self._state = solver.start(row)
+
+    def zero_grad(self) -> None:
+        self._gradient.zero_()
+
+    def step(self) -> None:
+        self._solver.step(self._row, self._gradient, self._state)

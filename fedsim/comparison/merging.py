@@ -1,0 +1,88 @@
+"""Merge the folders of comparisons of one grid, such as the shards of one comparison."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedsim.comparison.axes import canonical
+from fedsim.comparison.folder import (
+    ERROR,
+    GRID_FILE,
+    SHARDS,
+    GridFileSchema,
+    GridFolder,
+    differences_of_grids,
+    inner_folder,
+    is_complete,
+    read_grid,
+)
+from fedsim.comparison.grid import PlannedRun, load_grid
+from fedsim.comparison.runner import Comparison, summarised
+from fedsim.errors import RecordError, one_line
+
+
+def merge(
+    folders: Sequence[Path], out: Path, target: float | None = None, *, allow_imports: bool = False
+) -> Comparison:
+    """Copy the runs of several folders of one grid into the folder `out`, and compare them; nothing is run.
+
+    Args:
+        folders: of comparisons, whose shards count too; `out` itself may be one of them.
+        out: the folder of the merged comparison.
+        target: a test accuracy, as of `load_grid`.
+        allow_imports: whether the folders may name any import path, as of `load_grid`.
+
+    Raises RecordError if a folder holds no comparison, or the folders hold different grids.
+    """
+    sources = [source for folder in folders for source in _sources(folder)]
+    grids = {source: read_grid(source / GRID_FILE, source) for source in sources}
+    first = grids[sources[0]]
+    for source, other in grids.items():
+        if lines := differences_of_grids(first, other):
+            raise RecordError(f"{source}: holds another grid than {sources[0]}\n" + "\n".join(lines))
+    target = first.target if target is None else target
+    file = sources[0] / GRID_FILE
+    grid = load_grid(first.base, first.axes, target=target, file=file, allow_imports=allow_imports)
+    with GridFolder(out, grid) as folder:
+        for run in folder.grid.runs:
+            if not folder.is_finished(run) and (found := _find(run, grids, besides=folder.run_folder(run))):
+                folder.clear(run)
+                _copy(found, folder.run_folder(run))
+        return summarised(folder)
+
+
+def _sources(folder: Path) -> list[Path]:
+    """Return the folders with a grid.json: this one, and its shards."""
+    found = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / GRID_FILE).is_file()]
+    if not found:
+        raise RecordError(f"{folder}: is no folder of a comparison (no {GRID_FILE}, and no shards in {SHARDS}/)")
+    return found
+
+
+def _find(run: PlannedRun, grids: dict[Path, GridFileSchema], besides: Path) -> Path | None:
+    """Return the folder where a run is finished; else one where it failed."""
+    point = canonical(run.point)
+    found = [
+        inner_folder(source, stored.id)
+        for source, grid in grids.items()
+        for stored in grid.runs
+        if canonical(stored.point) == point
+    ]
+    found = [folder for folder in found if folder.is_dir() and folder != besides]
+    complete = (folder for folder in found if is_complete(folder, run))
+    failed = (folder for folder in found if (folder / ERROR).is_file())
+    return next(itertools.chain(complete, failed), None)
+
+
+def _copy(source: Path, to: Path) -> None:
+    """Copy a run folder. Raises RecordError if it holds anything but files and folders, such as links."""
+    try:
+        for path in (source, *source.rglob("*")):
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise RecordError(f"{path}: is neither a file nor a folder, and is not copied")
+        shutil.copytree(source, to)
+    except (OSError, shutil.Error) as error:
+        raise RecordError(f"{source}: cannot be copied: {one_line(error)}") from None

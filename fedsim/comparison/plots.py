@@ -1,0 +1,202 @@
+"""The figures of a comparison: accuracy over rounds, time or updates, and a heat map of the first two axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from fedsim.comparison.axes import SEED, canonical, label
+from fedsim.comparison.grid import Grid
+from fedsim.comparison.results import RunResult
+from fedsim.comparison.summary import SummaryRow, groups_of
+from fedsim.core.confidence import FEWEST_FOR_BAND, fixed, mean_and_half_width
+from fedsim.core.plotting import line_style, prepare_axes
+from fedsim.records.formatting import comparison_title, key_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Scale = Literal["round", "virtual_seconds", "updates"]
+
+MOST_INCHES = 100  # of a heat map
+CELL = (1.15, 0.52)  # inches
+MOST_PANELS = 30
+LOG_FROM = 20  # times as far as the shortest line the longest goes, where the axis is logarithmic
+
+
+X_LABELS = {"round": "round", "virtual_seconds": "virtual seconds", "updates": "updates of the global model"}
+
+
+def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round") -> Figure | None:
+    """Draw the mean test accuracy; None if all runs failed.
+
+    One panel for each combination of the axes after the first, with one line for each value of the first. Thin lines
+    show single seeds if there are two or three; a band shows the 95 percent intervals if there are more.
+
+    Args:
+        grid: the axes.
+        runs: the results.
+        scale: of the x axis: "round", "virtual_seconds" or "updates". On the latter two the runs of a line were tested
+            at different times: the mean is taken at each of these times, with accuracies interpolated between tests.
+            See `on_common_grid`.
+    """
+    from matplotlib.figure import Figure  # slow to import; and pyplot is not needed
+
+    if all(run.error is not None for run in runs):
+        return None
+    groups = groups_of(grid, runs)
+    shown = groups[:MOST_PANELS]
+    columns = min(len(shown), 3 if len(shown) <= 9 else 4 if len(shown) <= 16 else 5)
+    rows = math.ceil(len(shown) / columns)
+    width, height = (6.4, 4.2) if len(shown) == 1 else (3.5 * columns, 2.7 * rows + 0.5)
+    free = rows * columns > len(shown)  # a place for the legend
+    figure = Figure(figsize=(width if free else width + 1.6, height), layout="constrained")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    for panel in panels[len(shown) :]:
+        panel.set_axis_off()
+    for place, (panel, group) in enumerate(zip(panels, shown, strict=False)):
+        _draw_panel(panel, grid, group, scale)
+        if place % columns == 0:
+            panel.set_ylabel("test accuracy")
+        if place + columns >= len(shown):
+            panel.set_xlabel(X_LABELS[scale])
+    _draw_legend(panels[-1] if free else figure, "center" if free else "outside right upper", grid)
+    seeds = len(groups[0][0])
+    spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
+    remark = f"{grid.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else grid.name
+    remark += f"; the first {len(shown)} of {len(groups)} panels" if len(shown) < len(groups) else ""
+    figure.suptitle(f"{comparison_title(grid.compared)}\n{remark}", fontsize="medium")
+    if scale != "round" and SEED in grid.axes:
+        footnote = "Between two tests, the accuracy of a run is interpolated."
+        figure.supxlabel(footnote, x=0.01, ha="left", fontsize="x-small")
+    return figure
+
+
+def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Interpolate n curves (x ascending, y) at every x that any of them has: x [points], values [n, points].
+
+    From the latest first x to the earliest last x, where all curves are known.
+    """
+    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    every = np.unique(np.concatenate([x for x, _ in curves]))
+    common = every[(every >= first) & (every <= last)]
+    return common, np.array([np.interp(common, x, y) for x, y in curves])
+
+
+def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
+    """Draw the mean test accuracy and its spread over the first two axes; None if there are not two, or all failed."""
+    if len(grid.compared) < 2 or all(row.accuracy is None for row in summary):
+        return None
+    from matplotlib.figure import Figure
+
+    first, second, *others = grid.compared
+    down, across = grid.axes[first], grid.axes[second]
+    width, height = CELL[0] * len(across), CELL[1] * len(down)
+    if max(width, height) > MOST_INCHES:
+        return None  # more cells than a figure can show
+    rows: dict[tuple[str, str], list[SummaryRow]] = {}
+    for row in summary:
+        rows.setdefault((canonical(row.point[first]), canonical(row.point[second])), []).append(row)
+    cells = [[rows.get((canonical(a), canonical(b)), []) for b in across] for a in down]
+    means = np.array([[_mean(cell) for cell in line] for line in cells])
+    figure = Figure(figsize=(2.2 + width, 1.5 + height), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(np.ma.masked_invalid(means), cmap="cividis", aspect="auto")
+    axes.set_facecolor("#dddddd")  # of cells whose runs all failed
+    axes.set_xticks(range(len(across)), [label(value) for value in across], rotation=30, ha="right")
+    axes.set_yticks(range(len(down)), [label(value) for value in down])
+    axes.set(xlabel=key_name(second), ylabel=key_name(first))
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    for (i, j), mean in np.ndenumerate(means):
+        colour = "black" if math.isnan(mean) or _lightness(image.to_rgba(mean)) > 0.5 else "white"
+        best = not others and cells[i][j][0].mark == "*"
+        value, spread = _cell_texts(cells[i][j], mean)
+        style = {"ha": "center", "color": colour, "fontweight": "bold" if best else "normal"}
+        axes.text(j, i, value, va="bottom" if spread else "center", fontsize="small", **style)
+        axes.text(j, i + 0.05, spread, va="top", fontsize="x-small", **style)
+    figure.colorbar(image, ax=axes, label="test accuracy")
+    over = "".join(f" and {key_name(key)}" for key in others)
+    remark = f"{grid.name}: mean over seeds{over}" if SEED in grid.axes or others else grid.name
+    best = "" if others else "; bold: best of its column"
+    figure.suptitle(f"{comparison_title([first, second])}\n{remark}{best}", fontsize="small")
+    return figure
+
+
+def _draw_panel(panel: Axes, grid: Grid, group: list[list[RunResult]], scale: Scale) -> None:
+    failures, ends = [], []
+    for index, cell in enumerate(group):
+        good = [run for run in cell if run.error is None]
+        if len(good) < len(cell):
+            name = label(cell[0].point[grid.compared[0]]) if grid.compared else grid.name
+            failures.append(f"{name} ({len(cell) - len(good)} of {len(cell)})")
+        curves = [curve for run in good if (curve := _curve(run, scale))[0].size]
+        if curves:
+            _draw_line(panel, curves, index)
+            ends.append(min(x[-1] for x, _ in curves))
+    point = group[0][0].point
+    panel.set_title(", ".join(f"{key_name(key)}: {label(point[key])}" for key in grid.compared[1:]), fontsize="small")
+    if failures:
+        text = "failed: " + ", ".join(failures)
+        panel.text(0.02, 0.02, text, transform=panel.transAxes, fontsize="xx-small", wrap=True)
+    prepare_axes(panel, whole_numbers=scale != "virtual_seconds")
+    if scale != "round" and ends and max(ends) >= LOG_FROM * min(ends) > 0:
+        panel.set_xscale("log")
+
+
+def _curve(run: RunResult, scale: Scale) -> tuple[np.ndarray, np.ndarray]:
+    """The points at which a run was tested, and its accuracies there; empty if its records lack the scale."""
+    pairs = [
+        (getattr(at, scale), record["test_accuracy"]) for at, record in zip(run.progress, run.history, strict=True)
+    ]
+    x, y = np.array([pair for pair in pairs if pair[0] is not None], dtype=float).reshape(-1, 2).T
+    return x, y
+
+
+def _draw_line(panel: Axes, curves: list[tuple[np.ndarray, np.ndarray]], index: int) -> None:
+    x, values = on_common_grid(curves)
+    if not x.size:
+        return
+    means, half_widths = mean_and_half_width(values)
+    style = line_style(index, len(x))
+    panel.plot(x, means, **style)
+    if len(curves) >= FEWEST_FOR_BAND:
+        low, high = np.clip(means - half_widths, 0, 1), np.clip(means + half_widths, 0, 1)
+        panel.fill_between(x, low, high, color=style["color"], alpha=0.13, linewidth=0)
+    elif len(curves) > 1:
+        for curve in curves:
+            panel.plot(*curve, color=style["color"], alpha=0.4, linewidth=0.7)
+
+
+def _draw_legend(where: Axes | Figure, place: str, grid: Grid) -> None:
+    from matplotlib.lines import Line2D
+
+    if not grid.compared:
+        return
+    first = grid.compared[0]
+    handles = [Line2D([], [], label=label(value), **line_style(index)) for index, value in enumerate(grid.axes[first])]
+    sizes = {"fontsize": "small", "title_fontsize": "small", "handlelength": 3}
+    where.legend(handles=handles, title=key_name(first), loc=place, **sizes)
+
+
+def _mean(rows: Sequence[SummaryRow]) -> float:
+    means = [row.accuracy.mean for row in rows if row.accuracy]
+    return sum(means) / len(means) if means else math.nan
+
+
+def _cell_texts(rows: Sequence[SummaryRow], mean: float) -> tuple[str, str]:
+    """Return the mean, with the number of finished runs if some failed, and the spread over the seeds."""
+    runs, failed = sum(row.runs for row in rows), sum(row.failed for row in rows)
+    if failed == runs:
+        return "failed", ""
+    of = f" ({runs - failed} of {runs})" if failed else ""
+    return fixed(mean) + of, rows[0].accuracy.spread() if len(rows) == 1 else ""
+
+
+def _lightness(colour: Sequence[float]) -> float:
+    """Return the perceived lightness of a colour (red, green, blue, alpha), from 0 to 1."""
+    return float(np.dot(colour[:3], [0.299, 0.587, 0.114]))

@@ -1,0 +1,203 @@
+"""Run a grid: do the runs that are not finished yet, and write the results."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedsim.comparison.folder import GridFolder, Shard
+from fedsim.comparison.grid import Grid, PlannedRun, load_grid
+from fedsim.comparison.grid_terminal import Callback, GridDisplay
+from fedsim.comparison.job_count import default_jobs, distinct, in_one_process, why_runs_unsendable
+from fedsim.comparison.jobs import Work, run_here, run_in_jobs
+from fedsim.comparison.plots import draw_accuracy, draw_heatmap
+from fedsim.comparison.results import RunResult, curves_csv, results_csv
+from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
+from fedsim.config.experiment import Experiment
+from fedsim.config.validation import warnings_about
+from fedsim.core.plotting import encode
+from fedsim.data import load_dataset
+from fedsim.engines import engine as engines
+from fedsim.errors import ExperimentError, SettingWarning, plural, show
+from fedsim.system.child_process import exit_if_imported_by_child
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of a comparison.
+
+    Attributes:
+        grid: the axes and the runs.
+        runs: the result of each run, in the grid's order.
+        summary: one row for each combination of values other than the seed; see `SummaryRow`.
+        folder: of the records, if they are kept.
+    """
+
+    grid: Grid
+    runs: list[RunResult]
+    summary: list[SummaryRow]
+    folder: Path | None
+
+    @property
+    def failed(self) -> list[RunResult]:
+        """The runs that failed."""
+        return [run for run in self.runs if run.error is not None]
+
+    @property
+    def table(self) -> str:
+        """The summary as text, as `fedsim compare` prints it."""
+        return summary_table(self.grid, self.summary, self.runs)
+
+    def __repr__(self) -> str:
+        failed = f", {len(self.failed)} failed" if self.failed else ""
+        where = f", in {self.folder}" if self.folder else ""
+        runs = f"{plural(len(self.runs), 'run')} ({self.grid.shape})"
+        return f"Comparison({self.grid.name}: {runs}{failed}{where}; see .table)"
+
+
+def compare(
+    experiment: Experiment | Mapping[str, Any] | str | Path | None = None,
+    grid: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    jobs: int | None = None,
+    target: float | None = None,
+    *,
+    progress: bool = False,
+    allow_imports: bool = False,
+    **changes: Any,
+) -> Comparison:
+    """Run an experiment for every combination of the values on a grid's axes, and compare the results.
+
+    Runs with the same seed have the same initial model, cohorts and batches, so their differences are paired. A run
+    that fails is reported; the others continue.
+
+    Args:
+        experiment: an Experiment, tables, the path of a TOML file, the name of an experiment that comes with fedsim, or
+            None for the default experiment, as for `run`; tables and files may hold the axes in a table `grid`.
+        grid: the list of values of each dotted key; a value that is a table changes several keys at once.
+        out: the folder of the records: new, empty, or that of the same grid, whose finished runs are kept.
+        jobs: runs at a time. By default as many as cores and memory allow, each in one process; but one if the
+            experiment sets its engine or processes, or uses a GPU.
+        target: a test accuracy; the summary reports the time to reach it. The table `grid` may have it too.
+        progress: print a line for each run, as the command line does.
+        allow_imports: allow a TOML file to name any import path; see `load_experiment`.
+        changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
+
+    Raises:
+        ExperimentError: one of the experiments is invalid; no run has been started.
+        DataError: data is missing; no run has been started.
+        RecordError: the folder holds something else, or cannot be written.
+        WorkerError: processes cannot be started.
+
+    >>> result = compare({"rounds": 1, "model": "logistic"}, {"aggregate.rule": ["mean", "median"]}, jobs=1)
+    >>> [row.point["aggregate.rule"] for row in result.summary], len(result.runs), result.failed
+    (['mean', 'median'], 2, [])
+    """
+    planned = load_grid(experiment, grid, target=target, allow_imports=allow_imports, **changes)
+    with contextlib.ExitStack() as stack:
+        folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        display = stack.enter_context(GridDisplay(folder if out is not None else None, quiet=not progress))
+        return run_grid(planned, folder, jobs, display, kept=out is not None)
+
+
+def run_grid(
+    grid: Grid,
+    path: Path,
+    jobs: int | None = None,
+    callback: Callback | None = None,
+    *,
+    kept: bool = True,
+    shard: Shard | None = None,
+) -> Comparison:
+    """Do the runs of a grid that are not finished yet, and write the results to the folder `path`; see `compare`.
+
+    Of a `shard` only its runs are done, and nothing is compared.
+    """
+    callback = callback or Callback()
+    if jobs is not None and jobs < 1:
+        raise ExperimentError(f"jobs = {jobs}: must be at least 1")
+    for run in grid.runs:
+        if engines.get(run.experiment.engine).target.ranks:
+            raise ExperimentError(
+                f"engine = {show(run.experiment.engine)}: a comparison starts its own processes; use another engine, "
+                "and --shard i/n for several machines"
+            )
+    if jobs is not None and jobs > 1 and (reason := why_runs_unsendable(grid.runs)):
+        raise ExperimentError(f"jobs = {jobs}: {reason}; use jobs=1")
+    if jobs != 1:
+        exit_if_imported_by_child()  # else it would find the folder locked by its own parent
+    with GridFolder(path, grid) as folder:
+        grid = folder.grid
+        runs = grid.runs if shard is None else shard.of(grid)
+        todo = [run for run in runs if not folder.is_finished(run)]
+        for data in (run.experiment.data for run in distinct(todo, lambda experiment: experiment.resolved()["data"])):
+            load_dataset(data.dataset, data.root, **data.params)  # now: else every run would fail of missing data
+        jobs = min(jobs or default_jobs(grid, todo), max(1, len(todo)))
+        _warn(todo)
+        callback.on_start(grid, todo, jobs)
+        _run(todo, jobs, folder, callback, one_process=jobs > 1 and not grid.engine_chosen)
+        if shard is not None:
+            return Comparison(grid, [RunResult.read(run, folder) for run in runs], [], path)
+        return summarised(folder, kept=kept)
+
+
+def summarised(folder: GridFolder, *, kept: bool = True) -> Comparison:
+    """Compare the runs in a folder, and write the tables and figures unless the folder is temporary."""
+    grid = folder.grid
+    runs = [RunResult.read(run, folder, kept) for run in grid.runs]
+    comparison = Comparison(grid, runs, summarise(grid, runs), folder.path if kept else None)
+    if kept:
+        _write(comparison, folder)
+    return comparison
+
+
+def _warn(runs: Sequence[PlannedRun]) -> None:
+    """Show each warning once, however many runs it concerns."""
+
+    def relevant(experiment: Experiment) -> list[Any]:
+        tables = experiment.resolved()
+        return [tables["model"], tables["attack"], experiment.workers, experiment.cohort, experiment.buffers]
+
+    lines = [line for run in distinct(runs, relevant) for line in warnings_about(run.experiment)]
+    for line in dict.fromkeys(lines):
+        warnings.warn(line, SettingWarning, stacklevel=3)
+
+
+def _run(runs: Sequence[PlannedRun], jobs: int, folder: GridFolder, callback: Callback, *, one_process: bool) -> None:
+    def on_end(run: PlannedRun, error: str | None) -> None:
+        if error is not None:
+            folder.note_failure(run, error)
+        callback.on_end(RunResult.read(run, folder))
+
+    def on_retry(run: PlannedRun) -> None:
+        folder.make_ready(run)
+        callback.on_retry(run)
+
+    for run in runs:
+        folder.make_ready(run)
+    experiments = [in_one_process(run.experiment) if one_process else run.experiment for run in runs]
+    work = [Work(run, each, folder.run_folder(run)) for run, each in zip(runs, experiments, strict=True)]
+    if jobs == 1:
+        run_here(work, callback.on_round, on_end)
+    else:
+        run_in_jobs(work, jobs, callback.on_round, on_end, on_retry)
+
+
+def _write(comparison: Comparison, folder: GridFolder) -> None:
+    grid, runs, summary = comparison.grid, comparison.runs, comparison.summary
+    folder.write("results.csv", results_csv(grid, runs).encode())
+    folder.write("curves.csv", curves_csv(grid, runs).encode())
+    folder.write("summary.csv", summary_csv(grid, summary).encode())
+    folder.write("summary.txt", f"{comparison.table}\n".encode())
+    figures = {"accuracy": draw_accuracy(grid, runs), "heatmap": draw_heatmap(grid, summary)}
+    if any(run.is_timed for run in runs):
+        figures["accuracy_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
+        figures["accuracy_updates"] = draw_accuracy(grid, runs, "updates")
+    for name, figure in figures.items():
+        for format in grid.runs[0].experiment.records.figures if figure else []:
+            folder.write(f"{name}.{format}", encode(figure, format))

@@ -1,0 +1,258 @@
+"""The description of an experiment, with all checks.
+
+Its tables are in `schema.py`; `validation.py` checks combinations of settings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from fedsim.aggregation import Pipeline
+from fedsim.config.plugs import keys_of_plug
+from fedsim.config.schema import (
+    Aggregate,
+    Amount,
+    AsyncPolicy,
+    Attack,
+    Batched,
+    Checkpoint,
+    Clock,
+    Data,
+    Distributed,
+    Local,
+    Model,
+    Partition,
+    Race,
+    Records,
+    Server,
+)
+from fedsim.config.validation import problems_with
+from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.objects import Name, plain
+from fedsim.core.randomness import numpy_generator
+from fedsim.core.suggestions import VOCABULARY
+from fedsim.core.validation_errors import explain
+from fedsim.engines import Engine, engine
+from fedsim.errors import MAX_NAME, ExperimentError, show
+from fedsim.synonyms import KEYS
+from fedsim.system.precision import PRECISIONS
+
+Processes = Annotated[int, Field(gt=0, le=1024)]  # or threads; more could overload the machine
+
+
+def _folder_name(name: str) -> str:
+    if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}", name):
+        raise ValueError(
+            f"one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter or digit, at most {MAX_NAME}"
+        )
+    return name
+
+
+class Experiment(Table):
+    """The checked description of an experiment. Each key has a default; tables are given as dicts.
+
+    Raises ExperimentError, one line per problem.
+
+    >>> experiment = Experiment(workers=8, local={"lr": 0.1})
+    >>> experiment.workers, experiment.local.params["lr"]
+    (8, 0.1)
+    """
+
+    name: Annotated[str, AfterValidator(_folder_name)] = ""  # by default from model, data and rule
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    rounds: Amount = 10
+    workers: Amount = 4
+    cohort: Amount | None = None  # workers in each round; None: all
+    engine: Name = "auto"
+    processes: Processes | None = None  # None: by cores and memory
+    threads_per_process: Processes = 1
+    timeout: PositiveFloat = 300.0  # seconds without a heartbeat after which a process counts as lost
+    on_worker_failure: Literal["retry", "drop", "abort"] = "retry"  # if a round loses a process
+    worker_retries: NonNegativeInt = 2  # repetitions of one round at most
+    device: str = "auto"
+    precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
+    compile: bool = False  # forward pass and loss of training, with torch.compile
+    cuda_graphs: bool | None = None  # for stacked steps on CUDA; None: if it is safe
+    mode: Literal["rounds", "clock", "race"] = "rounds"  # synchronous; on a virtual clock; in racing processes
+    sync: Literal["parameters", "gradients", "post_local"] = "parameters"
+    gradient_rounds: NonNegativeInt | None = None  # of sync = "post_local": rounds before parameters are averaged
+    buffers: Literal["average", "local", "server", "error"] = "average"
+    model: Model = Model()
+    data: Data = Data()
+    partition: Partition = Partition()
+    local: Local = Local(epochs=1)
+    batched: Batched = Batched()
+    distributed: Distributed = Distributed()
+    attack: Attack = Attack()
+    aggregate: Aggregate = Aggregate()
+    server: Server = Server()
+    policy: AsyncPolicy = AsyncPolicy()
+    clock: Clock = Clock()
+    race: Race = Race()
+    records: Records = Records()
+    checkpoint: Checkpoint = Checkpoint()
+
+    def __init__(self, **tables: Any) -> None:
+        try:
+            super().__init__(**plain(tables))
+        except ValidationError as error:
+            raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(tables))) from None
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_exists(cls, name: str) -> str:
+        target = engine.get(name, "engine").target
+        if not (isinstance(target, type) and issubclass(target, Engine)):
+            raise ExperimentError(f"engine = {show(name)}: must be a subclass of fedsim.engines.Engine")
+        return name
+
+    @model_validator(mode="after")
+    def _name_by_content(self) -> Experiment:
+        if not self.name:
+            object.__setattr__(self, "name", default_name(self))  # the model is frozen
+        return self
+
+    @model_validator(mode="after")
+    def _check_as_a_whole(self) -> Experiment:
+        if lines := problems_with(self):
+            raise ExperimentError(*lines)
+        self.pipeline.dry_run(self.cohort_size, self.local_lr)
+        return self
+
+    @property
+    def byzantine(self) -> list[int]:
+        """The numbers of the Byzantine workers, ascending."""
+        if self.attack.workers is not None:
+            return sorted(self.attack.workers)
+        if not self.attack.count(self.workers):
+            return []
+        generator = numpy_generator(self.seed, "attackers")
+        return sorted(generator.permutation(self.workers)[: self.attack.count(self.workers)].tolist())
+
+    @property
+    def f(self) -> int:
+        """The number of Byzantine rows that the rule tolerates; by default as many as a cohort can have."""
+        most = min(self.attack.count(self.workers), self.cohort_size)
+        return most if self.aggregate.f is None else self.aggregate.f
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The aggregation rule with its parameters."""
+        return self.aggregate.pipeline(self.f)
+
+    @property
+    def uses_start_row(self) -> bool:
+        """Whether the local solver goes by the row that a worker was sent; see `fedsim.clients.Solver`."""
+        return getattr(self.local.plug.target, "uses_start_row", False)
+
+    @property
+    def local_lr(self) -> float | None:
+        """The learning rate of the local solver; None if it has no parameter `lr`."""
+        return self.local.params.get("lr")
+
+    @property
+    def rounds_of_gradients(self) -> int:
+        """The number of rounds, from the first, that aggregate gradients at every step."""
+        return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
+
+    @property
+    def cohort_size(self) -> int:
+        return self.cohort or self.workers
+
+    def resolved(self) -> dict[str, Any]:
+        """All keys with their values as nested tables, including defaults, without keys that are unset."""
+        return _without_unset(self.model_dump(mode="json"))
+
+
+def _without_unset(value: Any) -> Any:
+    """Nested tables without keys whose value is None, also in lists of tables, which `exclude_none` ignores."""
+    if isinstance(value, dict):
+        return {key: _without_unset(one) for key, one in value.items() if one is not None}
+    return [_without_unset(one) for one in value] if isinstance(value, list) else value
+
+
+def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
+    """The name of an experiment without a name: `net-mnist5k-weighted_mean`, `net-mnist5k-hogwild-race`.
+
+    Its parts are the model, the data, the rule (or the asynchronous policy), and `race` for a race.
+
+    Args:
+        experiment: the experiment, with checked tables.
+        varied: dotted keys that a comparison varies; parts that depend on them are left out.
+    """
+    policy, rule = experiment.policy, experiment.aggregate.rule
+    stages = rule if isinstance(rule, list) else [rule]
+    rules = [stage if isinstance(stage, str) else stage["rule"] for stage in stages]
+    parts = [
+        ({"model.name"}, [experiment.model.name]),
+        ({"data.dataset"}, [experiment.data.dataset]),
+        ({"aggregate.rule", "policy.name", "mode"}, rules if policy.bind().in_rounds else [policy.name]),
+        ({"mode"}, ["race"] if experiment.mode == "race" else []),
+    ]
+    words = [
+        "_".join(name.rpartition(":")[2].strip("<>") for name in names)
+        for keys, names in parts
+        if keys.isdisjoint(varied)
+    ]
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(filter(None, words))).lstrip("._-")
+    return name[:MAX_NAME] or "experiment"
+
+
+def keys_called(name: str) -> list[str]:
+    """The dotted keys that `name` may mean: the key itself, the last part of a key, or a synonym of one."""
+    if name.partition(".")[0] in Experiment.model_fields:
+        return [name]
+    return list(KEYS.get(name) or keys_of_tables({}).get(name, []))
+
+
+def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The dotted keys of each key in a table, for hints: {"lr": ["local.lr", "server.lr"], ...}.
+
+    Parameters of plugs that `tables` do not name are listed only if no named plug has such a parameter.
+    """
+    with_these: dict[str, list[str]] = {}
+    with_others: dict[str, list[str]] = {}
+    for place, table in _tables(Experiment):
+        for key in table.model_fields:
+            with_these.setdefault(key, []).append(f"{place}.{key}")
+        if issubclass(table, PlugTable):
+            named = tables.get(place)
+            named = named.get(table.named_by) if isinstance(named, Mapping) else named
+            chosen = named if named in table.registry.names() else table.model_fields[table.named_by].default
+            for plug in table.registry:
+                for key in set(plug.parameters.model_fields) - set(table.model_fields):
+                    found = (with_these if plug.name == chosen else with_others).setdefault(key, [])
+                    found.extend({f"{place}.{key}"} - set(found))
+    return {**with_others, **with_these}
+
+
+def _tables(table: type[Table]) -> Iterator[tuple[str, type[Table]]]:
+    """The tables directly in a table, by key."""
+    for key, field in table.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Table):
+            yield key, field.annotation
+
+
+def _plug_tables(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[PlugTable]]]:
+    for key, inner in _tables(table):
+        if issubclass(inner, PlugTable):
+            yield f"{prefix}{key}", inner
+        else:
+            yield from _plug_tables(inner, f"{prefix}{key}.")
+
+
+PLUG_TABLES = dict(_plug_tables(Experiment))  # by dotted key: `local`, ..., `clock.speed`
+
+VOCABULARY.keys_called, VOCABULARY.keys_of_plug = keys_called, keys_of_plug

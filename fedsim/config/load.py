@@ -1,0 +1,137 @@
+"""From a file, tables, an Experiment, and changes of it to a checked Experiment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedsim.config.catalog import find_experiment
+from fedsim.config.experiment import Experiment
+from fedsim.config.overrides import changes_in, override, parse_word
+from fedsim.config.schema import Distributed
+from fedsim.config.toml import read_toml
+from fedsim.core.import_policy import is_untrusted, untrusted_config
+from fedsim.core.input_limits import leaves_of
+from fedsim.core.objects import plain
+from fedsim.data.sources import lacks_files
+from fedsim.errors import ExperimentError, show
+from fedsim.system.files import is_outside
+
+GRID = "grid"  # the table of the axes of a comparison
+
+
+def load_experiment(
+    source: Experiment | Mapping[str, Any] | str | Path | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    allow_imports: bool = False,
+    **changes: Any,
+) -> Experiment:
+    """Load an experiment, change keys of it, and check it.
+
+    A default name in `source`, such as a saved experiment has, is derived again after changes.
+
+    Args:
+        source: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML file, the name of an
+            experiment that comes with fedsim (`fedsim list experiments`), or None for the default experiment.
+        overrides: words `key=value` with dotted keys; values as in TOML, other text is a string.
+        allow_imports: whether a file may import any Python code; see `fedsim.core.import_policy`. Import paths in
+            `overrides`, tables and Experiments are always imported.
+        changes: keys of the experiment, set after the overrides. A table changes only the keys that it has.
+
+    Raises ExperimentError, one line per problem.
+
+    >>> load_experiment("mnist_sync_sgd", ["local.lr=0.5"], rounds=3).rounds
+    3
+    """
+    words = [parse_word(word) for word in overrides] + changes_in(changes)
+    if isinstance(source, Experiment) and not words:
+        return source
+    description = describe(source)
+    if words:
+        with untrusted_config(file_of(source), allowed=allow_imports):
+            drop_default_name(description)
+    override(description, words)
+    try:
+        if isinstance(description.get(GRID), dict):
+            raise ExperimentError("the table [grid] describes several experiments; use fedsim compare")
+        with untrusted_config(file_of(source), (value for _, value in words), allowed=allow_imports):
+            return experiment_of(description)
+    except ExperimentError as error:
+        if not isinstance(source, (str, Path)):
+            raise
+        raise ExperimentError(*error.lines, source=source) from None
+
+
+def file_of(source: object) -> Path | None:
+    """The experiment file that `source` names; None for other sources, which the user vouches for."""
+    return find_experiment(source) if isinstance(source, (str, Path)) else None
+
+
+def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """The settings in `source` as nested tables, without defaults."""
+    if isinstance(source, (str, Path)):
+        return read_toml(find_experiment(source))
+    if isinstance(source, Experiment):
+        return source.model_dump(exclude_none=True, exclude_unset=True)
+    if source is not None and not isinstance(source, Mapping):
+        raise ExperimentError(f"{show(source)}: must be an Experiment, a table (dict) or the path of a TOML file")
+    tables = dict(source or {})
+    grid = _take_grid(tables)
+    tables = plain(tables)
+    if any("." in str(key) for key in tables):
+        changes, tables = changes_in(tables), {}
+        override(tables, changes)
+    return {**tables, **grid}
+
+
+def _take_grid(tables: dict[str, Any]) -> dict[str, Any]:
+    """Remove the axes of a comparison from tables; returns {"grid": {dotted key: values}}, or {} if there are none.
+
+    They stay flat, since both `attack` and `attack.fraction` may be axes.
+    """
+    keys = [key for key in tables if str(key).partition(".")[0] == GRID]
+    if not keys or (keys == [GRID] and not isinstance(tables[GRID], Mapping)):
+        return {}
+    axes: dict[str, Any] = {}
+    for key, values in leaves_of({key: tables.pop(key) for key in keys}):
+        axis = key.partition(".")[2]
+        if axis in axes:
+            raise ExperimentError(f"{key}: is given twice")
+        axes[axis] = values
+    return {GRID: axes}
+
+
+def drop_default_name(description: dict[str, Any]) -> None:
+    """Remove the name from nested tables if it is the default name, so that it follows later changes."""
+    if "name" in description and GRID not in description:
+        unnamed = {key: value for key, value in description.items() if key != "name"}
+        with contextlib.suppress(ExperimentError):  # later changes may correct the problem
+            if experiment_of(unnamed).name == description["name"]:
+                del description["name"]
+
+
+def experiment_of(description: Mapping[str, Any]) -> Experiment:
+    """The experiment that nested tables describe. Raises ExperimentError, one line per problem."""
+    experiment = Experiment(**{str(key): value for key, value in description.items()})
+    _refuse_untrusted_places(experiment)
+    return experiment
+
+
+def _refuse_untrusted_places(experiment: Experiment) -> None:
+    """Raise ExperimentError if an untrusted file sets the address of the ranks, or the folder of a download."""
+    init, data = experiment.distributed.init, experiment.data
+    if init != Distributed().init and is_untrusted(init):
+        raise ExperimentError(
+            f"distributed.init = {show(init)}: a file may not set this address; set it on the command line"
+        )
+    if data.root is None or not is_untrusted(data.root):
+        return
+    if is_outside(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.dataset, data.root):
+        raise ExperimentError(
+            f"data.root = {show(data.root)}: has no {data.dataset}, and a file may not download data to a folder "
+            "outside the working directory; set it on the command line"
+        )

@@ -1,0 +1,142 @@
+"""Changes of an experiment: `key=value` words, dotted keys, and nested tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from fedsim.config.experiment import PLUG_TABLES, Experiment
+from fedsim.config.toml import parse_value
+from fedsim.core.base_table import PlugTable
+from fedsim.core.input_limits import MAX_DEPTH, is_harmless, leaves_of
+from fedsim.core.objects import plain
+from fedsim.engines import Engine
+from fedsim.engines import engine as engines
+from fedsim.engines.engine import SETTINGS
+from fedsim.errors import MAX_TEXT, ExperimentError, printable, show
+
+Change = tuple[list[str], Any]  # the parts of a dotted key, and its new value
+
+
+def parse_word(word: str) -> Change:
+    """The key and the value of a word `a.b=value`."""
+    keys, text = split_word(word)
+    return keys, parse_value(text, ".".join(keys))
+
+
+def split_word(word: str) -> tuple[list[str], str]:
+    """The parts of the key of a word `a.b=value`, and the text of its value."""
+    key, equals, text = word.partition("=")
+    keys = [part.strip() for part in key.split(".")]
+    if not equals or not all(keys):
+        raise ExperimentError(f"{show(word)}: expected key=value, such as rounds=5 or local.lr=0.1")
+    if len(keys) > MAX_DEPTH or len(key) > MAX_TEXT or not is_harmless(word):
+        raise ExperimentError(
+            f"{show(printable(word))}: a key has at most {MAX_DEPTH} parts and {MAX_TEXT} characters, and all "
+            "characters must be printable"
+        )
+    return keys, text
+
+
+def changes_in(tables: Mapping[str, Any]) -> list[Change]:
+    """The changes in nested or dotted tables: {"local": {"lr": 0.1}} and {"local.lr": 0.1} are the same change.
+
+    Raises ExperimentError if two of them set the same key.
+    """
+    changes = [(key.split("."), value) for key, value in leaves_of(plain(tables))]
+    count = Counter(key_changed(*change) for change in changes)
+    lines = [f"{key}: is given twice" for key in count if count[key] > 1]
+    for keys, value in changes:
+        parents = (".".join(keys[:depth]) for depth in range(1, len(keys)))
+        lines += [f"{'.'.join(keys)} = {show(value)}: {parent} is not a table" for parent in parents if parent in count]
+    if lines:
+        raise ExperimentError(*lines)
+    return changes
+
+
+def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
+    """Apply changes to nested tables, in place; the order of a plug's name and its parameters does not matter.
+
+    The new values replace whatever contradicts them: another plug removes the parameters of the plug before, another
+    engine removes settings that it does not use, and `local.steps` replaces `local.epochs`.
+
+    Raises ExperimentError if the changes contradict each other, such as local.epochs and local.steps.
+    """
+    changes = sorted(changes, key=lambda change: not _names_plug(change[0]))
+    _refuse_alternatives(changes)
+    engine_before = _engine_named(description)
+    for keys, value in changes:
+        _set(description, keys, value)
+    if _engine_named(description) != engine_before:
+        _drop_unused_settings(description, {keys[0] for keys, _ in changes})
+
+
+def plug_table(keys: Sequence[str]) -> tuple[type[PlugTable] | None, list[str]]:
+    """The plug table that holds a key, or None, and the key within it; [] if the key is the table itself."""
+    for depth in range(1, len(keys) + 1):
+        if table := PLUG_TABLES.get(".".join(keys[:depth])):
+            return table, list(keys[depth:])
+    return None, []
+
+
+def key_changed(keys: Sequence[str], value: Any) -> str:
+    """The dotted key that a change sets: `partition=iid` sets `partition.strategy`."""
+    table, within = plug_table(keys)
+    if table and not within and not isinstance(value, dict):
+        keys = [*keys, table.named_by]
+    return ".".join(keys)
+
+
+def _names_plug(keys: list[str]) -> bool:
+    table, within = plug_table(keys)
+    return table is not None and within in ([], [table.named_by])
+
+
+def _refuse_alternatives(changes: Iterable[Change]) -> None:
+    given = {".".join(keys) for keys, _ in changes}
+    tables = ((keys[0], value) for keys, value in changes if len(keys) == 1 and isinstance(value, dict))
+    given |= {f"{table}.{key}" for table, value in tables for key in value}
+    for place, table in PLUG_TABLES.items():
+        if len(given & {f"{place}.{key}" for key in table.alternatives}) > 1:
+            raise table.not_both()
+
+
+def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Set one key of nested tables, and remove what contradicts it."""
+    of_plug, within = plug_table(keys)
+    if of_plug and not within and of_plug.is_name(value):
+        keys, within = [*keys, of_plug.named_by], [of_plug.named_by]
+    table = description
+    for depth, key in enumerate(keys[:-1], start=1):
+        if of_plug and depth == len(keys) - len(within) and of_plug.is_name(table.get(key)):
+            table[key] = {of_plug.named_by: table[key]}
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise ExperimentError(f"{'.'.join(keys)} = {show(value)}: {'.'.join(keys[:depth])} is not a table")
+    key = keys[-1]
+    if of_plug and len(within) == 1:
+        if key == of_plug.named_by and value != table.get(key, of_plug.model_fields[key].default):
+            for parameter in set(table) - set(of_plug.model_fields):
+                del table[parameter]
+        if key in of_plug.alternatives:
+            for other in of_plug.alternatives:
+                table.pop(other, None)
+    table[key] = value
+
+
+def _engine_named(description: Mapping[str, Any]) -> Any:
+    return description.get("engine", Experiment.model_fields["engine"].default)
+
+
+def _drop_unused_settings(description: dict[str, Any], given: Collection[str]) -> None:
+    """Remove settings that the engine does not use. `given` settings stay, and the validation refuses them."""
+    try:
+        target = engines.get(_engine_named(description), "engine").target
+    except ExperimentError:  # no such engine: the validation reports it
+        return
+    sizes = [description.get(key) for key in ("processes", "cohort", "workers")]
+    sizes = [size for size in sizes if isinstance(size, int)] or [Experiment.model_fields["workers"].default]
+    if isinstance(target, type) and issubclass(target, Engine):
+        for key in SETTINGS - target.settings(min(sizes)) - set(given):
+            description.pop(key, None)

@@ -1,0 +1,194 @@
+"""All kinds of plugs, and their plugs as text: name, parameters with defaults, and description."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from fedsim.core.suggestions import nearest
+from fedsim.core.text_wrapping import hang
+from fedsim.errors import ExperimentError, one_line, show
+
+if TYPE_CHECKING:
+    from fedsim.core.registry import Plug, Registry
+
+PLUGS = {  # kind: the key that names a plug, and its registry, which is imported only when it is needed
+    "models": ("model.name", "fedsim.models:model"),
+    "datasets": ("data.dataset", "fedsim.data:dataset"),
+    "augmentations": ("data.augment", "fedsim.data.augmentation:augmentation"),
+    "partitions": ("partition.strategy", "fedsim.data:partition_strategy"),
+    "solvers": ("local.solver", "fedsim.clients:solver"),
+    "attacks": ("attack.name", "fedsim.byzantine:attack_strategy"),
+    "rules": ("aggregate.rule", "fedsim.aggregation:rule"),
+    "pre-aggregators": ("aggregate.rule, before a rule", "fedsim.aggregation:pre_aggregator"),
+    "servers": ("server.optimizer", "fedsim.server:server_optimizer"),
+    "policies": ("policy.name", "fedsim.asynchronous.policies:policy"),
+    "speeds": ("clock.speed.name", "fedsim.asynchronous.clock.speeds:speed"),
+    "noises": ("clock.noise.name", "fedsim.asynchronous.clock.noises:noise"),
+    "engines": ("engine", "fedsim.engines:engine"),
+    "hooks": ("distributed.hook.name", "fedsim.engines.distributed.hooks:hook"),
+}
+
+NAME_COLUMNS = 19
+
+Signatures = dict[str, inspect.Signature]
+
+
+def partitions() -> Signatures:
+    """The names of all partition strategies, each with its parameters.
+
+    >>> "alpha" in partitions()["dirichlet"].parameters
+    True
+    """
+    return signatures("partitions")
+
+
+def attacks() -> Signatures:
+    """The names of all attacks, each with its parameters.
+
+    >>> "sign_flipping" in attacks()
+    True
+    """
+    return signatures("attacks")
+
+
+def rules() -> Signatures:
+    """The names of all aggregation rules, each with its parameters.
+
+    >>> "f" in rules()["krum"].parameters
+    True
+    """
+    return signatures("rules")
+
+
+def pre_aggregators() -> Signatures:
+    """The names of all pre-aggregators, each with its parameters.
+
+    >>> "nnm" in pre_aggregators()
+    True
+    """
+    return signatures("pre-aggregators")
+
+
+def server_optimizers() -> Signatures:
+    """The names of all server optimizers, each with its parameters.
+
+    >>> "lr" in server_optimizers()["adam"].parameters
+    True
+    """
+    return signatures("servers")
+
+
+def policies() -> Signatures:
+    """The names of all asynchronous policies, each with its parameters.
+
+    >>> "fedbuff" in policies()
+    True
+    """
+    return signatures("policies")
+
+
+def speeds() -> Signatures:
+    """The names of all distributions of worker speeds on the virtual clock, each with its parameters.
+
+    >>> "equal" in speeds()
+    True
+    """
+    return signatures("speeds")
+
+
+def noises() -> Signatures:
+    """The names of all distributions of the duration of work on the virtual clock, each with its parameters.
+
+    >>> "sigma" in noises()["lognormal"].parameters
+    True
+    """
+    return signatures("noises")
+
+
+def registry_of(kind: str) -> Registry:
+    """The registry of a kind of plug."""
+    module, _, attribute = PLUGS[kind][1].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def keys_of_plug(name: str) -> list[str]:
+    """The keys of experiments that may name a plug."""
+    return [key for kind, (key, _) in PLUGS.items() if name in registry_of(kind).names()]
+
+
+def signatures(kind: str) -> Signatures:
+    """The names of the plugs of a kind, each with the parameters that configure it."""
+    return {plug.name: _configuration(plug) for plug in registry_of(kind)}
+
+
+def _configuration(plug: Plug) -> inspect.Signature:
+    parameters = inspect.signature(plug.target, eval_str=True).parameters.values()
+    return inspect.Signature([p for p in parameters if p.name in plug.parameters.model_fields])
+
+
+def list_plugs(kinds: Iterable[str], columns: int | None = None) -> str:
+    """The plugs of these kinds with their parameters, wrapped to the columns of a terminal."""
+    blocks = []
+    for kind in kinds:
+        lines = [f"{kind} ({PLUGS[kind][0]})"]
+        for plug in registry_of(kind):
+            lines.append(hang(f"  {plug.name:<{NAME_COLUMNS}} ", plug.summary, columns))
+            lines += [f"{'':<{NAME_COLUMNS + 3}}{line}" for line in _parameter_lines(plug)]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def describe_plug(name: str, kinds: Iterable[str] = PLUGS) -> str:
+    """The plugs with this name, or the plug at this import path, with parameters and docstring.
+
+    Raises ExperimentError if there is no such plug, or if it cannot be imported. `kinds` are other names that the user
+    may mean, for the hint.
+    """
+    if ":" in name:
+        return _described(*_imported(name))
+    found = [(kind, plug) for kind in PLUGS for plug in registry_of(kind)]
+    blocks = [
+        _described(f"{name} ({PLUGS[kind][0]})", plug.target, _parameter_lines(plug))
+        for kind, plug in found
+        if plug.name == name
+    ]
+    if not blocks:
+        hint = nearest(name, dict.fromkeys([*kinds, *(plug.name for _, plug in found)]))
+        hint = hint if hint.startswith("did you mean") else nearest(name, kinds)  # the list of all plugs is too long
+        raise ExperimentError(f"{show(name)}: no such kind or plug; {hint}")
+    return "\n\n".join(blocks)
+
+
+def _imported(path: str) -> tuple[str, Any]:
+    """The import path of a plug with its parameters, and the plug."""
+    from fedsim.core.import_policy import import_object
+
+    try:
+        target = import_object(path)
+        signature = inspect.signature(target)
+    except Exception as error:
+        raise ExperimentError(f"{show(path)}: cannot be imported: {one_line(error)}") from error
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return f"{path}{inspect.Signature(bare)}", target
+
+
+def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
+    parts = ["\n".join(parameters), inspect.getdoc(target) or "no docstring"]
+    return head + "\n" + "\n\n".join(textwrap.indent(part, "  ") for part in parts if part)
+
+
+def _parameter_lines(plug: Plug) -> list[str]:
+    """`name = default` for each parameter."""
+    return [
+        f"{name} {'(required)' if field.is_required() else f'= {show_toml(field.default)}'}"
+        for name, field in plug.parameters.model_fields.items()
+    ]
+
+
+def show_toml(value: object) -> str:
+    """A default value as an experiment file would write it."""
+    return "unset" if value is None else show(value)

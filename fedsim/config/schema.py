@@ -1,0 +1,252 @@
+"""The tables of an experiment: their keys, types, bounds and defaults. `validation.py` checks combinations."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat
+
+from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
+from fedsim.asynchronous.clock.noises import noise
+from fedsim.asynchronous.clock.speeds import speed
+from fedsim.asynchronous.policies import policy
+from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
+from fedsim.clients import solver
+from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.objects import Name
+from fedsim.core.registry import Plug
+from fedsim.data import dataset, partition_strategy
+from fedsim.data.augmentation import ImageTransform, augmentation
+from fedsim.engines.distributed.hooks import BoundHook, bind_hook, hook
+from fedsim.errors import ExperimentError, show
+from fedsim.models import model
+from fedsim.server import server_optimizer
+
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Amount = Annotated[int, Field(gt=0, lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def _init_method(init: str) -> str:
+    if not re.fullmatch(r"env://|tcp://.+:\d+|file:///.+", init):
+        raise ValueError("env://, tcp://HOST:PORT or file:///PATH")
+    return init
+
+
+def _text_of_path(path: Any) -> Any:
+    return str(path) if isinstance(path, Path) else path
+
+
+class Model(PlugTable):
+    place, named_by, registry = "model", "name", model
+
+    name: Name = "net"
+
+
+class Augment(PlugTable):
+    place, named_by, registry = "data.augment", "name", augmentation
+
+    name: Name
+
+    def bind(self) -> ImageTransform:
+        return ImageTransform(super().bind(), tuple(self.plug.takes))
+
+
+class Data(PlugTable):
+    place, named_by, registry = "data", "dataset", dataset
+
+    dataset: Name = "mnist5k"
+    root: Annotated[str | None, BeforeValidator(_text_of_path)] = (
+        None  # folder of downloaded data sets; None: $FEDSIM_DATA, else the user's cache folder
+    )
+    augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])  # of training batches, in this order
+
+
+class Partition(PlugTable):
+    place, named_by, registry = "partition", "strategy", partition_strategy
+
+    strategy: Name = "iid"
+
+
+class Local(PlugTable):
+    """The work of a worker between two synchronizations: `epochs` or `steps`, not both.
+
+    `drop_last` omits the last batch of an epoch if it is smaller than `batch_size`, as PyTorch's DataLoader does. A
+    shard that is smaller than a batch is still used, as one batch.
+    """
+
+    place, named_by, registry = "local", "solver", solver
+    alternatives = ("epochs", "steps")
+
+    solver: Name = "sgd"
+    epochs: Amount | None = None
+    steps: Amount | None = None
+    batch_size: Amount = 10
+    drop_last: bool = False
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        given = [key for key in cls.alternatives if table.get(key) is not None]
+        if len(given) > 1:
+            raise cls.not_both()
+        return table if given else {**table, "epochs": 1}
+
+
+class Attack(PlugTable):
+    """The attack, and the Byzantine workers: a random `fraction` of all, or a list of `workers`."""
+
+    place, named_by, registry = "attack", "name", attack_strategy
+    alternatives = ("fraction", "workers")
+
+    name: Name = "none"
+    fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    workers: list[NonNegativeInt] | None = None
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        if table.get("fraction") and table.get("workers") is not None:
+            raise cls.not_both()
+        return table
+
+    def bind(self) -> BoundAttack:
+        return bind_attack(self.plug, self.params)
+
+    def count(self, n_workers: int) -> int:
+        """The number of Byzantine workers."""
+        return int(self.fraction * n_workers + 1e-9) if self.workers is None else len(self.workers)
+
+
+class Aggregate(PlugTable):
+    """`rule` is a name, or a list of pre-aggregators and a rule, each a name or a table {rule, parameters}.
+
+    `f` is the number of Byzantine rows that the rule tolerates; None: the number of Byzantine workers.
+    `weights` None: sample counts for a rule that requires weights, equal weights for any other rule.
+    """
+
+    place, named_by, registry = "aggregate", "rule", rule
+
+    rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
+    f: NonNegativeInt | None = None
+    weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
+    nonfinite: Literal["error", "exclude", "keep"] = "error"  # for rows with NaN or infinity
+    root_samples: Amount = 100  # training samples of the server, for rules that use its gradient
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        rule = table.get("rule", cls.model_fields["rule"].default)
+        own = {key: table[key] for key in cls.model_fields if key in table}
+        resolved = cls._resolve(rule, {key: value for key, value in table.items() if key not in own}, table.get("f"))
+        stages = [{"rule": plug.name, **_without_f(params)} for plug, params in resolved]
+        if isinstance(rule, str):
+            return {**stages[0], **own, "rule": stages[0]["rule"]}
+        given = [stage if isinstance(stage, dict) else {} for stage in rule]
+        stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, given, strict=True)]
+        return {**own, "rule": stages}
+
+    def _check_parameters(self) -> Aggregate:
+        return self  # `completed` has checked them
+
+    @classmethod
+    def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Plug, dict[str, Any]]]:
+        if not isinstance(rule, (str, list)):
+            raise ExperimentError(f"aggregate.rule = {show(rule)}: must be a name, or a list of names and tables")
+        return resolve(rule, params, cls.place, list(cls.model_fields), {"f": f or 0})
+
+    def pipeline(self, f: int) -> Pipeline:
+        """The rule with its parameters, for `f` Byzantine rows."""
+        return make_pipeline(self._resolve(self.rule, self.params, f))
+
+    @property
+    def label(self) -> str:
+        """`nnm + trimmed_mean`."""
+        return self.pipeline(0).name
+
+
+def _without_f(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if name != "f"}
+
+
+class Server(PlugTable):
+    place, named_by, registry = "server", "optimizer", server_optimizer
+
+    optimizer: Name = "sgd"
+
+
+class AsyncPolicy(PlugTable):
+    place, named_by, registry = "policy", "name", policy
+
+    name: Name = "sync"
+
+
+class Speed(PlugTable):
+    place, named_by, registry = "clock.speed", "name", speed
+
+    name: Name = "equal"
+
+
+class Noise(PlugTable):
+    place, named_by, registry = "clock.noise", "name", noise
+
+    name: Name = "constant"
+
+
+class Clock(Table):
+    """Virtual time: a worker computes for steps x base x speed x noise, and sends in latency + bytes / bandwidth."""
+
+    base: PositiveFloat = 1.0  # seconds of a step
+    speed: Speed = Speed()
+    noise: Noise = Noise()
+    latency: NonNegativeFloat = 0.0  # seconds
+    bandwidth: PositiveFloat | None = None  # bytes per second; None: infinite
+    departures: dict[str, NonNegativeFloat] = Field(default={})  # worker = seconds after which it leaves
+    log: str | None = None  # repeat the order of a recorded race: a run folder, or its race.csv
+
+
+class Race(Table):
+    """Processes that race. The result differs each time, so a race is run several times, and the records hold all."""
+
+    runs: Annotated[int, Field(gt=0, le=10_000)] = 5
+
+
+class Batched(Table):
+    """Settings of the engine `batched`."""
+
+    width: Amount | None = None  # rows per stack at most; None: as many as fit into memory
+
+
+class Hook(PlugTable):
+    place, named_by, registry = "distributed.hook", "name", hook
+
+    name: Name = "allreduce"
+
+    def bind(self) -> BoundHook:
+        return bind_hook(self.plug, self.params)
+
+
+class Distributed(Table):
+    """Settings of the engine `distributed`."""
+
+    backend: str | None = None  # of torch.distributed; None: the default of the device; gloo if ranks share a GPU
+    timeout: PositiveFloat = 60.0  # seconds without a heartbeat after which a rank counts as lost
+    init: Annotated[str, AfterValidator(_init_method)] = "env://"
+    inner: Literal["serial", "batched"] = "serial"  # whether a rank trains its rows one by one or stacked
+    hook: Hook = Hook()  # compresses gradients that DistributedDataParallel averages
+
+
+class Checkpoint(Table):
+    """Checkpoint settings for resuming an interrupted run with `fedsim run --resume RUN`."""
+
+    every: Count | None = None  # rounds; 0: never; None: as often as possible in 1 percent of the time
+    keep: Amount = 2  # the number of checkpoints in the folder
+
+
+class Records(Table):
+    """Optional files of a run folder."""
+
+    updates: list[Amount] = Field(default=[])  # rounds whose updates are recorded, for `fedsim replay`
+    model: bool = True  # model.safetensors
+    curve: bool = True  # the figure `curve`
+    figures: list[Literal["png", "svg", "pdf"]] = Field(default=["png"])  # formats of all figures
+    tensorboard: bool = False  # scalars of every round as a TensorBoard event file

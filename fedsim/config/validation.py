@@ -1,0 +1,278 @@
+"""Combinations of settings that an experiment cannot have. Each check yields error lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fedsim.asynchronous.policies import Policy
+from fedsim.config.schema import Aggregate, Checkpoint, Hook, Server
+from fedsim.core.randomness import preserve_random_state
+from fedsim.engines import Engine, engine
+from fedsim.engines.engine import SETTINGS
+from fedsim.errors import ExperimentError, show
+from fedsim.system.devices import free_memory
+from fedsim.system.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    from fedsim.config.experiment import Experiment
+
+LARGE = 1_000_000  # workers from which lists of them are compared with the free memory
+BYTES_PER_WORKER = 100  # of such lists
+ENGINE_OF_SETTING = {"processes": "spawn", "batched": "batched", "cuda_graphs": "batched", "distributed": "distributed"}
+
+
+def problems_with(experiment: Experiment) -> list[str]:
+    """One error line for each combination of settings that does not work; each table is valid by itself."""
+    engine_class, policy = engine.get(experiment.engine).target, experiment.policy.bind()
+    lines = [
+        *_check_sizes(experiment),
+        *_check_engine(experiment, engine_class),
+        *_check_unused_keys(experiment),
+        *_check_sync(experiment),
+        *_check_mode(experiment, policy),
+        *_check_weights(experiment),
+        *_check_attackers(experiment),
+    ]
+    if not policy.in_rounds and experiment.mode != "rounds":
+        lines += _check_policy(experiment, policy)
+    if not policy.in_rounds and experiment.mode == "race":
+        lines += _check_race(experiment, policy, engine_class)
+    return lines
+
+
+def warnings_about(experiment: Experiment) -> list[str]:
+    """One line for each setting that has no effect, or an effect that few users intend."""
+    lines = []
+    if experiment.cohort_size == experiment.workers:  # otherwise n and f differ between rounds
+        lines.append(experiment.attack.bind().weakness(experiment.workers, experiment.attack.count(experiment.workers)))
+    if experiment.buffers == "server":
+        lines.append(_warning_about_statistics(experiment))
+    return [line for line in lines if line]
+
+
+def _warning_about_statistics(experiment: Experiment) -> str | None:
+    with preserve_random_state(torch.device("cpu")):
+        names = [name for name, _ in experiment.model.bind()().named_buffers() if name.endswith("running_mean")]
+    if not names:
+        return None
+    shown = f"{names[0]}, ..." if len(names) > 1 else names[0]
+    return (
+        f'buffers = "server": running statistics ({shown}) are never updated, so a '
+        "new BatchNorm is tested with mean 0 and variance 1; use buffers=average or buffers=local"
+    )
+
+
+def _given(experiment: Experiment, *keys: str) -> dict[str, Any]:
+    """The keys whose values are not the defaults, with these values."""
+    fields = type(experiment).model_fields
+    return {key: value for key in keys if (value := getattr(experiment, key)) != fields[key].default}
+
+
+def _check_sizes(experiment: Experiment) -> Iterator[str]:
+    workers, cohort, attack = experiment.workers, experiment.cohort_size, experiment.attack
+    lists = []
+    if cohort > LARGE:
+        key = "workers" if experiment.cohort is None else "cohort"
+        lists.append((f"{key} = {cohort}: the data about each member of a cohort", cohort))
+    if workers > LARGE and attack.workers is None and attack.count(workers):
+        lists.append((f"attack.fraction = {attack.fraction}: to draw from {workers} workers", workers))
+    for line, count in lists:
+        needed, free = count * BYTES_PER_WORKER, free_memory()
+        if needed > free:
+            yield f"{line} takes {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of memory are free"
+    if cohort > workers:
+        yield f"cohort = {cohort}: must be at most workers, {workers}"
+
+
+def _check_engine(experiment: Experiment, engine_class: type[Engine]) -> Iterator[str]:
+    """Settings that the engine does not use."""
+    name, distributed = show(experiment.engine), experiment.distributed
+    processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
+    used = engine_class.settings(processes)
+    if distributed.inner == "batched":
+        used = used | {"batched"}
+    given = _given(experiment, *sorted(SETTINGS))
+    for key, value in given.items():
+        if key not in used and (key, value) not in (("processes", 1), ("cuda_graphs", False)):
+            where = key if key == "distributed" else f"{key} = {show(value)}"
+            where = f"batched.width = {value.width}" if key == "batched" else where
+            instead = f", or use engine={ENGINE_OF_SETTING[key]}" if key in ENGINE_OF_SETTING else ""
+            instead = ", or use distributed.timeout" if key == "timeout" and "distributed" in used else instead
+            yield f"{where}: the engine {name} does not use it; omit it{instead}"
+    if "distributed" in used:
+        if not experiment.policy.bind().in_rounds:
+            yield (
+                f"policy.name = {show(experiment.policy.name)}: the engine {name} only runs synchronous rounds; use "
+                "another engine"
+            )
+        if distributed.hook != Hook():
+            yield from _check_hook(experiment)
+    elif "worker_retries" in used:
+        if experiment.on_worker_failure == "abort" and "worker_retries" in given:
+            yield (
+                f"worker_retries = {experiment.worker_retries}: with on_worker_failure=abort no round is repeated; "
+                "omit it"
+            )
+        if experiment.on_worker_failure == "drop" and not experiment.policy.bind().in_rounds:
+            yield (
+                f'on_worker_failure = "drop": policy.name = {show(experiment.policy.name)} has no synchronous rounds; '
+                "use retry or abort (clock.departures makes workers leave)"
+            )
+
+
+def _check_hook(experiment: Experiment) -> Iterator[str]:
+    where = f"distributed.hook = {show(experiment.distributed.hook.name)}"
+    if not experiment.rounds_of_gradients:
+        yield f"{where}: applies to gradients, and sync = {show(experiment.sync)} averages none; omit it"
+    elif reason := what_needs_rows(experiment):
+        yield f"{where}: needs averaged gradients, and {reason} needs the gradient of each worker; omit it"
+
+
+def what_needs_rows(experiment: Experiment) -> str | None:
+    """The setting because of which ranks exchange a gradient of each worker; None if they may average gradients."""
+    rule, precision = experiment.pipeline, PRECISIONS[experiment.precision]
+    if not rule.linear_by_weights:
+        return f"aggregate.rule = {show(rule.name)}"
+    if experiment.attack.name != "none":
+        return f"attack.name = {show(experiment.attack.name)}"
+    if experiment.aggregate.nonfinite == "exclude":
+        return 'aggregate.nonfinite = "exclude"'
+    if precision.scales_losses:
+        return f"precision = {show(precision.name)} (scaled losses)"
+    if experiment.distributed.inner != "serial":
+        return f"distributed.inner = {show(experiment.distributed.inner)}"
+    return "records.updates" if experiment.records.updates else None
+
+
+def _check_unused_keys(experiment: Experiment) -> Iterator[str]:
+    aggregate, checkpoint, rule = experiment.aggregate, experiment.checkpoint, experiment.pipeline
+    if aggregate.root_samples != Aggregate().root_samples and not rule.accepts("root"):
+        yield (
+            f"aggregate.root_samples = {aggregate.root_samples}: the rule {rule.name} uses no samples of the server; "
+            "omit it"
+        )
+    if checkpoint.every == 0 and checkpoint.keep != Checkpoint().keep:
+        yield f"checkpoint.keep = {checkpoint.keep}: with checkpoint.every = 0 there are no checkpoints; omit it"
+
+
+def _check_sync(experiment: Experiment) -> Iterator[str]:
+    sync, count = experiment.sync, experiment.gradient_rounds
+    if sync == "post_local" and count is None:
+        yield 'sync = "post_local": needs gradient_rounds, the number of rounds before parameters are averaged'
+    if sync != "post_local" and count is not None:
+        yield f"gradient_rounds = {count}: needs sync=post_local, not {sync}; omit it"
+    elif count is not None and count > experiment.rounds:
+        yield f"gradient_rounds = {count}: must be at most rounds, {experiment.rounds}"
+    if sync == "gradients" and experiment.server != Server():
+        yield (
+            f"server.optimizer = {show(experiment.server.optimizer)}: with sync=gradients the local solver takes the "
+            "step (local.*); omit [server]"
+        )
+    if experiment.rounds_of_gradients and experiment.uses_start_row:
+        yield _needs_local_steps(experiment, f"sync={sync}")
+
+
+def _needs_local_steps(experiment: Experiment, setting: str) -> str:
+    solver = show(experiment.local.solver)
+    return f"local.solver = {solver}: needs local steps, so it does not work with {setting}; use another solver"
+
+
+def _check_weights(experiment: Experiment) -> Iterator[str]:
+    weights, cohort, rule = experiment.aggregate.weights, experiment.cohort_size, experiment.pipeline
+    where = f"aggregate.weights = {show(weights)}"
+    if weights is not None and not rule.accepts_weights:
+        yield f"{where}: the rule {rule.name} takes no weights; omit them"
+    elif isinstance(weights, list) and len(weights) != experiment.workers:
+        yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(weights)}"
+    elif isinstance(weights, list) and weights.count(0) >= cohort:
+        yield f"{where}: too many zeros: all weights of a cohort of {cohort} can be zero"
+
+
+def _check_attackers(experiment: Experiment) -> Iterator[str]:
+    workers, attack = experiment.workers, experiment.attack
+    listed, count = attack.workers or [], attack.count(workers)
+    if len(set(listed)) < len(listed) or any(worker >= workers for worker in listed):
+        yield f"attack.workers = {show(listed)}: must be different workers, from 0 to {workers - 1}"
+    elif count >= workers:
+        yield f"attack.workers: {count} of {workers} workers are Byzantine; at least one must be honest"
+    elif attack.name != "none" and not count:
+        yield f"attack.name = {show(attack.name)}: no worker attacks; set attack.fraction or attack.workers"
+
+
+def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
+    mode, clock, where = experiment.mode, experiment.clock, f"policy.name = {show(experiment.policy.name)}"
+    if mode == "rounds" and not policy.in_rounds:
+        yield f"{where}: needs mode=clock or mode=race"
+    if mode == "race" and policy.in_rounds:
+        yield f"{where}: mode=race needs an asynchronous policy, such as policy=hogwild"
+    for table in ("clock", "race"):
+        if mode != table and _given(experiment, table):
+            yield f"{table}: needs mode={table}; omit [{table}]"
+    if clock.departures and (policy.in_rounds or experiment.cohort_size < experiment.workers):
+        yield "clock.departures: need an asynchronous policy and no cohort"
+    elif clock.departures:
+        for name in clock.departures:
+            if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= experiment.workers:
+                yield f"clock.departures.{name}: must be a worker, from 0 to {experiment.workers - 1}"
+    if clock.log is not None:
+        if policy.in_rounds or policy.locking != "server":
+            yield f"clock.log = {show(clock.log)}: needs a policy that locks the server, and {where} does not"
+        fields = type(clock).model_fields
+        timed = [key for key in fields if key != "log" and getattr(clock, key) != fields[key].default]
+        yield from (f"clock.{key}: with clock.log no work takes time; omit it" for key in timed)
+
+
+def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
+    """Settings of synchronous rounds that an asynchronous policy does not use."""
+    where = f"policy.name = {show(experiment.policy.name)}"
+    unused = {"sync": "workers are not synchronised", "aggregate": "the policy applies updates itself"}
+    if not policy.uses_server_optimizer:
+        unused["server"] = "the policy updates the global row itself"
+    for key, reason in unused.items():
+        default = type(experiment).model_fields[key].default
+        if key == "aggregate":
+            default = Aggregate(nonfinite=experiment.aggregate.nonfinite)
+        if getattr(experiment, key) != default:
+            yield f"{key}: is not used with {where}, since {reason}; omit it"
+    if experiment.records.updates:
+        yield f"records.updates: {where} has no synchronous rounds, so no updates to record; omit it"
+    if experiment.attack.name != "none":
+        attack, bound = f"attack.name = {show(experiment.attack.name)}", experiment.attack.bind()
+        if bound.poison is None:
+            yield (
+                f"{attack}: needs the rows of a cohort, and {where} has no cohort; use an attack on data, such as "
+                "label_flipping"
+            )
+        elif bound.alters_rows:
+            yield (
+                f"{attack}: with these parameters it also alters rows, which {where} does not support; use parameters "
+                "that alter only data"
+            )
+    if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
+        yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers work; omit it"
+    if policy.work == "gradient" and PRECISIONS[experiment.precision].scales_losses:
+        yield f"precision = {show(experiment.precision)}: {where} does not scale losses; use another precision"
+    if policy.work == "gradient" and experiment.uses_start_row:
+        yield _needs_local_steps(experiment, where)
+    if policy.needs_momentum and not experiment.local.bind().start(torch.zeros(1)):
+        yield f"{where}: needs momentum; set local.momentum"
+    try:
+        policy.check(experiment.cohort_size)
+    except ExperimentError as error:
+        yield from error.lines
+
+
+def _check_race(experiment: Experiment, policy: Policy, engine_class: type[Engine]) -> Iterator[str]:
+    if engine_class.racing is None:
+        yield f"engine = {show(experiment.engine)}: mode=race needs engine=spawn or engine=auto"
+    elif experiment.batched.width is not None:
+        yield f"batched.width = {experiment.batched.width}: a race does not stack rows; omit it"
+    if experiment.compile and policy.locking == "nothing":
+        yield (
+            f"compile = true: policy.name = {show(experiment.policy.name)} does not compile, since other processes "
+            "change the row; omit it"
+        )

@@ -1,0 +1,98 @@
+"""Base classes of the tables of an experiment: strict tables, and tables that name a plug.
+
+A table that names a plug (`partition.strategy`, `aggregate.rule`, ...) also holds that plug's parameters, which are
+checked against its signature.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from fedsim.core.registry import Plug, Registry
+from fedsim.errors import ExperimentError
+
+
+class Table(BaseModel):
+    """A table of the experiment: strict types, no unknown keys, frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
+
+
+class PlugTable(Table):
+    """A table whose key `named_by` names a plug; its other keys are parameters of that plug.
+
+    A name stands for the table with only that name: `partition = "iid"`, `aggregate = ["nnm", "mean"]`.
+
+    Attributes:
+        place: the dotted key of the table.
+        named_by: the key in it that names the plug.
+        registry: the plugs that it may name.
+        alternatives: keys of which only one may be given.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    place: ClassVar[str]
+    named_by: ClassVar[str]
+    registry: ClassVar[Registry]
+    alternatives: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_table(cls, value: Any) -> Any:
+        table = {cls.named_by: value} if cls.is_name(value) else value
+        if not isinstance(table, dict):
+            return table
+        name = table.get(cls.named_by)
+        if isinstance(name, str) and name.startswith("__main__:"):  # other processes have another __main__
+            table = {**table, cls.named_by: cls.registry.get(name, f"{cls.place}.{cls.named_by}").name}
+        return cls.completed(table)
+
+    @classmethod
+    def is_name(cls, value: Any) -> bool:
+        """Whether a value has the type of the key `named_by`, so that it can stand for the table."""
+        annotation = cls.model_fields[cls.named_by].annotation
+        kinds = get_args(annotation) or (annotation,)
+        return isinstance(value, tuple(getattr(kind, "__origin__", kind) for kind in kinds))
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """The table with its defaults, for a subclass whose defaults depend on the other keys."""
+        return table
+
+    @classmethod
+    def not_both(cls) -> ExperimentError:
+        """The error for more than one of the `alternatives`."""
+        return ExperimentError(f"{cls.place}: give {' or '.join(cls.alternatives)}, not both")
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> PlugTable:
+        own = [key for key in type(self).model_fields if key != self.named_by]
+        clash = sorted(set(own) & set(self.plug.parameters.model_fields))
+        if clash:
+            raise ExperimentError(
+                f"{self.place}.{clash[0]}: is a key of every [{self.place}]; give the parameter of {self.plug.name} "
+                "another name"
+            )
+        checked = self.plug.check(self.params, self.place, beside=[self.named_by, *own])
+        for name, value in checked.items():
+            if value is None and self.plug.parameters.model_fields[name].default is not None:
+                raise ExperimentError(f"{self.place}.{name} = None: TOML cannot express None; omit the key")
+        self.plug.bind(checked)  # the __post_init__ of a dataclass checks combinations of fields
+        self.params.update(checked)
+        return self
+
+    @property
+    def plug(self) -> Plug:
+        return self.registry.get(getattr(self, self.named_by), f"{self.place}.{self.named_by}")
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The plug's parameters, including defaults."""
+        return cast(dict[str, Any], self.__pydantic_extra__)
+
+    def bind(self) -> Any:
+        """The plug with its parameters."""
+        return self.plug.bind(self.params)

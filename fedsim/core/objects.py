@@ -1,0 +1,205 @@
+"""Objects in the experiments of Python programs: functions, classes, modules, pairs of data sets.
+
+An experiment holds a name for each object, since TOML, JSON and comparisons need text: its import path if it has one,
+otherwise a note such as `<MyNet>`. In Python the name has the object as an attribute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import functools
+import itertools
+import pickle
+import re
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import cloudpickle
+import numpy as np
+import torch
+from pydantic import BaseModel, WrapValidator
+from torch import Tensor, nn
+
+from fedsim.errors import one_line, show
+
+LONGEST_NOTE = 60  # characters
+NOTE = re.compile(r"<[\w, ]+>")  # the name of an object without an import path
+NUMBER = re.compile(r" \d+(?=>$)")
+
+
+class ObjectName(str):
+    """The name of an object: a str with the object as an attribute.
+
+    Attributes:
+        target: the object, or a callable that returns it.
+    """
+
+    target: Any
+
+    def __new__(cls, text: str, target: Any) -> ObjectName:
+        name = super().__new__(cls, text)
+        name.target = target
+        return name
+
+    def __reduce__(self) -> tuple[Any, tuple[str, bytes]]:
+        return _unpickled, (
+            str(self),
+            cloudpickle.dumps(self.target),
+        )  # tensors by value too, since the user may change them
+
+    def __deepcopy__(self, memo: object) -> ObjectName:
+        return self
+
+
+def _unpickled(text: str, target: bytes) -> ObjectName:
+    return ObjectName(text, pickle.loads(target))
+
+
+# A field of an experiment that names a plug: a string, or the name of an object.
+Name = Annotated[str, WrapValidator(lambda name, check: name if isinstance(name, ObjectName) else check(name))]
+
+
+class ModuleCopies:
+    """A model given as an instance: each call returns a copy, with the parameters of the instance."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self) -> nn.Module:
+        return copy.deepcopy(self._module)
+
+
+class GivenDatasets:
+    """A data set given as a tuple (train, test)."""
+
+    def __init__(self, datasets: tuple[Any, ...]) -> None:
+        self._datasets = datasets
+
+    def __call__(self) -> tuple[Any, ...]:
+        return self._datasets
+
+
+def name_of(target: Any) -> ObjectName:
+    """The name of an object. Within a process, different objects have different names: `<MyNet>`, `<MyNet 2>`."""
+    if path := _import_path(target):
+        return ObjectName(path, target)
+    parts = target if isinstance(target, tuple) else (target,)
+    key = tuple(map(id, parts))
+    note = _notes.get(key)
+    if note is None:
+        text = ", ".join(map(_word_for, parts))[:LONGEST_NOTE]
+        number = next(_numbers[text])
+        note = f"<{text}>" if number == 1 else f"<{text} {number}>"
+        with contextlib.suppress(TypeError):  # without weak references, as a list: it gets a new name each time
+            for part in parts:
+                weakref.finalize(part, _notes.pop, key, None).atexit = False
+            _notes[key] = note
+    if isinstance(target, nn.Module):
+        target = ModuleCopies(target)
+    elif isinstance(target, tuple):
+        target = GivenDatasets(target)
+    return ObjectName(note, target)
+
+
+_notes: dict[tuple[int, ...], str] = {}  # by the ids of living objects
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+
+
+def plain(value: Any) -> Any:
+    """A value as a file would hold it: dicts, lists, Python's numbers, and names of objects.
+
+    NumPy arrays and tensors become numbers or lists of numbers, a Mapping a dict, a Sequence a list. A tuple of two
+    objects that are not callable, such as data sets, is one object. Other values stay as they are.
+
+    >>> plain({"seed": np.int64(3), "weights": torch.ones(2)})
+    {'seed': 3, 'weights': [1.0, 1.0]}
+    """
+    if isinstance(value, (np.generic, np.ndarray, Tensor)):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, tuple) and len(value) == 2 and all(_is_object(part) and not callable(part) for part in value):
+        return name_of(value)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [plain(each) for each in value]
+    if isinstance(value, torch.device):
+        return str(value)
+    return name_of(value) if _is_object(value) else value
+
+
+def names_in(value: Any) -> Iterator[ObjectName]:
+    """The names of objects in nested tables and lists."""
+    if isinstance(value, ObjectName):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from names_in(each)
+
+
+def holds_objects(value: Any) -> bool:
+    """Whether a value is or contains an object, which a file cannot hold."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return any(map(holds_objects, value.values() if isinstance(value, Mapping) else value))
+    return _is_object(value)
+
+
+def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:
+    """Nested tables from a file, with the objects of these names in place of their notes, such as `<MyNet>`.
+
+    The numbers in notes are ignored unless two objects differ only in them.
+    """
+    named = {str(name): name for name in names}
+    unnumbered = [NUMBER.sub("", name) for name in named]
+    named |= {note: name for note, name in zip(unnumbered, named.values(), strict=True) if unnumbered.count(note) == 1}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: replaced(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [replaced(each) for each in value]
+        if isinstance(value, str) and NOTE.fullmatch(value):
+            return named.get(value, named.get(NUMBER.sub("", value), value))
+        return value
+
+    return replaced(value)
+
+
+def why_unsendable(names: Iterable[ObjectName]) -> str | None:
+    """The reason why one of these objects cannot be sent to another process; None if all can be sent."""
+    for name in names:
+        try:
+            pickle.dumps(name)
+        except Exception as error:
+            return f"{show(name)} cannot be sent to other processes ({one_line(error)})"
+    return None
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value may be a plug: a function, a class, or an instance of a class outside Python's own types."""
+    if callable(value):
+        return True
+    own = type(value).__module__ in ("builtins", "datetime", "decimal") or isinstance(value, (str, int, float))
+    return not own and not isinstance(value, (BaseModel, enum.Enum, Path, Mapping, np.generic, np.ndarray, Tensor))
+
+
+def _import_path(target: Any) -> str | None:
+    """`module:name`, if this path gives the same object in every process; otherwise None."""
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module in ("__main__", "__mp_main__"):
+        return None
+    found = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is target else None
+
+
+def _word_for(target: Any) -> str:
+    target = target.func if isinstance(target, functools.partial) else target
+    word = getattr(target, "__name__", None) or type(target).__name__
+    return re.sub(r"\W+", "_", str(word)).strip("_") or "object"

@@ -1,0 +1,320 @@
+"""Plugs: the functions and dataclasses that an experiment names.
+
+A plug is registered under its standard name in the literature. Its keyword parameters are its configuration:
+
+    @rule("krum")
+    def krum(updates, weights, *, f: int) -> Tensor: ...
+
+An experiment with `aggregate.rule = "krum"` and `aggregate.f = 2` is checked against that signature. A name
+"package.module:attribute" imports a plug instead, so plugs of users need no registration; `fedsim.core.import_policy`
+decides which modules a file may import. In Python a name may be the function or class itself (`fedsim.core.objects`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from fedsim.core.import_policy import ImportRefusedError, import_object
+from fedsim.core.objects import NOTE, ObjectName, holds_objects, name_of, names_in, plain
+from fedsim.core.suggestions import VOCABULARY, nearest, nearest_key
+from fedsim.core.validation_errors import explain
+from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, one_line, show
+
+
+@dataclass(frozen=True)
+class Plug:
+    """A registered or imported callable, with the parameters that configure it.
+
+    Attributes:
+        kind: what the plug is, for errors: `aggregation rule`.
+        name: its registered name, or its import path.
+        target: the function, the class, or the instance of a dataclass.
+        takes: the names of the inputs that the simulator passes to it, and whether it requires each of them.
+        siblings: all registered plugs of its kind.
+    """
+
+    kind: str
+    name: str
+    target: Any
+    takes: dict[str, bool] = dataclasses.field(default_factory=dict)
+    siblings: Iterable[Plug] = dataclasses.field(default=(), repr=False, compare=False)
+
+    @functools.cached_property
+    def parameters(self) -> type[BaseModel]:
+        """A pydantic model of the configuration, made when it is first used."""
+        return _parameters(self.target, () if dataclasses.is_dataclass(self.target) else self.takes)
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring."""
+        return (inspect.getdoc(self.target) or "").split("\n", 1)[0]
+
+    def check(self, values: dict[str, Any], place: str = "", beside: Iterable[str] = ()) -> dict[str, Any]:
+        """Check values of parameters against the signature, and add the defaults that a file can hold.
+
+        Args:
+            values: the parameters by name.
+            place: the table of the experiment that holds them, for errors.
+            beside: the other keys of that table, for hints.
+
+        Raises ExperimentError, one line per unknown name, missing parameter or invalid value.
+        """
+        values, fields = plain(values), self.parameters.model_fields
+        where = f"{place}." if place else ""
+        accepts_any = self.parameters.model_config.get("extra") == "allow"
+        unknown = [] if accepts_any else [name for name in values if name not in fields]
+        objects = [name for name, value in values.items() if any(names_in(value)) and name not in unknown]
+        lines = [
+            f"{where}{name} = {show(values[name])}: a parameter cannot be an object; "
+            f"give the {self.kind} as a function that sets it"
+            for name in objects
+        ]
+        for name in unknown[:MAX_PROBLEMS]:
+            hint = goes_with(name, self.siblings) or nearest_key(name, [*beside, *fields], place)
+            lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {self.kind} is {self.name}); {hint}")
+        try:
+            checked = self._validated({k: value for k, value in values.items() if k not in {*unknown, *objects}})
+        except ValidationError as error:
+            raise ExperimentError(*lines, *explain(error, self.parameters, place)) from None
+        if lines:
+            raise ExperimentError(*lines)
+        named = {k: getattr(checked, k) for k in fields if k in values or not holds_objects(fields[k].default)}
+        return {**named, **(checked.model_extra or {})}
+
+    def _validated(self, values: dict[str, Any]) -> BaseModel:
+        try:
+            return self.parameters(**values)
+        except ValidationError as error:
+            try:  # as JSON does, accept arrays as tuples, and strings as paths and enumerations
+                return self.parameters.model_validate_json(json.dumps(values, default=_as_json))
+            except (TypeError, ValueError):
+                raise error from None
+
+    def bind(self, params: dict[str, Any]) -> Any:
+        """The plug with its parameters, which can be pickled: an instance if the plug is a dataclass."""
+        if dataclasses.is_dataclass(self.target):
+            return self.target(**params) if isinstance(self.target, type) else self.target
+        if isinstance(self.name, ObjectName) or ":" in self.name:
+            return Imported(self.name, params)
+        return functools.partial(self.target, **params)
+
+    def given(self, **inputs: Any) -> dict[str, Any]:
+        """The inputs that this plug takes."""
+        return {name: inputs[name] for name in self.takes}
+
+
+def goes_with(name: str, plugs: Iterable[Plug]) -> str:
+    """`m goes with multi_krum`: the hint that other plugs have a parameter; "" if none has it."""
+    owners = dict.fromkeys(plug.name for plug in plugs if name in plug.parameters.model_fields)
+    return f"{name} goes with {', '.join(owners)}" if owners else ""
+
+
+class Imported:
+    """A plug given by its import path, or as an object, with its parameters.
+
+    When it is unpickled, the path is imported again; an object is pickled with its name.
+    """
+
+    def __init__(self, path: str, params: dict[str, Any]) -> None:
+        self._path, self._params = path, params
+        self._target = import_object(path)
+
+    def __call__(self, **given: Any) -> Any:
+        return self._target(**{**self._params, **given})
+
+    def __repr__(self) -> str:
+        return f"Imported({self._path!r}, {self._params!r})"
+
+    def __reduce__(self) -> tuple[type[Imported], tuple[str, dict[str, Any]]]:
+        return Imported, (self._path, self._params)
+
+
+class Registry:
+    """All plugs of one kind, by name.
+
+    A plug declares the inputs that it takes as positional parameters; its keyword-only parameters are its
+    configuration. If the simulator gives no inputs (models, solvers), all parameters are configuration. The fields of
+    a dataclass are its configuration; it takes inputs when it is called.
+
+    Args:
+        kind: what the plugs are, for errors: `aggregation rule`.
+        given: the names of the inputs that the simulator can pass.
+        accepts: the objects that can be a plug, for errors.
+        renamed: attributes of plugs that had another name in earlier versions: the former name to the present one.
+
+    >>> rule = Registry("aggregation rule", given=("updates", "weights"))
+    >>> @rule("first")
+    ... def first(updates, *, index: int = 0): return updates[index]
+    >>> rule.get("first").check({"index": 2})
+    {'index': 2}
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        given: tuple[str, ...] = (),
+        accepts: str = "a function or a class",
+        renamed: Mapping[str, str] | None = None,
+    ) -> None:
+        self.kind = kind
+        self._given = given
+        self._accepts = accepts
+        self._renamed = renamed or {}
+        self._plugs: dict[str, Plug] = {}
+
+    def __call__(self, name: str) -> Callable[[Callable[..., Any]], Any]:
+        """Decorator that registers a function or class under `name` and returns it unchanged."""
+
+        def register(target: Callable[..., Any]) -> Callable[..., Any]:
+            if name in self._plugs:
+                raise ValueError(f"the {self.kind} {name!r} is registered already")
+            self._plugs[name] = self._plug(name, target)
+            return target
+
+        return register
+
+    def __iter__(self) -> Iterator[Plug]:
+        return iter(self._plugs.values())
+
+    def names(self) -> list[str]:
+        return list(self._plugs)
+
+    def get(self, name: Any, place: str = "") -> Plug:
+        """The plug that is registered as `name`, or that an import path or an object gives.
+
+        Raises ExperimentError, with the nearest right name, if there is none. `place` is the key of the experiment.
+        """
+        name = plain(name)
+        where = f"{place or self.kind} = {show(name)}"
+        if not isinstance(name, str):
+            raise ExperimentError(f"{where}: must be a name")
+        if name in self._plugs:
+            return self._plugs[name]
+        if not isinstance(name, ObjectName):
+            self._require_path(name, where)
+        try:
+            target = import_object(name)
+            plug = self._plug(name_of(target) if name.startswith("__main__:") else name, target)
+            plug.parameters  # noqa: B018  # raises an error if an annotation cannot be evaluated
+            return plug
+        except ImportRefusedError as error:
+            raise ImportRefusedError(f"{where}: {error}") from None
+        except TypeError as error:
+            raise ExperimentError(f"{where}: cannot be used: {cut(' '.join(str(error).split()))}") from error
+        except Exception as error:
+            verb = "used" if isinstance(name, ObjectName) else "imported"
+            raise ExperimentError(f"{where}: cannot be {verb}: {one_line(error)}") from error
+
+    def _require_path(self, name: str, where: str) -> None:
+        """Raise ExperimentError, with the right name, unless `name` is an import path."""
+        if path := _as_import_path(name):
+            raise ExperimentError(f"{where}: write {cut(path)}")
+        if NOTE.fullmatch(name):
+            raise ExperimentError(
+                f"{where}: stands for an object of a Python program, which a file cannot hold; use Python and give the "
+                "object: fedsim.run(experiment, folder, resume=True)"
+            )
+        if ":" not in name:
+            hint = nearest(name, self._plugs)
+            if hint.startswith("allowed"):
+                hint = f'{hint}, or your own as "package.module:name"'
+                if keys := VOCABULARY.keys_of_plug(name):
+                    hint = f"{name} goes with {' or '.join(keys)}"
+            raise ExperimentError(f"{where}: no such {self.kind}; {hint}")
+
+    def _plug(self, name: str, target: Any) -> Plug:
+        if not callable(target) and (self._given or not dataclasses.is_dataclass(target)):
+            raise TypeError(f"a {type(target).__name__} is not {self._accepts}")
+        for former, name_now in self._renamed.items():
+            if hasattr(target, former):
+                raise TypeError(f"`{former}` is now called `{name_now}`")
+        if not _has_signature(target):
+            raise TypeError(f"has no signature; write a function of ({', '.join(self._given)}) that calls it")
+        takes = {}
+        if self._given:
+            takes = taken_by_name(target.__call__ if dataclasses.is_dataclass(target) else target, self._given)
+        return Plug(self.kind, name, target, takes, self)
+
+
+def _as_json(value: Any) -> Any:
+    """An enumeration's value, or a path as a string. Raises TypeError for other types."""
+    return value.value if isinstance(value, enum.Enum) else os.fspath(value)
+
+
+def _has_signature(target: Callable[..., Any]) -> bool:
+    """Whether Python knows the parameters of a function; of some functions in C it does not."""
+    try:
+        inspect.signature(target)
+    except (TypeError, ValueError):
+        return dataclasses.is_dataclass(target)
+    return True
+
+
+def taken_by_name(target: Callable[..., Any], given: Sequence[str]) -> dict[str, bool]:
+    """The positional parameters of a function, and whether each is required.
+
+    Raises TypeError if one of them is not in `given`.
+    """
+    parameters = inspect.signature(target).parameters.values()
+    takes = {p.name: p.default is p.empty for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"}
+    if unknown := [name for name in takes if name not in given]:
+        raise TypeError(
+            f"the argument {unknown[0]} is not one that fedsim passes ({', '.join(given)}); "
+            "parameters that configure it come after *"
+        )
+    return takes
+
+
+def _as_import_path(name: str) -> str | None:
+    """The import path for a name that is a path of a file or has a dot instead of the colon; None for other names."""
+    file, _, attribute = name.rpartition(":")
+    if not attribute.isidentifier():
+        file, attribute = name, "NAME"
+    if ":" not in name and "." in name and not re.search(r"[/\\]|\.py$", name):
+        module, _, attribute = name.rpartition(".")
+        return f"{module}:{attribute}, with a colon"
+    if not re.search(r"[/\\]|\.py$", file):
+        return None
+    path = PureWindowsPath(file)  # accepts slashes of both kinds
+    inside = PurePosixPath(os.path.relpath(path.as_posix()))
+    if path.drive or ".." in inside.parts:
+        return f"{path.stem}:{attribute}, and start fedsim in {path.parent.as_posix()} or add that folder to PYTHONPATH"
+    return f"{'.'.join(inside.with_suffix('').parts)}:{attribute}, without slashes and .py"
+
+
+def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[BaseModel]:
+    """A pydantic model of the parameters of `target` other than its inputs; an instance of a dataclass has none."""
+    fields: dict[str, Any] = {}
+    extra: Literal["allow", "forbid"] = "forbid"
+    is_dataclass = dataclasses.is_dataclass(target)
+    is_instance = is_dataclass and not isinstance(target, type)
+    parameters = [] if is_instance else inspect.signature(target, eval_str=not is_dataclass).parameters.values()
+    hints: dict[str, Any] = {}
+    if is_dataclass and not is_instance:
+        hints = get_type_hints(target, include_extras=True)  # evaluates annotations of a base class in its own module
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            extra = "allow"
+        elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD) and (
+            parameter.name not in inputs
+        ):
+            annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[parameter.name] = (hints.get(parameter.name, annotation), default)
+    config = ConfigDict(
+        extra=extra, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, protected_namespaces=()
+    )
+    return create_model(f"{getattr(target, '__name__', 'plug')}_parameters", __config__=config, **fields)

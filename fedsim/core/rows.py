@@ -1,0 +1,203 @@
+"""A worker is a row: models as rows of one matrix, and modules as views of a row.
+
+`Layout` knows where each parameter of a module lies in a flat row of d numbers. `bind` makes a module's parameters
+views of a row and their gradients views of another, so that training the module moves the row in place, an optimizer
+step is one operation over a flat vector, and averaging N models is arithmetic on an [N, d] matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.errors import ExperimentError
+
+ALIGNMENT = 64  # bytes; every row starts on a cache line, so a row's results do not depend on its place in the matrix
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter or buffer: its name in the module, its shape, and where it lies in the row."""
+
+    name: str
+    shape: torch.Size
+    offset: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.offset, self.offset + math.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes and offsets of a module's trainable parameters and of its persistent buffers.
+
+    Parameters that do not require gradients are constants of the module and not part of the row; a parameter that
+    two layers share is one entry. Buffers (BatchNorm statistics and the like) have a row of their own, in float64.
+    """
+
+    parameters: tuple[Entry, ...]
+    buffers: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layout:
+        persistent = module.state_dict(keep_vars=True).keys()
+        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        kept = [(name, b) for name, b in module.named_buffers() if name in persistent]
+        return cls(_entries(trainable), _entries(kept))
+
+    @property
+    def d(self) -> int:
+        """Length of a row: the number of trainable parameters."""
+        return _length(self.parameters)
+
+    @property
+    def n_buffer_values(self) -> int:
+        """Length of a buffer row."""
+        return _length(self.buffers)
+
+    def read(self, module: nn.Module) -> Tensor:
+        """A new row [d] with the module's present parameters."""
+        values = dict(module.named_parameters())
+        return _flat([values[entry.name] for entry in self.parameters])
+
+    def write(self, row: Tensor, module: nn.Module) -> None:
+        """Copy a row [d] into the module's own parameters, which stay the module's own."""
+        values = dict(module.named_parameters())
+        with torch.no_grad():
+            for entry in self.parameters:
+                values[entry.name].copy_(row[entry.span].view(entry.shape))
+
+    def read_buffers(self, module: nn.Module, out: Tensor | None = None) -> Tensor:
+        """The module's buffers as a row, into `out` or else a new one of float64.
+
+        float64 holds float32 exactly, and integers up to 2^53.
+        """
+        if out is None:
+            out = torch.zeros(self.n_buffer_values, dtype=torch.double)
+        if self.buffers:
+            values = dict(module.named_buffers())
+            out.copy_(_flat([values[entry.name].to(out.dtype) for entry in self.buffers]))
+        return out
+
+    def write_buffers(self, row: Tensor, module: nn.Module) -> None:
+        """Copy a buffer row into the module; integer buffers are rounded."""
+        if not self.buffers:
+            return
+        values = dict(module.named_buffers())
+        with torch.no_grad():
+            for entry in self.buffers:
+                buffer, source = values[entry.name], row[entry.span].view(entry.shape)
+                buffer.copy_(source if buffer.is_floating_point() else source.round())
+
+    def bind(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> None:
+        """Make the module's parameters views of `row` [d] and their `.grad` views of `grad_row` [d]: no copies.
+
+        Backward then ADDS to `grad_row`, which the caller sets to zero. Binding again moves the module to other rows.
+        """
+        for row_or_grad in (row, grad_row):
+            if row_or_grad.shape != (self.d,):
+                raise ValueError(f"a row of this module has shape ({self.d},), not {tuple(row_or_grad.shape)}")
+        values = dict(module.named_parameters())
+        for entry in self.parameters:
+            parameter = values[entry.name]
+            parameter.grad = None  # a gradient of another dtype or device would refuse the new data
+            parameter.data = row[entry.span].view(entry.shape)
+            parameter.grad = grad_row[entry.span].view(entry.shape)
+
+    def unbound(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> str | None:
+        """The name of a parameter that is not, or whose `.grad` is not, a view of these rows; None if all are."""
+        values = dict(module.named_parameters())
+        for entry in self.parameters:
+            parameter = values[entry.name]
+            for tensor, whole in ((parameter, row), (parameter.grad, grad_row)):
+                address = whole.data_ptr() + entry.offset * whole.element_size()
+                if tensor is None or (tensor.numel() and tensor.data_ptr() != address):
+                    return entry.name
+        return None
+
+
+def bind(module: nn.Module, row: Tensor, grad_row: Tensor) -> Layout:
+    """`Layout.of(module).bind(...)` in one call, for use by hand; returns the layout."""
+    layout = Layout.of(module)
+    layout.bind(module, row, grad_row)
+    return layout
+
+
+def new_rows(n: int, d: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """A zero matrix [n, d] whose rows all start on a cache line (its row stride may exceed d)."""
+    per_line = ALIGNMENT // dtype.itemsize
+    stride = max(1, math.ceil(d / per_line)) * per_line
+    return torch.zeros(n, stride, dtype=dtype, device=device)[:, :d]
+
+
+def require_finite(global_row: Tensor, round: int) -> None:
+    """Raise ExperimentError, with the round, where the global row has come to hold NaN or infinity."""
+    finite = global_row.isfinite()
+    if not bool(finite.all()):
+        lost = f"{int((~finite).sum()):,} of its {len(finite):,} numbers are NaN or infinite"
+        raise ExperimentError(
+            f"round {round}: the global row has diverged ({lost}); reduce local.lr or server.lr, or continue with "
+            "aggregate.nonfinite=keep"
+        )
+
+
+def require_finite_buffers(global_buffers: Tensor, finite_at_start: Tensor, round: int) -> None:
+    """Raise ExperimentError, with the round, if a global buffer has become NaN or infinite.
+
+    Args:
+        global_buffers: [b].
+        finite_at_start: bool [b]; a model may start with infinite buffers, such as attention masks.
+    """
+    finite = global_buffers.isfinite() | ~finite_at_start
+    if not bool(finite.all()):
+        lost = f"{int((~finite).sum()):,} of their {len(finite):,} numbers are NaN or infinite"
+        raise ExperimentError(
+            f"round {round}: the global buffers (such as BatchNorm statistics) have diverged ({lost}); check the "
+            "inputs for NaN and infinity; aggregate.nonfinite=keep continues all the same"
+        )
+
+
+def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(None)) -> None:
+    """Give workers the global model: rows[index] = global_row, a copy and never an alias, in one operation.
+
+    Args:
+        global_row: [d].
+        rows: [n, d] (or one row [d]), overwritten.
+        index: which of the rows; see `index_of`.
+    """
+    rows[index] = global_row
+
+
+def index_of(slots: Sequence[int], device: torch.device) -> slice | Tensor:
+    """What selects these rows of a matrix on `device`: a slice, which selects a view, if they ascend in equal steps.
+
+    Otherwise int64 [n] on the device, because an index on the host would have to be copied there at each use.
+    """
+    if not slots:
+        return slice(0, 0)
+    step = slots[1] - slots[0] if len(slots) > 1 else 1
+    if step > 0 and all(b - a == step for a, b in pairwise(slots)):
+        return slice(slots[0], slots[-1] + 1, step)
+    return torch.tensor(slots, device=device)
+
+
+def _entries(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Entry, ...]:
+    entries, offset = [], 0
+    for name, tensor in tensors:
+        entries.append(Entry(name, tensor.shape, offset))
+        offset += tensor.numel()
+    return tuple(entries)
+
+
+def _length(entries: tuple[Entry, ...]) -> int:
+    return entries[-1].span.stop if entries else 0
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)

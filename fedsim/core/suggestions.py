@@ -1,0 +1,101 @@
+"""The hint at the end of an error about a wrong name: the nearest right name, or the allowed names."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedsim.errors import MAX_NAME, cut, show
+from fedsim.synonyms import KEYS, NAMES, NOTES
+
+SHORT = 4  # characters: below, one wrong letter is a large part of a name
+CUTOFF, CUTOFF_SHORT = 0.75, 0.65  # difflib's ratio from which a name counts as a misspelling
+
+KeyFinder = Callable[[str], list[str]]  # from a name to dotted keys of experiments
+
+
+@dataclass
+class Vocabulary:
+    """The keys and plugs of experiments, for hints; `fedsim.config.experiment`, which knows them, sets both functions.
+
+    Attributes:
+        keys_called: the dotted keys that a name may mean.
+        keys_of_plug: the dotted keys whose value may be the plug of this name.
+    """
+
+    keys_called: KeyFinder = lambda name: list(KEYS.get(name, ()))
+    keys_of_plug: KeyFinder = lambda name: []
+
+
+VOCABULARY = Vocabulary()
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """The hint for a name that is not allowed: `did you mean "x"?`, or else the allowed names."""
+    allowed = list(allowed)
+    known = [each for each in NAMES.get(normalized(name), ()) if each in allowed]
+    return _hint(name, known, {each: [each] for each in allowed}, allowed)
+
+
+def nearest_key(
+    name: str, allowed: Iterable[str], place: str = "", elsewhere: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """The hint for an unknown key.
+
+    Args:
+        name: the key.
+        allowed: the keys of its table.
+        place: the table, such as `local`; "" for top-level keys.
+        elsewhere: keys of other tables, each with the dotted keys to suggest.
+    """
+    allowed, form = list(dict.fromkeys(allowed)), normalized(name)
+    known = VOCABULARY.keys_called(form) if place else list(KEYS.get(form, ())) if elsewhere else []
+    if place and known == [form]:
+        return f"{form} is a top-level key: in a file it stands above the first [table]"
+    if here := [each.removeprefix(f"{place}.") for each in known if each.startswith(f"{place}.")]:
+        known = [each for each in here if each in allowed]  # a key of another plug is no help
+    return _hint(name, known, {**(elsewhere or {}), **{each: [each] for each in allowed}}, allowed)
+
+
+def _hint(name: str, known: Sequence[str], candidates: Mapping[str, Sequence[str]], allowed: Sequence[str]) -> str:
+    """A hint from, in this order: known synonyms, notes, the candidate closest to the name, all that is allowed."""
+    if "," in name:
+        return f"for several values use fedsim compare, for a list write {cut(as_list(name))}"
+    if not known and normalized(name) in NOTES:
+        return NOTES[normalized(name)]
+    if not known and len(name) <= MAX_NAME:
+        known = [each for match in closest(name, candidates) for each in candidates[match]]
+    return f"did you mean {' or '.join(map(show, known))}?" if known else f"allowed: {', '.join(allowed) or 'none'}"
+
+
+def closest(name: str, allowed: Iterable[str]) -> list[str]:
+    """The allowed names that `name` may mean: equal but for - and _, initials, a part of a name, a misspelling."""
+    forms = {normalized(each): each for each in allowed}
+    form = normalized(name)
+    if form in forms:
+        return [forms[form]]
+    found = [each for each in forms if _initials(each) == form or _initials(form) == each]
+    if not found and len(form) >= SHORT:
+        found = [each for each in forms if each.startswith(form)] or [each for each in forms if f"_{form}" in each]
+    cutoff = CUTOFF if len(form) >= SHORT else CUTOFF_SHORT
+    found = found or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=cutoff)  # MyNet is not net
+    return [forms[each] for each in found]
+
+
+def normalized(name: str) -> str:
+    """A name in lower case with underscores, for comparison."""
+    return re.sub(r"[\s-]", "_", name.strip().lower())
+
+
+def _initials(name: str) -> str | None:
+    """`bs` for `batch_size`; None for a single word."""
+    return "".join(word[:1] for word in name.split("_")) if "_" in name else None
+
+
+def as_list(text: str) -> str:
+    """`[0,1]` for `0,1`; names get quotes."""
+    pieces = (piece.strip() for piece in text.split(","))
+    return f"[{','.join(piece if piece.isdecimal() else json.dumps(piece) for piece in pieces)}]"

@@ -1,0 +1,93 @@
+"""From pydantic's validation errors to error lines in the words of experiment files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from fedsim.core.suggestions import as_list, nearest_key
+from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, plural, show
+
+
+def explain(
+    error: ValidationError,
+    model: type[BaseModel],
+    place: str = "",
+    elsewhere: Mapping[str, Sequence[str]] | None = None,
+) -> list[str]:
+    """One line per problem.
+
+    Args:
+        error: what pydantic found.
+        model: the model that was validated.
+        place: the table of the experiment that holds the model's keys.
+        elsewhere: keys of other tables, for hints; see `nearest_key`.
+    """
+    lines: list[str] = []
+    requirements: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and the alternatives that it may be
+    table_keys: dict[str, list[str]] = {}  # by place
+    for problem in error.errors(include_url=False)[:MAX_PROBLEMS]:
+        kind, value, cause = problem["type"], problem["input"], problem.get("ctx", {}).get("error")
+        *path, last = problem["loc"] or ("",)
+        path = [part for part in path if not _is_union_member(part)]
+        location = path if kind != "extra_forbidden" and _is_union_member(last) else [*path, last]
+        where = _dotted([place, *location])
+        if isinstance(cause, ExperimentError):  # from a validator of fedsim: complete but for the indices of lists
+            unnumbered = _dotted([place, *(part for part in location if isinstance(part, str))])
+            lines.extend(re.sub(rf"^{re.escape(unnumbered)}\b", where, line) for line in cause.lines)
+        elif kind == "extra_forbidden":
+            table = _dotted([place, *path])
+            hint = nearest_key(str(last), _keys_at(model, path), table, None if table else elsewhere)
+            lines.append(f"{where} = {show(value)}: unknown key; {hint}")
+        elif kind == "missing":
+            lines.append(f"{where}: is required")
+        else:
+            requirements.setdefault(where, (value, []))[1].append(_requirement(problem["msg"]))
+            if kind == "model_type":
+                table_keys[where] = _keys_at(model, location)
+    for where, (value, wanted) in requirements.items():
+        if not any(other.startswith((f"{where}.", f"{where}[")) for other in requirements):  # the inner line says more
+            hint = f"; its keys are {', '.join(table_keys[where])}" if where in table_keys else _hint(value, wanted)
+            lines.append(f"{where} = {show(value)}: must be {' or '.join(wanted)}{hint}")
+    more = error.error_count() - MAX_PROBLEMS
+    return [*dict.fromkeys(lines), *([f"and {plural(more, 'more problem')}"] if more > 0 else [])]
+
+
+def _hint(value: Any, wanted: Sequence[str]) -> str:
+    """What to write instead of a value that was meant to be a list, or several values."""
+    has_comma = isinstance(value, str) and "," in value
+    if wanted == ["a list"] or (has_comma and "a list" in wanted):
+        return f"; write {cut(as_list(str(value)))}" if isinstance(value, (str, int)) else ""
+    return "; for several values use fedsim compare" if has_comma else ""
+
+
+def _is_union_member(part: int | str) -> bool:
+    """Whether a part of pydantic's location names a member type of a union instead of a key."""
+    return isinstance(part, str) and ("[" in part or part.startswith("constrained-"))
+
+
+def _dotted(parts: Iterable[int | str]) -> str:
+    """`data.augment[0].pixels`; empty parts are left out."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part != "")
+    return text.removeprefix(".")
+
+
+def _requirement(message: str) -> str:
+    """What pydantic's message asks for, in the words of experiment files, without "must be"."""
+    message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
+    message = re.sub(r"^(String|List|Tuple|Set) should have ", lambda it: f"a {it[1].lower()} that has ", message)
+    message = re.sub(r"^String should match ", "a string that matches the ", message)
+    message = re.sub(r"^(Input should be|Value error,) ", "", message.replace(" after validation", ""))
+    return message.replace("a valid boolean", "true or false").replace("a valid list", "a list").replace("'", '"')
+
+
+def _keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    """The keys of the (sub)table of `model` at `location`."""
+    for part in (part for part in location if part and isinstance(part, str)):
+        annotation = model.model_fields[part].annotation
+        models = (each for each in (annotation, *get_args(annotation)) if isinstance(each, type))
+        model = next((each for each in models if issubclass(each, BaseModel)), model)
+    return list(model.model_fields)

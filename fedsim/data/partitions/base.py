@@ -1,0 +1,161 @@
+"""Partition strategies: their registry, and the checks of every partition.
+
+A strategy is a function that returns a list of index arrays, one per worker. Its positional parameters receive by name:
+labels [n], n_workers, rng (all its draws), ids [n], and by_class (the ascending indices of each class); its
+keyword-only parameters are its configuration. Every result must be an exact disjoint cover of range(n) without an empty
+shard.
+
+A strategy that accepts `worker` is VIRTUAL: it returns the index array of this worker, and `rng` is the worker's own.
+It is called when a shard is needed, so the number of workers is not limited; shards may overlap and need not cover the
+data. A virtual strategy that is a dataclass may have a method `size(worker)`, the length of the array, which saves
+draws.
+
+A strategy that also changes samples is a frozen dataclass: its fields are the parameters, `__call__` is the function
+above, and `transforms(n_workers)` returns a sequence of one Transform (or None) per worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedsim.core.randomness import numpy_generator
+from fedsim.core.registry import Registry
+from fedsim.data.partitions.allocation import samples_by_class
+from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards
+from fedsim.errors import ExperimentError, show
+
+partition_strategy = Registry("partition strategy", given=("labels", "n_workers", "rng", "ids", "worker", "by_class"))
+
+Transform = Callable[..., Tensor]  # like an augmentation, of images [batch, ...] and `draws` or `generator`
+
+
+def partition(
+    labels: Sequence[int] | np.ndarray,
+    n_workers: int,
+    strategy: str = "contiguous",
+    seed: int = 0,
+    *,
+    ids: Sequence[Any] | np.ndarray | None = None,
+    **params: Any,
+) -> list[np.ndarray]:
+    """Cut samples into one shard per worker.
+
+    Args:
+        labels: class label of every sample, [n].
+        n_workers: number of shards, 1 <= n_workers <= n (for a virtual strategy any number).
+        strategy: a registered name, "package.module:function", or a function.
+        seed: of all random draws.
+        ids: the writer or user of each sample, [n], numbers or strings, for strategies that need them.
+        params: parameters of the strategy.
+
+    Returns int64 index arrays, one per worker: an exact disjoint cover of range(n), none empty. Shards of a virtual
+    strategy may overlap and leave samples out; `partition_shards` draws them when they are needed.
+
+    Raises ExperimentError (a ValueError) for an unknown strategy, a wrong parameter, more workers than samples, or if
+    no such partition exists or was found.
+
+    >>> labels = np.arange(8) % 4
+    >>> fedsim.partition(labels, 2, "contiguous")
+    [array([0, 1, 2, 3]), array([4, 5, 6, 7])]
+    >>> [len(shard) for shard in fedsim.partition(labels, 2, "dirichlet", seed=1, alpha=1.0)]
+    [2, 6]
+    """
+    shards = partition_shards(labels, n_workers, strategy, seed, ids=ids, **params)
+    return [shards.of(worker).numpy() for worker in range(len(shards))]
+
+
+def partition_shards(
+    labels: Sequence[int] | np.ndarray | Tensor,
+    n_workers: int,
+    strategy: str = "contiguous",
+    seed: int = 0,
+    *,
+    ids: Sequence[Any] | np.ndarray | None = None,
+    **params: Any,
+) -> Shards:
+    """Like `partition`, but returns an object from which single shards are read; virtual shards are drawn on demand.
+
+    Errors in a virtual shard are raised when it is drawn.
+
+    >>> shards = fedsim.data.partition_shards(np.arange(100) % 10, 10**6, "virtual", samples=5)
+    >>> len(shards), shards.size(999_999)
+    (1000000, 5)
+    """
+    plug = partition_strategy.get(strategy, "partition.strategy")
+    params = plug.check(params, "partition", beside=["strategy"])
+    virtual = "worker" in plug.takes
+    _check_input(np.asarray(labels), n_workers, virtual)
+    if ids is not None:
+        ids = np.asarray(ids)
+        if len(ids) != len(labels) or ids.ndim != 1:
+            raise ExperimentError(f"ids: must be [{len(labels)}], one for each sample, not of shape {ids.shape}")
+    elif plug.takes.get("ids"):
+        raise ExperimentError(
+            f'partition.strategy = "{strategy}": needs to know whose each sample is, and this data set does not say; '
+            "give `ids`, one for each sample"
+        )
+    if virtual:
+        kept = labels if isinstance(labels, Tensor) else np.asarray(labels)
+        return DrawnShards(strategy, plug.bind(params), plug.takes, n_workers, seed, kept, ids)
+    labels = np.asarray(labels)
+    values = {"labels": labels, "n_workers": n_workers, "rng": numpy_generator(seed, "partition"), "ids": ids}
+    if "by_class" in plug.takes:
+        values["by_class"] = samples_by_class(labels)
+    shards = plug.bind(params)(**plug.given(**values))
+    shards = [np.asarray(shard, dtype=np.int64) for shard in shards]
+    _check_cover(shards, len(labels), n_workers, strategy)
+    return ListedShards.of_arrays(shards)
+
+
+def partition_transforms(n_workers: int, strategy: str, **params: Any) -> list[Transform | None]:
+    """How each worker sees its samples under a strategy: one transform per worker, None for no change.
+
+    A transform maps `images` [batch, ...] to images of the same shape, like an augmentation; a random one accepts
+    `draws` or `generator`. It can be pickled, and works on any device.
+
+    Raises ExperimentError for an unknown strategy or a wrong parameter.
+
+    >>> fedsim.partition_transforms(2, "feature_rotation", groups=2)
+    [None, Rotation(degrees=180.0)]
+    """
+    transforms = transforms_of_workers(n_workers, strategy, **params)
+    return [None] * n_workers if transforms is None else list(transforms)
+
+
+def transforms_of_workers(n_workers: int, strategy: str, **params: Any) -> Sequence[Transform | None] | None:
+    """The transforms of a strategy as its own sequence, which may be lazy; None if it has none."""
+    plug = partition_strategy.get(strategy, "partition.strategy")
+    bound = plug.bind(plug.check(params, "partition", beside=["strategy"]))
+    transforms = getattr(bound, "transforms", None)
+    return None if transforms is None else transforms(n_workers)
+
+
+def _check_input(labels: np.ndarray, n_workers: int, virtual: bool) -> None:
+    if labels.ndim != 1:
+        raise ExperimentError(f"labels: must be [n], one for each sample, not of shape {labels.shape}")
+    if not isinstance(n_workers, Integral) or isinstance(n_workers, bool):
+        raise ExperimentError(f"workers = {show(n_workers)}: must be a whole number")
+    if virtual and n_workers < 1:
+        raise ExperimentError(f"workers = {n_workers}: must be at least 1")
+    if not virtual and not 1 <= n_workers <= len(labels):
+        raise ExperimentError(f"workers = {n_workers}: must be between 1 and the number of samples, {len(labels)}")
+
+
+def _check_cover(shards: list[np.ndarray], n_samples: int, n_workers: int, strategy: str) -> None:
+    where = f'partition.strategy = "{strategy}"'
+    if len(shards) != n_workers:
+        raise ExperimentError(f"{where}: gave {len(shards)} shards for {n_workers} workers")
+    empty = [worker for worker, shard in enumerate(shards) if not len(shard)]
+    if empty:
+        raise ExperimentError(f"{where}: leaves worker {empty[0]} without a sample ({len(empty)} such workers)")
+    held = np.concatenate(shards)
+    if len(held) != n_samples or not np.array_equal(np.sort(held), np.arange(n_samples)):
+        raise ExperimentError(
+            f"{where}: must give each of {n_samples} samples to exactly one worker; it gave {len(held)}, "
+            f"{len(np.unique(held))} of them distinct"
+        )

@@ -1,0 +1,239 @@
+"""Communication hooks: in what form the ranks' gradients travel where DistributedDataParallel averages them.
+
+A hook is a function that begins the exchange of one bucket of gradients, a flat tensor `bucket.buffer()`, and gives a
+Future of their mean over the ranks, of the same shape: PyTorch's own signature, so that any DDP communication hook can
+be named by its import path. Its positional parameters take, by name,
+
+    process_group  the ranks
+    bucket         torch.distributed.GradBucket: this rank's share of the average, times the number of ranks
+    state          what the hook's method `start(process_group, seed)` has given at the start of the run, for hooks that
+                   keep something; such a hook is a frozen dataclass
+
+and what is keyword-only, or a field, is its configuration.
+
+For resumed runs, a hook with a state has two more methods (without them its state starts again):
+
+    lasting(state)                       two dicts of named tensors: what all ranks have alike, and this rank's own,
+                                         which has the same names, shapes and dtypes in all of them
+    resume(state, common, own, buckets)  puts a state to where these were taken. `own` is {} where the number of ranks
+                                         is another now; `buckets` are GradBuckets of zeros, as many and as large as
+                                         there are. Raises RecordError where one does not fit the other
+
+`@hook(name, exact=True)` declares that it gives the mean as it is; with all others, results depend on the number of
+ranks, and on which worker is dealt to which. `at_once=True` declares that all that it sends for a bucket is begun
+before it returns. Where later parts are begun by earlier ones (P, then Q of PowerSGD) gloo, which does that in threads
+of its own, would mix up the parts of two buckets; so there the next bucket waits until the one before has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from fedsim.core.registry import Plug, Registry
+from fedsim.core.snapshot import Snapshot
+from fedsim.errors import ExperimentError, RecordError
+
+
+class HookRegistry(Registry):
+    """A Registry whose decorator also takes `exact` and `at_once`."""
+
+    def __call__(
+        self, name: str, *, exact: bool = False, at_once: bool = False
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        register = super().__call__(name)
+
+        def mark(target: Callable[..., Any]) -> Any:
+            for mark in ["exact"] * exact + ["at_once"] * at_once:
+                setattr(target, mark, True)  # a user's imported hook can set it too
+            return register(target)
+
+        return mark
+
+
+hook = HookRegistry("communication hook", given=("process_group", "bucket", "state"))
+
+Mean = torch.futures.Future[Tensor]
+Named = dict[str, Tensor]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+GENERATOR = 625  # numbers that are the state of NumPy's Mersenne Twister: its key, and a position in it
+
+
+@dataclass(frozen=True)
+class BoundHook:
+    """A hook with its parameters, which can be pickled to other processes."""
+
+    function: Any
+    name: str
+    takes: tuple[str, ...]
+    exact: bool = False
+    at_once: bool = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps something from step to step."""
+        return "state" in self.takes
+
+    def start(self, process_group: dist.ProcessGroup, seed: int) -> StartedHook:
+        """What sends buckets, from the first step of a run on."""
+        return StartedHook(self, process_group, self.function.start(process_group, seed) if self.keeps else None)
+
+
+class StartedHook:
+    """A hook at work, with what it keeps."""
+
+    def __init__(self, hook: BoundHook, process_group: dist.ProcessGroup, state: Any) -> None:
+        self._hook, self._menu, self._state = hook, {"process_group": process_group, "state": state}, state
+
+    def __call__(self, bucket: dist.GradBucket) -> Mean:
+        """Begin to send a bucket."""
+        return self._hook.function(**{name: {**self._menu, "bucket": bucket}[name] for name in self._hook.takes})
+
+    @property
+    def keeps(self) -> bool:
+        return self._hook.keeps
+
+    def lasting(self) -> tuple[Named, Named] | None:
+        """What it keeps, common to all ranks and this one's own; None where the hook has no way to say that."""
+        function = self._hook.function
+        return function.lasting(self._state) if self.keeps and hasattr(function, "lasting") else None
+
+    def resume(self, common: Named, own: Named, buckets: Sequence[dist.GradBucket]) -> None:
+        """Go on from there."""
+        self._hook.function.resume(self._state, common, own, buckets)
+
+
+def bind_hook(plug: Plug, params: dict[str, Any]) -> BoundHook:
+    """The hook `plug` with checked `params`."""
+    return BoundHook(
+        plug.bind(params),
+        plug.name,
+        tuple(plug.takes),
+        exact=getattr(plug.target, "exact", False),
+        at_once=getattr(plug.target, "at_once", False),
+    )
+
+
+@hook("allreduce", exact=True, at_once=True)
+def allreduce(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Mean:
+    """The mean, sent in the rows' own type: the same global rows as elsewhere, up to rounding.
+
+    Sent by all ranks together: 2 (P - 1) d s bytes a step, as of one all-reduce.
+    """
+    return default_hooks.allreduce_hook(process_group, bucket)
+
+
+@hook("fp16", at_once=True)
+def fp16(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Mean:
+    """The mean, summed and sent as float16: half of the bytes of float32.
+
+    Each rank divides by P before it rounds, so that sums stay in range; what is above 65,504 becomes infinite all the
+    same, which ends the run, and what is below 6e-8 vanishes. PyTorch's `fp16_compress_hook`.
+    """
+    return default_hooks.fp16_compress_hook(process_group, bucket)
+
+
+@hook("bf16", at_once=True)
+def bf16(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Mean:
+    """The mean, summed and sent as bfloat16: half of the bytes of float32, its range, and 8 bits of precision.
+
+    PyTorch's `bf16_compress_hook`; with NCCL from 2.10 on.
+    """
+    return default_hooks.bf16_compress_hook(process_group, bucket)
+
+
+@hook("powersgd")
+@dataclass(frozen=True)
+class PowerSGD:
+    """Every weight matrix as two factors of low rank, by a step of power iteration. Vogels et al. 2019.
+
+    A gradient [o, i] (of a convolution: [o, the rest]) plus the error that was left over is M; P = M Q is summed over
+    the ranks and orthogonalised, Q = M^T P is averaged, and the result is P Q^T. It sends r (o + i) numbers in place of
+    o i, in two all-reduces one after the other, and biases as they are.
+
+    Names, meanings and defaults are those of PyTorch's `PowerSGDState`: matrix_approximation_rank is r; until step
+    start_powerSGD_iter of the run all is sent as it is; a matrix is compressed where that saves a factor of
+    min_compression_rate at least; use_error_feedback adds what compression has left out to the next gradient,
+    warm_start begins with the last Q, and needs no other; orthogonalization_epsilon keeps a gradient of zeros from
+    becoming NaN where r is 1 or 2.
+
+    Each rank keeps, for the whole run and to itself, its left-over error [d] and the factors P and Q: d (1 + 1 / the
+    compression) numbers. Constraint: start_powerSGD_iter >= 2 with error feedback or a warm start.
+    """
+
+    matrix_approximation_rank: Positive = 1
+    start_powerSGD_iter: Count = 1_000  # noqa: N815
+    min_compression_rate: NonNegative = 2.0
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: NonNegative = 0.0
+
+    def __post_init__(self) -> None:
+        if self.start_powerSGD_iter < 2 and (self.use_error_feedback or self.warm_start):
+            raise ExperimentError(
+                f"distributed.hook.start_powerSGD_iter = {self.start_powerSGD_iter}: must be 2 at least with "
+                "use_error_feedback or warm_start"
+            )
+
+    def start(self, process_group: dist.ProcessGroup, seed: int) -> powerSGD_hook.PowerSGDState:
+        return powerSGD_hook.PowerSGDState(
+            process_group,
+            matrix_approximation_rank=self.matrix_approximation_rank,
+            start_powerSGD_iter=self.start_powerSGD_iter,
+            min_compression_rate=self.min_compression_rate,
+            use_error_feedback=self.use_error_feedback,
+            warm_start=self.warm_start,
+            orthogonalization_epsilon=self.orthogonalization_epsilon,
+            random_seed=seed,
+        )
+
+    def __call__(self, state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> Mean:
+        return powerSGD_hook.powerSGD_hook(state, bucket)
+
+    def lasting(self, state: powerSGD_hook.PowerSGDState) -> tuple[Named, Named]:
+        """Steps so far, generator and last Q, which all ranks have alike; the error that each has left over."""
+        _, key, position, *_ = state.rng.get_state()
+        common = {"steps": torch.tensor([state.iter]), "generator": torch.tensor([*key.tolist(), position])}
+        common |= {f"q.{bucket}": q for bucket, q in state.q_memory_dict.items()}
+        return common, {f"error.{bucket}": error for bucket, error in state.error_dict.items()}
+
+    def resume(
+        self, state: powerSGD_hook.PowerSGDState, common: Named, own: Named, buckets: Sequence[dist.GradBucket]
+    ) -> None:
+        kept = Snapshot({**common, **own})
+        counts = {"steps": torch.zeros(1, dtype=torch.int64), "generator": torch.zeros(GENERATOR, dtype=torch.int64)}
+        kept.put_back(counts)
+        steps, *key, position = torch.cat(list(counts.values())).tolist()
+        if steps < 0 or not 0 <= position < GENERATOR or not all(0 <= word < 2**32 for word in key):
+            raise RecordError("steps or generator of powersgd are out of range")
+        compressed = steps > self.start_powerSGD_iter  # in the last step, so that something is left of it
+        factors = {bucket.index(): self._factors_of(bucket) for bucket in buckets if compressed and self.warm_start}
+        left_over = compressed and self.use_error_feedback and bool(own)
+        errors = {bucket.index(): torch.zeros_like(bucket.buffer()) for bucket in buckets if left_over}
+        kept.put_back({f"q.{bucket}": q for bucket, (_, q) in factors.items()})
+        kept.put_back({f"error.{bucket}": error for bucket, error in errors.items()})
+        state.iter, state.error_dict = steps, errors
+        state.p_memory_dict = {bucket: p for bucket, (p, _) in factors.items()}
+        state.q_memory_dict = {bucket: q for bucket, (_, q) in factors.items()}
+        state.rng.set_state(("MT19937", np.array(key, dtype=np.uint32), position))
+
+    def _factors_of(self, bucket: dist.GradBucket) -> tuple[Tensor, Tensor]:
+        """Room for P and Q of all matrices of a bucket that are compressed."""
+        rows = columns = 0
+        for gradient in bucket.gradients():
+            o, i = len(gradient), gradient.numel() // len(gradient)
+            r = min(o, i, self.matrix_approximation_rank)
+            if (o + i) * r * self.min_compression_rate < o * i:
+                rows, columns = rows + o * r, columns + i * r
+        return bucket.buffer().new_zeros(rows), bucket.buffer().new_zeros(columns)

@@ -1,0 +1,363 @@
+"""The group of ranks that this process belongs to, and what they send each other, by `torch.distributed`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedsim.engines.distributed.rendezvous import RankInfo, interface_towards, meeting_address, open_store, store_keeper
+from fedsim.engines.distributed.watchdog import Watchdog, ranks, wait_for_all
+from fedsim.errors import ExperimentError, WorkerError, one_line, show
+from fedsim.system.background import SingleThreadExecutor, ended
+from fedsim.system.devices import default_backend, device_of_rank, gloo_can_sum, gpu_id
+
+HOST_BACKEND = "gloo"  # what the ranks exchange of numbers that lie on the host
+LINGER = 1.0  # seconds for the others to hear why
+FOREVER = timedelta(days=30)  # the group's own timeout: waiting ranks watch the others' heartbeats instead
+
+
+def no_beats() -> int:
+    """Of a rank that has nothing to do."""
+    return 0
+
+
+class RankGroup:
+    """The ranks of a run: PyTorch's process group, which counts the bytes sent and reports errors in one line.
+
+    Made once in a process, by `join`. Every method that communicates has to be called by all ranks.
+
+    Attributes:
+        index, count: which rank this is, of how many.
+        device: what this rank computes on.
+        backend: by which rows travel.
+        reason: why it is not the device's own, where it is not.
+        sent: bytes that this rank has had to send by the methods here, by what they were.
+        group, group_of_hooks: PyTorch's process groups, for code that sends by itself; see `supervised`.
+    """
+
+    joined: ClassVar[RankGroup | None] = None
+
+    def __init__(self, place: RankInfo, init: str, backend: str | None, timeout: float, device: str) -> None:
+        self.index, self.count, self.timeout = place.rank, place.count, timeout
+        self.device = device_of_rank(device, place.local_rank)
+        self.beats: Callable[[], int] = no_beats
+        self.sent: dict[str, int] = {}
+        self._spoilt: str | None = None
+        self._settings: tuple[Any, ...] = ()
+        self._store = dist.PrefixStore(f"fedsim/{place.attempt}", open_store(init, place, timeout))
+        keeper = store_keeper(init)
+        self._watchdog = Watchdog(self._store, keeper, self.index, self.count, lambda: self.beats(), timeout)
+        missing = wait_for_all(self._store, self.count, timeout)
+        if missing:
+            raise WorkerError(f"{ranks(missing)} of {self.count} did not come within {timeout:g} s")
+        self._people = self._introduce()
+        self.backend, self.reason = _backend_for(backend, self.device, [gpu for *_, gpu in self._people])
+        self.group, self.group_of_hooks = self._start(place, init)
+        self._background = SingleThreadExecutor(self.device)
+        self._watchdog.on_duty = False
+        atexit.register(self.leave)
+
+    @classmethod
+    def join(cls, *, init: str, backend: str | None, timeout: float, device: str) -> RankGroup:
+        """The group of this process, which it joins the first time.
+
+        Raises ExperimentError where it belongs to none, WorkerError where the others do not come.
+        """
+        settings = init, backend, timeout, device
+        if cls.joined is None:
+            ranks = cls(RankInfo.here(), init, backend, timeout, device)
+            ranks._settings = settings
+            cls.joined = ranks
+        elif cls.joined._settings != settings:
+            raise ExperimentError(
+                "the ranks have met already, with init, backend, timeout and device "
+                f"{show(list(cls.joined._settings))}; these are others: {show(list(settings))}"
+            )
+        return cls.joined
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def neighbours(self) -> int:
+        """How many ranks share this one's host, itself included."""
+        return sum(host == self._people[self.index][0] for host, *_ in self._people)
+
+    def facts(self) -> dict[str, Any]:
+        """For the run record."""
+        hosts = list(dict.fromkeys(host for host, *_ in self._people))
+        reason = {"backend_reason": self.reason} if self.reason else {}
+        return {"ranks": self.count, "hosts": hosts, "backend": self.backend, **reason}
+
+    def all_reduce(self, values: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """The sum (or `op`) of every rank's values, in place."""
+        self._count(what, 2 * (self.count - 1) * values.nbytes / self.count)
+        with self._on_the_wire(values) as wire:
+            self._do(dist.all_reduce, wire, op=op)
+        return values
+
+    def broadcast(self, values: Tensor, what: str) -> Tensor:
+        """The first rank's values, in place."""
+        self._count(what, values.nbytes * (self.count - 1) / self.count)
+        with self._on_the_wire(values) as wire:
+            self._do(dist.broadcast, wire, 0)
+        return values
+
+    def all_gather(self, room: Tensor, what: str) -> None:
+        """Every rank's part of `room`, which is as many equal parts as there are ranks, to every rank."""
+        part = len(room) // self.count
+        own = room[self.index * part : (self.index + 1) * part].clone()
+        self._count(what, (self.count - 1) * own.nbytes)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+        with self._on_the_wire(room) as wire:
+            self._do(gather, wire, own.to(wire.device))
+
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
+        """Give each rank one of `parts`, flat; what each of them gave to this one, of these sizes."""
+        self._count(what, sum(part.nbytes for rank, part in enumerate(parts) if rank != self.index))
+        given = torch.cat([part.reshape(-1) for part in parts])
+        wire = given if self._carries(given) else given.cpu()
+        got = wire.new_empty(sum(sizes))
+        self._do(dist.all_to_all_single, got, wire, list(sizes), [part.numel() for part in parts])
+        return list(got.to(given.device).split(list(sizes)))
+
+    def gather(self, own: Tensor, what: str) -> list[Tensor]:
+        """In the first rank every rank's tensor, all of one shape and dtype; nothing in the others."""
+        parts = [own] + [own.new_empty(0)] * (self.count - 1)
+        got = self.exchange(parts, [own.numel() if self.first else 0] * self.count, what)
+        return [part.view(own.shape) for part in got] if self.first else []
+
+    def send_from_first(self, values: Tensor, rank: int, what: str) -> Tensor:
+        """The first rank's values in another one, in place; what the others have stays as it is."""
+        none, here = values.new_empty(0), self.index == rank
+        parts = [values if self.first and place == rank else none for place in range(self.count)]
+        sizes = [values.numel() if here and place == 0 else 0 for place in range(self.count)]
+        got = self.exchange(parts, sizes, what)[0]
+        return values.copy_(got.view(values.shape)) if here else values
+
+    def tell_all(self, thing: Any) -> list[Any]:
+        """What every rank has to say, in their order; small things that pickle."""
+        self._meet()
+        things: list[Any] = [None] * self.count
+        with self._translated():
+            dist.all_gather_object(things, thing, group=self.group)
+        return things
+
+    def hear_first(self, thing: Any) -> Any:
+        """What the first rank has to say."""
+        self._meet()
+        things = [thing]
+        with self._translated():
+            dist.broadcast_object_list(things, 0, group=self.group)
+        return things[0]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether work that follows upon other work is begun in the same order in all ranks, as on a device's queue."""
+        return self.backend != HOST_BACKEND
+
+    @property
+    def sums_where_rows_lie(self) -> bool:
+        """Whether the backend sums tensors of this device, and not copies of them on the host."""
+        return self.backend != HOST_BACKEND or gloo_can_sum(self.device)
+
+    def supervised(self, work: Callable[[], Any], waits: threading.Event) -> Any:
+        """What `work` gives, which exchanges something with the others by itself and may wait for them without end.
+
+        It is done in another thread, while this one looks after the others' signs of life.
+
+        Args:
+            waits: set by the work as soon as it has nothing left to do but to wait.
+        """
+        self.require_usable()
+        done = self._background.begin(work)
+        with self._translated("the ranks' exchange failed"), self._watchdog.waiting(waits.is_set) as silences:
+            while not ended(done, self._watchdog.interval):
+                if cause := silences.look():
+                    raise WorkerError(cause)
+            if waits.is_set():
+                return done.result()
+        return done.result()  # if it has failed before that, the others are not to blame
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While a run is under way: a rank without the others ends then."""
+        self.require_usable()
+        self._watchdog.on_duty = True
+        try:
+            yield
+        finally:
+            self._watchdog.on_duty = False
+
+    def require_usable(self) -> None:
+        """Raise WorkerError where an earlier failure has brought the ranks out of step."""
+        if self._spoilt:
+            raise WorkerError(f"the ranks have come out of step ({self._spoilt}); start the program again")
+
+    def give_up(self, why: str) -> str:
+        """This rank cannot go on: tell the others. What the first rank to end has said."""
+        self._spoilt = self._spoilt or why
+        return self._watchdog.note(why)
+
+    def cause(self) -> str | None:
+        """Why another rank has ended, as far as that is known."""
+        return self._watchdog.said() or self._gone()  # by which time it may have been said
+
+    def end_program(self, code: int) -> None:
+        """At the end of a program that has failed: end it at once.
+
+        What this rank still waits for would keep it from ending, until the rank that it waits for has ended too.
+        """
+        if self._spoilt:
+            sys.stderr.flush()
+            if self.first:  # who may keep the store
+                time.sleep(LINGER)
+            os._exit(code)
+
+    def leave(self) -> None:
+        """Leave the group, at the end of the program."""
+        atexit.unregister(self.leave)
+        self._watchdog.stop()
+        if self._spoilt is None and dist.is_initialized():
+            dist.destroy_process_group()
+        type(self).joined = None
+
+    def _meet(self) -> None:
+        """Wait, and watch, until every rank has come here: objects travel by calls that nobody watches over."""
+        self._do(dist.all_reduce, torch.zeros(1))
+
+    def _introduce(self) -> list[tuple[str, int, str | None]]:
+        """Host, process and GPU of every rank, through the store."""
+        gpu = gpu_id(self.device)
+        self._store.set(f"who/{self.index}", "\n".join([socket.gethostname(), str(os.getpid()), gpu or ""]))
+        people = []
+        for rank in range(self.count):
+            host, pid, gpu = self._store.get(f"who/{rank}").decode().split("\n")
+            people.append((host, int(pid), f"{host} {gpu}" if gpu else None))
+        return people
+
+    def _start(self, place: RankInfo, init: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The process groups. One more, in fact: the first finds out within the timeout if the ranks reach each other.
+
+        Gloo tells what belongs together by its order in a group, so what is begun in other threads has its own.
+        """
+        host = meeting_address(init, place)[0]
+        if name := interface_towards(host):  # or gloo listens wherever this host's own name leads to
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        own = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
+        backend = HOST_BACKEND if self.backend == HOST_BACKEND else own
+        try:
+            if self.device.type != "cpu":
+                torch.accelerator.set_device_index(self.device.index)
+            dist.init_process_group(
+                HOST_BACKEND,
+                store=dist.PrefixStore("group", self._store),
+                rank=self.index,
+                world_size=self.count,
+                timeout=timedelta(seconds=self.timeout),
+            )
+            group = dist.new_group(backend=backend, timeout=FOREVER)
+            return group, group if self.in_order else dist.new_group(backend=backend, timeout=FOREVER)
+        except (RuntimeError, ValueError) as error:
+            raise WorkerError(
+                f"rank {place.rank} of {place.count}: backend {self.backend}: the ranks do not reach each other: "
+                f"{one_line(error)[:300]}"
+            ) from error
+
+    def _carries(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" or self.backend != HOST_BACKEND
+
+    @contextlib.contextmanager
+    def _on_the_wire(self, tensor: Tensor) -> Iterator[Tensor]:
+        """The tensor itself, or a copy on the host that is put back, where the backend carries no others."""
+        if self._carries(tensor):
+            yield tensor
+            return
+        copy = tensor.cpu()
+        yield copy
+        tensor.copy_(copy)
+
+    def _do(self, collective: Callable[..., Any], wire: Tensor, *arguments: Any, **options: Any) -> None:
+        """Call a collective, and wait for it as long as the others give signs of life."""
+        with self._translated():
+            work = collective(wire, *arguments, group=self.group, async_op=True, **options)
+            done = self._done if wire.device.type == "cpu" else self._done_on_device
+            with self._watchdog.waiting() as silences:
+                while not done(work):
+                    if cause := silences.look():
+                        raise WorkerError(cause)
+
+    def _done(self, work: Any) -> bool:
+        """Wait for an interval; whether it has come to its end."""
+        try:
+            work.wait(timedelta(seconds=self._watchdog.interval))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # which raises what it has failed of, if it has
+        return True
+
+    def _done_on_device(self, work: Any) -> bool:
+        """The same for work that a device does; to wait for that by itself would be without end."""
+        deadline = time.monotonic() + self._watchdog.interval
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0)
+        work.wait()
+        return True
+
+    @contextlib.contextmanager
+    def _translated(self, failure: str = "the connection to another rank was lost") -> Iterator[None]:
+        """Errors as what they mean; `failure` where nothing else is known of them."""
+        self.require_usable()
+        try:
+            yield
+        except WorkerError as error:
+            raise WorkerError(self.give_up(str(error))) from None
+        except RuntimeError as error:
+            cause = self.cause() or f"{failure}: {one_line(error)[:200]}"
+            raise WorkerError(self.give_up(cause)) from error
+
+    def _gone(self) -> str | None:
+        missing = self._watchdog.missing({rank: (host, pid) for rank, (host, pid, _) in enumerate(self._people)})
+        return f"{ranks(missing)} of {self.count} ended without a word" if missing else None
+
+    def _count(self, what: str, nbytes: float) -> None:
+        self.sent[what] = self.sent.get(what, 0) + int(nbytes)
+
+
+def _backend_for(name: str | None, device: torch.device, gpus: list[str | None]) -> tuple[str, str | None]:
+    """The backend by which rows travel, and why, where it is not the device's own."""
+    own = default_backend(device)
+    shared = next((gpu for gpu in gpus if gpu is not None and gpus.count(gpu) > 1), None)
+    sharing = [rank for rank, gpu in enumerate(gpus) if gpu == shared] if shared else []
+    if name is None:
+        if own == "nccl" and shared:
+            return HOST_BACKEND, f"{ranks(sharing)} share a GPU ({shared}), which NCCL refuses"
+        return own, None
+    if name == "nccl" and shared:
+        raise ExperimentError(
+            f'distributed.backend = "nccl": {ranks(sharing)} share a GPU ({shared}), which NCCL refuses; use '
+            f'"{HOST_BACKEND}", or as many ranks as GPUs'
+        )
+    known = dist.Backend.backend_list
+    if name.lower() not in known:
+        raise ExperimentError(
+            f"distributed.backend = {show(name)}: this PyTorch has no such backend; allowed: "
+            f"{', '.join(each for each in known if each not in ('undefined', 'mpi'))}"
+        )
+    return name.lower(), None

@@ -1,0 +1,1 @@
+"""A pool of processes on one machine, and what they share."""

@@ -1,0 +1,119 @@
+"""The backend of engines with several processes on one machine."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from fedsim.engines.backend import Backend
+from fedsim.engines.executor import Executor, MakeTrainer
+from fedsim.engines.pool.process_pool import ProcessContext, ProcessPool
+from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.errors import ExperimentError, FedsimError, one_line, show
+from fedsim.system.devices import release_memory, synchronize
+
+T = TypeVar("T")
+
+
+class InPool(Backend):
+    """Processes started once with `torch.multiprocessing` spawn, which share rows, columns and test batches.
+
+    Rows, gradients and data lie in shared memory, or in CUDA memory that the processes open by handle; nothing large
+    goes through a pipe.
+    """
+
+    def __init__(self, processes: int, threads: int, timeout: float) -> None:
+        self._arguments = processes, threads, timeout
+        self._pool = ProcessPool(*self._arguments)
+        self._began = False
+
+    @property
+    def processes(self) -> int:  # type: ignore[override]
+        return self._pool.count
+
+    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
+        self.leave()
+        if not self.at_work:  # it lost its processes as it began before
+            self._pool = ProcessPool(*self._arguments)
+        self.shared = shared.share()
+        self._began = True
+        self._work = task, self.shared, make_trainer
+        release_memory(task.device)  # what this process used to try the model, say
+        try:
+            self._call(_make_executor, *self._work)
+        except RuntimeError as error:
+            if isinstance(error, FedsimError) or task.device.type == "cpu":
+                raise
+            raise ExperimentError(
+                f"device = {show(str(task.device))}: its memory cannot be shared between processes here "
+                f"({one_line(error)}); use engine=serial"
+            ) from error
+
+    def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
+        return self._call(_run, method, *arguments)
+
+    def call(self, function: Callable[..., T], *arguments: object) -> list[T]:
+        """Run `function(process, executor, *arguments)` in every process; the results in their order."""
+        return self._call(_call_with_executor, function, *arguments)
+
+    def _call(self, function: Callable[..., T], *arguments: object) -> list[T]:
+        """Call a function in every process, which finds on the device what this process has written there."""
+        synchronize(self.shared.global_row.device)
+        return self._pool.call(function, *arguments)
+
+    @property
+    def can_lose_processes(self) -> bool:
+        return True
+
+    def replace_processes(self) -> None:
+        """Restart all of them, since the others may be in the middle of anything; they start side by side."""
+        self._pool.close()
+        release_memory(self.shared.global_row.device)
+        self._pool = ProcessPool(*self._arguments)
+        self.shared.unfit.zero_()  # new executors count aggregations from the first
+        self._call(_make_executor, *self._work)
+
+    @property
+    def at_work(self) -> bool:
+        return self._pool.at_work
+
+    def leave(self) -> None:
+        """Processes first: CUDA memory must be released there before its owner frees it."""
+        if not self._began:
+            return
+        self._began = False
+        device = self.shared.global_row.device
+        try:
+            if self._pool.at_work:
+                self._pool.call(_drop_executor)  # no need to wait for a device, which may have failed
+        finally:
+            del self.shared, self._work
+        release_memory(device)
+
+    def close(self) -> None:
+        try:
+            self.leave()
+        finally:
+            self._pool.close()
+
+
+def _make_executor(process: ProcessContext, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
+    if task.device.type != "cpu":
+        torch.get_device_module(task.device).set_device(task.device)
+    process.belongings["executor"] = Executor(process, task, shared, make_trainer)
+
+
+def _run(process: ProcessContext, method: Callable[..., T], *arguments: object) -> T:
+    return process.belongings["executor"].run(method, *arguments)
+
+
+def _call_with_executor(process: ProcessContext, function: Callable[..., Any], *arguments: object) -> Any:
+    return function(process, process.belongings["executor"], *arguments)
+
+
+def _drop_executor(process: ProcessContext) -> None:
+    process.belongings.clear()
+    gc.collect()

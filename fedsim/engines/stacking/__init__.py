@@ -1,0 +1,1 @@
+"""One module computed for many rows at once."""

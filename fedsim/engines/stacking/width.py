@@ -1,0 +1,35 @@
+"""How many rows a stack has."""
+
+from __future__ import annotations
+
+import math
+
+from fedsim.engines.stacking.probe import StackingProbe
+from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.trainers.cuda_graphs import unsafe
+from fedsim.system.devices import total_memory_of
+
+MEMORY_SHARE = 0.5  # of what the device has, for stacks; not of what is free, on which no bit may depend
+WIDEST_ON_CPU = 32  # more rows share no more of a step's fixed cost
+NARROWEST_ON_CPU = 4  # fewer rows share too little of it, however large they are
+STACK_BYTES_ON_CPU = 2**23  # of a stack's parameters, for each thread: more of them leave the caches
+
+
+def stack_width(task: TaskSpec, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
+    """How many rows a process should stack: its share of the cohort, if that fits into memory (and, on a CPU, caches).
+
+    On any device there are a row and its copy in the stack, and twice what the solver keeps of it. A step makes a
+    gradient and activations. Off the CPU it also makes the joined gradients, and copies of the row and of what the
+    solver keeps of it, where a mask or a loss scale may keep the row from moving. Where steps are captured, the memory
+    of a step exists twice: for the graphs, and for the steps before a capture.
+    """
+    row, kept = shared.rows.shape[1] * task.dtype.itemsize, len(task.solver.start(shared.global_row[:1]))
+    on_cpu = task.device.type == "cpu"
+    captured = task.cuda_graphs is not False and unsafe(task, probe) is None
+    made = (1 if on_cpu else 3 + kept) * row + 2 * task.schedule.batch_size * probe.sample_bytes
+    row_bytes = (2 + 2 * kept) * row + (2 if captured else 1) * made
+    most = math.inf
+    if on_cpu:
+        most = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // row)))
+    share = -(-len(shared.rows) // processes)
+    return max(1, int(min(share, most, MEMORY_SHARE * total_memory_of(task.device) / processes / row_bytes)))

@@ -1,0 +1,311 @@
+"""What the engines are asked to do: a description that every process gets, and the memory they all work on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsim.aggregation import Pipeline
+from fedsim.byzantine import BoundAttack
+from fedsim.clients import Solver, State
+from fedsim.core.randomness import preserve_random_state, seed_everything
+from fedsim.core.rows import Layout, new_rows, require_finite, require_finite_buffers
+from fedsim.data import Shards, TensorData
+from fedsim.data.augmentation import ImageTransform
+from fedsim.data.partitions import Transform
+from fedsim.engines.distributed.hooks import BoundHook
+from fedsim.engines.pool.shared_memory import share
+from fedsim.errors import ExperimentError, show_bytes
+from fedsim.server import ServerStep
+from fedsim.system.devices import require_memory, wide_dtype
+from fedsim.system.limits import describe_os_error
+from fedsim.system.precision import Precision
+
+BufferPolicy = Literal["average", "local", "server", "error"]
+NonFinite = Literal["error", "exclude", "keep"]
+Sync = Literal["parameters", "gradients"]
+
+TEST_BATCH_ON_CPU = 250  # faster than 1,000 on a CPU, where it stays in cache
+TEST_BATCH_ON_CARD = 2_000
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How far a worker goes between two synchronisations: whole local epochs, or a number of steps."""
+
+    batch_size: int
+    epochs: int | None = 1
+    steps: int | None = None
+    drop_last: bool = False
+
+    def samples_per_epoch(self, n_samples: int) -> int:
+        """Samples that a worker with this many goes through in one epoch.
+
+        With `drop_last` all but those of a last batch that is smaller than the others; a shard smaller than a batch is
+        one batch all the same.
+        """
+        left_out = n_samples % self.batch_size if self.drop_last and n_samples > self.batch_size else 0
+        return n_samples - left_out
+
+    def batches_per_epoch(self, n_samples: int) -> int:
+        """Batches, so steps, of such an epoch."""
+        return -(-self.samples_per_epoch(n_samples) // self.batch_size)
+
+    def steps_for(self, n_samples: int) -> int:
+        """Steps that a worker with this many samples takes in one round."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * self.batches_per_epoch(n_samples)
+
+    def samples_for(self, n_samples: int) -> int:
+        """Samples that a worker with this many goes through in one round, repetitions counted."""
+        return self.samples_in(self.steps_for(n_samples), n_samples)
+
+    def samples_in(self, steps: int, n_samples: int) -> int:
+        """The same for so many steps from the start of a round."""
+        epochs, steps = divmod(steps, self.batches_per_epoch(n_samples))
+        return epochs * self.samples_per_epoch(n_samples) + steps * self.batch_size
+
+    def batch_size_at(self, step: int, n_samples: int) -> int:
+        """Samples in a worker's batch number `step` (from 0) of a round; 0 when its round is over by then."""
+        if step >= self.steps_for(n_samples):
+            return 0
+        before = step % self.batches_per_epoch(n_samples) * self.batch_size
+        return min(self.batch_size, self.samples_per_epoch(n_samples) - before)
+
+    def smallest_batch(self, n_samples: int) -> int:
+        """Samples in the smallest batch of a round."""
+        last = min(self.steps_for(n_samples), self.batches_per_epoch(n_samples)) - 1
+        return self.batch_size_at(last, n_samples)
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """The part of an experiment that every process needs to know; pickles to a few hundred bytes."""
+
+    seed: int
+    rounds: int
+    gradient_rounds: int  # in so many, the first, gradients are aggregated at every step; else parameters, once
+    model: Callable[[], nn.Module]
+    schedule: Schedule
+    solver: Solver
+    rule: Pipeline
+    weights: Literal["uniform", "samples"] | tuple[float, ...]
+    nonfinite: NonFinite
+    attack: BoundAttack
+    byzantine: frozenset[int]
+    server: ServerStep
+    buffers: BufferPolicy
+    augment: tuple[ImageTransform, ...]
+    transforms: Sequence[Transform | None] | None  # how each worker sees its samples, if they differ in that
+    device: torch.device
+    precision: Precision
+    compile: bool  # forward pass and loss of training
+    cuda_graphs: bool | None  # whether steps of stacks are captured and replayed; None: where that is safe
+    width: int | None  # how many rows are stacked at most, where rows are stacked
+    inner: Literal["serial", "batched"] = "serial"  # how a rank of several trains its rows: one by one, or stacked
+    hook: BoundHook | None = None  # how ranks average gradients; None: by the rule, of single rows
+    rows_for: str | None = None  # what that needs single rows for
+    local_lr: float | None = None  # of the local solver, if it has one
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows, and of whatever else nothing is said about."""
+        return self.precision.rows
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the last aggregated update has to be kept, for the rule or for the attack."""
+        return self.rule.accepts("last") or (bool(self.byzantine) and "last" in self.attack.accepts)
+
+    def sync_in(self, round: int) -> Sync:
+        """What is aggregated in a round."""
+        return "gradients" if round <= self.gradient_rounds else "parameters"
+
+    @property
+    def syncs(self) -> tuple[Sync, ...]:
+        """What is aggregated in any round, first things first."""
+        return tuple(dict.fromkeys(map(self.sync_in, (1, self.rounds))))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there are rows of single workers in any round."""
+        return self.hook is None or "parameters" in self.syncs
+
+    def stepper(self, sync: Sync) -> Solver | ServerStep:
+        """What moves the global row: the server optimizer along updates, or the solver along gradients."""
+        return self.server if sync == "parameters" else self.solver
+
+    def new_module(self) -> nn.Module:
+        """The model at its start, the same in every process; the global random state is left as it was.
+
+        Raises ExperimentError where it has complex parameters or buffers.
+        """
+        with preserve_random_state(torch.device("cpu")):
+            seed_everything(torch.device("cpu"), self.seed, "model")
+            module = self.model()
+        _require_real(module)
+        return module.to(self.device, self.dtype)
+
+
+@dataclass
+class SharedState:
+    """The tensors that all processes of an engine work on.
+
+    Attributes:
+        train, test: the data, once.
+        classes: how many classes the labels tell apart.
+        shards: who holds which samples.
+        root: positions of the server's own samples, int64, on the host; empty where it has none.
+        global_row: [d], the global model.
+        rows: [cohort, d], one row for each member of the cohort (its gradient where gradients are aggregated), and one
+            more for the server's own where the rule compares with it; [0, d] where nobody asks for any.
+        global_buffers, buffers: the same for buffers, float64 [b] and [cohort, b].
+        own_buffers: [workers, b], where workers keep their own (policy "local"), else [0, b].
+        states: what the server optimizer ("parameters") and the solver ("gradients") keep of the global row, tensors
+            [d]; of those two that ever move it.
+        last: [d], the last aggregated update, where somebody asks for it, else [0].
+        unfit: [cohort], number of the last aggregation in which a row held something not finite, int64, on the host.
+        train_loss: mean training loss of each member of the cohort, float64 [cohort], on the host.
+        losses: mean loss of each member at the global row before it trained, for rules that ask; as train_loss.
+        test_sums: per test batch the sum of losses and the count of correct answers, then, of the attacker's goal, the
+            counts of answers as he wants them and of samples; float64 [batches, 4], on the host.
+    """
+
+    train: TensorData
+    test: TensorData
+    classes: int
+    shards: Shards
+    root: Tensor
+    global_row: Tensor
+    rows: Tensor
+    global_buffers: Tensor
+    buffers: Tensor
+    own_buffers: Tensor
+    states: dict[Sync, State]
+    last: Tensor
+    unfit: Tensor
+    train_loss: Tensor
+    losses: Tensor
+    test_sums: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        task: TaskSpec,
+        cohort: int,
+        train: TensorData,
+        test: TensorData,
+        shards: Shards,
+        root: np.ndarray | None = None,
+        *,
+        ranks: int = 1,
+    ) -> SharedState:
+        """Room for a cohort, with the global row at the model's start; `root` are the server's own samples.
+
+        Each of several ranks allocates its part of the rows only, and leaves the optimizer states to its aggregator.
+        """
+        module = task.new_module()
+        layout = Layout.of(module)
+        train, test = (replace(data, ids=None).to(task.device, task.dtype) for data in (train, test))
+        global_row = new_rows(1, layout.d, task.dtype, task.device)[0]
+        global_row.copy_(layout.read(module))
+        wide = wide_dtype(task.device)
+        global_buffers = torch.zeros(layout.n_buffer_values, dtype=wide, device=task.device)
+        layout.read_buffers(module, out=global_buffers)
+        own = len(shards) if task.buffers == "local" else 0
+        n_rows = -(-(cohort if root is None else cohort + 1) // ranks)
+        return cls(
+            train=train,
+            test=test,
+            classes=int(max(train.targets.max(), test.targets.max())) + 1,
+            shards=shards,
+            root=torch.from_numpy(np.zeros(0, dtype=np.int64) if root is None else root),
+            global_row=global_row,
+            rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, layout.d, task),
+            global_buffers=global_buffers,
+            buffers=new_rows(n_rows, layout.n_buffer_values, wide, task.device),
+            own_buffers=global_buffers.repeat(own + (own > 0 and root is not None), 1),
+            states={sync: task.stepper(sync).start(global_row) for sync in task.syncs if ranks == 1},
+            last=torch.zeros_like(global_row) if task.keeps_last else global_row.new_zeros(0),
+            unfit=torch.zeros(n_rows, dtype=torch.int64),
+            train_loss=torch.zeros(n_rows, dtype=torch.double),
+            losses=torch.zeros(n_rows, dtype=torch.double),
+            test_sums=torch.zeros(-(-len(test) // test_batch_size(task.device)), 4, dtype=torch.double),
+        )
+
+    @property
+    def lasting(self) -> dict[str, Tensor]:
+        """What one round leaves to the next, by name."""
+        named = {"global_row": self.global_row, "last": self.last}
+        named |= {"global_buffers": self.global_buffers, "own_buffers": self.own_buffers}
+        states = {f"{sync}.{name}": tensor for sync, state in self.states.items() for name, tensor in state.items()}
+        return named | states
+
+    @property
+    def state_names(self) -> set[str]:
+        """Which of these are states of optimizers and solvers."""
+        return {f"{sync}.{name}" for sync, state in self.states.items() for name in state}
+
+    def share(self) -> SharedState:
+        """Move what lies on the host to memory that other processes can map, in place.
+
+        Raises ExperimentError where there is not enough of it.
+        """
+        tensors = [value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)]
+        tensors += [tensor for state in self.states.values() for tensor in state.values()]
+        share([*self.train.tensors, *self.test.tensors])  # by themselves, since a workshop keeps them for later runs
+        share([*tensors, *self.shards.tensors])
+        return self
+
+
+class FiniteCheck:
+    """Checks after each round that neither the global row nor the global buffers have become NaN or infinite.
+
+    Made before the first round, when the memory holds the model's start.
+    """
+
+    def __init__(self, task: TaskSpec, shared: SharedState) -> None:
+        self._wanted, self._shared = task.nonfinite != "keep", shared
+        self._finite_at_start = shared.global_buffers.isfinite()
+
+    def __call__(self, round: int) -> None:
+        """Raise ExperimentError, with the round, where they have, unless the task keeps such numbers."""
+        if self._wanted:
+            require_finite(self._shared.global_row, round)
+            require_finite_buffers(self._shared.global_buffers, self._finite_at_start, round)
+
+
+def _require_real(module: nn.Module) -> None:
+    """Raise ExperimentError where rows of real numbers would lose the imaginary part of a tensor."""
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            if tensor.is_complex():
+                raise ExperimentError(
+                    f"model: the {kind} {name} is complex ({tensor.dtype}); must be real: keep its real and imaginary "
+                    "parts in one real tensor [..., 2], and use torch.view_as_complex in forward"
+                )
+
+
+def _rows_of_a_cohort(n: int, d: int, task: TaskSpec) -> Tensor:
+    """Raises ExperimentError where a CPU has no memory for them."""
+    if task.device.type != "cpu":
+        return new_rows(n, d, task.dtype, task.device)
+    nbytes, what, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
+    require_memory(nbytes, what, instead)
+    try:
+        return new_rows(n, d, task.dtype, task.device)
+    except RuntimeError as error:
+        if (reason := describe_os_error(error)) is None:
+            raise
+        raise ExperimentError(f"memory: {what} takes {show_bytes(nbytes)}; {reason}; use {instead}") from error
+
+
+def test_batch_size(device: torch.device) -> int:
+    return TEST_BATCH_ON_CPU if device.type == "cpu" else TEST_BATCH_ON_CARD

@@ -1,0 +1,270 @@
+"""The batches of each worker. The draws are the same for every caller, so engines cannot differ in them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedsim.core.philox import Stream, shuffles
+from fedsim.core.randomness import Draws, draw_key, numpy_generator, torch_generator
+from fedsim.data import CustomSubset
+from fedsim.data.augmentation import ImageTransform
+from fedsim.data.tensors import in_order
+from fedsim.engines.task import SharedState, TaskSpec
+
+LOOKED_AT = 50  # workers at most, to learn what is usual
+SAMPLES_AT_ONCE = 2**17  # whose orders are drawn at once, if several workers or epochs come next
+EPOCHS_AT_ONCE = 64  # of a worker
+
+Epoch = tuple[int, int, int]  # worker, round, number of the epoch in that
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # of the inputs and targets of a step
+
+
+class WorkItem(NamedTuple):
+    """A member of the cohort, and the work that falls to it.
+
+    Attributes:
+        slot: its row's place.
+        worker: which worker it is.
+        round: which of the worker's rounds it is.
+        steps: how many steps of that round, from its first; None: as many as the schedule has.
+        step: the single step of that round, from 0, that this is about, if it is one.
+    """
+
+    slot: int
+    worker: int
+    round: int
+    steps: int | None = None
+    step: int | None = None
+
+    @property
+    def moment(self) -> tuple[int, ...]:
+        """When it is, for draws: the round, or the round and the step."""
+        return (self.round,) if self.step is None else (self.round, self.step)
+
+
+class RoundIterator:
+    """A worker's round as it goes through it: batches as positions in the data set, and what becomes of each."""
+
+    def __init__(self, round: int, positions: Iterator[Tensor], alter: Alteration | None) -> None:
+        self.round, self.steps_done, self.alter = round, 0, alter
+        self._positions = positions
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        self.steps_done += 1
+        return next(self._positions)
+
+
+class BatchSource:
+    """The workers' samples in the order in which they meet them in a round, altered as the experiment has it."""
+
+    def __init__(self, task: TaskSpec, shared: SharedState) -> None:
+        self._task, self._shared = task, shared
+        self._laps: dict[int, RoundIterator] = {}  # of workers who go step by step
+        self._coming: list[tuple[int, int]] = []  # workers and rounds of whom nothing has been drawn
+        self._drawn: dict[Epoch, Tensor] = {}  # what `orders` gives for epochs drawn ahead
+        self._shards = self._shards_on_host = torch.zeros(0, dtype=torch.int64)
+        self.root = len(shared.shards) if task.rule.accepts("root") else None  # the server, as a worker
+
+    def size(self, worker: int) -> int:
+        """How many samples a worker has."""
+        return len(self._shared.root) if worker == self.root else self._shared.shards.size(worker)
+
+    def steps(self, worker: int, round: int) -> int:
+        """How many steps a worker takes in a round; the server, in synchronous SGD, as many as anybody else."""
+        if worker == self.root and self._task.sync_in(round) == "gradients":
+            return sys.maxsize
+        return self._task.schedule.steps_for(self.size(worker))
+
+    def steps_of(self, member: WorkItem) -> int:
+        """How many steps a member's work has."""
+        if member.step is not None:
+            return 1
+        return self.steps(member.worker, member.round) if member.steps is None else member.steps
+
+    def whole_batch(self) -> int:
+        """How many samples most batches have: fewer than the schedule says where shards are smaller than that."""
+        shards = self._shared.shards
+        looked_at = range(0, len(shards), -(-len(shards) // LOOKED_AT))
+        return min(self._task.schedule.batch_size, max(shards.size(worker) for worker in looked_at))
+
+    def shard(self, worker: int) -> CustomSubset:
+        """A worker's samples as they lie in the data set."""
+        return CustomSubset(self._shared.train, self._positions_of(worker))
+
+    def batches(self, worker: int, round: int) -> Batches:
+        """A worker's batches without end: its shard, in a new order for each epoch."""
+        alter = self.alteration(worker, round)
+        for step, (inputs, targets) in enumerate(self._unaltered(worker, round)):
+            yield alter(inputs, targets, step) if alter else (inputs, targets)
+
+    def _unaltered(self, worker: int, round: int) -> Batches:
+        for positions in self.epochs(worker, round):
+            yield from CustomSubset(self._shared.train, positions).batches(self._task.schedule.batch_size)
+
+    def batches_of(self, member: WorkItem) -> Batches:
+        """The batches of a member's work."""
+        if member.step is None:
+            yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
+        else:  # the next may be long in coming: gather no more than this one
+            yield self._next_batch(self.lap(member))
+
+    def lap(self, member: WorkItem) -> RoundIterator:
+        """A member's round, at the place where its work begins.
+
+        A worker that goes step by step continues where its last step ended, which gives the same as going there again.
+        """
+        worker, round = member.worker, member.round
+        lap = self._laps.get(worker) if member.step is not None else None
+        if lap is None or lap.round != round or lap.steps_done != member.step:
+            lap = RoundIterator(round, self.positions(worker, round), self.alteration(worker, round))
+        if member.step is not None:
+            while lap.steps_done < member.step:
+                next(lap)
+            self._laps[worker] = lap
+        return lap
+
+    def _next_batch(self, lap: RoundIterator) -> tuple[Tensor, Tensor]:
+        step = lap.steps_done
+        inputs, targets = self._shared.train.gather(next(lap))
+        return lap.alter(inputs, targets, step) if lap.alter else (inputs, targets)
+
+    def positions(self, worker: int, round: int) -> Iterator[Tensor]:
+        """The same batches as positions in the data set, int64 [batch], before any alteration."""
+        for positions in self.epochs(worker, round):
+            yield from positions.split(self._task.schedule.batch_size)
+
+    def epochs(self, worker: int, round: int) -> Iterator[Tensor]:
+        """For each epoch of a worker's round the positions of its samples, in their order: int64 [samples].
+
+        On the device of the task. With `drop_last` those at the end are missing that fill no batch.
+        """
+        epoch = 0
+        while True:
+            end = min(2 * epoch, epoch + EPOCHS_AT_ONCE, self._epochs_of(worker, round))
+            orders = self.orders([(worker, round, one) for one in range(epoch, max(end, epoch + 1))])
+            yield from orders
+            epoch += len(orders)
+
+    def announce(self, members: Sequence[WorkItem]) -> None:
+        """Say whose rounds come next, so that the orders of many are drawn at once."""
+        self._coming = [(member.worker, member.round) for member in members if not member.step]
+        self._drawn = {}
+
+    def orders(self, wanted: Sequence[Epoch]) -> list[Tensor]:
+        """The positions of the workers' samples in the orders of these epochs, as `epochs` gives them.
+
+        With those that have to be drawn, some of the rounds announced are drawn too, and kept until asked for.
+        """
+        if not all(epoch in self._drawn for epoch in wanted):
+            self._drawn |= self._draw([*dict.fromkeys([*wanted, *self._take_coming()])])
+        return [self._drawn.pop(epoch) for epoch in wanted]
+
+    def _take_coming(self) -> Iterator[Epoch]:
+        """The epochs of rounds announced, of as many as may be drawn at once."""
+        room = SAMPLES_AT_ONCE
+        while self._coming:
+            worker, round = self._coming[0]
+            epochs = min(EPOCHS_AT_ONCE, self._epochs_of(worker, round))
+            room -= epochs * self.size(worker)
+            if room < 0:
+                return
+            del self._coming[0]
+            yield from ((worker, round, epoch) for epoch in range(epochs))
+
+    def _epochs_of(self, worker: int, round: int) -> int:
+        """How many epochs a worker begins in a round, by the schedule."""
+        return -(-self.steps(worker, round) // self._task.schedule.batches_per_epoch(self.size(worker)))
+
+    def _draw(self, wanted: Sequence[Epoch]) -> dict[Epoch, Tensor]:
+        """What `orders` gives for these epochs.
+
+        An order is a permutation of the shard under the key (seed, "batches", round, worker), and the epoch as step:
+        see `fedsim.core.philox`. All are drawn at once on the device of the task, which nothing waits for.
+        """
+        task = self._task
+        workers = [worker for worker, *_ in wanted]
+        keys = [draw_key(task.seed, "batches", round, worker) for worker, round, _ in wanted]
+        sizes = [self.size(worker) for worker in workers]
+        shards, starts = self._shards_of(workers)
+        lengths = [size + size % 2 for size in sizes]
+        blocks = [0, *accumulate(length // 2 for length in lengths)]
+        table = torch.tensor([keys, [epoch for *_, epoch in wanted], sizes, blocks[:-1], starts]).to(task.device)
+        places, of_entry = shuffles(Stream(table[0], table[1]), table[2], table[3], blocks[-1])
+        positions = shards[(table[4][of_entry] + places).clamp_(max=len(shards) - 1)].split(lengths)
+        counts = map(task.schedule.samples_per_epoch, sizes)
+        return {epoch: order[:count] for epoch, order, count in zip(wanted, positions, counts, strict=True)}
+
+    def _shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """The positions of these workers' samples in one tensor on the device, and where those of each begin in it."""
+        of_workers = [worker for worker in workers if worker != self.root]
+        root = self._shared.root.to(self._task.device)
+        if not of_workers:
+            return root, [0] * len(workers)
+        positions, starts = self._shared.shards.together(of_workers)
+        if positions is not self._shards_on_host:
+            self._shards_on_host, self._shards = positions, positions.to(self._task.device)
+        if len(starts) == len(workers):
+            return self._shards, starts
+        of_worker = dict(zip(of_workers, starts, strict=True))
+        return torch.cat([self._shards, root]), [of_worker.get(worker, len(self._shards)) for worker in workers]
+
+    def _positions_of(self, worker: int) -> Tensor:
+        return self._shared.root if worker == self.root else self._shared.shards.of(worker)
+
+    def samples_seen(self, worker: int, round: int, batch_size: int) -> Batches:
+        """A worker's samples once, as it sees them: by its partition's transform, and poisoned; not augmented."""
+        alter = self._alteration(worker, round, (), ("losses_view", "losses_poison"))
+        for number, (inputs, targets) in enumerate(self.shard(worker).batches(batch_size)):
+            yield alter(inputs, targets, number) if alter else (inputs, targets)
+
+    def alteration(self, worker: int, round: int) -> Alteration | None:
+        """What becomes of a worker's batches before it trains on them; None where nothing does."""
+        return self._alteration(worker, round, self._task.augment, ("augment", "poison"))
+
+    def _alteration(
+        self, worker: int, round: int, augment: Sequence[ImageTransform], purposes: tuple[str, str]
+    ) -> Alteration | None:
+        """The transform of a worker's partition and augmentations, then poisoning, with the purposes of their draws."""
+        task, attack, classes = self._task, self._task.attack, self._shared.classes
+        view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
+        poison = attack.poison if worker in task.byzantine else None
+        transforms = [*augment] if view is None else [ImageTransform.of(view), *augment]
+        if poison is None and not transforms:
+            return None
+        taken = {name for transform in transforms for name in transform.takes}
+        for_transforms = self._random(taken, purposes[0], round, worker)
+        for_poison = self._random(attack.poison_accepts if poison else (), purposes[1], round, worker)
+
+        def alter(inputs: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
+            given: dict[str, Any] = {name: at(step) for name, at in for_transforms.items()}
+            for transform in transforms:
+                inputs = transform(inputs, given)
+            if poison is not None:
+                given = {name: at(step) for name, at in for_poison.items()}
+                given |= {"inputs": inputs, "targets": targets, "classes": classes}
+                inputs, targets = poison(**{name: given[name] for name in attack.poison_accepts})
+            return in_order(inputs), targets
+
+        return alter
+
+    def _random(self, taken: Collection[str], purpose: str, round: int, worker: int) -> dict[str, Callable[[int], Any]]:
+        """By name, functions that give what plugs draw from in a step of a worker's round, of those that they take."""
+        drawn, sources = (self._task.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
+        if "draws" in taken:
+            sources["draws"] = Draws.of(*drawn, device=self._task.device).steps()
+        if "generator" in taken:
+            sources["generator"] = lambda step: torch_generator(*drawn, step)
+        if "rng" in taken:
+            sources["rng"] = lambda step: numpy_generator(*drawn, step)
+        return sources

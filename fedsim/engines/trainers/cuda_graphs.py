@@ -1,0 +1,262 @@
+"""`cuda_graphs`: local steps of a stack of rows, captured as CUDA graphs and replayed.
+
+A small model's kernels run for less time than it takes to launch them. The replay of a graph launches all kernels of
+several steps at once, and runs no Python. It works on the same memory each time, so all that a step reads and writes
+lies in tensors that stay (`CapturedSteps`): also the batches of many steps, of which a counter on the device picks one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedsim.core.rows import new_rows
+from fedsim.engines.stacking.probe import StackingProbe
+from fedsim.engines.stacking.stacked_module import StackedModule
+from fedsim.engines.stacking.vmap_operations import Dropout
+from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.trainers.capture import GraphPool, Run, can_capture
+from fedsim.engines.trainers.dropout import FactorsAhead
+from fedsim.engines.trainers.loss_scaling import GradScaler
+from fedsim.engines.trainers.stack import Block, Stack
+from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather
+from fedsim.errors import ExperimentError, FedsimWarning, one_line
+
+STEPS_OF_GRAPHS = 16, 1  # a round consists of as many graphs of 16 steps as fit, and of graphs of one step
+MOST_STEPS = 256  # whose batches lie on the device at a time
+MOST_SAMPLES = 2**22  # the same in samples of all rows: 48 MB of positions and weights
+
+
+def unsafe(task: TaskSpec, probe: StackingProbe) -> str | None:
+    """Why the steps of a task must not be replayed, or None where they may be."""
+    if not can_capture(task.device):
+        return f"they need a CUDA device, not {task.device.type}"
+    if "parameters" not in task.syncs:
+        return "where gradients are aggregated every step is a synchronisation"
+    if getattr(task.solver, "single_steps", False):
+        return "workers bring the gradient of a single step"
+    if probe.coupled:
+        return "the samples of a batch see each other (BatchNorm), so short batches are trained apart"
+    poisoned = any(task.attack.poison is not None for _ in task.byzantine)
+    if task.augment or task.transforms is not None or poisoned:
+        return "batches are altered (data.augment, the partition or the attack), for each worker by itself"
+    return None
+
+
+class Graph(NamedTuple):
+    """What tells the graphs of a trainer apart.
+
+    Attributes:
+        rows: how many rows take part, with those that fill a smaller stack up.
+        steps: how many steps it has.
+        masked: whether only the rows move that have a batch; else all of them have one.
+    """
+
+    rows: int
+    steps: int
+    masked: bool
+
+
+def graphs_of(rows: int, steps: int, unmasked: int) -> Iterator[Graph]:
+    """The graphs that take so many steps, of which the first `unmasked` need no mask."""
+    for masked, count in ((False, unmasked), (True, steps - unmasked)):
+        for length in STEPS_OF_GRAPHS:
+            for _ in range(count // length):
+                yield Graph(rows, length, masked)
+            count %= length
+
+
+def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
+    """The numbers of rows for which graphs may be captured, ascending: the usual ones, powers of two, and the width."""
+    return sorted({*usual, *(2**power for power in range((width - 1).bit_length())), width})
+
+
+class CapturedSteps:
+    """Local steps of stacks of rows, captured as CUDA graphs, and the memory that these work on.
+
+    A stack takes the first rows of that memory. Where a step has no batch for a row, because its member has finished or
+    because the stack is smaller than the graph, its samples have weight 0, and a mask keeps it where it is.
+
+    Args:
+        dropouts: the calls of dropout in a forward pass of the model.
+        sizes: for how many rows there may be graphs, ascending.
+    """
+
+    def __init__(
+        self,
+        task: TaskSpec,
+        shared: SharedState,
+        module: StackedModule,
+        dropouts: Sequence[Dropout],
+        sizes: Sequence[int],
+    ) -> None:
+        self._task, self._shared, self._module = task, shared, module
+        self._dropouts, self._sizes = dropouts, sizes
+        device, batch, wide, width = task.device, task.schedule.batch_size, shared.buffers.dtype, sizes[-1]
+        self._pool = GraphPool(device)
+        self._graphs: dict[Graph, Run] = {}
+
+        rows = new_rows(width, module.layout.d, task.dtype, device)
+        rows.copy_(shared.global_row)
+        buffers = module.unpack_buffers(shared.global_buffers.expand(width, -1))
+        scale = GradScaler((width,), device) if task.precision.scales_losses else None
+        self._state = StackState(module, rows, task.solver.start(rows), buffers, scale)
+        self._names = set(self._state.solver_state)
+        self._loss_sums = torch.zeros(width, dtype=wide, device=device)
+        self._step_of_stack = StackStep(task, module)
+
+        self._step_number = torch.zeros(1, dtype=torch.int64, device=device)  # of the next step in a round
+        self._ahead = torch.arange(max(STEPS_OF_GRAPHS), device=device)
+        self._layer_keys = torch.zeros(width, dtype=torch.int64, device=device)
+        self._steps = steps = max(1, min(MOST_STEPS, MOST_SAMPLES // (width * batch)))
+        self._positions = torch.zeros(steps, width, batch, dtype=torch.int64, device=device)
+        self._weights = torch.zeros(steps, width, batch, dtype=task.dtype, device=device)
+        self._samples = torch.zeros(steps, width, dtype=wide, device=device)
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Capture a step of stacks of these sizes. Raises what `GraphPool.capture` raises."""
+        for size in sizes:
+            self._capture(Graph(self._size_for(size), 1, masked=False))
+
+    def prepare_for(self, stack: Stack) -> None:
+        """Capture what a stack needs, before its round begins, because a capture takes steps. Raises as `prepare`."""
+        for graph in dict.fromkeys(graph for graphs in self._plan(stack) for graph in graphs):
+            self._capture(graph)
+
+    def train(self, stack: Stack, heartbeat: Callable[[], None]) -> Tensor:
+        """Train the members of a stack for a round; returns their buffers afterwards, as rows [k, b]."""
+        self._start(stack)
+        for graphs, block in zip(self._plan(stack), stack.blocks(self._steps), strict=True):
+            stack.count_samples(block)
+            self._load(block)
+            for graph in graphs:
+                heartbeat()
+                self._graphs[graph]()
+        stack.add_losses(self._loss_sums[: len(stack)])
+        state = self._state.of(slice(0, len(stack)))
+        self._shared.rows[stack.index] = state.rows
+        return self._module.pack_buffers(state.buffers, torch.empty_like(self._shared.buffers[: len(stack)]))
+
+    def _plan(self, stack: Stack) -> list[list[Graph]]:
+        """The graphs that each block of steps needs, in the order of the blocks."""
+        rows = self._size_for(len(stack))
+        unmasked = stack.steps[-1] if rows == len(stack) else 0
+        plan = []
+        for start in range(0, stack.steps[0], self._steps):
+            steps = min(self._steps, stack.steps[0] - start)
+            plan.append(list(graphs_of(rows, steps, min(steps, max(0, unmasked - start)))))
+        return plan
+
+    def _size_for(self, rows: int) -> int:
+        return next(size for size in self._sizes if size >= rows)
+
+    def _capture(self, graph: Graph) -> None:
+        if graph not in self._graphs:
+            self._graphs[graph] = self._pool.capture(partial(self._take_steps, graph))
+
+    def _start(self, stack: Stack) -> None:
+        """Make rows, states, buffers and sums those of the start of a round."""
+        shared, state = self._shared, self._state.of(slice(0, len(stack)))
+        state.rows.copy_(shared.rows[stack.index])
+        for name, fresh in self._task.solver.start(state.rows).items():
+            state.solver_state[name].copy_(fresh)
+        for buffer, fresh in zip(state.buffers, self._module.unpack_buffers(shared.buffers[stack.index]), strict=True):
+            buffer.copy_(fresh)
+        if state.scale is not None:
+            state.scale.reset()
+        if self._dropouts:
+            self._layer_keys[: len(stack)] = torch.tensor(stack.layer_keys)
+        self._loss_sums.zero_()
+        self._step_number.zero_()
+
+    def _load(self, block: Block) -> None:
+        """Put the batches of a block of steps where the graphs read them."""
+        steps, members = block.sizes.shape
+        for room, given in (
+            (self._positions, block.positions),
+            (self._weights, block.weights),
+            (self._samples, block.counts),
+        ):
+            room[:steps, :members] = given
+        if members < self._samples.shape[1]:
+            self._weights[:steps, members:] = 0
+            self._samples[:steps, members:] = 0
+
+    def _take_steps(self, graph: Graph) -> None:
+        """What a graph holds: its steps, from step number `_step_number` of the round on."""
+        rows, batch = graph.rows, self._positions.shape[2]
+        places = (self._step_number + self._ahead[: graph.steps]).remainder_(self._steps)  # in the block of steps
+        positions, weights, samples = (
+            of_steps[:, :rows].index_select(0, places) for of_steps in (self._positions, self._weights, self._samples)
+        )
+        drawn = self._layer_keys[:rows], graph.steps, batch, self._dropouts, self._task.dtype
+        factors = FactorsAhead(*drawn, first_step=self._step_number.expand(rows))
+        for step in range(graph.steps):
+            data = gather(self._shared.train, positions[step])
+            self._step(Batch(*data, weights[step], factors.of(step, rows)), samples[step], masked=graph.masked)
+        self._step_number.add_(graph.steps)
+
+    def _step(self, batch: Batch, samples: Tensor, *, masked: bool) -> None:
+        state, active = self._state.of(slice(0, len(samples))), samples > 0 if masked else None
+        losses = self._step_of_stack(state, batch, active)
+        if set(state.solver_state) != self._names:
+            raise ExperimentError("local.solver makes state that its `start` does not, as it steps")
+        if active is not None:
+            losses = torch.where(active, losses, 0)
+        self._loss_sums[: len(samples)].addcmul_(losses, samples)
+
+
+class CUDAGraphCache:
+    """The captured steps of a trainer, as far as they can be captured.
+
+    Args:
+        dropouts: the calls of dropout in a forward pass of the model.
+        width: how many rows a stack has at most.
+        usual: how many rows most stacks have, whose first graphs are captured now.
+        refusal: why no steps are captured, if they are not.
+        warns: whether a failure gives a warning.
+    """
+
+    def __init__(
+        self,
+        task: TaskSpec,
+        shared: SharedState,
+        module: StackedModule,
+        dropouts: Sequence[Dropout],
+        *,
+        width: int,
+        usual: Sequence[int],
+        refusal: str | None,
+        warns: bool,
+    ) -> None:
+        self._warns, self.refusal = warns, refusal
+        self._steps: CapturedSteps | None = None
+        if refusal is None:
+            with self._refusing_after_failures():
+                self._steps = CapturedSteps(task, shared, module, dropouts, sizes_of_stacks(width, usual))
+                self._steps.prepare(usual)
+
+    def train(self, stack: Stack, heartbeat: Callable[[], None]) -> Tensor | None:
+        """As `CapturedSteps.train`; None, with nothing done, if steps are not captured."""
+        if self._steps is not None:
+            with self._refusing_after_failures():
+                self._steps.prepare_for(stack)
+        return None if self._steps is None else self._steps.train(stack, heartbeat)
+
+    @contextlib.contextmanager
+    def _refusing_after_failures(self) -> Iterator[None]:
+        """If this block raises an error, capture no more steps."""
+        try:
+            yield
+        except Exception as error:
+            self._steps = None
+            self.refusal = str(error) if isinstance(error, ExperimentError) else one_line(error)
+            if self._warns:
+                line = f"cuda_graphs: steps are not captured, with the same results: {self.refusal}"
+                warnings.warn(line, FedsimWarning, stacklevel=4)

@@ -1,0 +1,305 @@
+"""Dropout by counter-based draws: a mask is a function of (seed, round, worker, step, layer), on every engine.
+
+What one call of a dropout draws goes by the key of (seed, "layers", round, worker), the number of the step in the
+worker's round, and the number of the call in the forward pass (the layer). An element is kept where the word with its
+number, sample * elements of a sample + element, is below round((1 - p) * 2^32). See `fedsim.core.philox`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedsim.core.philox import Stream, bernoulli
+from fedsim.core.randomness import draw_key, preserve_random_state
+from fedsim.core.training import Objective
+from fedsim.engines.stacking.vmap_operations import Dropout, PreparedDropout, Recording, multiplied
+from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.trainers.batches import BatchSource
+
+# Blocks of random words drawn at once, for some steps ahead: a call costs about as much as 2^13 blocks do.
+BLOCKS_OF_A_STACK = 1 << 15
+BLOCKS_OF_A_ROW = 1 << 14  # of which many may be in turns
+TIMES_OFF_CPU = 32
+
+
+def layer_key(seed: int, round: int, worker: int) -> int:
+    """The key of all that the dropouts of a worker draw in a round."""
+    return draw_key(seed, "layers", round, worker)
+
+
+def dropout_factors(
+    keys: Tensor,
+    first_step: Tensor | int,
+    steps: int,
+    batch: int,
+    dropouts: Sequence[Dropout],
+    dtype: torch.dtype,
+    first_layer: int = 0,
+) -> list[Tensor]:
+    """What each dropout multiplies its inputs by, 0 or 1 / (1 - p): [steps, k, batch, ...] for each.
+
+    On the device of the keys, without reading from it or copying to it, so a captured graph may hold this call.
+
+    Args:
+        keys: `layer_key` of each row's worker, int64 [k].
+        first_step: number of the first of the steps in the workers' round; int64 [] or [k] on the same device, or int.
+        steps: how many steps.
+        batch: how many samples; of a smaller batch the factors are the first ones of these.
+        dropouts: the calls of dropout in a forward pass, in their order.
+        dtype: of the factors.
+        first_layer: number of the first of these calls.
+    """
+    if not dropouts:
+        return []
+    step = torch.arange(steps, device=keys.device).unsqueeze(1) + first_step
+    counts = [batch * math.prod(dropout.shape) for dropout in dropouts]
+    kept = bernoulli(Stream(keys, step, first_layer), counts, [1 - dropout.p for dropout in dropouts])
+    return [
+        mask.to(dtype).mul_(0 if dropout.p == 1 else 1 / (1 - dropout.p)).unflatten(-1, (batch, *dropout.shape))
+        for mask, dropout in zip(kept, dropouts, strict=True)
+    ]
+
+
+def steps_at_once(blocks: int, keys: Tensor, batch: int, dropouts: Sequence[Dropout], steps: int) -> int:
+    """For how many steps factors are drawn at once, 1 to `steps`, so that it takes about so many blocks of words."""
+    of_a_step = len(keys) * sum(-(-batch * math.prod(dropout.shape) // 4) for dropout in dropouts)
+    on_device = blocks if keys.device.type == "cpu" else blocks * TIMES_OFF_CPU
+    return max(1, min(on_device // max(1, of_a_step), steps))
+
+
+class FactorsAhead:
+    """The factors of k rows' dropouts step by step, drawn for several steps at once.
+
+    Args:
+        keys: `layer_key` of each row's worker, int64 [k].
+        steps: how many steps there are at most.
+        batch: how many samples a batch has at most.
+        dropouts: the calls of dropout in a forward pass, in their order.
+        dtype: of the factors.
+        first_step: number of each row's first step in the worker's round, int64 [k].
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        steps: int,
+        batch: int,
+        dropouts: Sequence[Dropout],
+        dtype: torch.dtype,
+        first_step: Tensor | None = None,
+    ) -> None:
+        self._keys, self._steps, self._batch, self._dropouts, self._dtype = keys, steps, batch, dropouts, dtype
+        self._first_step = torch.zeros_like(keys) if first_step is None else first_step
+        self._drawn: list[tuple[Tensor, ...]] = []  # of each dropout, of each step: [rows, batch, ...]
+        self._begin = self._end = self._rows = 0
+
+    def of(self, step: int, rows: int) -> list[Tensor]:
+        """The factors of step number `step`, from 0, for the first `rows` rows: [rows, batch, ...] for each dropout."""
+        if not self._dropouts:
+            return []
+        if not self._begin <= step < self._end or rows > self._rows:
+            keys = self._keys[:rows]
+            steps = steps_at_once(BLOCKS_OF_A_STACK, keys, self._batch, self._dropouts, self._steps - step)
+            first_step = self._first_step[:rows] + step
+            drawn = dropout_factors(keys, first_step, steps, self._batch, self._dropouts, self._dtype)
+            self._drawn = [factors.unbind() for factors in drawn]
+            self._begin, self._end, self._rows = step, step + steps, rows
+        found = [factors[step - self._begin] for factors in self._drawn]
+        return found if rows == self._rows else [factors[:rows] for factors in found]
+
+
+class RoundDropout:
+    """The dropout of one worker in one round, where rows train one after another.
+
+    Args:
+        key: `layer_key` of the worker in the round, int64 [1].
+        steps, batch: how many steps the round has, and how many samples a batch, at most.
+        calls: the calls of dropout that a forward pass is known to have; others are drawn when they come.
+        dtype: of the factors.
+        current: where the dropout modules of the model look for the step, if they make all calls.
+    """
+
+    def __init__(
+        self, key: Tensor, steps: int, batch: int, calls: Calls, dtype: torch.dtype, round: int, current: CurrentStep
+    ) -> None:
+        self.round, self.key, self.dropouts, self.dtype = round, key, calls.dropouts, dtype
+        self._current = current if calls.by_modules else None
+        self._batch, self._steps, self._begin, self._end = batch, steps, 0, 0
+        self._drawn: list[tuple[Tensor, ...]] = []  # of each dropout, of each step: [batch, ...]
+
+    def factors(self, step: int, samples: int) -> list[Tensor]:
+        """What each dropout multiplies a batch of so many samples by, [samples, ...]."""
+        if not self._begin <= step < self._end:
+            steps = steps_at_once(BLOCKS_OF_A_ROW, self.key, self._batch, self.dropouts, self._steps - step)
+            drawn = dropout_factors(self.key, step, steps, self._batch, self.dropouts, self.dtype)
+            self._drawn = [factors.squeeze(1).unbind() for factors in drawn]
+            self._begin, self._end = step, step + steps
+        found = [factors[step - self._begin] for factors in self._drawn]
+        return found if samples == self._batch else [factors[:samples] for factors in found]
+
+    def at(self, step: int, samples: int) -> AbstractContextManager[Any]:
+        """A context in which a forward pass has the dropout of this step; nothing where the model has none."""
+        if not self.dropouts:
+            return nullcontext()
+        of_step = StepDropout(self, step, self.factors(step, samples))
+        return DrawnDropout(of_step) if self._current is None else self._current.set_to(of_step)
+
+
+class StepDropout:
+    """The dropout of one step of one row: factors drawn before, or now where a call is not as it was recorded."""
+
+    def __init__(self, dropout: RoundDropout, step: int, factors: Sequence[Tensor]) -> None:
+        self._dropout, self._step, self._factors, self._layer = dropout, step, factors, 0
+
+    def factors_of(self, dropout: Dropout, samples: int) -> Tensor:
+        """What the next call of a dropout multiplies by, [samples, ...]."""
+        layer, of_round = self._layer, self._dropout
+        self._layer += 1
+        if layer < len(of_round.dropouts) and dropout == of_round.dropouts[layer]:
+            factors = self._factors[layer]
+            if factors.shape[0] == samples:
+                return factors
+        drawn = dropout_factors(of_round.key, self._step, 1, samples, [dropout], of_round.dtype, layer)
+        return drawn[0][0, 0]
+
+
+class DrawnDropout(PreparedDropout):
+    """In a forward pass of one row: every call of a dropout multiplies by the factors of the step."""
+
+    def __init__(self, of_step: StepDropout) -> None:
+        super().__init__(())
+        self.factors_of = of_step.factors_of  # type: ignore[method-assign]
+
+
+class CurrentStep:
+    """The step that the forward pass under way belongs to, for the dropout modules of a model."""
+
+    def __init__(self) -> None:
+        self.dropout: StepDropout | None = None
+        self.calls = 0  # of modules, so far
+
+    @contextmanager
+    def set_to(self, dropout: StepDropout) -> Iterator[None]:
+        self.dropout = dropout
+        try:
+            yield
+        finally:
+            self.dropout = None
+
+    def give_to(self, model: nn.Module) -> nn.Module:
+        """Make the model's dropout modules look here; returns the model.
+
+        A function mode finds all calls of dropout, but every other call in the forward pass goes through it too, which
+        costs a small model a tenth of its step.
+        """
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in FUNCTIONS:
+                module.__class__ = DROPOUT_MODULES[type(module)]  # so that its hooks and its name stay
+                module.current_step = self  # type: ignore[assignment]
+        return model
+
+
+class _DropoutModule(nn.modules.dropout._DropoutNd):
+    """A dropout module that multiplies by the factors of the current step."""
+
+    current_step: CurrentStep
+    function: Callable[..., Tensor]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.current_step.calls += 1
+        of_step = self.current_step.dropout
+        if of_step is None or not self.training or not 0 < self.p <= 1:
+            return self.function(inputs, self.p, self.training, self.inplace)
+        return multiplied(
+            inputs, of_step.factors_of(_dropout_of(self.function, inputs.shape, self.p), inputs.shape[0]), self.inplace
+        )
+
+
+_dropout_of = lru_cache(maxsize=256)(Dropout.of)  # called twice in a step of a small model
+
+FUNCTIONS = {nn.Dropout: F.dropout, nn.Dropout1d: F.dropout1d, nn.Dropout2d: F.dropout2d, nn.Dropout3d: F.dropout3d}
+DROPOUT_MODULES = {
+    cls: type(cls.__name__, (_DropoutModule, cls), {"function": staticmethod(function)})
+    for cls, function in FUNCTIONS.items()
+}
+
+
+class RowDropout:
+    """The dropout of workers whose rows train one after another, in one process."""
+
+    def __init__(self, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
+        self._task, self._shared, self._batch_source, self._current = task, shared, batch_source, CurrentStep()
+
+    def new_module(self, make: Callable[[], nn.Module] | None = None) -> nn.Module:
+        """A new module of the task, whose dropouts are those of the step that `RoundDropout.at` has set.
+
+        Args:
+            make: makes the module; the task does by default.
+        """
+        made = (make or self._task.new_module)()
+        return made if self._task.compile else self._current.give_to(made)  # compiled, function modes cost nothing
+
+    @property
+    def dropouts(self) -> tuple[Dropout, ...]:
+        """The calls of dropout in a forward pass; none where PyTorch has to draw them."""
+        return self._calls.dropouts
+
+    @cached_property
+    def _calls(self) -> Calls:
+        calls = recorded_calls(self._task, self._shared, self._task.schedule.batch_size)
+        return calls._replace(by_modules=calls.by_modules and not self._task.compile)
+
+    def of(self, worker: int, round: int, steps: int | None = None) -> RoundDropout:
+        """The dropout of a worker in a round, of so many steps if not of as many as the schedule has."""
+        task, batch_source = self._task, self._batch_source
+        steps = batch_source.steps(worker, round) if steps is None else steps
+        key = torch.tensor([layer_key(task.seed, round, worker)], device=task.device)
+        batch = min(task.schedule.batch_size, batch_source.size(worker))
+        return RoundDropout(key, steps, batch, self._calls, task.dtype, round, self._current)
+
+
+class Calls(NamedTuple):
+    """The calls of dropout in a forward pass.
+
+    Attributes:
+        dropouts: them, in their order; none where PyTorch has to draw them.
+        by_modules: whether torch.nn's dropout modules make them all.
+    """
+
+    dropouts: tuple[Dropout, ...]
+    by_modules: bool
+
+
+def recorded_calls(task: TaskSpec, shared: SharedState, samples: int) -> Calls:
+    """The calls of dropout in a forward pass in training, found out on the first samples of the data set.
+
+    None are given where the model cannot be run on them, which training will come to, and where the backward pass calls
+    dropout again (checkpoints of activations), which then has to draw from PyTorch's generator, whose state they keep.
+    """
+    inputs, targets = shared.train.gather(torch.arange(min(samples, len(shared.train))))
+    current = CurrentStep()
+    with preserve_random_state(task.device), torch.enable_grad(), Recording() as recording:
+        try:
+            loss = Objective(task.precision)(current.give_to(task.new_module()).train(), inputs, targets)
+            dropouts, by_modules = tuple(recording.dropouts), current.calls == len(recording.dropouts)
+            if dropouts:
+                _backward_under_modes(loss)
+        except torch.OutOfMemoryError:  # no property of the model, and other draws would not be noticed
+            raise
+        except Exception:
+            return Calls((), False)
+    return Calls(dropouts, by_modules) if len(recording.dropouts) == len(dropouts) else Calls((), False)
+
+
+def _backward_under_modes(loss: Tensor) -> None:
+    """`loss.backward()`, but function modes see what it calls, as they do not within a function that they handle."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)

@@ -1,0 +1,246 @@
+"""How a process trains its members of the cohort: one row after another. `stack_trainer.py` has the other way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients import RowOptimizer
+from fedsim.core.randomness import seed_everything
+from fedsim.core.rows import new_rows
+from fedsim.core.training import Loss, Objective, train_epoch
+from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.stacking.vmap_operations import PreparedDropout
+from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
+from fedsim.engines.trainers.compilation import CompiledFunction
+from fedsim.engines.trainers.dropout import RoundDropout, RowDropout
+from fedsim.engines.trainers.loss_scaling import GradScaler, ScaledSolver, zero_where_not
+from fedsim.engines.trainers.row_module import RowModule, differ
+from fedsim.errors import ExperimentError
+from fedsim.system.devices import wide_dtype
+
+
+class Trainer(Protocol):
+    """What an executor asks of the trainer of its members. Rows, buffers and losses lie in the `SharedState`.
+
+    A trainer is made with (process, task, shared, batch_source) in every process.
+    """
+
+    compiled: CompiledFunction | None  # what is compiled of its work
+    width: int | None  # of stacks at most, if it has such
+    replays: Any  # its steps that are captured, if it has such
+
+    def train(self, members: Sequence[WorkItem]) -> None:
+        """Each member's row learns on its worker's shard, for a round or for one step."""
+
+    def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
+        """Begin a round of synchronous SGD, in which the members' rows hold gradients."""
+
+    def gradients(self, step: int) -> None:
+        """The gradients of the next batches, all at the global row, into the rows of the members who still have any."""
+
+    def part(self) -> None:
+        """End that round."""
+
+
+@dataclass
+class SyncParticipant:
+    """A member that takes part in synchronous SGD, for one round."""
+
+    member: WorkItem
+    module: RowModule
+    batches: Batches
+    dropout: RoundDropout
+    loss_sum: Tensor
+    scale: GradScaler | None
+    samples: int = 0
+    batch: tuple[Tensor, Tensor] | None = None  # of the current step
+
+    def count(self, loss: Tensor) -> None:
+        """Add what the step's batch has shown to what the round comes to."""
+        assert self.batch is not None
+        size = len(self.batch[1])
+        self.loss_sum.add_(loss, alpha=size)
+        self.samples += size
+
+
+class RowTrainer:
+    """Trains one row after another, with a module that is bound to each in turn."""
+
+    replays = width = None
+
+    def __init__(self, process: ProcessContext, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
+        self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source
+        self._rows = list(shared.rows)
+        self._gradient = new_rows(1, shared.rows.shape[1], task.dtype, task.device)[0]
+        self._objective = Objective(task.precision)
+        self._dropout = RowDropout(task, shared, batch_source)
+        self._modules = [RowModule(self._dropout.new_module)]  # where gradients are aggregated, one for each member
+        self._step_by_step: dict[int, RoundDropout] = {}  # of workers who go step by step
+        self.compiled = self._compile() if task.compile else None
+        self._participants = list[SyncParticipant]()
+
+    def train(self, members: Sequence[WorkItem]) -> None:
+        task, shared, module = self._task, self._shared, self._modules[0]
+        self._batch_source.announce(members)
+        tallies = {}
+        for member in members:
+            slot = member.slot
+            with self._process.working_on(member.worker, member.round):
+                module.take(self._rows[slot], self._gradient, shared.buffers[slot])
+                self._seed_layers(member, *member.moment)
+                scale = self._new_scale()
+                solver = task.solver if scale is None else ScaledSolver(task.solver, scale)
+                optimizer = RowOptimizer(solver, self._rows[slot], self._gradient)
+                tallies[slot] = train_epoch(
+                    module.module,
+                    with_heartbeats(self._process, self._batch_source.batches_of(member)),
+                    optimizer,
+                    backward=partial(self._backward, self._dropout_of(member), count(member.step or 0), scale=scale),
+                )
+                module.give(shared.buffers[slot])
+        for slot, tally in tallies.items():  # only now, because reading a number waits for the device
+            shared.train_loss[slot] = tally.loss
+
+    def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
+        shared = self._shared
+        self._batch_source.announce(members)
+        while len(self._modules) < len(members):
+            self._modules.append(RowModule(self._dropout.new_module))
+        self._participants = []
+        for member, module in zip(members, self._modules, strict=False):
+            module.take(shared.global_row, self._rows[member.slot], shared.buffers[member.slot])
+            self._participants.append(self._participant(member, module))
+
+    def gradients(self, step: int) -> None:
+        for participant in self._participants:
+            member = participant.member
+            if step < self._batch_source.steps(member.worker, member.round):
+                with self._process.working_on(member.worker, member.round):
+                    self._gradient_of(participant, step)
+
+    def part(self) -> None:
+        for participant in self._participants:
+            with self._process.working_on(participant.member.worker, participant.member.round):
+                participant.module.give(self._shared.buffers[participant.member.slot])
+            self._shared.train_loss[participant.member.slot] = participant.loss_sum.item() / participant.samples
+
+    def _participant(self, member: WorkItem, module: RowModule) -> SyncParticipant:
+        device = self._task.device
+        module.module.train()
+        loss_sum = torch.zeros((), dtype=wide_dtype(device), device=device)
+        dropout = self._dropout.of(member.worker, member.round)
+        batches = with_heartbeats(self._process, self._batch_source.batches(member.worker, member.round))
+        return SyncParticipant(member, module, batches, dropout, loss_sum, self._new_scale())
+
+    def _loss_of(self, participant: SyncParticipant, step: int) -> Tensor:
+        """The objective on a participant's batch of this step, not yet differentiated."""
+        assert participant.batch is not None
+        self._seed_layers(participant.member, participant.member.round, step)
+        return self._value(participant.module.module, *participant.batch, participant.dropout, step)
+
+    def _gradient_of(self, participant: SyncParticipant, step: int) -> None:
+        slot, task = participant.member.slot, self._task
+        participant.batch = next(participant.batches)
+        value = self._loss_of(participant, step)
+        self._rows[slot].zero_()
+        (value if participant.scale is None else value * participant.scale.of()).backward()
+        loss = value.detach()
+        if participant.scale is not None:
+            zero_where_not(participant.scale.unscale([self._rows[slot]]), [self._rows[slot]])
+        if task.rule.accepts("losses"):
+            self._shared.losses[slot] = loss.item()
+        participant.count(loss)
+
+    def _seed_layers(self, member: WorkItem, round: int, *step: int) -> None:
+        """Seed the generators that layers other than dropout draw from.
+
+        Not by the key of dropout: PyTorch's generator of a GPU is Philox too, and would give the same words again.
+        """
+        seed_everything(self._task.device, self._task.seed, "forward", round, member.worker, *step)
+
+    def _new_scale(self) -> GradScaler | None:
+        return GradScaler((), self._task.device) if self._task.precision.scales_losses else None
+
+    def _dropout_of(self, member: WorkItem) -> RoundDropout:
+        """The dropout of a member's round, kept for its next step where it goes step by step."""
+        worker, round = member.worker, member.round
+        if member.step is None:
+            return self._dropout.of(worker, round, member.steps)
+        if worker not in self._step_by_step or self._step_by_step[worker].round != round:
+            self._step_by_step[worker] = self._dropout.of(worker, round)
+        return self._step_by_step[worker]
+
+    def _backward(
+        self,
+        dropout: RoundDropout,
+        steps: Iterator[int],
+        model: nn.Module,
+        inputs: Tensor,
+        targets: Tensor,
+        loss: Loss | None = None,
+        *,
+        scale: GradScaler | None,
+    ) -> Tensor:
+        """Add the gradient of the objective, scaled, to the parameters' `.grad`; returns it without the scale."""
+        value = self._value(model, inputs, targets, dropout, next(steps))
+        (value if scale is None else value * scale.of()).backward()
+        return value.detach()
+
+    def _value(self, model: nn.Module, inputs: Tensor, targets: Tensor, dropout: RoundDropout, step: int) -> Tensor:
+        samples = len(inputs)
+        if self.compiled and self.compiled.refusal is None and samples == self._compiled_size:
+            return self.compiled(model, inputs, targets, dropout.factors(step, samples))
+        with dropout.at(step, samples):
+            return self._objective(model, inputs, targets)
+
+    def _compile(self) -> CompiledFunction:
+        """Compile for whole batches; others, as the last of an epoch may be, go uncompiled."""
+        task, shared = self._task, self._shared
+        size = self._compiled_size = self._batch_source.whole_batch()
+        inputs, targets = shared.train.gather(torch.arange(size))
+        kept = [torch.ones(size, *d.shape, dtype=task.dtype, device=task.device) for d in self._dropout.dropouts]
+        compiled = CompiledFunction(partial(_with_dropout, self._objective), warns=self._process.index == 0)
+        compiled.dry_run(partial(_step_of_a_new, task.new_module, inputs, targets, kept), task.device, task.precision)
+        return compiled
+
+
+def with_heartbeats(process: ProcessContext, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches; send a heartbeat before each."""
+    for batch in batches:
+        process.heartbeat()
+        yield batch
+
+
+def _with_dropout(
+    objective: Objective, model: nn.Module, inputs: Tensor, targets: Tensor, factors: list[Tensor]
+) -> Tensor:
+    """The objective with dropout by these factors."""
+    with PreparedDropout(factors):
+        return objective(model, inputs, targets)
+
+
+def _step_of_a_new(
+    make: Callable[[], nn.Module],
+    inputs: Tensor,
+    targets: Tensor,
+    factors: list[Tensor],
+    objective: Callable[..., Tensor],
+) -> list[Tensor]:
+    """The loss of a new module, its gradients, and its buffers afterwards."""
+    module = make().train()
+    start = copy.deepcopy(module)
+    loss = objective(module, inputs, targets, factors)
+    if differ(start, module):
+        raise ExperimentError("its training changes attributes or unsaved buffers")
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return [loss.detach(), *gradients, *module.buffers()]

@@ -1,0 +1,219 @@
+"""Members of a cohort that are trained together as a stack of rows: their batches, step by step, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.core.rows import index_of
+from fedsim.engines.stacking.vmap_operations import Dropout
+from fedsim.engines.task import TaskSpec
+from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, BatchSource, WorkItem
+from fedsim.engines.trainers.dropout import FactorsAhead, layer_key
+from fedsim.system.devices import wide_dtype
+
+STEPS_AT_A_TIME = 256  # for so many steps the positions of samples go to the device at once
+
+
+class StepBatch(NamedTuple):
+    """Batches of one step, for some members of a stack.
+
+    Attributes:
+        step: number of the step, from 0 at the start of the members' work.
+        members: their places in the stack, [m]: a range, or a list where they do not stand side by side.
+        sizes: how many samples each has, [m], on the host; `counts` are the same on the device, in a wide type.
+        positions: of the samples in the data set, int64 [m, batch]; the batch's first again beyond the size, since even
+            what has weight 0 shows where it is not finite.
+        weights: of the samples in the loss, [m, batch]: one over the size, and 0 beyond it.
+    """
+
+    step: int
+    members: range | list[int]
+    sizes: np.ndarray
+    counts: Tensor
+    positions: Tensor
+    weights: Tensor
+
+    @property
+    def places(self) -> slice | list[int]:
+        """What selects the members from a stacked tensor: views where they stand side by side."""
+        return self.members if isinstance(self.members, list) else slice(self.members.start, self.members.stop)
+
+    def by_size(self) -> list[StepBatch]:
+        """The same batches, in step batches of one size each, without padding."""
+        sizes = np.unique(self.sizes)
+        if len(sizes) == 1:
+            return [self._replace(positions=self.positions[:, : sizes[0]], weights=self.weights[:, : sizes[0]])]
+        step_batches = []
+        for size in sizes.tolist():
+            these = np.flatnonzero(self.sizes == size).tolist()
+            step_batches.append(
+                StepBatch(
+                    self.step,
+                    [self.members[place] for place in these],
+                    self.sizes[these],
+                    self.counts[these],
+                    self.positions[these, :size],
+                    self.weights[these, :size],
+                )
+            )
+        return step_batches
+
+
+class Block(NamedTuple):
+    """Batches of several steps, for the first members of a stack.
+
+    Attributes:
+        step: number of the first step.
+        sizes: how many samples each batch has, [steps, m], on the host; 0 where a member has finished.
+        counts, positions, weights: as those of a `StepBatch`, with a dimension of steps before them.
+    """
+
+    step: int
+    sizes: np.ndarray
+    counts: Tensor
+    positions: Tensor
+    weights: Tensor
+
+    def step_batches(self) -> Iterator[StepBatch]:
+        """Yield the batches of each step, of the members that have not finished."""
+        for step, active in enumerate((self.sizes > 0).sum(1).tolist()):
+            yield StepBatch(
+                self.step + step,
+                range(active),
+                self.sizes[step, :active],
+                self.counts[step, :active],
+                self.positions[step, :active],
+                self.weights[step, :active],
+            )
+
+
+class Stack:
+    """Members that are trained together, those with most steps first, and their losses in a round.
+
+    Attributes:
+        slots: the places of their rows, int64 [k], on the host.
+        index: selects their rows on the device, as a view if it is a slice (see `index_of`).
+        steps: how many steps each member takes, descending.
+    """
+
+    def __init__(self, members: Sequence[WorkItem], task: TaskSpec, batch_source: BatchSource) -> None:
+        self.members = sorted(members, key=lambda member: -batch_source.steps_of(member))
+        self.steps = [batch_source.steps_of(member) for member in self.members]
+        self._task, self._batch_source = task, batch_source
+        slots = [member.slot for member in self.members]
+        self.slots, self.index = torch.tensor(slots), index_of(slots, task.device)
+        self._laps = [batch_source.lap(member) for member in self.members]
+        self._loss_sum = torch.zeros(len(members), dtype=wide_dtype(task.device), device=task.device)
+        self._samples = np.zeros(len(members), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def index_of(self, step_batch: StepBatch) -> slice | Tensor:
+        """The index that selects the rows of a step batch's members on the device."""
+        if isinstance(self.index, Tensor):
+            return self.index[step_batch.places]
+        return index_of([self.members[place].slot for place in step_batch.members], self._task.device)
+
+    def step_batches(self) -> Iterator[StepBatch]:
+        """Yield the batches of each step, of the members that have not finished."""
+        return (step_batch for block in self.blocks(STEPS_AT_A_TIME) for step_batch in block.step_batches())
+
+    def blocks(self, at_a_time: int) -> Iterator[Block]:
+        """The batches of all steps, `at_a_time` steps at a time."""
+        if all(member.step is not None for member in self.members):
+            batches = [next(lap) for lap in self._laps]
+            sizes = np.array([len(batch) for batch in batches])
+            return iter([self._block(0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])])
+        return self._blocks_of_rounds(np.array(self.steps), at_a_time)
+
+    def _blocks_of_rounds(self, steps: np.ndarray, at_a_time: int) -> Iterator[Block]:
+        """The same, of members who go through whole rounds, [k] steps each: all positions by a few operations."""
+        schedule, members = self._task.schedule, self.members
+        shards = np.array([self._batch_source.size(member.worker) for member in members])
+        samples = np.array([schedule.samples_per_epoch(size) for size in shards.tolist()])
+        batches = -(-samples // schedule.batch_size)  # of an epoch
+        first = np.array([member.step or 0 for member in members])
+        longest = int(batches.max())
+        span = at_a_time * -(-longest * max(1, SAMPLES_AT_ONCE // int(shards.sum())) // at_a_time)
+        for start in range(0, int(steps.max()), span):
+            k = int((steps > start).sum())  # the members that have not finished come first
+            stop = np.minimum(steps, start + span)[:k]
+            from_epoch = (first[:k] + start) // batches[:k]
+            to_epoch = -(-(first[:k] + stop) // batches[:k])
+            wanted = [
+                (member.worker, member.round, epoch)
+                for member, one, end in zip(members, from_epoch.tolist(), to_epoch.tolist(), strict=False)
+                for epoch in range(one, end)
+            ]
+            positions, taken = torch.cat(self._batch_source.orders(wanted)), (to_epoch - from_epoch) * samples[:k]
+            begin = taken.cumsum() - taken  # of each member's first epoch
+            for some in range(start, int(stop.max()), at_a_time):
+                step = np.arange(some, min(some + at_a_time, int(stop.max())))[:, None]
+                epoch, batch = np.divmod(first[:k] + step, batches[:k])
+                before = batch * schedule.batch_size
+                sizes = np.minimum(schedule.batch_size, samples[:k] - before) * (step < steps[:k])
+                yield self._block(some, positions, begin + (epoch - from_epoch) * samples[:k] + before, sizes)
+
+    @property
+    def layer_keys(self) -> list[int]:
+        """The keys of what each member's dropouts draw."""
+        return [layer_key(self._task.seed, member.round, member.worker) for member in self.members]
+
+    def dropout_factors(self, dropouts: Sequence[Dropout]) -> FactorsAhead:
+        """What these dropouts of the members multiply by, step by step."""
+        task, members = self._task, self.members if dropouts else []
+        keys = self.layer_keys if dropouts else []
+        first_steps = [member.step or 0 for member in members]
+        on_device = torch.tensor([keys, first_steps], device=task.device)
+        steps = self.steps[0]
+        return FactorsAhead(
+            on_device[0], steps, task.schedule.batch_size, dropouts, task.dtype, first_step=on_device[1]
+        )
+
+    def alter(self, step_batch: StepBatch, inputs: Tensor, targets: Tensor) -> None:
+        """Augment the batches of a step in place: inputs [m, batch, ...], targets [m, batch]."""
+        for place, member in enumerate(step_batch.members):
+            if alter := self._laps[member].alter:
+                step, size = (self.members[member].step or 0) + step_batch.step, int(step_batch.sizes[place])
+                inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
+
+    def count(self, step_batch: StepBatch, losses: Tensor) -> None:
+        """Add the mean losses [m] of a step batch, without waiting for the device."""
+        sums = self._loss_sum[step_batch.places]
+        sums.addcmul_(losses, step_batch.counts)
+        if isinstance(step_batch.places, list):  # `sums` is a copy
+            self._loss_sum[step_batch.places] = sums
+        self._samples[step_batch.places] += step_batch.sizes
+
+    def count_samples(self, block: Block) -> None:
+        """Add up the samples of a block, whose losses `add_losses` adds."""
+        self._samples[: block.sizes.shape[1]] += block.sizes.sum(0)
+
+    def add_losses(self, sums: Tensor) -> None:
+        """Add sums of losses, for each member over the samples of several step batches."""
+        self._loss_sum += sums
+
+    def mean_losses(self) -> Tensor:
+        """Of each member, per sample, on the host."""
+        return self._loss_sum.cpu().double() / torch.from_numpy(self._samples)
+
+    def _block(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> Block:
+        """The batches of some steps from number `start` on, which are parts of `positions`.
+
+        Args:
+            positions: of samples in the data set, int64 [n], on the device.
+            begins, sizes: of each batch, int64 [steps, m]; the size is 0 where a member has finished.
+        """
+        device = self._task.device
+        table = torch.from_numpy(np.stack([begins * (sizes > 0), sizes])).to(device)
+        place = torch.arange(self._task.schedule.batch_size, device=device)
+        inside = place < table[1].unsqueeze(2)
+        gathered = positions[table[0].unsqueeze(2) + place * inside]
+        weights = inside.to(self._task.dtype) / table[1].clamp(min=1).unsqueeze(2)
+        return Block(start, sizes, table[1].to(self._loss_sum.dtype), gathered, weights)

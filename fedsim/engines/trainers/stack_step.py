@@ -1,0 +1,211 @@
+"""One local step of a stack of rows: the ordinary path and the captured one run this code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedsim.clients import OuterProductGrad, Solver, State, step_along
+from fedsim.core.rows import Entry
+from fedsim.data import TensorData
+from fedsim.engines.stacking.stacked_module import StackedModule, view_of
+from fedsim.engines.task import TaskSpec
+from fedsim.engines.trainers.loss_scaling import GradScaler, step_where
+
+# Gradients of weights that are products are left uncomputed from this size on, in bytes of a stack's weights; smaller
+# ones are computed and joined with the others. A step of SGD passes 2 times over weights whose product is added to
+# them, and 6 times over joined ones: the product writes, torch.cat reads and writes, the step reads both and writes. On
+# a GPU with 4 TB/s the 4 passes over 8 MiB take 8 us. A product that is left splits the row, which costs about one
+# torch.cat and one solver's step more: 2 kernels (SGD) to 4 (with momentum) of 2 to 3 us. So the large layers of `2nn`
+# x 100 (63 and 16 MB) and of `cnn` x 10 (64 MB) stay products, and `net` x 4 (256 KB) is one joined row. A CPU gains
+# from each of them: it has no launches, and passes over memory are all that it pays for.
+LEFT_PRODUCT_BYTES = 2**23
+
+Part = tuple[Entry, Tensor | OuterProductGrad]  # columns of rows, and their gradients
+
+
+class Batch(NamedTuple):
+    """What a step of m rows trains on.
+
+    Attributes:
+        inputs, targets: [m, batch, ...] and [m, batch].
+        weights: of the samples in the loss, [m, batch].
+        factors: of each dropout in turn, [m, batch, ...].
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    weights: Tensor
+    factors: Sequence[Tensor] = ()
+
+
+class StackState:
+    """What a step of a stack changes: rows, the solver's state, buffers and loss scales. All stay where they are.
+
+    Args:
+        module: computes the rows.
+        rows: [k, d].
+        solver_state: as `solver.start(rows)` gives it, [k, d] each.
+        buffers: [k, ...] each.
+        scale: of the losses of the whole stack, or None.
+        places: which rows of the whole stack these are: a slice, or an index on the device if they do not lie side by
+            side.
+    """
+
+    def __init__(
+        self,
+        module: StackedModule,
+        rows: Tensor,
+        solver_state: State,
+        buffers: Sequence[Tensor],
+        scale: GradScaler | None = None,
+        places: slice | Tensor = slice(None),
+    ) -> None:
+        self._module = module
+        self.rows, self.solver_state, self.buffers = rows, solver_state, list(buffers)
+        self.scale, self.places = scale, places
+        self.parameters = module.views(rows)
+        self._parts: dict[Entry, tuple[Tensor, State]] = {}
+        self._of_some: StackState | None = None
+
+    def of(self, places: slice | list[int]) -> StackState:
+        """The state of the members at these places: views for a slice, which stay; copies for a list."""
+        if places == slice(0, len(self.rows)):
+            return self
+        if isinstance(places, list):
+            return self._at(torch.tensor(places, device=self.rows.device))  # once, not at each use
+        if self._of_some is None or self._of_some.places != places:
+            self._of_some = self._at(places)
+        return self._of_some
+
+    def _at(self, places: slice | Tensor) -> StackState:
+        state = {name: tensor[places] for name, tensor in self.solver_state.items()}
+        buffers = [buffer[places] for buffer in self.buffers]
+        return StackState(self._module, self.rows[places], state, buffers, self.scale, places)
+
+    def take_back(self, theirs: StackState) -> None:
+        """Copy what has become of the members at some places, as far as it is not in the same memory."""
+        self.take_back_buffers(theirs)
+        copied = isinstance(theirs.places, Tensor)
+        if copied:
+            self.rows[theirs.places] = theirs.rows
+        for name, tensor in theirs.solver_state.items():
+            if copied or name not in self.solver_state:
+                self.state_of(name)[theirs.places] = tensor
+
+    def take_back_buffers(self, theirs: StackState) -> None:
+        """The same of the buffers alone."""
+        if isinstance(theirs.places, Tensor):
+            for ours, new in zip(self.buffers, theirs.buffers, strict=True):
+                ours[theirs.places] = new
+
+    def part(self, entry: Entry) -> tuple[Tensor, State]:
+        """Views of some columns of the rows and of the solver's state; the dictionary may be written to."""
+        if entry not in self._parts:
+            state = {name: view_of(tensor, entry) for name, tensor in self.solver_state.items()}
+            self._parts[entry] = view_of(self.rows, entry), state
+        rows, state = self._parts[entry]
+        return rows, dict(state)
+
+    def state_of(self, name: str) -> Tensor:
+        """The solver's state of this name, [k, d]; zeros where the solver begins it only with its first step."""
+        if name not in self.solver_state:
+            self.solver_state[name] = torch.zeros_like(self.rows)
+            self._parts.clear()
+        return self.solver_state[name]
+
+
+def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs [m, batch, ...] and targets [m, batch] at these positions [m, batch] of the data."""
+    inputs, targets = train.gather(positions.flatten())
+    return inputs.unflatten(0, positions.shape), targets.unflatten(0, positions.shape)
+
+
+class StackStep:
+    """One step of the local solver for the rows of a stack."""
+
+    def __init__(self, task: TaskSpec, module: StackedModule) -> None:
+        self._solver, self._module = task.solver, module
+        self._on_cpu = task.device.type == "cpu"
+
+    def __call__(self, state: StackState, batch: Batch, active: Tensor | None = None) -> Tensor:
+        """Move the rows of a state along their gradients, in place; returns the losses [m].
+
+        Args:
+            active: bool [m], which rows may change, with their solver's state and buffers; None: all.
+        """
+        leave_products = None
+        if state.scale is None and active is None:
+            leave_products = 0 if self._on_cpu else LEFT_PRODUCT_BYTES
+        losses, gradients = self.gradients(state, batch, active, leave_products=leave_products)
+        entries = self._module.layout.parameters
+        parts = list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
+        moving = active
+        if state.scale is not None:
+            finite = state.scale.unscale([gradient for _, gradient in parts], state.places)
+            moving = finite if active is None else active & finite
+        move(self._solver, state, parts, moving)
+        return losses
+
+    def gradients(
+        self, state: StackState, batch: Batch, active: Tensor | None = None, *, leave_products: int | None = None
+    ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
+        """The losses [m] and the gradients, times the loss scale, a stack [m, ...] for each parameter.
+
+        The buffers change in place, of the active rows. `leave_products` as for `StackedModule.gradients`.
+        """
+        buffers = list(state.buffers)
+        scales = None if state.scale is None else state.scale.of(state.places)
+        losses, gradients = self._module.gradients(
+            state.parameters, buffers, *batch, scales, leave_products=leave_products
+        )
+        for ours, new in zip(state.buffers, buffers, strict=True):
+            if new is not ours:
+                ours.copy_(new if active is None else torch.where(_like(active, new), new, ours))
+        return losses, gradients
+
+
+def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
+    """The same gradients in as few parts as possible: neighbours that are not products become one [m, columns].
+
+    A solver's step then takes as many kernels for all of them as for one parameter.
+    """
+    parts = list[Part]()
+    for are_products, pairs in groupby(
+        zip(entries, gradients, strict=True), lambda pair: isinstance(pair[1], OuterProductGrad)
+    ):
+        neighbours = list(pairs)
+        if not are_products and len(neighbours) > 1:
+            columns = side_by_side([gradient for _, gradient in neighbours])
+            first = neighbours[0][0]
+            neighbours = [(Entry(f"{first.name} ...", columns.shape[1:], first.offset), columns)]
+        parts += neighbours
+    return parts
+
+
+def side_by_side(stacks: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Stacks [m, ...] as the columns of one matrix [m, columns]."""
+    return torch.cat([stack.unsqueeze(-1).flatten(1) for stack in stacks], 1, out=out)
+
+
+def move(solver: Solver, state: StackState, parts: Sequence[Part], moving: Tensor | None = None) -> None:
+    """A solver's step of the rows of a state along gradients, in place; of those that are `moving` [m], if given."""
+    step = partial(step_along, solver) if moving is None else partial(step_where, moving, solver)
+    new = list[tuple[str, Entry, Tensor]]()
+    for entry, gradient in parts:
+        rows, kept = state.part(entry)
+        before = dict(kept)
+        step(rows, gradient, kept)
+        new += [(name, entry, tensor) for name, tensor in kept.items() if tensor is not before.get(name)]
+    for name, entry, tensor in new:  # of a solver that makes new tensors, or begins its state with its first step
+        view_of(state.state_of(name), entry).copy_(tensor)
+
+
+def _like(values: Tensor, tensor: Tensor) -> Tensor:
+    """Values [m] so that they go with a tensor [m, ...]."""
+    return values.view(-1, *[1] * (tensor.ndim - 1))

@@ -1,0 +1,220 @@
+"""How a process trains its members of the cohort many at a time, as stacks of rows in one set of kernels each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedsim.core.rows import new_rows
+from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.stacking.probe import StackingProbe
+from fedsim.engines.stacking.stacked_module import StackedModule
+from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.trainers.batches import BatchSource, WorkItem
+from fedsim.engines.trainers.compilation import CompiledFunction
+from fedsim.engines.trainers.cuda_graphs import CUDAGraphCache, unsafe
+from fedsim.engines.trainers.dropout import FactorsAhead
+from fedsim.engines.trainers.loss_scaling import GradScaler, zero_where_not
+from fedsim.engines.trainers.stack import Stack, StepBatch
+from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, side_by_side
+
+LossesOf = Callable[..., tuple[Tensor, list[Tensor]]]
+
+
+class StackedGradientState(NamedTuple):
+    """A stack in a round of synchronous SGD: its members' state, the factors of dropout, and the batches to come."""
+
+    stack: Stack
+    state: StackState
+    factors: FactorsAhead
+    step_batches: Iterator[StepBatch]
+
+
+class StackTrainer:
+    """Trains a process's members in stacks of at most `width` rows.
+
+    A member that has finished is not touched again: the members that still train are the first rows of their stack.
+    Short batches are filled up with samples of weight 0; where a model's samples see each other (BatchNorm), rows with
+    batches of one size are trained together instead.
+    """
+
+    def __init__(
+        self,
+        process: ProcessContext,
+        task: TaskSpec,
+        shared: SharedState,
+        batch_source: BatchSource,
+        *,
+        width: int,
+        probe: StackingProbe,
+    ) -> None:
+        self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source
+        self.width, self._probe = width, probe
+        self._module = StackedModule(task.new_module, task.precision, merged=probe.merged)
+        if task.compile:
+            self._compile()
+        self._step = StackStep(task, self._module)
+        refusal = "they are off" if task.cuda_graphs is False else unsafe(task, probe)
+        self.replays = CUDAGraphCache(
+            task,
+            shared,
+            self._module,
+            probe.dropouts,
+            width=min(width, max(1, len(shared.rows))),
+            usual=self._usual_sizes(),
+            refusal=refusal,
+            warns=process.index == 0,
+        )
+        self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
+        self._gradient_states: list[StackedGradientState] = []
+
+    @property
+    def compiled(self) -> CompiledFunction | None:
+        return self._module.compiled
+
+    def train(self, members: Sequence[WorkItem]) -> None:
+        stacks = self._stacks(members)
+        for stack in stacks:
+            with self._process.working_on_several(stack.members[0].round):
+                self._train(stack)
+        self._record_losses(stacks)
+
+    def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
+        self._gradient_states = []
+        for stack in self._stacks(members):
+            rows = self._shared.global_row.expand(len(stack), -1)
+            state = StackState(self._module, rows, {}, self._buffers(stack), self._new_scale(stack))
+            factors = stack.dropout_factors(self._probe.dropouts)
+            self._gradient_states.append(StackedGradientState(stack, state, factors, stack.step_batches()))
+
+    def gradients(self, step: int) -> None:
+        for stack, state, ahead, step_batches in self._gradient_states:
+            whole = next(step_batches, None)
+            if whole is None:
+                continue
+            with self._process.working_on_several(stack.members[0].round):
+                factors = ahead.of(step, len(whole.members))
+                for step_batch in self._parts_of(whole):
+                    theirs = state.of(step_batch.places)
+                    losses, gradients = self._step.gradients(theirs, self._batch(stack, step_batch, factors))
+                    self._give_gradients(stack, step_batch, theirs, gradients)
+                    state.take_back_buffers(theirs)
+                    stack.count(step_batch, losses)
+                    if self._task.rule.accepts("losses"):
+                        self._shared.losses[stack.slots[step_batch.places]] = losses.double().cpu()
+
+    def _give_gradients(
+        self, stack: Stack, step_batch: StepBatch, state: StackState, gradients: Sequence[Tensor]
+    ) -> None:
+        """Write the gradients [m, ...] to the rows of their members; zeros for a row whose gradient overflowed."""
+        flat = side_by_side(gradients)
+        if state.scale is not None:
+            zero_where_not(state.scale.unscale([flat], state.places), [flat])
+        self._shared.rows[stack.index_of(step_batch)] = flat
+
+    def part(self) -> None:
+        for stack, state, *_ in self._gradient_states:
+            self._give_buffers(stack, state)
+        self._record_losses([context.stack for context in self._gradient_states])
+        self._gradient_states = []
+
+    def _stacks(self, members: Sequence[WorkItem]) -> list[Stack]:
+        """As few stacks as the width allows, of about the same size; members with like numbers of steps together."""
+        if not members:
+            return []
+        members = sorted(members, key=lambda member: -self._batch_source.steps_of(member))
+        count = -(-len(members) // self.width)
+        cuts = [len(members) * part // count for part in range(count + 1)]
+        self._batch_source.announce(members)
+        return [Stack(members[start:stop], self._task, self._batch_source) for start, stop in pairwise(cuts)]
+
+    def _train(self, stack: Stack) -> None:
+        shared, solver = self._shared, self._task.solver
+        if (buffers := self.replays.train(stack, self._process.heartbeat)) is not None:
+            shared.buffers[stack.index] = buffers
+            return
+        in_place = isinstance(stack.index, slice)
+        rows = shared.rows[stack.index] if in_place else self._copies(stack)
+        state = StackState(self._module, rows, solver.start(rows), self._buffers(stack), self._new_scale(stack))
+        ahead = stack.dropout_factors(self._probe.dropouts)
+        for whole in stack.step_batches():
+            factors = ahead.of(whole.step, len(whole.members))
+            for step_batch in self._parts_of(whole):
+                theirs = state.of(step_batch.places)
+                losses = self._step(theirs, self._batch(stack, step_batch, factors))
+                state.take_back(theirs)
+                stack.count(step_batch, losses)
+        if not in_place:
+            shared.rows[stack.index] = rows
+        self._give_buffers(stack, state)
+
+    def _batch(self, stack: Stack, step_batch: StepBatch, factors: Sequence[Tensor]) -> Batch:
+        """The data of a step; `factors` are of the whole stack's dropouts, [k, batch, ...]."""
+        self._process.heartbeat()
+        inputs, targets = gather(self._shared.train, step_batch.positions)
+        stack.alter(step_batch, inputs, targets)
+        size = step_batch.positions.shape[1]
+        return Batch(inputs, targets, step_batch.weights, [of_all[step_batch.places][:, :size] for of_all in factors])
+
+    def _compile(self) -> None:
+        """Compile for whole stacks of whole batches; where members have finished, or batches are short, it is not."""
+        size = self._batch_source.whole_batch() if self._probe.coupled else self._task.schedule.batch_size
+        runs = {(k, size): partial(self._dry_run, k, size) for k in self._usual_sizes()}
+        self._module.compile(runs, self._task.device, warns=self._process.index == 0)
+
+    def _dry_run(self, k: int, size: int, losses_of: LossesOf) -> list[Tensor]:
+        """The losses of k rows on batches of one size, their gradients, and their buffers afterwards.
+
+        Of rows that all are the global row, where gradients are taken there, and of rows of their own.
+        """
+        rows = {"gradients": self._shared.global_row.expand(k, -1)}
+        if "parameters" in self._task.syncs:
+            room = new_rows(k, self._module.layout.d, self._task.dtype, self._task.device)
+            rows["parameters"] = room.copy_(rows["gradients"])
+        return [result for sync in self._task.syncs for result in self._tried(rows[sync], size, losses_of)]
+
+    def _tried(self, rows: Tensor, size: int, losses_of: LossesOf) -> list[Tensor]:
+        task, shared, module, k = self._task, self._shared, self._module, len(rows)
+        gathered = shared.train.gather((torch.arange(size) % len(shared.train)).repeat(k))
+        inputs, targets = (tensor.unflatten(0, (k, size)) for tensor in gathered)
+        weights = torch.full((k, size), 1 / size, dtype=task.dtype, device=task.device)
+        factors = [weights.new_ones(k, size, *dropout.shape) for dropout in self._probe.dropouts]
+        leaves = [view.detach().requires_grad_() for view in module.views(rows)]
+        buffers = module.unpack_buffers(shared.global_buffers.expand(k, -1))
+        losses, buffers = losses_of(leaves, buffers, inputs, targets, weights, factors)
+        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
+        return [losses.detach(), *found, *buffers]
+
+    def _usual_sizes(self) -> list[int]:
+        """How many rows the stacks of a round have, the most first, where all workers take as many steps."""
+        members = -(-len(self._shared.rows) // self._process.count)
+        stacks = -(-members // self.width)
+        return sorted({-(-members // stacks), members // stacks}, reverse=True)
+
+    def _new_scale(self, stack: Stack) -> GradScaler | None:
+        return GradScaler((len(stack),), self._task.device) if self._task.precision.scales_losses else None
+
+    def _parts_of(self, step_batch: StepBatch) -> list[StepBatch]:
+        return step_batch.by_size() if self._probe.coupled else [step_batch]
+
+    def _copies(self, stack: Stack) -> Tensor:
+        """The rows of members whose rows do not lie so that a stack of them would be a view."""
+        if len(self._room) < len(stack):
+            self._room = new_rows(len(stack), self._module.layout.d, self._task.dtype, self._task.device)
+        return self._room[: len(stack)].copy_(self._shared.rows[stack.index])
+
+    def _buffers(self, stack: Stack) -> list[Tensor]:
+        return self._module.unpack_buffers(self._shared.buffers[stack.index])
+
+    def _give_buffers(self, stack: Stack, state: StackState) -> None:
+        rows = torch.empty_like(self._shared.buffers[: len(stack)])
+        self._shared.buffers[stack.index] = self._module.pack_buffers(state.buffers, rows)
+
+    def _record_losses(self, stacks: Sequence[Stack]) -> None:
+        for stack in stacks:  # only now, because reading numbers waits for the device
+            self._shared.train_loss[stack.slots] = stack.mean_losses()

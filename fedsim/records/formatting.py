@@ -1,0 +1,114 @@
+"""Formatting of values and numbers for reports and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fedsim.config.experiment import PLUG_TABLES
+from fedsim.core.confidence import fixed
+from fedsim.errors import show_bytes
+
+PLUG_KEYS = {table.named_by for table in PLUG_TABLES.values()}  # keys whose values are names of plugs
+MISSING = "\N{EN DASH}"
+
+
+# Plain names of keys.
+NAMES = {
+    "aggregate": "rule",
+    "aggregate.rule": "rule",
+    "data": "data set",
+    "data.dataset": "data set",
+    "local": "local training",
+    "local.lr": "learning rate",
+    "partition.strategy": "partition",
+    "server.lr": "server learning rate",
+}
+
+
+def key_name(key: str) -> str:
+    """A key of an experiment in plain English: `attack.name` is "attack", `local.batch_size` "local batch size"."""
+    return NAMES.get(key) or key.removesuffix(".name").replace(".", " ").replace("_", " ")
+
+
+def comparison_title(keys: Sequence[str]) -> str:
+    """The title of a comparison: "Test accuracy by rule and attack"."""
+    *others, last = map(key_name, keys or ["seed"])
+    return f"Test accuracy by {', '.join(others)} and {last}" if others else f"Test accuracy by {last}"
+
+
+def label(value: Any) -> str:
+    """A value of an axis: `["nnm", "median"]` is `nnm + median`; `{rule = "krum", f = 2}` is `krum (f = 2)`.
+
+    The `label` of a table, if it has one.
+    """
+    if isinstance(value, list):
+        return " + ".join(map(label, value))
+    if isinstance(value, Mapping) and isinstance(value.get("label"), str):
+        return value["label"]
+    if isinstance(value, Mapping):
+        names = [label(item) for key, item in value.items() if key in PLUG_KEYS]
+        others = ", ".join(f"{key} = {label(item)}" for key, item in value.items() if key not in PLUG_KEYS)
+        return " ".join([*names, f"({others})" if names and others else others]).strip()
+    return prepared(value)
+
+
+def prepared(value: Any) -> str:
+    """A value as in an experiment file, without quotes."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(prepared, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {prepared(item)}" for key, item in value.items()) + "}"
+    return "none" if value is None else str(value)
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The dotted keys of nested tables with their values."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", prepared(value)
+
+
+def fraction(value: float | None) -> str:
+    """An accuracy, a rate."""
+    return MISSING if value is None else fixed(value)
+
+
+def number(value: float | None) -> str:
+    """A loss: four decimals, or four digits if it is very small or large."""
+    if value is None:
+        return MISSING
+    return fixed(value) if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration with a unit."""
+    if value is None:
+        return MISSING
+    if value < 1:
+        return f"{value * 1000:.3g} ms"
+    if value < 120:
+        return f"{value:.3g} s"
+    hours, minutes = divmod(round(value / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def size(value: float | None) -> str:
+    """A number of bytes, in powers of a thousand."""
+    return MISSING if value is None else show_bytes(value)
+
+
+def amount(value: float | None) -> str:
+    """A number with four digits, or all digits before the decimal point."""
+    if value is None:
+        return MISSING
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def percent(value: float | None) -> str:
+    """A fraction as a percentage."""
+    return MISSING if value is None else f"{100 * value:.3g} %"

@@ -1,0 +1,92 @@
+"""The rounds of a run on disk: `metrics.jsonl`. A file may be damaged, unfinished, or from an unknown author."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedsim.errors import RecordError, printable
+from fedsim.records.record import MOST_NAMES, RECORD, RoundRecord
+from fedsim.system.files import read_bounded, to_json
+
+METRICS = "metrics.jsonl"
+MOST_METRICS_BYTES, MOST_LINE_BYTES, MOST_ROUNDS = 2**29, 2**26, 500_000  # much more than any run writes
+
+
+def to_line(record: RoundRecord) -> str:
+    """A record as a line of `metrics.jsonl`; numbers that are not finite become null."""
+    return to_json(record) + "\n"
+
+
+def read_history(folder: Path) -> list[RoundRecord]:
+    """The finished rounds of a run folder, from the first to the last that can be used to resume the run.
+
+    An incomplete last line is ignored, and so is everything after a line that no run writes.
+    """
+    try:
+        lines = read_bounded(folder / METRICS, MOST_METRICS_BYTES, folder).split(b"\n")[:-1]
+    except OSError:
+        return []
+    records: list[RoundRecord] = []
+    for line in lines:
+        try:
+            record = RECORD.validate_json(line)
+        except ValidationError:
+            break
+        if record.round != len(records) + 1 or not _is_complete(record):
+            break
+        losses = {key: math.nan for key in ("test_loss", "train_loss") if record[key] is None}
+        records.append(replace(record, **losses) if losses else record)
+    return records
+
+
+def _is_complete(record: RoundRecord) -> bool:
+    accuracy, seconds = record.test_accuracy, record.seconds
+    return accuracy is not None and 0 <= accuracy <= 1 and None not in seconds.values()
+
+
+def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
+    """The rounds of a metrics file, and whether its last line is incomplete, which is then left out.
+
+    Raises RecordError, with the number of the line, if any other line is no record.
+    """
+    lines = io.BytesIO(read_file(path, MOST_METRICS_BYTES))
+    records: list[RoundRecord] = []
+    phases: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        if len(line) > MOST_LINE_BYTES or len(records) == MOST_ROUNDS:
+            raise RecordError(f"{where}: at most {MOST_LINE_BYTES:,} bytes a line, and {MOST_ROUNDS:,} rounds")
+        try:
+            record = RECORD.validate_json(line)
+        except ValidationError as error:
+            if error.errors(include_url=False)[0]["type"] == "json_invalid" and not lines.read().strip():
+                return records, True
+            raise RecordError(f"{where}: {first_problem(error)}") from None
+        records.append(record)
+        phases.update(record.seconds)
+        if len(phases) > MOST_NAMES:
+            raise RecordError(f"{where}: seconds: more than {MOST_NAMES} phases have been named")
+    return records, False
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem that pydantic found, in one line: `cohort.3: Input should be a valid integer`."""
+    problem: Any = error.errors(include_url=False)[0]
+    place = [".".join(map(str, problem["loc"]))] if problem["loc"] else []
+    return printable(": ".join([*place, problem["msg"].removeprefix("Value error, ")]))
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """A file that lies in its own folder, and is not a link out of it. Raises RecordError if it cannot be read."""
+    try:
+        return read_bounded(path, most, inside=path.parent)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror}") from error

@@ -1,0 +1,96 @@
+"""The progress of a run after each of its rounds, on scales that runs of all modes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fedsim.core.confidence import Estimate, estimate
+from fedsim.records.record import RoundRecord
+
+
+class Progress(NamedTuple):
+    """The totals of a run since its start; None if its records do not hold them.
+
+    Attributes:
+        round: number of the round.
+        virtual_seconds: on the virtual clock.
+        updates: of the global row.
+        arrivals: results of workers that were used: trained models, or gradients of one step.
+    """
+
+    round: int
+    virtual_seconds: float | None
+    updates: int | None
+    arrivals: int | None
+
+
+def progress_of(history: Iterable[RoundRecord], experiment: Mapping[str, Any]) -> list[Progress]:
+    """The progress after each round.
+
+    Asynchronous records hold it. A synchronous round is one update, and one arrival per worker of the cohort. If
+    gradients are averaged, each step is an update, and one arrival per worker that takes the step.
+
+    Args:
+        history: the records.
+        experiment: its resolved tables, nested.
+    """
+    found: list[Progress] = []
+    updates: int | None = 0
+    arrivals: int | None = 0
+    for record in history:
+        if record.asynchronous is not None:
+            updates, arrivals = record.asynchronous.updates, record.asynchronous.arrivals
+        else:
+            sent = _sent_by_each(record, experiment)
+            updates = None if sent is None or updates is None else updates + max(sent, default=0)
+            arrivals = None if sent is None or arrivals is None else arrivals + sum(sent)
+        found.append(Progress(record.round, record.virtual_seconds, updates, arrivals))
+    return found
+
+
+def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequence[int] | None:
+    """How many rows each worker of the cohort sends in a synchronous round; None if that is unknown."""
+    cohort, sync, first = record.cohort, experiment.get("sync"), experiment.get("gradient_rounds")
+    if not (sync == "gradients" or (sync == "post_local" and isinstance(first, int) and record.round <= first)):
+        return [1] * len(cohort)
+    local = experiment.get("local")
+    steps, epochs, batch = (
+        local.get(key) if isinstance(local, Mapping) else None for key in ("steps", "epochs", "batch_size")
+    )
+    if isinstance(steps, int):
+        return [steps] * len(cohort)
+    if not (record.samples and isinstance(epochs, int) and isinstance(batch, int) and epochs > 0 and batch > 0):
+        return None
+    return [epochs * -(-count // (epochs * batch)) for count in record.samples]  # an epoch ends with a smaller batch
+
+
+@dataclass(frozen=True)
+class ToTarget:
+    """The cost of reaching a test accuracy: progress at the first test with at least that accuracy, over several runs.
+
+    Attributes:
+        reached: number of runs that reached it.
+        rounds, virtual_seconds, updates, arrivals: means over these runs, since the start; None if no run reached it,
+            or runs have no such scale. If some runs did not reach it, these are means of the faster ones.
+    """
+
+    reached: int
+    rounds: Estimate | None
+    virtual_seconds: Estimate | None
+    updates: Estimate | None
+    arrivals: Estimate | None
+
+    @classmethod
+    def of(cls, runs: Iterable[Progress | None]) -> ToTarget:
+        """The means over runs, given their progress when they reached the target; None: it was not reached."""
+        found = [progress for progress in runs if progress is not None]
+        scales = zip(*found, strict=True) if found else [()] * len(Progress._fields)
+        return cls(len(found), *(estimate([value for value in scale if value is not None]) for scale in scales))
+
+
+def reached(accuracies: Iterable[float | None], progress: Iterable[Progress], target: float) -> Progress | None:
+    """The progress at the first test with at least this accuracy; None if there is none."""
+    pairs = zip(accuracies, progress, strict=True)
+    return next((at for accuracy, at in pairs if accuracy is not None and accuracy >= target), None)

@@ -1,0 +1,279 @@
+"""Reading run folders and grid folders.
+
+A folder may come from an unknown author, or from a run that is not finished: optional files may be missing, and the
+last line of the metrics may be incomplete. Any other damage is an error with its place.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedsim.config.toml import read_toml
+from fedsim.core.input_limits import problem_with_words
+from fedsim.errors import RecordError, cut
+from fedsim.records.history import METRICS, first_problem, read_file, read_metrics
+from fedsim.records.progress import Progress, progress_of
+from fedsim.records.record import Count, Number, RoundRecord
+from fedsim.records.run_folder import ENVIRONMENT, EXPERIMENT
+from fedsim.system.files import is_file, require_inside
+
+PARTITION, GRID, ERROR = "partition.json", "grid.json", "error.txt"
+SEED = "seed"  # the axis of repetitions
+
+# Limits on files, much larger than any run writes.
+MOST_PARTITION_BYTES, MOST_GRID_BYTES = 2**28, 2**26
+MOST_OBJECT_BYTES = MOST_ERROR_BYTES = 2**24
+
+
+class LenientModel(BaseModel):
+    """The known keys of an object in a file; unknown keys are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
+
+
+class StoredPartition(LenientModel):
+    """The number of samples of each class of each worker, and the Byzantine workers.
+
+    The counts of a virtual population are those of the sampled `workers`.
+    """
+
+    counts: list[list[Count]] = []
+    workers: list[Count] | None = None
+    population: Count | None = None
+    byzantine: list[Count] = []
+
+
+class GridEntry(LenientModel):
+    """One run of a grid: its values on the axes, and its folder."""
+
+    id: str
+    point: dict[str, Any]
+    folder: str
+
+
+class GridFile(LenientModel):
+    """grid.json."""
+
+    name: str
+    axes: dict[str, Annotated[list[Any], Field(min_length=1)]]
+    runs: list[GridEntry]
+    target: Number = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """The content of a run folder."""
+
+    folder: Path
+    experiment: dict[str, Any]  # empty if the file is missing
+    environment: dict[str, Any]
+    rounds: list[RoundRecord]
+    torn: bool  # whether the last line is incomplete
+    partition: StoredPartition
+
+    @property
+    def name(self) -> str:
+        return str(self.experiment.get("name", self.folder.resolve().name))
+
+    @property
+    def planned(self) -> int | None:
+        """The number of rounds that the experiment asks for."""
+        rounds = self.experiment.get("rounds")
+        return rounds if isinstance(rounds, int) else None
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.rounds) and len(self.rounds) >= (self.planned or 0)
+
+    @cached_property
+    def progress(self) -> list[Progress]:
+        """The progress after each round."""
+        return progress_of(self.rounds, self.experiment)
+
+    @cached_property
+    def byzantine(self) -> frozenset[int]:
+        return frozenset(self.partition.byzantine)
+
+
+@dataclass(frozen=True)
+class GridRun:
+    """One run of a grid; `place` has the index of its value on each axis."""
+
+    id: str
+    place: dict[str, int]
+    run: Run | None  # None: not started
+    error: str | None = None  # the first line of its error
+
+    @property
+    def finished(self) -> bool:
+        return self.run is not None and self.run.finished and self.error is None
+
+    @property
+    def state(self) -> str:
+        """Its finished rounds, or its error."""
+        if self.error is not None:
+            return f"failed: {self.error}"
+        if self.run is None:
+            return "not begun"
+        return f"{len(self.run.rounds)} of {self.run.planned} rounds"
+
+
+@dataclass(frozen=True)
+class StoredGrid:
+    """A grid folder."""
+
+    folder: Path
+    name: str
+    axes: dict[str, list[Any]]
+    runs: list[GridRun]
+    target: float | None = None  # the test accuracy whose cost is compared
+
+
+def read_records(folder: Path) -> Run | StoredGrid:
+    """The run or the grid in a folder.
+
+    Raises RecordError (ExperimentError for invalid TOML) if it is neither, has no finished round, or is damaged.
+    """
+    if not folder.is_dir():
+        raise RecordError(f"{folder}: no such folder; expected that of a run or of a grid")
+    if (folder / GRID).is_file():
+        return read_grid(folder)
+    run = read_run(folder)
+    if run is None:
+        raise RecordError(f"{folder}: neither a run (it has no {METRICS}) nor a grid (it has no {GRID})")
+    if not run.rounds:
+        raise RecordError(f"{folder / METRICS}: no round is finished yet")
+    return run
+
+
+def read_run(folder: Path) -> Run | None:
+    """The run in a folder; None if there is none."""
+    if not is_file(folder / METRICS):
+        return None
+    rounds, torn = read_metrics(folder / METRICS)
+    return Run(
+        folder=folder,
+        experiment=read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {},
+        environment=_read_object(folder / ENVIRONMENT) if is_file(folder / ENVIRONMENT) else {},
+        rounds=rounds,
+        torn=torn,
+        partition=_read_partition(folder / PARTITION) if is_file(folder / PARTITION) else StoredPartition(),
+    )
+
+
+def _read_partition(path: Path) -> StoredPartition:
+    partition = _validated(StoredPartition, read_file(path, MOST_PARTITION_BYTES), str(path))
+    if len({len(row) for row in partition.counts}) > 1:
+        raise RecordError(f"{path}: counts: every worker must have as many numbers, one per class")
+    if partition.workers is not None and len(partition.workers) != len(partition.counts):
+        raise RecordError(f"{path}: counts: of {len(partition.counts)} workers, and {len(partition.workers)} are named")
+    return partition
+
+
+def read_grid(folder: Path) -> StoredGrid:
+    """The grid in a folder, with its runs."""
+    path = folder / GRID
+    file = _validated(GridFile, read_file(path, MOST_GRID_BYTES), str(path))
+    _refuse_oddities([file.name, file.axes, [entry.point for entry in file.runs]], path)
+    positions = {axis: _positions(values) for axis, values in file.axes.items()}
+    runs, places, folders = [], set(), set()
+    for index, entry in enumerate(file.runs):
+        where = f"{path}: runs.{index}"
+        place = {axis: _position(entry, axis, known, where) for axis, known in positions.items()}
+        if tuple(place.values()) in places:
+            raise RecordError(f"{where}.point: another run has the same")
+        places.add(tuple(place.values()))
+        run_folder = folder / _inner(entry.folder, where)
+        _require_inside(run_folder, folder)
+        if run_folder.resolve() in folders:
+            raise RecordError(f"{where}.folder = {_short(entry.folder)}: is another run's")
+        folders.add(run_folder.resolve())
+        runs.append(GridRun(entry.id, place, read_run(run_folder), _first_line(run_folder / ERROR)))
+    if not any(entry.run and entry.run.rounds for entry in runs):
+        raise RecordError(f"{folder}: no round of its {len(runs)} runs is finished yet")
+    return StoredGrid(folder, file.name, file.axes, runs, file.target)
+
+
+def _positions(values: list[Any]) -> dict[str, int]:
+    """The index of each value of an axis; the first of equal values."""
+    found: dict[str, int] = {}
+    for position, value in enumerate(values):
+        found.setdefault(_canonical(value), position)
+    return found
+
+
+def _position(entry: GridEntry, axis: str, known: dict[str, int], where: str) -> int:
+    """The index of a run's value on an axis."""
+    if axis not in entry.point:
+        raise RecordError(f"{where}.point: has no value of the axis {_short(axis)}")
+    position = known.get(_canonical(entry.point[axis]))
+    if position is None:
+        raise RecordError(f"{where}.point: {_short(entry.point[axis])} is not on the axis {_short(axis)}")
+    return position
+
+
+def _require_inside(path: Path, folder: Path) -> None:
+    try:
+        require_inside(path, folder)
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from None
+
+
+def _refuse_oddities(value: Any, path: Path) -> None:
+    """Raise RecordError for what is too deep or too large for the page; see `fedsim.core.input_limits`."""
+    if problem := problem_with_words(value, any_text=True):
+        raise RecordError(f"{path}: {problem}")
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _short(value: Any) -> str:
+    """A value from a file, shortened for an error line."""
+    text = _canonical(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _inner(folder: str, where: str) -> PurePosixPath:
+    """A relative path inside the grid's folder."""
+    path = PurePosixPath(folder)
+    if path.is_absolute() or ".." in path.parts or "\0" in folder:
+        raise RecordError(f"{where}.folder = {_short(folder)}: must lie in the grid's folder")
+    return path
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _validated(model: type[Model], text: bytes, where: str) -> Model:
+    """The object that JSON text holds. Raises RecordError with its first problem."""
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise RecordError(f"{where}: {first_problem(error)}") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object with any keys."""
+    try:
+        value = json.loads(read_file(path, MOST_OBJECT_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RecordError(f"{path}: must be an object")
+    _refuse_oddities(value, path)
+    return value
+
+
+def _first_line(path: Path) -> str | None:
+    """The first line of a text file, shortened; None if there is no such file."""
+    if not is_file(path):
+        return None
+    return cut(read_file(path, MOST_ERROR_BYTES).decode(errors="replace").strip().partition("\n")[0])

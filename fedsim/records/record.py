@@ -1,0 +1,281 @@
+"""The record of a round: one schema for `metrics.jsonl`, the terminal, TensorBoard, reports and comparisons.
+
+A number that is to be shown is declared once, as a field with a `Metric`. A plug needs no field: a number in
+`RoundRecord.metrics` reaches the same places under its name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
+from pydantic.dataclasses import dataclass as validated_dataclass
+
+LARGEST = 1e145  # of a number that is read: the sum of squares of such numbers is finite
+MOST_NAMES = 50  # of phases and of metrics, in a round
+
+
+def _drop_huge(value: float | None, info: ValidationInfo) -> float | None:
+    """None in place of a number in a file that is not finite, or too large to compute with."""
+    return None if value is not None and info.mode == "json" and not abs(value) <= LARGEST else value
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float | None, AfterValidator(_drop_huge)]
+Named = Annotated[dict[str, Number], Field(max_length=MOST_NAMES)]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a number of a round is named and shown.
+
+    Attributes:
+        label: its name in charts; `{}` stands for the key where the field is a dict of numbers.
+        unit: "s" (seconds), "B" (bytes), or "" for a plain number.
+        better: whether a higher or a lower value is the better one; None if neither is.
+        share: whether it lies between 0 and 1.
+        decimals: of the value in the terminal's table.
+        column: its head in the terminal's table; "" leaves it out of the table.
+        tag: its tag in TensorBoard; "" leaves it out there.
+        chart: whether the report has a chart of it.
+        path: the fields that lead to it; `metrics_in` fills it in.
+    """
+
+    label: str
+    unit: Literal["", "s", "B"] = ""
+    better: Literal["higher", "lower"] | None = None
+    share: bool = False
+    decimals: int = 4
+    column: str = ""
+    tag: str = ""
+    chart: bool = True
+    path: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The dotted path of the number in a line of `metrics.jsonl`: `asynchronous.updates`."""
+        return ".".join(self.path)
+
+    def read(self, record: RoundRecord) -> float | None:
+        """The number in a record; None if the record has no finite one."""
+        value: Any = record
+        for name in self.path:
+            value = value.get(name) if type(value) is dict else getattr(value, name, None)
+        return value if value is not None and math.isfinite(value) else None
+
+    def named(self, name: str) -> Metric:
+        """The metric of one key of a dict of numbers."""
+        words = {part: getattr(self, part).format(name) for part in ("label", "column", "tag")}
+        return replace(self, **words, path=(*self.path, name))
+
+
+class Record(dict[str, Any]):
+    """A dataclass that is also a dict of its fields, so that `json.dumps` and pandas accept it. Never changed."""
+
+    def __post_init__(self) -> None:
+        self.update({each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]
+
+
+def _either(name: str, former: str) -> Any:
+    """A field that files of earlier versions have under a former name."""
+    return Field(validation_alias=AliasChoices(name, former))
+
+
+record_class = validated_dataclass(config=ConfigDict(extra="ignore"), eq=False, repr=False)
+
+
+@record_class
+class AsyncRecord(Record):
+    """Asynchronous work of a round."""
+
+    updates: Annotated[Count | None, Metric("Updates", decimals=0, column="updates", tag="asynchronous/updates")] = None
+    """Updates of the global row since the start."""
+    arrivals: Annotated[
+        Count | None, Metric("Arrivals", tag="asynchronous/arrivals", chart=False), _either("arrivals", "trips")
+    ] = None
+    """Results of workers that the server has taken since the start."""
+    staleness: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,18}$")], Count] = field(default_factory=dict)
+    """How many results of each staleness were applied in the round."""
+    buffered: Annotated[
+        Count | None, Metric("Buffered", tag="asynchronous/buffered", chart=False), _either("buffered", "held")
+    ] = None
+    """Results that the server has taken and no update has used yet."""
+    discarded: Annotated[
+        Count | None, Metric("Discarded", tag="asynchronous/discarded"), _either("discarded", "wasted")
+    ] = None
+    """Results of the round that were cancelled, or too stale on arrival."""
+
+
+@record_class
+class RaceRecord(Record):
+    """Measurements of a round of a race. Lists have one number per run; counts are sums over the runs.
+
+    Without a lock, torn coordinates and lost updates cannot be seen. The counts are of observable substitutes; see
+    docs/architecture.md.
+    """
+
+    runs: Count | None = None
+    test_accuracies: list[Number] = field(default_factory=list)
+    test_accuracy_half_width: Number = None
+    """Of the 95 percent interval around their mean; None of a single run."""
+    test_losses: list[Number] = field(default_factory=list)
+    train_losses: list[Number] = field(default_factory=list)
+    samples_per_second: list[Number] = field(default_factory=list)
+    """Training samples, without the time of tests."""
+    updates: Count | None = None
+    updates_lost: Number = None
+    """Updates that another process overwrote, estimated by a counter beside the model; 0 under a lock."""
+    lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", better="lower", share=True)] = None
+    torn_reads: Annotated[Number, Metric("Torn reads (fraction)", better="lower", share=True)] = None
+    """Fraction of the gradients during whose computation another process wrote the model."""
+    locks_taken: Count | None = None
+    lock_contention: Annotated[Number, Metric("Contended locks (fraction)", better="lower", share=True)] = None
+    """Fraction of the locks that another process held."""
+    lock_seconds: Number = None
+    """Time that processes waited for locks, summed over them."""
+    held_back: Count | None = None
+    """How often a worker could not end its round because no other worker was left to release it."""
+
+
+@record_class
+class RoundRecord(Record):
+    """One round: an item of `Result.history`, an argument of `on_round`, and a line of `metrics.jsonl`.
+
+    In a race, losses and accuracies are means over its runs, seconds are sums, and the rest is of the first run. Fields
+    that a file lacks have their defaults, and unknown ones are ignored.
+
+    >>> record = RoundRecord(round=1, test_accuracy=0.5, metrics={"update_norm": 2.0})
+    >>> record["test_accuracy"], record.test_accuracy
+    (0.5, 0.5)
+    >>> [metric.key for metric in metrics_in([record])]
+    ['test_accuracy', 'metrics.update_norm']
+    """
+
+    round: Count
+    """From 1."""
+    test_accuracy: Annotated[
+        Number, Metric("Test accuracy", better="higher", share=True, column="accuracy", tag="test/accuracy")
+    ] = None
+    """Of the global model after the round, as a fraction."""
+    test_loss: Annotated[Number, Metric("Test loss", better="lower", column="test loss", tag="test/loss")] = None
+    """Of the global model after the round, mean per test sample."""
+    train_loss: Annotated[Number, Metric("Train loss", better="lower", column="train loss", tag="train/loss")] = None
+    """Mean per training sample, while the cohort trained, without excluded workers."""
+    attack_success: Annotated[Number, Metric("Attack success", share=True, tag="attack/success")] = None
+    """Fraction of the attacker's goal that the global model does; None if the attack has no such goal."""
+    seconds: Annotated[
+        Named, Metric("{}", "s", decimals=3, column="{} s", tag="seconds/{}", better="lower", chart=False)
+    ] = field(default_factory=dict)
+    """By phase: pull_down, train, aggregate, test."""
+    cohort: list[Count] = field(default_factory=list)
+    """The workers that took part."""
+    coefficients: list[Number] | None = None
+    """The coefficient of each worker's row in the aggregate; None if the rule has none."""
+    excluded: list[Count] = field(default_factory=list)
+    """Workers whose rows were excluded because they were not finite."""
+    lost: list[Count] = field(default_factory=list)
+    """Workers left out because their process was lost (`on_worker_failure = "drop"`)."""
+    bytes_up: Annotated[Count | None, Metric("Bytes up", "B", better="lower", tag="bytes/up", chart=False)] = None
+    """Bytes that a real network would carry from workers to server."""
+    bytes_down: Annotated[Count | None, Metric("Bytes down", "B", better="lower", tag="bytes/down", chart=False)] = None
+    """Bytes that a real network would carry from server to workers."""
+    samples: list[Count] = field(default_factory=list)
+    """Training samples of each worker of the cohort, repetitions counted."""
+    virtual_seconds: Annotated[
+        Number, Metric("Virtual seconds", "s", decimals=1, column="virtual s", tag="clock/virtual_seconds")
+    ] = None
+    """Since the start, on the virtual clock; None without a clock."""
+    asynchronous: AsyncRecord | None = None
+    """None of a synchronous round."""
+    race: RaceRecord | None = None
+    """None if the mode is no race."""
+    metrics: Annotated[Named, Metric("{}", column="{}", tag="metrics/{}")] = field(default_factory=dict)
+    """Numbers of plugs, by name."""
+
+    def __post_init__(self) -> None:
+        if self.coefficients is not None and len(self.coefficients) != len(self.cohort):
+            raise ValueError(f"{len(self.coefficients)} coefficients for a cohort of {len(self.cohort)}")
+        super().__post_init__()
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Of all phases."""
+        return _sum(self.seconds.values())
+
+    @property
+    def total_bytes(self) -> float | None:
+        """Up and down."""
+        return _sum([self.bytes_up, self.bytes_down])
+
+    @property
+    def staleness(self) -> float | None:
+        """The mean over all results that were applied."""
+        return mean_staleness([self])
+
+    @property
+    def weights(self) -> list[tuple[int, float | None]]:
+        """(worker, coefficient) of the cohort; empty if the rule has no coefficients."""
+        return [] if self.coefficients is None else list(zip(self.cohort, self.coefficients, strict=True))
+
+
+RECORD = TypeAdapter(RoundRecord)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def mean_staleness(records: Iterable[RoundRecord]) -> float | None:
+    """The mean over all results that were applied in these rounds; None if there are none."""
+    counts: Counter[int] = Counter()
+    for record in records:
+        for staleness, count in (record.asynchronous.staleness if record.asynchronous else {}).items():
+            counts[int(staleness)] += count
+    applied = counts.total()
+    return sum(staleness * count for staleness, count in counts.items()) / applied if applied else None
+
+
+Declared = TypeVar("Declared", bound=type[Record])
+
+
+def _declared(record_type: Declared, path: tuple[str, ...] = ()) -> list[Metric]:
+    """The metrics of a record's fields, in order; `path` leads to the record."""
+    hints = get_type_hints(record_type, include_extras=True)
+    return [
+        replace(metric, path=(*path, name))
+        for name, hint in hints.items()
+        for metric in getattr(hint, "__metadata__", ())
+        if isinstance(metric, Metric)
+    ]
+
+
+DERIVED = (
+    Metric("Seconds", "s", better="lower", path=("total_seconds",)),
+    Metric("Bytes", "B", better="lower", path=("total_bytes",)),
+    Metric("Mean staleness", decimals=2, column="staleness", tag="asynchronous/staleness", path=("staleness",)),
+)
+METRICS = (
+    *_declared(RoundRecord),
+    *_declared(AsyncRecord, ("asynchronous",)),
+    *DERIVED,
+    *_declared(RaceRecord, ("race",)),
+)
+
+
+def metrics_in(records: Iterable[RoundRecord]) -> list[Metric]:
+    """The metrics of which at least one record has a finite value, in the order of their declaration."""
+    records = list(records)
+    found: list[Metric] = []
+    for metric in METRICS:
+        if "{}" in metric.label:
+            names = dict.fromkeys(name for record in records for name in record[metric.path[0]])
+            each = [metric.named(name) for name in names]
+        else:
+            each = [metric]
+        found += [metric for metric in each if any(metric.read(record) is not None for record in records)]
+    return found

@@ -1,0 +1,275 @@
+"""The folder of a run: it is never overwritten, and its files are written atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import io
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from fedsim.asynchronous.race.log import FILE as RACE_LOG
+from fedsim.config.experiment import Experiment
+from fedsim.config.toml import to_toml
+from fedsim.core.input_limits import problem_with_words
+from fedsim.errors import FedsimError, RecordError
+from fedsim.records.history import METRICS, to_line
+from fedsim.records.record import RoundRecord
+from fedsim.system.files import (
+    PART,
+    append_atomically,
+    locked,
+    read_bounded,
+    remedy,
+    require_inside,
+    require_unchanged,
+    to_json,
+    write_atomically,
+    write_error,
+)
+from fedsim.version import __version__
+
+EXPERIMENT, ENVIRONMENT = "experiment.toml", "environment.json"
+ERROR = "error.txt"
+EVENTS = "events.jsonl"
+MODEL, PARTITION = "model.safetensors", "partition.json"
+CURVE = "curve.{format}"
+MOST_ENVIRONMENT_BYTES = 2**20
+UPDATES = "updates-{round:05d}.safetensors"
+
+
+def new_folder_name(name: str) -> Path:
+    """runs/<name>-<date>-<time>, with a number if that exists."""
+    stem = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    numbered = (stem.with_name(f"{stem.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([stem], numbered) if not path.exists())
+
+
+class RunFolder:
+    """Writes the records of one run to a folder; a context manager around the run.
+
+    The folder is new or empty or, if the run is resumed, holds the earlier part of the run. It is created and locked
+    early, so that a run that cannot write stops at once. If the run ends before its first round is recorded, the folder
+    is removed again. Raises RecordError if the folder holds something else, or cannot be written.
+    """
+
+    def __init__(self, folder: Path, *, resume: bool = False) -> None:
+        self.path = folder
+        self._metrics: io.FileIO | None = None
+        self._rounds = 0  # recorded
+        self._written: list[Path] = []
+        self._early_events: list[tuple[str, dict[str, Any]]] = []  # before `begin`
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
+        self._lock = contextlib.ExitStack()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock.enter_context(locked(folder, "another run"))
+            for part in folder.glob(PART.format("*")):  # left by a killed run
+                part.unlink()
+            occupied = any(folder.iterdir())
+        except OSError as error:
+            raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
+        self.resumes = self._worth_keeping = resume and (folder / EXPERIMENT).is_file()
+        if occupied and not self.resumes:
+            self._lock.close()
+            if (folder / EXPERIMENT).is_file():
+                raise RecordError(f"{folder}: holds a run; name another folder, or continue that run with --resume")
+            raise RecordError(f"{folder}: is not empty, and not a run folder (no {EXPERIMENT}); name another folder")
+
+    def begin(self, experiment: Experiment, history: Sequence[RoundRecord] = (), **facts: Any) -> None:
+        """Write the experiment and the environment, with further `facts`; `history` has the rounds of a resumed run."""
+        environment = {**describe_environment(), **facts}
+        if self.resumes:
+            environment = self._resumed_environment(environment, len(history))
+        self._write(EXPERIMENT, to_toml(experiment).encode())
+        self._write(ENVIRONMENT, to_json(environment, indent=2).encode())
+        self._write(METRICS, "".join(map(to_line, history)).encode())
+        with contextlib.suppress(OSError):
+            (self.path / ERROR).unlink(missing_ok=True)  # of an earlier attempt
+        try:
+            self._metrics, self._rounds = (self.path / METRICS).open("ab", buffering=0), len(history)
+        except OSError as error:
+            raise write_error(self.path / METRICS, error) from error
+        for kind, event in self._early_events:
+            self.event(kind, **event)
+
+    def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
+        """The environment in which the run began, with an entry for each time that it was resumed."""
+        first = _read_json_object(self.path / ENVIRONMENT)
+        if not first:
+            return environment
+        again = {key: value for key, value in environment.items() if first.get(key) != value}
+        times = first.get("resumed", [])
+        return {**first, "resumed": [*(times if isinstance(times, list) else []), {"after_round": rounds, **again}]}
+
+    def environment(self) -> dict[str, Any]:
+        """The stored environment; {} if there is none."""
+        return _read_json_object(self.path / ENVIRONMENT)
+
+    def round(self, record: RoundRecord) -> None:
+        """Append one round, completely or not at all. Raises RecordError if another program changed the file."""
+        assert self._metrics is not None
+        require_unchanged(self._metrics, self.path / METRICS, f"after round {self._rounds}")
+        append_atomically(self._metrics, self.path / METRICS, to_line(record).encode())
+        self._rounds += 1
+        self._worth_keeping = True
+
+    def settle(self) -> None:
+        """Flush the recorded rounds to the disk. Raises RecordError if another program changed their file."""
+        assert self._metrics is not None
+        require_unchanged(self._metrics, self.path / METRICS, f"after round {self._rounds}")
+        try:
+            os.fsync(self._metrics.fileno())
+        except OSError as error:
+            raise write_error(self.path / METRICS, error) from error
+
+    def event(self, kind: str, *, round: int, **facts: Any) -> None:
+        """Append an event of a round, such as a lost process, and flush it. Events before `begin` are written by it."""
+        if self._metrics is None:
+            self._early_events.append((kind, {"round": round, **facts}))
+            return
+        path = self.path / EVENTS
+        try:
+            require_inside(path, self.path)  # the folder of a resumed run may have links
+            with path.open("ab", buffering=0) as file:
+                append_atomically(file, path, f"{to_json({'event': kind, 'round': round, **facts})}\n".encode())
+        except OSError as error:
+            raise write_error(path, error) from error
+        self._written.append(path)
+
+    def partition(
+        self, counts: np.ndarray, byzantine: list[int], workers: list[int] | None = None, population: int | None = None
+    ) -> None:
+        """Write the number of samples of each class of each worker, int [workers, classes], and the Byzantine workers.
+
+        `workers` names the workers of the rows, if they are a sample of a larger population.
+        """
+        sample = {} if workers is None else {"population": population, "workers": workers}
+        self._write(PARTITION, to_json({**sample, "counts": counts.tolist(), "byzantine": byzantine}).encode())
+
+    def updates(self, round: int, kept: dict[str, Tensor]) -> None:
+        """Write the inputs of the rule in a round, for `fedsim replay`.
+
+        updates [n, d], workers int64 [n], samples int64 [n], byzantine bool [n]; root [d] and losses [n] if the rule
+        takes them.
+        """
+        self._write(UPDATES.format(round=round), save(kept, metadata={"round": str(round)}))
+
+    def model(self, model: nn.Module) -> None:
+        """Write the tensors of the model's state dict: parameters and buffers."""
+        tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        self._write(MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
+
+    def race_log(self, csv: bytes) -> None:
+        """Write the order of arrivals in a race, for `clock.log`."""
+        self._write(RACE_LOG, csv)
+
+    def curve(self, figure: bytes, format: str) -> None:
+        """Write the figure of the history in one format."""
+        self._write(CURVE.format(format=format), figure)
+
+    def _write(self, name: str, content: bytes) -> None:
+        write_atomically(self.path / name, content)
+        self._written.append(self.path / name)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FedsimError) and self._worth_keeping and self._metrics is not None:
+            with contextlib.suppress(RecordError):
+                write_atomically(self.path / ERROR, str(error).encode())
+        self._lock.close()
+        if self._metrics is not None:
+            with contextlib.suppress(OSError):  # each line has been written; a second error would hide the first
+                self._metrics.close()
+        if not self._worth_keeping:
+            with contextlib.suppress(OSError):
+                for path in reversed(self._written):  # the experiment last: a killed run can be resumed
+                    path.unlink(missing_ok=True)  # a file may have been written more than once
+                for path in self._made:
+                    path.rmdir()
+
+
+def experiment_of_run(folder: Path) -> Path:
+    """The experiment file of a run folder. Raises RecordError if there is none."""
+    if not (folder / EXPERIMENT).is_file():
+        raise RecordError(
+            f"{folder}: is not a run folder (no {EXPERIMENT}); to start a new run there, name an experiment file too"
+        )
+    return folder / EXPERIMENT
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        value = json.loads(read_bounded(path, MOST_ENVIRONMENT_BYTES, path.parent))
+        return value if isinstance(value, dict) and problem_with_words(value, any_text=True) is None else {}
+    return {}
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, machine and the source's git commit."""
+    return {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), **_describe_process()}
+
+
+@functools.cache  # short runs must not pay for it again; the code in memory is of the first commit
+def _describe_process() -> dict[str, Any]:
+    return {
+        "fedsim": __version__,
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": _versions(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "command": sys.argv,
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the installed packages by name."""
+    found = {"torch": str(torch.__version__)}
+    for name in ("torchvision", "numpy", "pydantic", "safetensors"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout that fedsim runs from, "+dirty" if files differ; None outside a checkout."""
+    folder = Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty=+dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
+        tracked = subprocess.run(
+            ["git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return described.stdout.strip() if described.returncode == tracked.returncode == 0 else None
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

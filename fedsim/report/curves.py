@@ -1,0 +1,255 @@
+"""Curves of metrics against rounds, virtual seconds, updates or arrivals, and the time of each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedsim.core.confidence import FEWEST_FOR_BAND, mean_and_half_width
+from fedsim.records.reader import Run
+from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
+from fedsim.report.combinations import Combination, mean_or_none
+from fedsim.report.figure import FEW_ROUNDS, figure, label_axis, plain, round_axis, rounded, value_axis
+
+ROUNDS = "round"
+SCALES = {"virtual_seconds": "virtual seconds", "updates": "updates", "arrivals": "arrivals"}  # fields of `Progress`
+LOG_FROM = 20  # ratio of the longest line to the shortest from which an axis is logarithmic
+PARTS = {"total_seconds": ("seconds",), "total_bytes": ("bytes_up", "bytes_down")}  # fields that add up to a metric
+BOTH_LOSSES = ("test_loss", "train_loss")
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A choice of the menu "Metric": the lines of one metric, or of several."""
+
+    label: str
+    lines: tuple[Metric, ...]
+
+
+def records_of(runs: Sequence[Run]) -> list[RoundRecord]:
+    """The records of all runs."""
+    return [record for run in runs for record in run.rounds]
+
+
+def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
+    """The charts of all metrics that the runs hold; `parts` adds the parts of sums, such as the phases."""
+    found = metrics_in(records_of(runs))
+    charts = []
+    for metric in [metric for metric in found if metric.chart] or METRICS[:1]:
+        summands = [part for part in found if parts and part.path[0] in PARTS.get(metric.key, ())]
+        charts.append(Chart(metric.label, (metric, *summands)))
+    losses = tuple(metric for metric in found if metric.key in BOTH_LOSSES)
+    if len(losses) == len(BOTH_LOSSES):
+        place = next(index for index, chart in enumerate(charts) if chart.lines[0] == losses[-1])
+        charts.insert(place + 1, Chart("Test and train loss", losses))
+    return charts
+
+
+def scales_of(runs: Sequence[Run]) -> list[str]:
+    """The scales beside rounds, as fields of `Progress`; none if all runs are synchronous and without a clock."""
+    if all(record.virtual_seconds is None and record.asynchronous is None for record in records_of(runs)):
+        return []
+    return [scale for scale in SCALES if any(getattr(each, scale) is not None for run in runs for each in run.progress)]
+
+
+def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
+    """(value, text, whether selected) for the menu of scales: virtual seconds if all runs have them, else rounds."""
+    timed = all(run.progress[-1].virtual_seconds is not None for run in runs)
+    found = scales_of(runs)
+    named = [(scale, SCALES[scale], timed and scale == "virtual_seconds") for scale in found]
+    return [(ROUNDS, "rounds", not (timed and found)), *named]
+
+
+def line_name(metric: Metric) -> str:
+    """The label of a metric within a line of text; a number of a plug keeps its name."""
+    return metric.label if metric.path[0] == "metrics" else metric.label.lower().replace("_", " ")
+
+
+def run_curves(run: Run) -> list[dict[str, Any]]:
+    """One figure per chart and scale of a run."""
+    figures = []
+    for scale in (ROUNDS, *scales_of([run])):
+        places = {"x": [rounded(getattr(each, scale), "s") for each in run.progress]}
+        for chart in charts_of([run], parts=True):
+            traces = []
+            for metric in chart.lines:
+                values = [rounded(metric.read(record), metric.unit) for record in run.rounds]
+                traces.append(_line(line_name(metric), places, values))
+            figures.append(_curve_figure(chart, scale, traces, (run.rounds[0].round, run.rounds[-1].round)))
+    return figures
+
+
+def grid_curves(combined: Sequence[Combination], names: Sequence[str]) -> list[dict[str, Any]]:
+    """One figure per chart and scale of a grid: for each combination its mean and the spread over the seeds.
+
+    Args:
+        combined: the combinations; the page filters them by their `place`.
+        names: of the combinations.
+    """
+    begun = [run for combination in combined for run in combination.begun]
+    figures = []
+    for scale in (ROUNDS, *scales_of(begun)):
+        for chart in charts_of(begun):
+            traces = []
+            for combination, name in zip(combined, names, strict=True):
+                for metric in chart.lines:
+                    line = name if len(chart.lines) == 1 else f"{name} · {metric.label.lower().removesuffix(' loss')}"
+                    traces += _combination_traces(combination, metric, scale, line)
+            last = max(run.rounds[-1].round for run in begun)
+            figures.append(_curve_figure(chart, scale, traces, (begun[0].rounds[0].round, last)))
+    return figures
+
+
+def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Curves (x ascending, y), interpolated at every x that any curve has: x [points], values [curves, points].
+
+    From the latest first x to the earliest last x, where all curves are known.
+    """
+    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    every = np.unique(np.concatenate([x for x, _ in curves]))
+    common = every[(every >= first) & (every <= last)]
+    return common, np.array([np.interp(common, x, y) for x, y in curves])
+
+
+def _combination_traces(combination: Combination, metric: Metric, scale: str, name: str) -> list[dict[str, Any]]:
+    """The line of a mean over the seeds, and before it its spread: a band, or a thin line for each of a few seeds."""
+    curves = [curve for run in combination.begun if (curve := _curve(run, metric, scale))[0].size]
+    if not curves:
+        return []
+    meta = {f"axis{index}": str(value) for index, value in enumerate(combination.place)}
+    x, values = on_common_grid(curves)
+    if not x.size:
+        return []
+    means, half_widths = mean_and_half_width(values)
+    line = _line(name, _places(x), [rounded(mean, metric.unit) for mean in means.tolist()])
+    line |= {"meta": meta, "customdata": _spread_texts(values, half_widths), "hovertemplate": "%{y}%{customdata}"}
+    if len(curves) == 1:
+        return [line]
+    spread = {
+        "type": "scatter",
+        "mode": "lines",
+        "legendgroup": line["legendgroup"],
+        "showlegend": False,
+        "hoverinfo": "skip",
+        "meta": {**meta, "spread": "shown"},
+    }
+    if len(curves) >= FEWEST_FOR_BAND:
+        return [{**spread, **_band(x, means, half_widths, metric.share), "opacity": 0.15, "line": {"width": 0}}, line]
+    seeds = [{**_places(x), "y": [rounded(value, metric.unit) for value in y.tolist()]} for x, y in curves]
+    return [*({**spread, **seed, "opacity": 0.45, "line": {"width": 1}} for seed in seeds), line]
+
+
+def _curve(run: Run, metric: Metric, scale: str) -> tuple[np.ndarray, np.ndarray]:
+    """The places on a scale and the values there, of all rounds that have both."""
+    pairs = zip(run.progress, run.rounds, strict=True)
+    points = [(getattr(progress, scale), metric.read(record)) for progress, record in pairs]
+    known = np.array([point for point in points if None not in point], dtype=float).reshape(-1, 2)
+    return known[:, 0], known[:, 1]
+
+
+def _places(x: np.ndarray) -> dict[str, Any]:
+    """x for a trace: first and step where whole numbers follow each other, as rounds do, to keep the page small."""
+    if np.array_equal(x, x[0] + np.arange(len(x))):
+        return {"x0": float(x[0]), "dx": 1}
+    return {"x": [rounded(each, "s") for each in x.tolist()]}
+
+
+def _spread_texts(values: np.ndarray, half_widths: np.ndarray) -> list[str]:
+    """The spread over the seeds at each point, of values [seeds, points]."""
+    if len(values) == 1:
+        return [""] * values.shape[1]
+    if len(values) == 2:
+        return [f" ({rounded(first):.4f}, {rounded(second):.4f})" for first, second in values.T.tolist()]
+    return [f" ± {half:.4f} ({len(values)} seeds)" for half in half_widths.tolist()]
+
+
+def _band(x: np.ndarray, means: np.ndarray, half_widths: np.ndarray, share: bool) -> dict[str, Any]:
+    """The outline of mean ± half width. A share does not exceed 1; the band of positive means ends above 0."""
+    low, high = means - half_widths, means + half_widths
+    if share:
+        high = np.minimum(high, 1)
+    if means.min() >= 0:
+        low = np.maximum(low, means.min() / 100)  # a logarithmic axis has no 0
+    outline = zip(np.concatenate([x, x[::-1]]).tolist(), np.concatenate([high, low[::-1]]).tolist(), strict=True)
+    xs, ys = zip(*((rounded(a, "s"), rounded(b, "s")) for a, b in outline), strict=True)
+    return {"x": xs, "y": ys, "fill": "toself"}
+
+
+def _line(name: str, places: dict[str, Any], values: list[float | None]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(values) <= FEW_ROUNDS else "lines",
+        "name": plain(name),
+        "legendgroup": plain(name),
+        **places,
+        "y": values,
+        "line": {"width": 2},
+        "marker": {"size": 5},
+        "hovertemplate": "%{y}",
+    }
+
+
+def _curve_figure(chart: Chart, scale: str, traces: list[dict[str, Any]], rounds: tuple[int, int]) -> dict[str, Any]:
+    for index, trace in enumerate(traces):
+        trace["uid"] = f"line{index}"  # a hidden line stays hidden when other controls change
+    if scale == ROUNDS:
+        x_axis = round_axis(*rounds)
+    else:
+        ends = [end for trace in traces if trace.get("name") and (end := _last_place(trace))]
+        log = ends and max(ends) >= LOG_FROM * min(ends)
+        kind = {"type": "log"} if log else {"type": "linear", "rangemode": "nonnegative"}
+        title = SCALES[scale]
+        x_axis = value_axis(title, "", **kind, unifiedhovertitle={"text": f"{title} %{{x:.4~g}}"})
+    layout = {
+        "height": 430,
+        "xaxis": x_axis,
+        "yaxis": value_axis(chart.label, chart.lines[0].unit),
+        "showlegend": True,
+        "legend": {"orientation": "h", "y": -0.2, "uirevision": "kept", "traceorder": "normal"},
+        "uirevision": f"{chart.label} {scale}",  # a zoom stays while these do
+    }
+    return figure(traces, layout, metric=chart.label, scale=scale)
+
+
+def _last_place(trace: dict[str, Any]) -> float | None:
+    return trace["x"][-1] if "x" in trace else trace["x0"] + len(trace["y"]) - 1
+
+
+def phases_of(runs: Sequence[Run]) -> list[str]:
+    """The names of the phases, in order."""
+    return list(dict.fromkeys(phase for record in records_of(runs) for phase in record.seconds))
+
+
+def run_time(run: Run) -> dict[str, Any]:
+    """The seconds of each phase, stacked, against rounds."""
+    traces: list[dict[str, Any]] = []
+    for phase in phases_of([run]):
+        seconds = [rounded(record.seconds.get(phase), "s") for record in run.rounds]
+        bars = len(run.rounds) <= FEW_ROUNDS
+        kind = {"type": "bar"} if bars else {"type": "scatter", "mode": "none", "stackgroup": "phases"}
+        x = [record.round for record in run.rounds]
+        traces.append({**kind, "name": plain(phase.replace("_", " ")), "x": x, "y": seconds})
+    rounds = round_axis(run.rounds[0].round, run.rounds[-1].round)
+    return _time_figure(traces, 320, "x", xaxis=rounds, yaxis=value_axis("seconds of a round", "s", rangemode="tozero"))
+
+
+def grid_time(combined: Sequence[Combination], names: Sequence[str]) -> dict[str, Any]:
+    """The mean seconds of each phase: one bar per combination, the first on top."""
+    traces = []
+    for phase in phases_of([run for combination in combined for run in combination.begun]):
+        records = [records_of(combination.begun) for combination in combined]
+        means = [rounded(mean_or_none(record.seconds.get(phase) for record in each), "s") for each in records]
+        bar = {"type": "bar", "orientation": "h", "name": plain(phase.replace("_", " ")), "hovertemplate": "%{x}"}
+        traces.append({**bar, "x": means, "y": list(range(len(names)))})
+    seconds = value_axis("seconds of a round", "s", rangemode="tozero")
+    bars = label_axis("", names, autorange="reversed", tickfont={"size": 11})
+    return _time_figure(traces, 17 * len(names) + 130, "y", xaxis=seconds, yaxis=bars)
+
+
+def _time_figure(traces: list[dict[str, Any]], height: int, along: str, **axes: Any) -> dict[str, Any]:
+    legend = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"}
+    layout = {"height": height, "barmode": "stack", "hovermode": f"{along} unified", "showlegend": True, **axes}
+    return figure(traces, {**layout, "legend": legend, "margin": {"t": 36}}, min_width=544 if along == "y" else 0)

@@ -1,0 +1,237 @@
+"""Heat maps: the weights of workers, the partition of the data, and final values over two axes of a grid."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fedsim.core.confidence import Estimate, decimals_of, fixed
+from fedsim.records.reader import Run, StoredPartition
+from fedsim.records.record import RoundRecord, metrics_in
+from fedsim.report.combinations import Combination, best_accuracy, final, mean_or_none
+from fedsim.report.figure import BYZANTINE, EXCLUDED, FEW_ROUNDS, PALETTE, axis, figure, label_axis, plain, round_axis
+
+MOST_CELLS = 1_000_000  # of all heat maps of weights together; about 10 MB of page
+MOST_COLUMNS = 250  # of a heat map over rounds
+FEWEST_COLUMNS = 25
+FEW_WORKERS = 60  # up to this number, each worker has a label and cells have gaps
+LAST_ROUND_ONLY = ("total_seconds", "total_bytes")  # metrics whose final value says nothing of the run
+
+
+def columns_for(runs: Sequence[Run]) -> int:
+    """The number of columns with which the heat maps of all runs stay within `MOST_CELLS`."""
+    rows = sum(len({worker for record in run.rounds for worker in record.cohort}) for run in runs)
+    return max(FEWEST_COLUMNS, min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)))
+
+
+def has_weights(run: Run) -> bool:
+    """Whether a round records the weight of a worker, or that a worker was excluded."""
+    known = (weight is not None for record in run.rounds for _, weight in record.weights)
+    return any(known) or any(record.excluded for record in run.rounds)
+
+
+def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> dict[str, Any] | None:
+    """The weight of every worker in every round, in at most `columns` columns; None if no round records weights.
+
+    A cell is the mean over those rounds of its column in which the worker took part. It counts as excluded if the
+    worker was excluded in at least half of these rounds.
+    """
+    if not has_weights(run):
+        return None
+    workers = sorted({worker for record in run.rounds for worker in [*record.cohort, *record.excluded]})
+    columns = max(1, min(columns, MOST_CELLS // len(workers)))
+    per_column = math.ceil(len(run.rounds) / columns)
+    parts = [run.rounds[start : start + per_column] for start in range(0, len(run.rounds), per_column)]
+    weights, excluded = [_mean_weights(part) for part in parts], [_mostly_excluded(part) for part in parts]
+    x = [part[0].round for part in parts]
+    few = len(workers) <= FEW_WORKERS
+    gap = 1 if few and len(parts) <= FEW_ROUNDS else 0
+    hover = f"worker %{{y}}, {'rounds from' if per_column > 1 else 'round'} %{{x}}<br>"
+    cells = {
+        "type": "heatmap",
+        "x": x,
+        "y": _worker_names(workers, run.byzantine),
+        "xgap": gap,
+        "ygap": gap,
+        "hoverongaps": False,
+    }
+    z = [[column.get(worker) for column in weights] for worker in workers]
+    shown = {**cells, "z": z, "coloraxis": "coloraxis", "hovertemplate": f"{hover}weight %{{z:.4~g}}<extra></extra>"}
+    traces = [shown]
+    if any(excluded):
+        z = [[1 if worker in column else None for column in excluded] for worker in workers]
+        scale = {"colorscale": [[0, EXCLUDED], [1, EXCLUDED]], "showscale": False}
+        traces.append({**cells, **scale, "z": z, "hovertemplate": f"{hover}excluded<extra></extra>"})
+    known = [weight for column in weights for weight in column.values() if weight is not None]
+    title = "round" if per_column == 1 else f"round (each column is the mean of {per_column} rounds)"
+    layout = {
+        "height": (max(18 * len(workers), 120) if few else 640) + 104,
+        "coloraxis": {"cmin": min(known, default=0) if min(known, default=0) < 0 else 0, "cmax": max(known, default=1)},
+        "xaxis": round_axis(x[0], x[-1], title, showgrid=False, zeroline=False),
+        "yaxis": _worker_axis(few, autorange="reversed"),
+        "shapes": _byzantine_strips("y", "x", workers, run.byzantine),
+    }
+    return figure(traces, _with_color_bar(layout, "weight"), **when)
+
+
+def _mean_weights(records: Sequence[RoundRecord]) -> dict[int, float | None]:
+    cells: dict[int, list[float | None]] = {}
+    for record in records:
+        for worker, weight in record.weights:
+            cells.setdefault(worker, []).append(weight)
+    return {worker: mean_or_none(weights, digits=4) for worker, weights in cells.items()}
+
+
+def _mostly_excluded(records: Sequence[RoundRecord]) -> set[int]:
+    took_part = Counter(worker for record in records for worker in {*record.cohort, *record.excluded})
+    excluded = Counter(worker for record in records for worker in set(record.excluded))
+    return {worker for worker, times in excluded.items() if 2 * times >= took_part[worker]}
+
+
+def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, Any] | None:
+    """The samples of each label that each worker holds, and above them their sum; None if there is no partition."""
+    counts = partition.counts
+    if not any(counts):
+        return None
+    workers = list(range(len(counts))) if partition.workers is None else partition.workers
+    byzantine = frozenset(partition.byzantine)
+    few = len(workers) <= FEW_WORKERS
+    names, labels = _worker_names(workers, byzantine), list(map(str, range(len(counts[0]))))
+    title = "worker"
+    if partition.workers is not None:
+        population = f"{partition.population:,}" if partition.population else "many"
+        title += f" (a random sample of {len(workers)} of the {population} workers)"
+    cells = {
+        "type": "heatmap",
+        "x": names,
+        "y": labels,
+        "z": list(zip(*counts, strict=True)),
+        "xgap": int(few),
+        "ygap": int(few),
+        "texttemplate": "%{z}" if few else "",
+        "coloraxis": "coloraxis",
+        "hovertemplate": "worker %{x}, label %{y}<br>%{z} samples<extra></extra>",
+    }
+    sums = {
+        "type": "bar",
+        "x": names,
+        "y": list(map(sum, counts)),
+        "yaxis": "y2",
+        "marker": {"color": [BYZANTINE if worker in byzantine else PALETTE[0] for worker in workers]},
+        "hovertemplate": "worker %{x}<br>%{y} samples<extra></extra>",
+    }
+    layout = {
+        "height": min(24 * len(labels), 480) + 170,
+        "bargap": 0.15,
+        "showlegend": False,
+        "coloraxis": {"cmin": 0, "cmax": max(map(max, counts))},
+        "xaxis": _worker_axis(few, title, anchor="y"),
+        "yaxis": axis("label", type="category", autorange="reversed", domain=[0, 0.78], showgrid=False, zeroline=False),
+        "yaxis2": axis("samples", domain=[0.82, 1], nticks=3, automargin=True),
+        "shapes": _byzantine_strips("x", "y", workers, byzantine),
+    }
+    width = 26 * len(workers) + 140 if few else 0
+    return figure([cells, sums], _with_color_bar(layout, "samples"), min_width=width, **when)
+
+
+def final_heat_maps(combined: Sequence[Combination], axes: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
+    """The first two axes against each other: one figure per final value and combination of the other axes.
+
+    Args:
+        combined: the combinations of the grid.
+        axes: the name of each axis and the labels of its values.
+    """
+    runs = [run for combination in combined for run in combination.finished_runs]
+    metrics = metrics_in(run.rounds[-1] for run in runs)
+    final_metrics = [metric for metric in metrics if metric.chart and metric.key not in LAST_ROUND_ONLY]
+    values: list[tuple[str, Callable[[Run], float | None], int | None]] = [
+        (f"Final {metric.label.lower()}", final(metric), 4 if metric.unit == "" else None) for metric in final_metrics
+    ]
+    if any(best_accuracy(run) is not None for run in runs):
+        values.insert(1, ("Best test accuracy", best_accuracy, 4))
+    figures = []
+    for label, read, decimals in values:
+        cells = {combination.place: combination.interval(read) for combination in combined}
+        means = [cell.mean for cell in cells.values() if cell]
+        limits = {"cmin": min(means), "cmax": max(means)} if means else {}
+        for others in itertools.product(*(range(len(labels)) for _, labels in axes[2:])):
+            filters = {f"axis{index}": str(value) for index, value in enumerate(others, start=2)}
+            figures.append(_final_heat_map(label, cells, others, decimals, axes, limits, filters))
+    return figures
+
+
+def _final_heat_map(
+    label: str,
+    cells: dict[tuple[int, ...], Estimate | None],
+    others: tuple[int, ...],
+    decimals: int | None,
+    axes: Sequence[tuple[str, Sequence[str]]],
+    limits: dict[str, float],
+    filters: dict[str, str],
+) -> dict[str, Any]:
+    (down, rows), (across, columns) = axes[:2]
+    table = [[cells.get((i, j, *others)) for j in range(len(columns))] for i in range(len(rows))]
+    hover = [[f"{plain(row)}, {plain(column)}" for column in columns] for row in rows]
+    trace = {
+        "type": "heatmap",
+        "z": [[cell and cell.mean for cell in line] for line in table],
+        "text": [[_cell_text(cell, decimals) for cell in line] for line in table],
+        "customdata": [
+            [[text, cell.n if cell else 0] for text, cell in zip(texts, line, strict=True)]
+            for texts, line in zip(hover, table, strict=True)
+        ],
+        "texttemplate": "%{text}",
+        "textfont": {"size": 12},
+        "coloraxis": "coloraxis",
+        "xgap": 2,
+        "ygap": 2,
+        "hoverongaps": False,
+        "hovertemplate": "%{customdata[0]}<br>%{text}<br>seeds: %{customdata[1]}<extra></extra>",
+    }
+    layout = {
+        "height": 46 * len(rows) + 104,
+        "coloraxis": limits,
+        "xaxis": label_axis(across, columns),
+        "yaxis": label_axis(down, rows, autorange="reversed"),
+    }
+    width = 110 * len(columns) + 140
+    return figure([trace], _with_color_bar(layout, label.lower()), min_width=width, value=label, **filters)
+
+
+def _cell_text(cell: Estimate | None, decimals: int | None) -> str:
+    if cell is None:
+        return ""
+    digits = decimals_of(cell.mean) if decimals is None else decimals
+    return "<br>".join(filter(None, [fixed(cell.mean, digits), cell.spread(digits)]))
+
+
+def _with_color_bar(layout: dict[str, Any], title: str) -> dict[str, Any]:
+    """The layout with a title on its colour bar, above the chart."""
+    bar = {"title": {"text": plain(title), "side": "right"}}
+    return {**layout, "coloraxis": {**layout["coloraxis"], "colorbar": bar}, "margin": {"t": 64}}
+
+
+def _worker_names(workers: Sequence[int], byzantine: frozenset[int]) -> list[str]:
+    return [f"{worker} (B)" if worker in byzantine else str(worker) for worker in workers]
+
+
+def _worker_axis(few: bool, title: str = "worker", **more: Any) -> dict[str, Any]:
+    """An axis of workers, with room for the strips of Byzantine ones."""
+    ticks = {"ticks": "outside", "ticklen": 10, "tickcolor": "rgba(0, 0, 0, 0)", **({"dtick": 1} if few else {})}
+    return axis(title, type="category", showgrid=False, zeroline=False, **ticks, **more)
+
+
+def _byzantine_strips(
+    along: str, across: str, workers: Sequence[int], byzantine: frozenset[int]
+) -> list[dict[str, Any]]:
+    """Strips beside an axis of workers, along the Byzantine ones: one for each series of neighbours."""
+    positions = [position for position, worker in enumerate(workers) if worker in byzantine]
+    neighbours = itertools.groupby(enumerate(positions), key=lambda pair: pair[1] - pair[0])
+    series = [[position for _, position in group] for _, group in neighbours]
+    pixels = {f"{across}ref": "paper", f"{across}sizemode": "pixel", f"{across}anchor": 0}
+    shape = {"type": "rect", "line": {"width": 0}, "fillcolor": BYZANTINE, f"{along}ref": along, **pixels}
+    ends = {f"{across}0": -2, f"{across}1": -8}
+    return [{**shape, **ends, f"{along}0": each[0] - 0.5, f"{along}1": each[-1] + 0.5} for each in series]

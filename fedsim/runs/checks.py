@@ -1,0 +1,178 @@
+"""Whether model, data, rule and machine fit each other, found out before the first round.
+
+Each check raises ExperimentError with the key to change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from fedsim.config.experiment import Experiment
+from fedsim.core.randomness import preserve_random_state, sample_cohort
+from fedsim.core.registry import Imported
+from fedsim.core.rows import Layout
+from fedsim.core.training import Objective, check_outputs
+from fedsim.data import Shards, TensorData
+from fedsim.engines import Engine, TaskSpec
+from fedsim.engines.footprint import memory_needed
+from fedsim.errors import ExperimentError, one_line, show, show_bytes
+from fedsim.system.devices import free_memory
+
+PROBE_SAMPLES = 8
+COPIES_OF_MODEL = 3  # at least: the global row, a worker's row, and the module
+
+
+@contextlib.contextmanager
+def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
+    """Raise ExperimentError with `line_of(reason)` in place of any exception of a user's code."""
+    try:
+        yield
+    except (ExperimentError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ExperimentError(line_of(one_line(error))) from error
+
+
+def _place(experiment: Experiment) -> str:
+    return f"model.name = {show(experiment.model.name)}"
+
+
+def check_model(experiment: Experiment, task: TaskSpec) -> None:
+    """Check that the model can be built, fits into memory, and has parameters and no unexpected buffers."""
+    place = _place(experiment)
+    with _errors_of_user_code(lambda reason: f"{place}: cannot be made: {reason}"):
+        _check_parameters(place, task)
+        layout = Layout.of(task.new_module())
+    if not layout.d:
+        raise ExperimentError(f"{place}: has no trainable parameters")
+    if task.buffers == "error" and layout.buffers:
+        names = ", ".join(entry.name for entry in layout.buffers)
+        raise ExperimentError(f'buffers = "error": {place} has buffers ({names}); use average, local or server')
+
+
+def _check_parameters(place: str, task: TaskSpec) -> None:
+    """Check the size of the model on the meta device, which takes no memory; a user's own class is not built twice."""
+    if isinstance(task.model, Imported):
+        return
+    with preserve_random_state(torch.device("cpu")), torch.device("meta"):
+        count = sum(parameter.numel() for parameter in task.model().parameters())
+    needed, free = COPIES_OF_MODEL * count * task.dtype.itemsize, free_memory()
+    if needed > free:
+        raise ExperimentError(
+            f"{place}: has {count:,} parameters; {COPIES_OF_MODEL} copies of it need {needed / 1e9:,.1f} GB, and "
+            f"{free / 1e9:,.1f} GB of memory are free"
+        )
+
+
+def check_memory(
+    experiment: Experiment, engine: type[Engine], task: TaskSpec, processes: int, *, recorded: bool
+) -> None:
+    """Check that the run fits into main memory. Devices report their own shortage; ranks share the rows."""
+    if task.device.type != "cpu" or engine.ranks:
+        return
+    d = Layout.of(task.new_module()).d
+    may_replace = not engine.chooses and engine.may_lose_processes(processes)
+    parts = memory_needed(
+        task,
+        d,
+        experiment.cohort_size,
+        1 if engine.chooses else processes,  # an engine that chooses may choose one process
+        stacked=engine.stacks and not engine.chooses,
+        in_rounds=experiment.policy.bind().in_rounds,
+        replaces=may_replace and experiment.on_worker_failure != "abort",
+        checkpoints=recorded and experiment.checkpoint.every != 0,
+    )
+    needed, free = sum(parts.values()), free_memory()
+    if needed > free:
+        listed = ", ".join(f"{what} {show_bytes(nbytes)}" for what, nbytes in parts.items())
+        fewer = ", fewer processes" if processes > 1 else ""
+        raise ExperimentError(
+            f"cohort = {experiment.cohort_size}: with a model of {d:,} parameters this run needs about "
+            f"{show_bytes(needed)} of memory ({listed}), and {show_bytes(free)} are free; use a smaller cohort{fewer} "
+            "or a smaller model"
+        )
+
+
+def check_outputs_of_model(experiment: Experiment, task: TaskSpec, train: TensorData, test: TensorData) -> None:
+    """Check the model on a few samples: its outputs, its precision, and its number of classes."""
+    place = _place(experiment)
+    inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
+    shape = tuple(inputs.shape)
+    try:
+        with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}"):
+            classes = check_outputs(task.new_module(), inputs)
+    except ExperimentError as error:
+        raise ExperimentError(f"{place}: {error}") from error
+    if task.precision.autocast is not None:
+        _check_autocast(experiment, task, inputs, targets)
+    highest = int(max(train.targets.max(), test.targets.max()))
+    if highest >= classes:
+        raise ExperimentError(f"{place}: tells {classes} classes apart, but the labels go up to {highest}")
+
+
+def _check_autocast(experiment: Experiment, task: TaskSpec, inputs: Tensor, targets: Tensor) -> None:
+    """Check that each operation of the model supports the lower precision."""
+    place, name = f"precision = {show(experiment.precision)}", show(experiment.model.name)
+    line = f"{place}: on {task.device} the model {name} cannot be trained in it"
+    with _errors_of_user_code(lambda reason: f"{line}: {reason}"):
+        Objective(task.precision)(task.new_module().train(), inputs, targets).backward()
+
+
+def check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorData, sizes: Mapping[int, int]) -> None:
+    """Check that the model can be trained on one sample if a worker has such a batch; `sizes` of shards by worker."""
+    worker = next((worker for worker, size in sizes.items() if task.schedule.smallest_batch(size) == 1), None)
+    if worker is None:
+        return
+    batch_size, strategy = experiment.local.batch_size, show(experiment.partition.strategy)
+    if sizes[worker] == 1:
+        subject, remedy = f"partition.strategy = {strategy}: worker {worker} has", "give each worker two or more"
+    elif batch_size == 1:
+        subject, remedy = "local.batch_size = 1: each batch has", "set it to 2 or more"
+    else:
+        subject = f"local.batch_size = {batch_size}: the last batch of worker {worker} ({sizes[worker]} samples) has"
+        remedy = "set local.drop_last = true"
+
+    def line(reason: str) -> str:
+        return f"{subject} one sample, on which the model cannot be trained ({reason}); {remedy}"
+
+    with _errors_of_user_code(line), preserve_random_state(task.device):
+        sample = train.to(task.device, task.dtype).gather(torch.arange(1))
+        Objective(task.precision)(task.new_module().train(), *sample)
+
+
+def check_last_steps(experiment: Experiment, task: TaskSpec, shards: Shards) -> None:
+    """Check that the rule can aggregate the gradients of the few workers that have data for the last step of a round.
+
+    All rounds are checked, since cohorts are known in advance.
+    """
+    if not experiment.rounds_of_gradients:
+        return
+    with contextlib.suppress(ExperimentError):
+        task.rule.dry_run(1)
+        return  # then any number is enough
+    whole = experiment.cohort_size == experiment.workers
+    fewest, first = experiment.cohort_size, 1
+    for round in (1,) if whole else range(1, experiment.rounds_of_gradients + 1):
+        cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
+        count = _in_last_step(task, cohort, [task.schedule.steps_for(shards.size(worker)) for worker in cohort])
+        if count < fewest:
+            fewest, first = count, round
+    if fewest == experiment.cohort_size:  # the experiment itself has been checked with this number
+        return
+    try:
+        task.rule.dry_run(fewest)
+    except ExperimentError as error:
+        where = f"in round {first} only {fewest} of {experiment.cohort_size} workers have data left for the last step"
+        remedy = "set local.steps, so that all workers take the same number of steps"
+        raise ExperimentError(*(f"{line}; {where}; {remedy}" for line in error.lines)) from None
+
+
+def _in_last_step(task: TaskSpec, cohort: list[int], steps: list[int]) -> int:
+    """How many workers of a cohort take the last step whose gradients are aggregated."""
+    weights = task.weights if isinstance(task.weights, tuple) and task.rule.accepts_weights else None
+    last = max(n for worker, n in zip(cohort, steps, strict=True) if weights is None or weights[worker])
+    return sum(n >= last for n in steps)

@@ -1,0 +1,1 @@
+"""The rounds of a run: synchronous, on the virtual clock, or as a race."""

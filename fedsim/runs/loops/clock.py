@@ -1,0 +1,130 @@
+"""The loop of asynchronous training on the virtual clock; a round is as much work as a synchronous round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fedsim.asynchronous.clock.virtual_clock import VirtualClock
+from fedsim.asynchronous.dispatch import RoundStats, Train
+from fedsim.asynchronous.race.log import read_log
+from fedsim.asynchronous.race.replay import LoggedOrder
+from fedsim.asynchronous.scheduler import Scheduler
+from fedsim.asynchronous.server_state import Server
+from fedsim.core.snapshot import Snapshot
+from fedsim.core.timer import PhaseTimer
+from fedsim.engines import Engine
+from fedsim.engines.task import FiniteCheck
+from fedsim.engines.trainers.batches import WorkItem
+from fedsim.records.record import AsyncRecord, RoundRecord
+from fedsim.runs.loops.round_clock import delays_of
+from fedsim.runs.setup import PreparedRun
+from fedsim.system.precision import full_precision
+
+
+class ClockLoop:
+    """The rounds of an asynchronous policy on the virtual clock."""
+
+    def __init__(self, prepared: PreparedRun, engine: Engine) -> None:
+        experiment, shared = prepared.experiment, engine.shared
+        self._prepared, self._engine = prepared, engine
+        self._policy = experiment.policy.bind()
+        self._server = Server.of(self._policy, experiment.local.bind(), prepared.task, shared)
+        self._check_finite = FiniteCheck(prepared.task, shared)
+        self._timer = PhaseTimer()
+        scheduler = Scheduler(
+            experiment.seed,
+            experiment.workers,
+            experiment.cohort_size,
+            self._policy.work,
+            prepared.schedule,
+            shared.shards.size,
+        )
+        self._model_bytes = prepared.row_bytes + prepared.buffer_bytes
+        train = partial(_train, engine, self._timer)  # a method of this loop would be a cycle that keeps the rows
+        self._source = _source_of(prepared, self._server, scheduler, train, self._model_bytes)
+
+    def run_round(self, round: int) -> RoundRecord:
+        timer, source, policy = self._timer, self._source, self._policy
+        dispatcher = source.dispatcher
+        timer.reset()
+        dispatcher.start_round(round)
+        with timer("aggregate"), full_precision(self._prepared.task.device):
+            source.run_round(round)
+            policy.publish(self._server)
+        timer.seconds["aggregate"] -= timer.seconds["train"]
+        self._check_finite(round)
+        with timer("test"):
+            test_loss, test_accuracy, attack_success = self._engine.test(round)
+        stats = dispatcher.stats
+        return RoundRecord(
+            round=round,
+            test_loss=test_loss,
+            test_accuracy=test_accuracy,
+            train_loss=stats.train_loss,
+            attack_success=attack_success,
+            seconds=timer.seconds,
+            **work_of(stats, self._model_bytes),
+            virtual_seconds=source.now,
+            asynchronous=async_record(stats, self._server.version, dispatcher.arrivals, policy.buffered(self._server)),
+        )
+
+    def state(self) -> Snapshot:
+        state = self._engine.state()
+        state.keep(self._server.tensors)
+        state.facts["clock"] = self._source.state()
+        return state
+
+    def resume(self, state: Snapshot) -> None:
+        self._engine.resume(state)
+        state.put_back(self._server.tensors)
+        self._source.resume(state.facts["clock"])
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+def work_of(stats: RoundStats, model_bytes: int) -> dict[str, Any]:
+    """The fields of a round's record that say what the workers did."""
+    cohort = sorted(stats.samples)
+    return {
+        "cohort": cohort,
+        "samples": [stats.samples[worker] for worker in cohort],
+        "excluded": sorted(stats.excluded),
+        "bytes_up": stats.up * model_bytes,
+        "bytes_down": stats.down * model_bytes,
+    }
+
+
+def async_record(stats: RoundStats, updates: int, arrivals: int, buffered: int) -> AsyncRecord:
+    """The asynchronous part of a round's record."""
+    staleness = {str(tau): count for tau, count in sorted(stats.staleness.items())}
+    return AsyncRecord(
+        updates=updates, arrivals=arrivals, staleness=staleness, buffered=buffered, discarded=stats.discarded
+    )
+
+
+def _train(engine: Engine, timer: PhaseTimer, items: Sequence[WorkItem]) -> None:
+    with timer("train"):
+        engine.train_apart(items)
+
+
+def _source_of(
+    prepared: PreparedRun, server: Server, scheduler: Scheduler, train: Train, model_bytes: int
+) -> VirtualClock | LoggedOrder:
+    """The source of the order of events: delays, or the log of a race."""
+    experiment, clock = prepared.experiment, prepared.experiment.clock
+    if clock.log is not None:
+        return LoggedOrder(read_log(clock.log, experiment.resolved()), clock.log, server, scheduler, train)
+    delays, departures = delays_of(experiment), {int(worker): at for worker, at in clock.departures.items()}
+    if experiment.cohort_size == experiment.workers:
+        server.step_seconds.copy_(torch.from_numpy(delays.base * delays.speeds))
+
+    def duration(item: WorkItem, unit: int, models: int) -> float:
+        return delays.seconds(item.worker, unit, scheduler.steps(item), models * model_bytes)
+
+    total_items = experiment.rounds * scheduler.total_items_per_round()
+    return VirtualClock(server, scheduler, duration, train, departures, total_items)

@@ -1,0 +1,230 @@
+"""The loop of a race: processes that train on shared tensors at the same time.
+
+A race is not reproducible, so it runs several times. The runs take turns: all of them run round 1, each from its own
+state, then all of them run round 2. The record of a round has the mean over the runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.asynchronous.dispatch import RoundStats
+from fedsim.asynchronous.race.hogwild import HogwildWorker
+from fedsim.asynchronous.race.log import to_csv
+from fedsim.asynchronous.race.sparse import tables_of
+from fedsim.asynchronous.race.state import Measures, RaceState
+from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult, Progress, RaceWorker
+from fedsim.asynchronous.server_state import Server
+from fedsim.core.confidence import estimate
+from fedsim.core.snapshot import Snapshot
+from fedsim.core.timer import PhaseTimer
+from fedsim.engines import SpawnEngine
+from fedsim.engines.executor import Executor, balance_load
+from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.task import FiniteCheck
+from fedsim.errors import ExperimentError
+from fedsim.records.record import RaceRecord, RoundRecord
+from fedsim.runs.loops.clock import async_record, work_of
+from fedsim.runs.setup import PreparedRun
+from fedsim.system.devices import synchronize
+from fedsim.system.precision import full_precision
+
+KeepLog = Callable[[bytes], object]
+
+
+@dataclass
+class RaceRoundResult:
+    """The result of a round of one run.
+
+    Attributes:
+        stats, measures: sums over the processes.
+        entries: of the log, from each process.
+        lost: number of overwritten updates, as the loss counters tell.
+        updates, arrivals: updates of the global row, and results taken, since the start of the run.
+        buffered: number of results that no update has used yet.
+        test: loss, accuracy, and the attacker's success.
+    """
+
+    stats: RoundStats = field(default_factory=RoundStats)
+    measures: Measures = field(default_factory=Measures)
+    entries: list[np.ndarray] = field(default_factory=list)
+    lost: float = 0.0
+    updates: int = 0
+    arrivals: int = 0
+    buffered: int = 0
+    test: tuple[float, float, float | None] = (0.0, 0.0, None)
+
+    def add(self, result: ProcessResult) -> None:
+        """Add the result of one process."""
+        self.stats.add(result.stats)
+        self.measures.add(result.measures)
+        self.entries.append(result.entries)
+
+
+class RaceLoop:
+    """The rounds of a race, on shared tensors that hold the state of one run at a time.
+
+    keep_log: receives the log as a file after the last round, if the policy locks the server.
+    """
+
+    def __init__(self, prepared: PreparedRun, engine: SpawnEngine, keep_log: KeepLog | None = None) -> None:
+        experiment = prepared.experiment
+        self._prepared, self._engine, self._shared = prepared, engine, engine.shared
+        self._policy, solver = experiment.policy.bind(), experiment.local.bind()
+        self._check_finite, self._timer = FiniteCheck(prepared.task, engine.shared), PhaseTimer()
+        self._server = Server.of(self._policy, solver, prepared.task, engine.shared)
+        if self._policy.locking == "nothing":
+            self._server = replace(self._server, tables=tables_of(prepared.task.new_module(), solver))
+        self._server.share()
+        self._race_state = RaceState.of(self._server.n, engine.shared.global_row.device)
+        engine.call(_set_up, self._server, self._race_state)
+        self._runs = experiment.race.runs
+        copies = self._runs if self._runs > 1 else 0
+        self._states = [[tensor.clone() for tensor in self._tensors().values()] for _ in range(copies)]
+        self._current = 0  # the run whose state the tensors hold
+        self._arrivals = [0] * self._runs
+        self._keep_log = keep_log if self._policy.locking == "server" else None
+        self._log: list[tuple[int, int, np.ndarray]] = []  # run, round, entries
+
+    def run_round(self, round: int) -> RoundRecord:
+        self._timer.reset()
+        results = [self._run_round(run, round) for run in range(self._runs)]
+        if self._keep_log:
+            self._log.extend((run, round, np.concatenate(result.entries)) for run, result in enumerate(results, 1))
+        first = results[0]
+        losses, accuracies, successes = zip(*(result.test for result in results), strict=True)
+        return RoundRecord(
+            round=round,
+            test_loss=statistics.fmean(losses),
+            test_accuracy=statistics.fmean(accuracies),
+            train_loss=statistics.fmean(result.stats.train_loss for result in results),
+            attack_success=None if None in successes else statistics.fmean(successes),
+            seconds=self._timer.seconds,
+            **work_of(first.stats, self._prepared.row_bytes + self._prepared.buffer_bytes),
+            asynchronous=async_record(first.stats, first.updates, first.arrivals, first.buffered),
+            race=_race_record(results),
+        )
+
+    def state(self) -> Snapshot:
+        state = Snapshot(facts={"arrivals": list(self._arrivals), "schedulers": self._engine.call(_progress)})
+        for run in range(self._runs):
+            self._switch_to(run)
+            state.keep(self._tensors(), f"{run}.")
+        state.facts["log"] = [(run, round) for run, round, _ in self._log]
+        state.tensors |= {f"log.{k}": torch.from_numpy(entries) for k, (*_, entries) in enumerate(self._log)}
+        return state
+
+    def resume(self, state: Snapshot) -> None:
+        self._engine.call(_set_up, self._server, self._race_state)  # the processes may be new
+        for run in range(self._runs):
+            self._switch_to(run)
+            state.put_back(self._tensors(), f"{run}.")
+        self._arrivals = list(state.facts["arrivals"])
+        self._engine.call(_resume, [item for of_process in state.facts["schedulers"] for item in of_process])
+        entries = state.under("log.")
+        self._log = [(run, round, entries[str(k)].numpy()) for k, (run, round) in enumerate(state.facts["log"])]
+
+    def finish(self) -> None:
+        """Load the first run into the engine's memory, and hand over the log."""
+        self._switch_to(0)
+        if self._keep_log:
+            self._keep_log(to_csv(self._prepared.experiment.resolved(), self._log))
+
+    def _run_round(self, run: int, round: int) -> RaceRoundResult:
+        """Race one round of one run."""
+        self._switch_to(run)
+        server, timer, result = self._server, self._timer, RaceRoundResult()
+        self._race_state.clear()
+        with timer("train"):
+            for each in self._engine.call(_race, run, round):
+                result.add(each)
+        if not result.measures.updates:
+            raise ExperimentError(f"policy: in round {round} of the race no worker is busy and none may start")
+        self._arrivals[run] += result.measures.updates
+        with timer("aggregate"), full_precision(self._shared.global_row.device):
+            server.revive_all()
+            if self._policy.locking != "server":  # without a lock, processes overwrite each other's version
+                server.version = self._arrivals[run]
+            self._policy.publish(server)
+            synchronize(self._shared.global_row.device)
+        self._check_finite(round)
+        with timer("test"):
+            result.test = self._engine.test(round)
+        result.lost, result.buffered = self._race_state.lost(), self._policy.buffered(server)
+        result.updates, result.arrivals = server.version, self._arrivals[run]
+        return result
+
+    def _switch_to(self, run: int) -> None:
+        """Save the state of the current run, and load that of another into the shared tensors."""
+        if run == self._current:
+            return
+        tensors = self._tensors().values()
+        for saved, other, tensor in zip(self._states[self._current], self._states[run], tensors, strict=True):
+            saved.copy_(tensor)
+            tensor.copy_(other)
+        self._current = run
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {**self._shared.lasting, **self._server.tensors}
+
+
+def caveat(runs: int) -> str:
+    """The warning above the results of a race."""
+    if runs == 1:
+        return "a race is not repeatable, and one run of it (race.runs) tells no spread"
+    return f"a race is not repeatable: it is run {runs} times, numbers are means, and the model kept is the first run's"
+
+
+def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
+    total = Measures()
+    for result in results:
+        total.add(result.measures)
+    accuracies, lost = [result.test[1] for result in results], sum(result.lost for result in results)
+    spread = estimate(accuracies)
+    return RaceRecord(
+        runs=len(results),
+        test_accuracies=accuracies,
+        test_accuracy_half_width=spread.half_width if spread and len(results) > 1 else None,
+        test_losses=[result.test[0] for result in results],
+        train_losses=[result.stats.train_loss for result in results],
+        samples_per_second=[result.stats.samples.total() / result.measures.seconds for result in results],
+        updates=total.updates,
+        updates_lost=lost,
+        lost_fraction=lost / total.updates,
+        torn_reads=total.overlapped / total.updates,
+        locks_taken=total.locks_taken,
+        lock_contention=total.locks_waited / total.locks_taken if total.locks_taken else 0.0,
+        lock_seconds=total.lock_seconds,
+        held_back=total.held_back,
+    )
+
+
+def _set_up(process: ProcessContext, executor: Executor, server: Server, race_state: RaceState) -> None:
+    """In each process: make its `RaceWorker`."""
+    server.attach(executor.shared)
+    kind: type[RaceWorker] = HogwildWorker if server.policy.locking == "nothing" else LockedRaceWorker
+    steps = [executor.batch_source.steps(worker, 1) for worker in range(server.n)]
+    process.belongings["racer"] = kind(
+        process, executor, server, race_state, balance_load(steps, process.count)[process.index]
+    )
+
+
+def _race(process: ProcessContext, executor: Executor, run: int, round: int) -> ProcessResult:
+    racer: RaceWorker = process.belongings["racer"]
+    return racer.race(run, round)
+
+
+def _progress(process: ProcessContext, executor: Executor) -> Progress:
+    racer: RaceWorker = process.belongings["racer"]
+    return racer.progress()
+
+
+def _resume(process: ProcessContext, executor: Executor, progress: Progress) -> None:
+    racer: RaceWorker = process.belongings["racer"]
+    racer.resume(progress)

@@ -1,0 +1,68 @@
+"""Virtual time of synchronous rounds, and the delays of an experiment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedsim.asynchronous.checkpoint_schema import RoundClockState
+from fedsim.asynchronous.clock.delays import Delays
+from fedsim.asynchronous.clock.noises import bind_noise
+from fedsim.asynchronous.clock.speeds import draw_speeds
+from fedsim.config.experiment import Experiment
+from fedsim.engines.task import Schedule
+from fedsim.runs.setup import PreparedRun
+
+
+def delays_of(experiment: Experiment) -> Delays:
+    """The delays that the table [clock] of an experiment describes."""
+    clock = experiment.clock
+    speeds = draw_speeds(clock.speed.plug, clock.speed.params, experiment.workers, experiment.seed)
+    noise = bind_noise(clock.noise.plug, clock.noise.params)
+    return Delays(speeds, noise, experiment.seed, clock.base, clock.latency, clock.bandwidth)
+
+
+class RoundClock:
+    """Virtual time of the synchronous loop: each round, or each averaged gradient, waits for the slowest worker.
+
+    Attributes:
+        now: virtual seconds since the start.
+    """
+
+    def __init__(self, delays: Delays, schedule: Schedule, model_bytes: int) -> None:
+        self._delays, self._schedule, self._bytes = delays, schedule, 2 * model_bytes
+        self._started: Counter[int] = Counter()  # work items, by worker
+        self.now = 0.0
+
+    @classmethod
+    def of(cls, prepared: PreparedRun) -> RoundClock:
+        """The clock of a run."""
+        return cls(delays_of(prepared.experiment), prepared.schedule, prepared.row_bytes + prepared.buffer_bytes)
+
+    def pass_round(self, cohort: Sequence[int], sizes: Sequence[int], *, in_step: bool) -> None:
+        """Advance `now` by a round of these workers with shards of these sizes.
+
+        in_step: the workers wait for each other at each step, not only at the end of the round.
+        """
+        steps = [self._schedule.steps_for(size) for size in sizes]
+        if not in_step:
+            self._pass(list(zip(cohort, steps, strict=True)))
+            return
+        for step in range(max(steps)):
+            self._pass([(worker, 1) for worker, count in zip(cohort, steps, strict=True) if step < count])
+
+    def state(self) -> dict[str, Any]:
+        """The state between two rounds, in JSON types."""
+        return {"now": self.now, "started": list(self._started.items())}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue from such a state."""
+        saved = RoundClockState.model_validate(state)
+        self.now, self._started = saved.now, Counter(dict(saved.started))
+
+    def _pass(self, work: Sequence[tuple[int, int]]) -> None:
+        """Advance by the longest of these (worker, local steps), which start at the same time."""
+        seconds = [self._delays.seconds(worker, self._started[worker], steps, self._bytes) for worker, steps in work]
+        self._started.update(worker for worker, _ in work)
+        self.now += max(seconds, default=0.0)

@@ -1,0 +1,130 @@
+"""The round of federated averaging and of synchronous SGD. Read this first.
+
+Each line of `SynchronousLoop.run_round` is a method of `fedsim.engines.engine.Engine`, which calls the method of the
+same name of `fedsim.engines.executor.Executor` in every process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+
+from fedsim.core.randomness import sample_cohort
+from fedsim.core.snapshot import Snapshot
+from fedsim.core.timer import PhaseTimer
+from fedsim.engines import Engine
+from fedsim.engines.aggregator import AggregationStats
+from fedsim.engines.task import FiniteCheck
+from fedsim.errors import FedsimWarning, show
+from fedsim.records.record import RoundRecord
+from fedsim.runs.loops.round_clock import RoundClock
+from fedsim.runs.setup import PreparedRun
+
+
+class SynchronousLoop:
+    """Federated averaging and synchronous SGD: a cohort trains, and the server aggregates what it sends."""
+
+    def __init__(self, prepared: PreparedRun, engine: Engine) -> None:
+        self._prepared, self._engine = prepared, engine
+        self._check_finite = FiniteCheck(prepared.task, engine.shared)
+        self._virtual = RoundClock.of(prepared) if prepared.experiment.mode == "clock" else None
+        self._warned = False
+
+    def cohort(self, round: int) -> list[int]:
+        """The workers that are drawn for a round."""
+        experiment = self._prepared.experiment
+        return sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
+
+    def run_round(self, round: int, lost: Collection[int] = ()) -> RoundRecord:
+        """Run one round, counted from 1, with its cohort except the workers that are `lost`."""
+        engine, task, timer = self._engine, self._prepared.task, PhaseTimer()
+        cohort = [worker for worker in self.cohort(round) if worker not in lost]
+        with timer("pull_down"):
+            engine.pull_down(cohort, round)
+        if task.sync_in(round) == "parameters":
+            with timer("train"):
+                engine.train(cohort, round)
+            with timer("aggregate"):
+                if task.byzantine:
+                    engine.attack(cohort, round)
+                stats = engine.aggregate(cohort, round)
+                engine.server_step()
+        else:  # every step ends with the same lines, see `Executor.train_on_averaged_gradients`
+            with timer("train"):
+                stats = engine.train_on_averaged_gradients(cohort, round)
+        engine.combine_buffers(cohort, round, stats.excluded)
+        self._check_finite(round)
+        with timer("test"):
+            results = engine.test(round)
+        sizes = [engine.shared.shards.size(worker) for worker in cohort]
+        if self._virtual:
+            self._virtual.pass_round(cohort, sizes, in_step=task.sync_in(round) == "gradients")
+        self._warn_of_attack_without_honest_rows(round, cohort, sizes)
+        return self._record(round, cohort, sizes, stats, results, timer, lost)
+
+    def _record(
+        self,
+        round: int,
+        cohort: list[int],
+        sizes: Sequence[int],
+        stats: AggregationStats,
+        results: tuple[float, float, float | None],
+        timer: PhaseTimer,
+        lost: Collection[int],
+    ) -> RoundRecord:
+        prepared, schedule = self._prepared, self._prepared.schedule
+        test_loss, test_accuracy, attack_success = results
+        rows_sent = sum(map(schedule.steps_for, sizes)) if prepared.task.sync_in(round) == "gradients" else len(cohort)
+        sent = rows_sent * prepared.row_bytes + len(cohort) * prepared.buffer_bytes
+        samples = [schedule.samples_for(size) for size in sizes]
+        counted = [0 if worker in stats.excluded else n for worker, n in zip(cohort, samples, strict=True)]
+        return RoundRecord(
+            round=round,
+            test_loss=test_loss,
+            test_accuracy=test_accuracy,
+            train_loss=self._engine.train_loss(counted),
+            seconds=timer.seconds,
+            cohort=cohort,
+            coefficients=stats.shares,
+            excluded=stats.excluded,
+            lost=sorted(lost),
+            attack_success=attack_success,
+            bytes_up=sent,
+            bytes_down=sent,
+            samples=samples,
+            virtual_seconds=self._virtual.now if self._virtual else None,
+            asynchronous=None,
+            race=None,
+        )
+
+    def _warn_of_attack_without_honest_rows(self, round: int, cohort: Sequence[int], sizes: Sequence[int]) -> None:
+        """Warn, once in a run, if an aggregation had Byzantine workers only, and their attack needs honest rows."""
+        task = self._prepared.task
+        if self._warned or not task.byzantine or not task.attack.needs_honest:
+            return
+        in_steps = task.sync_in(round) == "gradients"
+        counts = [task.schedule.steps_for(size) if in_steps else 1 for size in sizes]  # of aggregations
+        honest = [count for worker, count in zip(cohort, counts, strict=True) if worker not in task.byzantine]
+        if max(counts) > max(honest, default=0):
+            self._warned = True
+            where = "worker has data left in the last steps" if honest else "worker is in the cohort"
+            warnings.warn(
+                f"round {round}: no honest {where}, and attack.name = {show(task.attack.name)} is computed from honest "
+                "rows; there, and wherever this happens again, the Byzantine workers send what they have trained",
+                FedsimWarning,
+                stacklevel=3,
+            )
+
+    def state(self) -> Snapshot:
+        state = self._engine.state()
+        if self._virtual:
+            state.facts["clock"] = self._virtual.state()
+        return state
+
+    def resume(self, state: Snapshot) -> None:
+        self._engine.resume(state)
+        if self._virtual:
+            self._virtual.resume(state.facts["clock"])
+
+    def finish(self) -> None:
+        """Do nothing."""

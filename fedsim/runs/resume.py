@@ -1,0 +1,152 @@
+"""Resuming an interrupted run from its newest intact checkpoint, with bitwise the same results."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from fedsim.config.experiment import Experiment
+from fedsim.config.load import describe, experiment_of
+from fedsim.core.import_policy import untrusted_config
+from fedsim.core.objects import names_in, with_objects
+from fedsim.core.snapshot import Snapshot
+from fedsim.engines import Engine
+from fedsim.engines import engine as engines
+from fedsim.errors import ExperimentError, FedsimWarning, RecordError, one_line
+from fedsim.records.history import read_history
+from fedsim.records.record import RoundRecord
+from fedsim.records.run_folder import EXPERIMENT, RunFolder, describe_environment
+from fedsim.runs.checkpoints import Checkpoints
+from fedsim.runs.differences import HOW, differences_of
+from fedsim.runs.loops.loop import Loop
+from fedsim.runs.setup import PreparedRun
+
+# Exceptions of a loop that is given the checkpoint of another run; files may hold anything.
+UNFIT = (RecordError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+
+State = tuple[int, Snapshot]  # the last finished round, and the state after it
+
+
+class ResumeState:
+    """The records and checkpoints of the earlier part of a run; some checkpoints may be damaged.
+
+    Args:
+        folder: of the run; None without a folder, and in ranks other than the first.
+        experiment: what is run now.
+
+    Raises ExperimentError, with a line for each difference, if the folder holds another experiment.
+    """
+
+    def __init__(self, folder: RunFolder | None, experiment: Experiment) -> None:
+        chosen = experiment.checkpoint
+        self.checkpoints = Checkpoints(folder.path if folder else None, chosen.every, chosen.keep)
+        self.records: list[RoundRecord] = []
+        self._candidates: list[int] = []  # rounds of checkpoints, newest first
+        self._newest: State | None = None
+        if folder is not None and folder.resumes:
+            self.records = read_history(folder.path)
+            self._candidates = self.checkpoints.rounds()
+            _require_same_experiment(folder, experiment, len(self.records))
+            _warn_of_other_software(folder)
+
+    def with_earlier_choices(self, experiment: Experiment) -> Experiment:
+        """The experiment with the earlier choices of its engine (`auto`, widths), on which rounding depends."""
+        newest = self.newest()
+        if newest is None or engines.get(experiment.engine).target.ranks:
+            return experiment
+        choices = newest[1].facts.get("way")
+        return _with_choices(experiment, choices if isinstance(choices, dict) else {})
+
+    def restore(self, loop: Loop, engine: Engine) -> int:
+        """Restore the loop from the newest usable checkpoint; the number of finished rounds, 0 without a checkpoint."""
+        start = loop.state()
+        while (found := engine.spread(self.newest())) is not None:
+            round, state = found
+            try:
+                loop.resume(state)
+            except UNFIT as error:
+                loop.resume(start)
+                self._refuse(f"does not fit this run: {one_line(error)}")
+                continue
+            break
+        else:
+            round = 0
+        self.records[:] = engine.broadcast(self.records[:round])
+        self.checkpoints.forget_after(round)
+        return round
+
+    def newest(self) -> State | None:
+        """The newest state that can be read and has the records of all its rounds; None if there is none."""
+        while self._newest is None and self._candidates:
+            round = self._candidates[0]
+            try:
+                if round > len(self.records):
+                    raise RecordError(f"only {len(self.records)} rounds are on record")
+                self._newest = round, self.checkpoints.read(round)
+            except RecordError as error:
+                self._refuse(str(error))
+        return self._newest
+
+    def _refuse(self, why: str) -> None:
+        """Skip the newest checkpoint, with a warning."""
+        if self._candidates:  # only the first rank has them
+            round = self._candidates.pop(0)
+            then = f"round {self._candidates[0]} is tried instead" if self._candidates else "the run starts again"
+            warnings.warn(f"checkpoint of round {round}: {why}; {then}", FedsimWarning, stacklevel=2)
+        self._newest = None
+
+
+def choices_of(prepared: PreparedRun) -> dict[str, Any]:
+    """The choices of the engine on which rounding depends, for the checkpoint."""
+    chosen = {"engine": prepared.experiment.engine, **prepared.how}
+    return {key: chosen[key] for key in ("engine", "processes", "threads", "width") if key in chosen}
+
+
+def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experiment:
+    """The experiment with the keys that it leaves open set as in a checkpoint; other values of a file are ignored."""
+    changes: dict[str, Any] = {}
+    numbers = {key: choices[key] for key in ("processes", "threads", "width") if _is_count(choices.get(key))}
+    if engines.get(experiment.engine).target.chooses and choices.get("engine") in engines.names():
+        changes["engine"] = choices["engine"]
+        changes["threads_per_process"] = numbers.get("threads", experiment.threads_per_process)
+    elif choices.get("engine") != experiment.engine:
+        return experiment  # the user names another engine
+    if experiment.processes is None and "processes" in numbers:
+        changes["processes"] = numbers["processes"]
+    if experiment.batched.width is None and "width" in numbers:
+        changes["batched"] = experiment.batched.model_copy(update={"width": numbers["width"]})
+    return experiment.model_copy(update=changes)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: int) -> None:
+    file, own = folder.path / EXPERIMENT, experiment.resolved()
+    with untrusted_config(file, [own]):
+        there = experiment_of(with_objects(describe(file), names_in(experiment.model_dump())))
+    lines = differences_of(there.resolved(), own, (*HOW, "rounds"))
+    if experiment.rounds < max(rounds, there.rounds):
+        lines.append(f"rounds: {there.rounds} there, {experiment.rounds} here; a resumed run can only have more")
+    if lines:
+        raise ExperimentError(*(f"{folder.path}: holds another experiment: {line}" for line in lines))
+
+
+def _warn_of_other_software(folder: RunFolder) -> None:
+    """Warn if the run began with other software or on another kind of processor: rounding may differ."""
+    before, here = folder.environment(), describe_environment()
+    differences = [
+        f"{name} {there.get(key)} there, {now[key]} here"
+        for name, key, there, now in (
+            ("fedsim", "fedsim", before, here),
+            ("torch", "torch", before.get("packages"), here["packages"]),
+            ("processor", "cpu_capability", before, here),
+        )
+        if isinstance(there, dict) and key in there and there[key] != now[key]
+    ]
+    if differences:
+        warnings.warn(
+            f"{folder.path}: {', '.join(differences)}: results may differ in the last bits", FedsimWarning, stacklevel=2
+        )

@@ -1,0 +1,318 @@
+"""Applying many rules to the stored updates of one round: `fedsim replay`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedsim.aggregation import AggregationInputs, Gram, Pipeline, make_pipeline, resolve, screened
+from fedsim.aggregation import rule as rules_by_name
+from fedsim.config.experiment import Experiment
+from fedsim.config.load import load_experiment
+from fedsim.core.text_wrapping import hang
+from fedsim.engines import Engine
+from fedsim.errors import ExperimentError, RecordError, cut, printable, show
+from fedsim.records.record import RoundRecord
+from fedsim.records.run_folder import EXPERIMENT
+from fedsim.runs.setup import PreparedRun
+from fedsim.system.files import is_file, require_regular, to_json
+
+FILE = re.compile(r"updates-(\d+)\.safetensors$")
+MOST_BYTES = 2**40  # of a file of updates, which is memory-mapped
+FLOATS, WHOLE = (torch.float32, torch.float64), (torch.int64,)
+STORED = {  # name: dtypes and shape
+    "updates": (FLOATS, "nd"),
+    "workers": (WHOLE, "n"),
+    "samples": (WHOLE, "n"),
+    "byzantine": ((torch.bool,), "n"),
+}
+STORED_FOR_SOME_RULES = {"root": (FLOATS, "d"), "losses": (FLOATS, "n")}
+COUNTS = 1e-6  # a row counts as chosen from this fraction of the largest coefficient on
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The result of a rule on a stored round.
+
+    Attributes:
+        rule: its name and parameters.
+        update: [d].
+        shares: the coefficient of each worker's row, by worker; None if the rule has no coefficients.
+        byzantine_share: the fraction of the absolute coefficients that Byzantine workers have; None likewise.
+        distance: |update - honest mean|.
+        angle: between the update and the honest mean, in degrees; NaN if one of them is zero.
+        seconds: time of the rule, without the Gram matrix that the rules share.
+    """
+
+    rule: str
+    update: Tensor
+    shares: dict[int, float] | None
+    byzantine_share: float | None
+    distance: float
+    angle: float
+    seconds: float
+
+    @property
+    def chosen(self) -> list[int] | None:
+        """The workers whose rows have a coefficient."""
+        if self.shares is None:
+            return None
+        most = max((abs(share) for share in self.shares.values()), default=0.0)
+        return [worker for worker, share in self.shares.items() if abs(share) > COUNTS * most]
+
+
+@dataclass(frozen=True)
+class StoredRound:
+    """The inputs of the rule in one round; see `RunFolder.updates`."""
+
+    experiment: Experiment
+    round: int
+    tensors: dict[str, Tensor]
+
+    @property
+    def workers(self) -> list[int]:
+        return self.tensors["workers"].tolist()
+
+    @property
+    def byzantine(self) -> list[int]:
+        """The Byzantine workers among them."""
+        return self.tensors["workers"][self.tensors["byzantine"]].tolist()
+
+    @property
+    def f(self) -> int:
+        """The number of Byzantine rows that the experiment's rule tolerates."""
+        return self.experiment.f
+
+    @property
+    def honest_mean(self) -> Tensor:
+        return self.tensors["updates"][~self.tensors["byzantine"]].double().mean(0)
+
+
+def stored_rounds(folder: str | Path) -> list[int]:
+    """The rounds of a run whose updates are stored, ascending."""
+    return sorted(int(match.group(1)) for path in Path(folder).iterdir() if (match := FILE.match(path.name)))
+
+
+def load_round(folder: str | Path, round: int | None = None, *, allow_imports: bool = False) -> StoredRound:
+    """A stored round of a run.
+
+    Args:
+        folder: of the run.
+        round: its number; None: the last stored one.
+        allow_imports: whether the run's experiment may name anything that can be imported; see `load_experiment`.
+
+    Raises RecordError if the folder has no such round, or a damaged one.
+    """
+    folder = Path(folder)
+    if not is_file(folder / EXPERIMENT):
+        raise RecordError(f"{folder}: is not a run folder (it has no {EXPERIMENT})")
+    kept = stored_rounds(folder)
+    if not kept:
+        raise RecordError(f"{folder}: has no stored updates; set records.updates=[1,5], for example")
+    round = kept[-1] if round is None else round
+    if round not in kept:
+        raise RecordError(f"{folder}: has the updates of rounds {', '.join(map(str, kept))}, not of {round}")
+    path = folder / f"updates-{round:05d}.safetensors"
+    experiment = load_experiment(folder / EXPERIMENT, allow_imports=allow_imports)
+    try:
+        require_regular(path, MOST_BYTES, inside=folder)
+        tensors = load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:  # ValueError: a dtype that PyTorch lacks
+        raise RecordError(f"{path}: cannot be read: {cut(printable(str(error)))}") from None
+    if problem := _problem_with(tensors, experiment):
+        raise RecordError(f"{path}: {problem}")
+    return StoredRound(experiment, round, tensors)
+
+
+def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
+    """The first difference from the tensors that `RunFolder.updates` writes; None if there is none."""
+    missing = set(STORED) - set(tensors)
+    if missing:
+        return f"lacks {', '.join(sorted(missing))}"
+    n, d = (*tensors["updates"].shape, 0, 0)[:2]
+    if tensors["updates"].ndim != 2 or not n or not d:
+        return f"updates: must be [n, d] with a row at least, not {list(tensors['updates'].shape)}"
+    for name, (kinds, shape) in {**STORED, **STORED_FOR_SOME_RULES}.items():
+        wanted = [{"n": n, "d": d}[size] for size in shape]
+        if name not in tensors:
+            continue
+        if tensors[name].dtype not in kinds or list(tensors[name].shape) != wanted:
+            found = f"{str(tensors[name].dtype).removeprefix('torch.')} {list(tensors[name].shape)}"
+            return f"{cut(name)}: must be {kinds[0]} {wanted}, not {found}".replace("torch.", "")
+    workers = tensors["workers"]
+    if len(workers.unique()) < n or not 0 <= int(workers.min()) <= int(workers.max()) < experiment.workers:
+        return f"workers: must be {n} different ones, from 0 to {experiment.workers - 1}"
+    if int(tensors["samples"].min()) < 0:
+        return "samples: must be at least 0"
+    return None
+
+
+def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
+    """Apply each rule to a stored round.
+
+    f and weights are those of the experiment, rules that use distances share one Gram matrix, a rule with state starts
+    with a new one, and rows that are not finite are excluded.
+
+    Args:
+        stored: the round.
+        rules: names, lists as in `aggregate.rule`, or tables.
+
+    Raises ExperimentError for an unknown rule, or one whose constraint does not hold, before any rule runs.
+    """
+    pipelines = [_pipeline(rule, stored.f) for rule in rules]
+    for pipeline in pipelines:
+        pipeline.dry_run(len(stored.workers))
+    gram: Gram | None = None
+    results = []
+    for rule, pipeline in zip(rules, pipelines, strict=True):
+        cohort, bad = screened(_cohort(stored, pipeline), "exclude")
+        if pipeline.accepts("gram"):
+            gram = gram or Gram(cohort.updates)
+            cohort.gram = gram
+        results.append(_measured(stored, pipeline, cohort, bad, _label(rule)))
+    return results
+
+
+def applicable_rules(stored: StoredRound) -> list[str]:
+    """The names of all rules that need no parameter but f, and whose inputs are stored in sufficient number."""
+    names = []
+    for plug in rules_by_name:
+        required = {name for name, field in plug.parameters.model_fields.items() if field.is_required()}
+        lacking = {"root", "losses"} & set(plug.takes) - set(stored.tensors)
+        if required <= {"f"} and not lacking:
+            with contextlib.suppress(ExperimentError):
+                _pipeline(plug.name, stored.f).dry_run(len(stored.workers))
+                names.append(plug.name)
+    return names
+
+
+def _pipeline(rule: Any, f: int) -> Pipeline:
+    params = {}
+    if isinstance(rule, dict):
+        rule, params = rule.get("rule"), {name: value for name, value in rule.items() if name != "rule"}
+    if not isinstance(rule, (str, list)):
+        raise ExperimentError(f"rules: {show(rule)} is not a rule; give a name, or a list of names and tables")
+    return make_pipeline(resolve(rule, params, background={"f": f}))
+
+
+def _label(rule: Any) -> str:
+    """A rule with its parameters: `nnm + multi_krum (m = 2)`."""
+    if isinstance(rule, list):
+        return " + ".join(map(_label, rule))
+    if not isinstance(rule, dict):
+        return str(rule)
+    params = ", ".join(f"{name} = {show(value)}" for name, value in rule.items() if name != "rule")
+    return _label(rule["rule"]) + (f" ({params})" if params else "")
+
+
+def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
+    tensors, experiment = stored.tensors, stored.experiment
+    weights = experiment.aggregate.weights or ("samples" if pipeline.needs_weights else "uniform")
+    values: Tensor | None = torch.ones(len(tensors["updates"]), dtype=torch.double)
+    if weights == "samples":
+        values = tensors["samples"].double()
+    elif isinstance(weights, list):
+        values = torch.tensor([weights[worker] for worker in stored.workers], dtype=torch.double)
+    elif not pipeline.needs_weights:
+        values = None
+    return AggregationInputs(
+        updates=tensors["updates"],
+        weights=values if pipeline.accepts_weights else None,
+        root=tensors.get("root"),
+        losses=tensors.get("losses"),
+        workers=stored.workers,
+        seed=experiment.seed,
+        moment=(stored.round,),
+        local_lr=experiment.local_lr,
+        sync="gradients" if stored.round <= experiment.rounds_of_gradients else "parameters",
+    )
+
+
+def _measured(
+    stored: StoredRound, pipeline: Pipeline, cohort: AggregationInputs, bad: list[int], label: str
+) -> Replayed:
+    started = time.perf_counter()
+    outcome = pipeline(cohort)
+    seconds = time.perf_counter() - started
+    shares: dict[int, float] | None = None
+    byzantine_share: float | None = None
+    if outcome.shares is not None and cohort.workers is not None:
+        shares = dict.fromkeys(stored.workers, 0.0)
+        shares |= zip(cohort.workers, outcome.shares.tolist(), strict=True)
+        total = sum(map(abs, shares.values()))
+        byzantine = sum(abs(shares[worker]) for worker in stored.byzantine)
+        byzantine_share = byzantine / total if total else 0.0
+    update, honest = outcome.update.double(), stored.honest_mean
+    cosine = float(update @ honest / (update.norm() * honest.norm()))
+    angle = float(torch.rad2deg(torch.tensor(cosine, dtype=torch.double).clamp(-1, 1).acos()))
+    distance = float((update - honest).norm())
+    return Replayed(label, outcome.update, shares, byzantine_share, distance, angle, seconds)
+
+
+def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int | None = None) -> str:
+    """The results as a table; lines longer than `columns` are wrapped."""
+    width = max(len("rule"), *(len(result.rule) for result in results))
+    lines = [
+        f"round {stored.round}: {len(stored.workers)} updates, of Byzantine workers {stored.byzantine or 'none'}; "
+        f"|honest mean| = {float(stored.honest_mean.norm()):.4g}",
+        f"{'rule':<{width}}  {'distance':>10}  {'angle':>7}  {'byzantine':>9}  {'ms':>8}  workers that counted",
+    ]
+    for result in results:
+        byzantine = "" if result.byzantine_share is None else f"{100 * result.byzantine_share:.1f} %"
+        figures = (
+            f"{result.rule:<{width}}  {result.distance:>10.4g}  {result.angle:>6.1f}°  {byzantine:>9}  "
+            f"{1000 * result.seconds:>8.2f}  "
+        )
+        lines.append(hang(figures, _described(result), columns))
+    return "\n".join(lines)
+
+
+def replay_json(stored: StoredRound, results: Sequence[Replayed]) -> str:
+    """The results as JSON, without the updates themselves."""
+    fields = ("rule", "shares", "byzantine_share", "distance", "angle", "seconds")
+    rules = [{field: getattr(result, field) for field in fields} for result in results]
+    return to_json({"round": stored.round, "byzantine": stored.byzantine, "rules": rules})
+
+
+def _described(result: Replayed) -> str:
+    if result.shares is None or result.chosen is None:
+        return "(each coordinate by itself)"
+    if not result.chosen:
+        return "none"
+    values = [result.shares[worker] for worker in result.chosen]
+    if max(values) - min(values) <= COUNTS * abs(max(values)):
+        return ("all" if len(values) == len(result.shares) else ", ".join(map(str, result.chosen))) + ", equally"
+    return ", ".join(f"{worker} ({result.shares[worker]:.3f})" for worker in result.chosen)
+
+
+def kept_updates(prepared: PreparedRun, engine: Engine, record: RoundRecord) -> dict[str, Tensor]:
+    """The inputs of the rule in the round that has just ended, on the CPU; see `RunFolder.updates`.
+
+    In rounds of gradients they are the gradients of the last step. In ranks that write nothing the result is empty.
+    """
+    shared, cohort, rule = engine.shared, record["cohort"], prepared.task.rule
+    gathered = engine.round_rows(cohort, record["round"])
+    if gathered is None:
+        return {}
+    (rows, losses), n = gathered, len(cohort)
+    kept = {
+        "updates": rows[:n],
+        "workers": torch.tensor(cohort),
+        "samples": torch.tensor([shared.shards.size(worker) for worker in cohort]),
+        "byzantine": torch.tensor([worker in prepared.task.byzantine for worker in cohort]),
+    }
+    if rule.accepts("root"):
+        kept["root"] = rows[-1]
+    if rule.accepts("losses"):
+        kept["losses"] = losses[:n]
+    return {name: tensor.cpu().clone() for name, tensor in kept.items()}

@@ -1,0 +1,211 @@
+"""Running one experiment: `fedsim.run`."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedsim.config.experiment import Experiment
+from fedsim.config.load import load_experiment
+from fedsim.config.validation import warnings_about
+from fedsim.core.confidence import fixed
+from fedsim.core.plotting import encode
+from fedsim.engines import engine as engines
+from fedsim.errors import ExperimentError, SettingWarning, plural
+from fedsim.records.record import RoundRecord
+from fedsim.records.run_folder import RunFolder
+from fedsim.records.tensorboard import TensorBoardWriter
+from fedsim.runs.loops.choose import loop_of
+from fedsim.runs.recovery import recovering
+from fedsim.runs.resume import ResumeState, choices_of
+from fedsim.runs.rule_replay import kept_updates
+from fedsim.runs.session import Session
+from fedsim.runs.setup import PreparedRun, finished_model, prepare
+from fedsim.runs.terminal import Display
+from fedsim.runs.text_table import draw_curve
+from fedsim.system.files import require_space
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+        experiment: the resolved experiment.
+        history: one record per round.
+        model: the global model, on the CPU, in evaluation mode.
+        global_row: its parameters as one row [d], on the CPU.
+        folder: the run folder; None without one.
+
+    >>> result = run(rounds=1, workers=2, model="logistic", engine="serial", local={"steps": 1})
+    >>> len(result.history), result.global_row.shape
+    (1, torch.Size([7850]))
+    """
+
+    experiment: Experiment
+    history: list[RoundRecord]
+    model: nn.Module
+    global_row: Tensor
+    folder: Path | None
+
+    @property
+    def test_accuracy(self) -> float:
+        """Accuracy after the last round."""
+        return self.history[-1]["test_accuracy"]
+
+    def __repr__(self) -> str:
+        seconds = sum(sum(record["seconds"].values()) for record in self.history)
+        where = f", in {self.folder}" if self.folder else ""
+        return (
+            f"Result({self.experiment.name}: test accuracy {fixed(self.test_accuracy)} after "
+            f"{plural(len(self.history), 'round')} in {seconds:.1f} s{where})"
+        )
+
+
+def run(
+    experiment: Experiment | Mapping[str, Any] | str | Path | None = None,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    on_setup: Callable[[str], object] | None = None,
+    on_start: Callable[[PreparedRun], object] | None = None,
+    on_round: Callable[[RoundRecord], object] | None = None,
+    session: Session | None = None,
+    progress: bool = False,
+    allow_imports: bool = False,
+    **changes: Any,
+) -> Result:
+    """Run an experiment.
+
+        fedsim.run(rounds=3, model="2nn", local={"lr": 0.1})
+        fedsim.run("experiment.toml", "folder", rounds=3)
+
+    Args:
+        experiment: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML file, the name of
+            an experiment that comes with fedsim, or None for the default experiment. A name may be the object itself,
+            as a class for the model; see docs/extending.md.
+        out: a new or empty folder for the records; None: no records are written.
+        resume: continue the interrupted run of this experiment in `out`, with bitwise the same results, or a finished
+            one for more rounds. If `out` is new, the run starts.
+        on_setup: called with the name of each step before the first round, such as "loading the data set mnist".
+        on_start: called with the `PreparedRun` before the first round.
+        on_round: called with the `RoundRecord` of each round.
+        session: the engine and the data that this run shares with other runs; None: it has its own.
+        progress: print a line for each round, as the command line does.
+        allow_imports: whether a TOML file may name anything that can be imported; see `load_experiment`.
+        changes: keys of the experiment to change. A table changes only the keys that it has.
+
+    Raises:
+        ExperimentError: the experiment cannot be run.
+        DataError: its data is missing.
+        RecordError: the folder holds something else, or cannot be written.
+        WorkerError: a worker failed, or processes were lost more often than `worker_retries` allows.
+    """
+    experiment = load_experiment(experiment, allow_imports=allow_imports, **changes)
+    if resume and out is None:
+        raise ExperimentError("resume = True: needs `out`, the folder of the run to resume")
+    host = engines.get(experiment.engine).target
+    display = Display(experiment, None if out is None else Path(out), quiet=not (progress and host.leads()))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(display)
+        stack.enter_context(host.among_peers(experiment.resolved()))
+        folder = RunFolder(Path(out), resume=resume) if out is not None and host.leads() else None
+        if folder:
+            stack.enter_context(folder)
+        past = ResumeState(folder, experiment)
+        session = session or stack.enter_context(Session())
+        note = folder.event if folder else None
+
+        def setup(step: str) -> None:
+            display.setup(step)
+            if on_setup:
+                on_setup(step)
+
+        prepared, engine = stack.enter_context(prepare(past.with_earlier_choices(experiment), session, note, setup))
+        loop = loop_of(prepared, engine, folder.race_log if folder else None)
+        loop = recovering(loop, prepared, engine, note)
+        prepared = replace(prepared, done=past.restore(loop, engine) if resume else 0)
+        recorder = stack.enter_context(RunRecorder(experiment, prepared, folder))
+        history = past.records
+        recorder.begin(history)
+        for line in warnings_about(experiment) if host.leads() else ():
+            warnings.warn(line, SettingWarning, stacklevel=2)
+        display.start(prepared)
+        if on_start:
+            on_start(prepared)
+        for round in range(prepared.done + 1, experiment.rounds + 1):
+            record = loop.run_round(round)
+            history.append(record)
+            if out is not None and round in experiment.records.updates:  # all ranks take part
+                recorder.updates(round, kept_updates(prepared, engine, record))
+            recorder.round(record)
+            display.round(record)
+            if on_round:
+                on_round(record)
+            if out is not None and engine.agree(past.checkpoints.due(round, experiment.rounds)):
+                recorder.settle()
+                past.checkpoints.write(round, loop.state, way=choices_of(prepared))
+        loop.finish()
+        model = finished_model(prepared, engine)
+        recorder.end(history, model)
+        global_row = engine.shared.global_row.cpu().clone()
+        del loop  # the engine must be the last to hold its memory when it leaves the task
+    result = Result(experiment, history, model, global_row, folder.path if folder else None)
+    display.finish(result.test_accuracy)
+    return result
+
+
+class RunRecorder(contextlib.ExitStack):
+    """Writes the records of a run to its folder and to TensorBoard; without a folder it writes nothing."""
+
+    def __init__(self, experiment: Experiment, prepared: PreparedRun, folder: RunFolder | None) -> None:
+        super().__init__()
+        self._experiment, self._prepared, self._folder = experiment, prepared, folder
+        wanted = folder is not None and experiment.records.tensorboard
+        board = (
+            TensorBoardWriter(folder.path, experiment.resolved(), after=prepared.done) if folder and wanted else None
+        )
+        self._board = self.enter_context(board) if board else None
+
+    def begin(self, history: Sequence[RoundRecord]) -> None:
+        """Write the files of a run before its first round, or before the rounds of a resumed run."""
+        prepared = self._prepared
+        if self._folder:
+            require_space(self._folder.path, prepared.record_bytes, "what this run keeps")
+            self._folder.begin(self._experiment, history, **prepared.facts())
+            of_some = prepared.sampled_workers, self._experiment.workers
+            self._folder.partition(prepared.label_counts, prepared.byzantine, *of_some)
+
+    def updates(self, round: int, kept: dict[str, Tensor]) -> None:
+        """Write the inputs of the rule in a round."""
+        if self._folder:
+            self._folder.updates(round, kept)
+
+    def round(self, record: RoundRecord) -> None:
+        """Write the record of a round."""
+        if self._folder:
+            self._folder.round(record)
+        if self._board:
+            self._board.round(record)
+
+    def settle(self) -> None:
+        """Flush the recorded rounds to the disk: before a checkpoint, which needs them, and at the end of the run."""
+        if self._folder:
+            self._folder.settle()
+
+    def end(self, history: Sequence[RoundRecord], model: nn.Module) -> None:
+        """Write the files of a finished run."""
+        self.settle()
+        if self._folder and self._experiment.records.model:
+            self._folder.model(model)
+        records = self._experiment.records
+        if self._folder and records.curve and records.figures:
+            figure = draw_curve(history, self._experiment.name)
+            for format in records.figures:
+                self._folder.curve(encode(figure, format), format)

@@ -1,0 +1,83 @@
+"""The engine and the data that consecutive runs share, so that only the first run has to start processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fedsim.data import TensorData, load_dataset
+from fedsim.engines import Engine
+from fedsim.engines import engine as engines
+from fedsim.errors import FedsimError
+
+MOST_DATA_SETS = 4  # in memory; the least recently used ones are dropped
+
+
+class Session:
+    """Keeps an engine with its processes, and data sets, between runs; a context manager that ends them.
+
+    The engine is reused while runs ask for the same one and it has not failed. Data sets stay on the device, or in the
+    shared memory of an engine.
+
+    >>> import fedsim
+    >>> with fedsim.Session() as session:
+    ...     results = [fedsim.run({"seed": seed}, session=session, rounds=1, engine="serial") for seed in range(2)]
+    """
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._engine_key: tuple[Any, ...] = ()
+        self._data: dict[str, tuple[TensorData, TensorData]] = {}
+
+    @contextlib.contextmanager
+    def engine(self, name: str, processes: int, threads: int, timeout: float, device: torch.device) -> Iterator[Engine]:
+        """The engine for one run; it leaves its task when the `with` block ends."""
+        key = (name, processes, threads, timeout, device)
+        if self._engine is None or key != self._engine_key:
+            self._close_engine()
+            self._engine, self._engine_key = engines.get(name).target(processes, threads, timeout), key
+        engine = self._engine
+        try:
+            yield engine
+            engine.leave()
+        except FedsimError:
+            if engine.at_work:  # the engine itself has not failed
+                engine.leave()
+            else:
+                self._close_engine()
+            raise
+        except BaseException:
+            self._close_engine()
+            raise
+
+    def data(
+        self, name: str, root: str | None, params: Mapping[str, Any], device: torch.device
+    ) -> tuple[TensorData, TensorData]:
+        """The training and test samples of a data set, on the device; see `load_dataset`."""
+        key = repr((name, root, sorted(params.items()), device))
+        if key not in self._data:
+            while len(self._data) >= MOST_DATA_SETS:
+                del self._data[next(iter(self._data))]
+            train, test = load_dataset(name, root, **params)
+            self._data[key] = train.to(device, train.dtype), test.to(device, test.dtype)
+        self._data[key] = self._data.pop(key)  # the most recently used one is last
+        return self._data[key]
+
+    def close(self) -> None:
+        """End the engine's processes and free the data."""
+        self._data.clear()
+        self._close_engine()
+
+    def _close_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

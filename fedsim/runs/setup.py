@@ -1,0 +1,310 @@
+"""From an experiment to an engine that is ready for the first round."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedsim.asynchronous.server_state import GradientOnly
+from fedsim.config.experiment import Experiment
+from fedsim.config.validation import what_needs_rows
+from fedsim.core.objects import names_in, why_unsendable
+from fedsim.core.randomness import numpy_generator, preserve_random_state, sample_workers
+from fedsim.core.rows import Layout
+from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
+from fedsim.engines import Engine, Schedule, SpawnEngine, TaskSpec
+from fedsim.engines import engine as engines
+from fedsim.engines.out_of_memory import explain_oom
+from fedsim.engines.pool.retry import Note, announce, retried
+from fedsim.engines.task import SharedState
+from fedsim.errors import ExperimentError, FedsimWarning, show
+from fedsim.runs import checks
+from fedsim.runs.session import Session
+from fedsim.system.devices import describe_device, shares_memory
+from fedsim.system.openmp import warn_if_threads_spin
+from fedsim.system.precision import PRECISIONS
+
+MOST_RACING = 32  # processes of a race by default; each takes a quarter of a gigabyte
+MOST_SAMPLED = 1_000  # workers whose shards are drawn to describe a virtual population
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """The facts of a run that are known before its first round.
+
+    Attributes:
+        experiment: what is run.
+        task: what all processes know of it.
+        device: its description.
+        how: the choices of the engine, such as the number of processes.
+        parameters: of the model.
+        train_samples, test_samples: of the data set.
+        sampled_workers: the workers that `label_counts` describes, of a virtual population; None: all of them.
+        label_counts: samples of each class, int [workers, classes].
+        byzantine: the Byzantine workers.
+        row_bytes: size of one model or gradient.
+        buffer_bytes: size of the buffers that a worker sends with its model; 0 unless buffers are averaged.
+        done: rounds that a resumed run has finished before.
+    """
+
+    experiment: Experiment
+    task: TaskSpec
+    device: str
+    how: dict[str, Any]
+    parameters: int
+    train_samples: int
+    test_samples: int
+    sampled_workers: list[int] | None
+    label_counts: np.ndarray
+    byzantine: list[int]
+    row_bytes: int
+    buffer_bytes: int
+    done: int = 0
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.task.schedule
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """The number of samples of each worker that `label_counts` describes."""
+        return self.label_counts.sum(1).tolist()
+
+    @property
+    def record_bytes(self) -> int:
+        """The approximate size of the large files that the run writes."""
+        experiment = self.experiment
+        rows = experiment.records.model + len(experiment.records.updates) * experiment.cohort_size
+        if experiment.checkpoint.every != 0:
+            each = 1 if experiment.policy.bind().in_rounds else experiment.cohort_size
+            if self.task.hook is not None and self.task.hook.keeps:
+                each += self.how["ranks"]
+            rows += (experiment.checkpoint.keep + 1) * each  # the oldest is removed after the newest is written
+        return self.row_bytes * rows
+
+    def facts(self) -> dict[str, Any]:
+        """The facts for `environment.json`."""
+        return {
+            "device": self.device,
+            "arithmetic": self.task.precision.facts(),
+            **self.how,
+            "parameters": self.parameters,
+            "train_samples": self.train_samples,
+            "test_samples": self.test_samples,
+            "smallest_shard": min(self.shard_sizes),
+            "largest_shard": max(self.shard_sizes),
+            **({} if self.sampled_workers is None else {"workers_looked_at": len(self.sampled_workers)}),
+        }
+
+
+@contextlib.contextmanager
+def prepare(
+    experiment: Experiment,
+    session: Session,
+    note: Note | None = None,
+    on_setup: Callable[[str], object] = lambda step: None,
+) -> Iterator[tuple[PreparedRun, Engine]]:
+    """Prepare a run; a context manager that gives its facts and an engine of the session, and frees the engine's task.
+
+    Args:
+        experiment: what to run.
+        session: owns the engine and the data.
+        note: called for every process that is lost and replaced; see `RunFolder.event`.
+        on_setup: called with the name of each step of the preparation.
+
+    Raises:
+        ExperimentError, DataError: the experiment cannot be run on this machine.
+    """
+    device = engines.get(experiment.engine).target.device_for(experiment.device)
+    PRECISIONS[experiment.precision].require(device)
+    engine_name, processes = engine_of(experiment), _processes(experiment, device)
+    threads = experiment.threads_per_process
+    warn_if_threads_spin(threads)
+    on_setup(f"starting the engine {experiment.engine}")  # its processes start while the data loads
+    with (
+        preserve_random_state(device),
+        session.engine(engine_name, processes, threads, experiment.timeout, device) as engine,
+        contextlib.ExitStack() as stack,
+    ):
+        on_setup(f"making the model {show(experiment.model.name)}")
+        task = task_of(experiment, device)
+        stack.enter_context(_explained_oom(task, processes))
+        checks.check_memory(experiment, engines.get(engine_name).target, task, processes, recorded=note is not None)
+
+        data = experiment.data
+        on_setup(f"loading the data set {show(data.dataset)}")
+        train, test = session.data(data.dataset, data.root, data.params, device)
+        checks.check_outputs_of_model(experiment, task, train, test)
+
+        on_setup(f"partitioning the data among {experiment.workers:,} workers")
+        shards = _shards(experiment, train)
+        sampled = _sampled_workers(shards, experiment.seed)
+        described: Sequence[int] = range(len(shards)) if sampled is None else sampled
+        checks.check_smallest_batch(experiment, task, train, {worker: shards.size(worker) for worker in described})
+        checks.check_last_steps(experiment, task, shards)
+
+        on_setup(f"getting the engine {experiment.engine} ready for the first round")
+        root = _root(experiment, train) if task.rule.accepts("root") else None
+        shared = engine.allocate(task, experiment.cohort_size, train, test, shards, root)
+        how = _begin(experiment, engine, task, shared, note)
+        prepared = PreparedRun(
+            experiment=experiment,
+            task=task,
+            device=describe_device(device),
+            how=how,
+            parameters=len(shared.global_row),
+            train_samples=len(train),
+            test_samples=len(test),
+            sampled_workers=sampled,
+            label_counts=label_counts(train.targets.cpu().numpy(), [shards.of(i) for i in described], shared.classes),
+            byzantine=experiment.byzantine,
+            row_bytes=shared.global_row.nbytes,
+            buffer_bytes=shared.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,
+        )
+        del shared  # the engine must be the last to hold its memory when it leaves the task
+        yield prepared, engine
+
+
+def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
+    """The part of an experiment that every process needs. Raises ExperimentError if the model cannot be built."""
+    local, chosen, aggregate, rule = experiment.local, experiment.partition, experiment.aggregate, experiment.pipeline
+    weights = aggregate.weights or ("samples" if rule.needs_weights else "uniform")
+    rows_for, ranked = what_needs_rows(experiment), engines.get(experiment.engine).target.ranks
+    by_hook = ranked and experiment.rounds_of_gradients > 0 and rows_for is None
+    task = TaskSpec(
+        seed=experiment.seed,
+        rounds=experiment.rounds,
+        gradient_rounds=experiment.rounds_of_gradients,
+        model=experiment.model.bind(),
+        schedule=Schedule(local.batch_size, local.epochs, local.steps, local.drop_last),
+        solver=GradientOnly() if _sends_gradients(experiment) else local.bind(),
+        rule=rule,
+        weights=tuple(weights) if isinstance(weights, list) else weights,
+        nonfinite=aggregate.nonfinite,
+        attack=experiment.attack.bind(),
+        byzantine=frozenset(experiment.byzantine),
+        server=experiment.server.bind(),
+        buffers=experiment.buffers,
+        augment=tuple(augment.bind() for augment in experiment.data.augment),
+        transforms=transforms_of_workers(experiment.workers, chosen.strategy, **chosen.params),
+        device=device,
+        precision=PRECISIONS[experiment.precision],
+        compile=experiment.compile,
+        cuda_graphs=experiment.cuda_graphs,
+        width=experiment.batched.width,
+        inner=experiment.distributed.inner,
+        hook=experiment.distributed.hook.bind() if by_hook else None,
+        rows_for=rows_for,
+        local_lr=experiment.local_lr,
+    )
+    checks.check_model(experiment, task)
+    return task
+
+
+def _sends_gradients(experiment: Experiment) -> bool:
+    """Whether workers send gradients to an asynchronous policy, and take no steps of their own."""
+    policy = experiment.policy.bind()
+    return not policy.in_rounds and policy.work == "gradient"
+
+
+def finished_model(prepared: PreparedRun, engine: Engine) -> nn.Module:
+    """The global model as a module of its own, on the CPU and in evaluation mode."""
+    module = prepared.task.new_module()
+    layout = Layout.of(module)
+    layout.write(engine.shared.global_row, module)
+    layout.write_buffers(engine.shared.global_buffers, module)
+    return module.cpu().eval()
+
+
+def engine_of(experiment: Experiment) -> str:
+    """The name of the engine that runs an experiment; a race runs on the processes of another engine."""
+    if experiment.mode != "race":
+        return experiment.engine
+    return engines.get(experiment.engine).target.racing or SpawnEngine.racing  # a comparison may set engine = "serial"
+
+
+def _begin(
+    experiment: Experiment, engine: Engine, task: TaskSpec, shared: SharedState, note: Note | None
+) -> dict[str, Any]:
+    """Give the engine its task, again if it loses a process meanwhile; the engine's choices.
+
+    No worker trains yet, so on_worker_failure = "drop" is the same as "retry" here.
+    """
+    retries = 0 if experiment.on_worker_failure == "abort" else experiment.worker_retries
+    retried(
+        lambda attempt: engine.begin(task, shared),
+        retries,
+        lambda loss, attempt: announce(loss, attempt, retries, note),
+        "its processes have been started",
+    )
+    how: dict[str, Any] = {}
+    if experiment.mode == "race":
+        how = {"engine": engine_of(experiment), "repeatable": False, "runs": experiment.race.runs}
+    how |= engine.facts()
+    if task.compile:
+        how["compiled"] = engine.compiled()
+    if task.device.type == "cuda":
+        how["cuda_graphs"] = engine.replayed()
+    return how
+
+
+@contextlib.contextmanager
+def _explained_oom(task: TaskSpec, processes: int) -> Iterator[None]:
+    """Turn an out-of-memory error of the device into an ExperimentError that suggests smaller settings."""
+    try:
+        with explain_oom(task, processes):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise ExperimentError(f"device = {show(str(task.device))}: {error}") from error
+
+
+def _processes(experiment: Experiment, device: torch.device) -> int:
+    """The number of processes to start."""
+    engine, most = engines.get(engine_of(experiment)).target, experiment.cohort_size
+    if experiment.mode == "race" and device.type == "cpu":  # a worker that shares a process would race less
+        default = min(most, MOST_RACING)
+    else:
+        default = engine.default_processes(device, most, experiment.threads_per_process)
+    processes = min(most, experiment.processes or default)
+    # Data reaches the processes as tensors, whatever the data set is.
+    reason = why_unsendable(names_in(experiment.model_dump(exclude={"data": {"dataset"}})))
+    if reason and engine.may_lose_processes(processes):
+        if not engine.chooses:
+            raise ExperimentError(f"engine = {show(experiment.engine)}: {reason}; use engine=serial")
+        if processes > 1:
+            warnings.warn(f"{reason}; the run uses one process", FedsimWarning, stacklevel=2)
+        return 1
+    if processes > 1 and not shares_memory(device):
+        raise ExperimentError(
+            f'engine = "{experiment.engine}": processes cannot share memory of the device {device}; use processes=1'
+        )
+    return processes
+
+
+def _root(experiment: Experiment, train: TensorData) -> np.ndarray:
+    """The server's own samples: some of the training samples, drawn at random."""
+    size = experiment.aggregate.root_samples
+    if size > len(train):
+        raise ExperimentError(f"aggregate.root_samples = {size}: there are {len(train)} training samples")
+    return np.sort(numpy_generator(experiment.seed, "root").choice(len(train), size, replace=False))
+
+
+def _shards(experiment: Experiment, train: TensorData) -> Shards:
+    chosen, labels = experiment.partition, train.targets.cpu()
+    return partition_shards(
+        labels, experiment.workers, chosen.strategy, experiment.seed, ids=train.ids, **chosen.params
+    )
+
+
+def _sampled_workers(shards: Shards, seed: int) -> list[int] | None:
+    """Workers drawn at random that represent a large virtual population; None if all can be described."""
+    if shards.listed or len(shards) <= MOST_SAMPLED:
+        return None
+    return sample_workers(numpy_generator(seed, "look"), len(shards), MOST_SAMPLED).tolist()

@@ -1,0 +1,55 @@
+"""A daemon thread that runs functions one at a time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, TimeoutError
+from typing import Any
+
+import torch
+
+
+class SingleThreadExecutor:
+    """Runs functions one after another on a daemon thread, which starts with the first function.
+
+    `concurrent.futures.ThreadPoolExecutor` would wait for its threads when the program ends.
+
+    Args:
+        device: the current device of the thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, function: Callable[[], Any]) -> Future[Any]:
+        """Call the function on the thread; returns the future of its result."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fedsim-background", daemon=True)
+            self._thread.start()
+        done: Future[Any] = Future()
+        self._calls.put((function, done))
+        return done
+
+    def _run(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device.index)  # each thread has its own current device
+        while True:
+            function, done = self._calls.get()
+            try:
+                done.set_result(function())
+            except BaseException as error:
+                done.set_exception(error)
+            del function, done  # frees what they refer to while the thread waits
+
+
+def ended(future: Future[Any], seconds: float) -> bool:
+    """Wait at most so many seconds; whether the future is done by then."""
+    try:
+        future.exception(timeout=seconds)
+    except TimeoutError:
+        return False
+    return True

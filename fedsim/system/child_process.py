@@ -1,0 +1,185 @@
+"""Child processes: each ends with its parent, and only the parent handles Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import current_process, get_context, parent_process, resource_tracker
+from typing import Any
+
+from fedsim.errors import WorkerError, show_warnings_as_lines
+from fedsim.system.limits import limit_hint
+from fedsim.system.messages import Channel
+
+GRACE = 2.0  # seconds that a process gets to end before it is killed
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # while processes start or are closed
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
+
+
+class ChildProcess:
+    """A spawn process and the parent's end of a pipe to it. Start it inside `signals_deferred`.
+
+    Args:
+        serve: the main function, `serve(pipe, *arguments)`, with a Connection. It calls `init_child_process` and then
+            answers the messages of a Channel until it is dismissed.
+        arguments: objects that can be pickled, or that multiprocessing passes to a process as it starts.
+        name: name of the process.
+        daemon: as in multiprocessing: the process has no children, and Python ends it at exit.
+
+    Raises WorkerError if the system does not start another process.
+    """
+
+    def __init__(self, serve: Callable[..., object], *arguments: Any, name: str, daemon: bool) -> None:
+        context = get_context("spawn")
+        with _os_errors_as_worker_errors():
+            ours, theirs = context.Pipe()
+            self.pipe = Channel(ours)
+            with theirs:
+                self._process = context.Process(target=serve, args=(theirs, *arguments), name=name, daemon=daemon)
+                self._process.start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def sentinel(self) -> int:
+        """A handle by which `multiprocessing.connection.wait` waits for the end of the process."""
+        return self._process.sentinel
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the end of the process, at most so many seconds."""
+        self._process.join(seconds)
+
+    def dismiss(self) -> None:
+        """Ask the process to end after its current message. Does nothing if it has ended."""
+        with contextlib.suppress(OSError):
+            self.pipe.dismiss()
+
+    def close(self, deadline: float) -> None:
+        """Wait for the end of the process, and kill it at `deadline`, a time of `time.monotonic`."""
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self.pipe.close()
+
+
+@contextlib.contextmanager
+def _os_errors_as_worker_errors() -> Iterator[None]:
+    """Turn an OSError into a WorkerError that names the limit of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise WorkerError(
+            f"a process cannot be started: {error.strerror or error}{limit_hint(error)}; use fewer processes"
+        ) from error
+
+
+def init_child_process() -> None:
+    """Call first in a process that was started inside `signals_deferred`: ignore Ctrl-C, and end with the parent."""
+    show_warnings_as_lines()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+    _end_with_parent()
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """The end of a process that was expected to run on, as the predicate of a sentence."""
+    if exitcode is None:
+        return "closed its pipe"
+    if exitcode < 0:
+        return f"was killed by {_signal_name(-exitcode)} (exit code {exitcode})"
+    return f"ended with exit code {exitcode} before its work was done"
+
+
+def describe_failed_start(exitcode: int | None, instead: str) -> str:
+    """The end of a process that had not begun to work; `instead` names a setting that starts no process.
+
+    A positive exit code most likely comes from a script without a main guard, which its own processes import.
+    """
+    if not exitcode or exitcode < 0:
+        return f"{describe_exit(exitcode)}, while it started"
+    return (
+        f'ended with exit code {exitcode} while it started; a script needs `if __name__ == "__main__":` around what '
+        f"it does, because processes import it, or else {instead}"
+    )
+
+
+def require_importable_main(instead: str) -> None:
+    """Check that processes can import the main program, which they do as they start.
+
+    Raises WorkerError, which recommends `instead`, if the program is not a file. See `exit_if_imported_by_child`.
+    """
+    exit_if_imported_by_child()
+    path = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if path.startswith("<"):  # "<stdin>", which multiprocessing would look up as a file
+        raise WorkerError(
+            f"processes cannot import a program that comes from {path}: it needs to be a file, with "
+            f'`if __name__ == "__main__":` around what it does, or else {instead}'
+        )
+
+
+def exit_if_imported_by_child() -> None:
+    """Exit silently if multiprocessing is starting this process.
+
+    The process is then importing a main program that has no main guard. The parent reports that.
+    """
+    if getattr(current_process(), "_inheriting", False):  # the test of multiprocessing.spawn itself
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Deliver Ctrl-C and SIGTERM at the end of the block; processes that start inside have both blocked."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # multiprocessing would start it inside, and unblock the signals
+    received: list[int] = []  # by other threads, which block no signals
+    handlers = {number: signal.getsignal(number) for number in HELD_SIGNALS}
+    for number in HELD_SIGNALS:
+        signal.signal(number, lambda number, frame: received.append(number))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if received:
+            signal.raise_signal(received[0])
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as its parent ends."""
+    parent = parent_process()
+    if parent is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # Linux: the kernel does it, even if this process is stopped
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(RuntimeError):  # no thread can be started: rely on the kernel
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+
+
+def _end_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

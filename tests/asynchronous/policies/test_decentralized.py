@@ -1,0 +1,214 @@
+"""Policies whose workers keep their own models, compared with loops written here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedsim.asynchronous.policies.decentralized import GRAPHS, complete, exponential, ring
+from fedsim.clients import SGD
+from fedsim.core.randomness import numpy_generator
+from fedsim.engines.trainers.batches import WorkItem
+from fedsim.errors import ExperimentError
+from tests.asynchronous.simulated import delays_of, policy_of, simulate, some_result, zero_result
+
+LR = 0.1
+START = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+
+def same(found, expected):
+    return torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def nth(worker, step):
+    return WorkItem(worker, worker, step // 3 + 1, None, step % 3)
+
+
+def scattered(run):
+    """Give the workers different start models."""
+    models = torch.arange(run.server.n * 3, dtype=torch.float64).reshape(-1, 3).sin()
+    run.server.replicas.copy_(models)
+    return models.clone()
+
+
+# Elastic averaging
+
+
+@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("alpha", [None, 0.3])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_synchronous_elastic_averaging_is_a_loop(period, alpha, momentum):
+    """All elastic differences use the old centre, which moves by their sum."""
+    n, solver = 3, SGD(lr=LR, momentum=momentum, nesterov=momentum > 0)
+    chosen = policy_of("easgd", alpha=alpha, period=period, synchronous=True)
+    run = simulate(chosen, delays_of([1.0, 2.0, 2.0], "lognormal"), solver=solver).advance(12 * n)
+    models, centre, velocity = [START] * n, START, [torch.zeros(3).double()] * n
+    for step in range(12):
+        for worker in range(n):
+            gradient = some_result(models[worker], nth(worker, step))
+            velocity[worker] = momentum * velocity[worker] + gradient
+            direction = gradient + momentum * velocity[worker] if momentum else gradient
+            models[worker] = models[worker] - LR * direction
+        if (step + 1) % period == 0:
+            elastic = [(0.9 / n if alpha is None else alpha) * (model - centre) for model in models]
+            models = [model - e for model, e in zip(models, elastic, strict=True)]
+            centre = centre + sum(elastic)
+    assert run.server.version == 12 // period
+    assert same(run.row, centre)
+    assert same(run.server.replicas, torch.stack(models))
+
+
+def test_asynchronous_elastic_averaging_is_a_loop():
+    speeds = [1.0, 1.618, 2.718]
+    run = simulate(policy_of("easgd", alpha=0.4, period=2), delays_of(speeds)).advance(40)
+    models, centre, steps, at = [START] * 3, START, [0] * 3, list(speeds)
+    for _ in range(40):
+        worker = at.index(min(at))
+        models[worker] = models[worker] - LR * some_result(models[worker], nth(worker, steps[worker]))
+        steps[worker] += 1
+        if steps[worker] % 2 == 0:
+            elastic = 0.4 * (models[worker] - centre)
+            models[worker], centre = models[worker] - elastic, centre + elastic
+        at[worker] += speeds[worker]
+    assert same(run.row, centre)
+    assert same(run.server.replicas, torch.stack(models))
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("name", ["easgd", "eamsgd"])
+def test_without_gradients_elastic_averaging_keeps_the_sum(name, synchronous):
+    chosen = policy_of(name, alpha=0.2, period=1, synchronous=synchronous)
+    solver = SGD(lr=LR, momentum=0.9, nesterov=True)
+    run = simulate(chosen, delays_of([1.0, 1.3, 2.7, 3.0], "lognormal"), train=zero_result, solver=solver)
+    total = scattered(run).sum(0) + run.row
+    spread = run.server.replicas.std(0).sum()
+    for _ in range(60):
+        run.clock.advance()
+        assert same(run.server.replicas.sum(0) + run.row, total)
+    assert run.server.replicas.std(0).sum() < 0.2 * spread
+
+
+def test_easgd_counts_exchanges_only():
+    run = simulate(policy_of("easgd", period=4), delays_of([1.0, 1.1])).advance(17)
+    exchanges = sum((arrival.unit + 1) % 4 == 0 for arrival in run.arrivals)
+    assert run.server.version == run.clock.dispatcher.stats.up == exchanges
+    # worker 0 exchanges at 4 and 8, worker 1 at 4.4 and 8.8: but for the first, each one after one of the other's
+    assert run.clock.dispatcher.stats.staleness == {0: 1, 1: 3}
+
+
+def test_synchronous_easgd_does_not_wait_for_departed_workers():
+    """Worker 2 leaves at 7, while both others wait for it; then they exchange."""
+    run = simulate(
+        policy_of("easgd", period=1, synchronous=True, alpha=0.5),
+        delays_of([1.0, 2.0, 100.0]),
+        departures={2: 7.0},
+        train=zero_result,
+    )
+    run.server.replicas[:] = torch.tensor([1.0, 3.0, 9.0]).view(3, 1)
+    run.server.global_row.zero_()
+    run.advance(2)
+    assert run.server.version == 0
+    run.advance(1)
+    assert run.clock.now == 8
+    assert run.server.version == 1
+    assert run.row.tolist() == [2.0] * 3  # half of 1 and half of 3
+    assert run.server.replicas[:, 0].tolist() == [0.5, 1.5, 9.0]
+    run.advance(20)
+    assert run.server.version > 9
+
+
+# Pairs
+
+
+def test_graphs_by_hand():
+    assert ring(0, 5) == [1, 4]
+    assert ring(0, 2) == [1]
+    assert ring(0, 1) == complete(0, 1) == exponential(0, 1) == []
+    assert complete(1, 4) == [0, 2, 3]
+    assert exponential(0, 8) == [1, 2, 4, 6, 7]
+    assert exponential(3, 6) == [1, 2, 4, 5]  # 3 +- 1, 2 and 4
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 16])
+def test_graphs_are_symmetric(graph, n):
+    for slot in range(n):
+        neighbours = GRAPHS[graph](slot, n)
+        assert slot not in neighbours
+        assert len(set(neighbours)) == len(neighbours)
+        assert all(slot in GRAPHS[graph](other, n) for other in neighbours)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("name", ["gossip", "ad_psgd"])
+def test_pairwise_averaging_is_a_loop(name, graph):
+    """The gradient is taken at the start model, and steps the current model."""
+    speeds = [1.0, 1.618, 2.718, 3.1416]
+    run = simulate(policy_of(name, graph=graph), delays_of(speeds), seed=4).advance(50)
+    models, began, steps, at = [START] * 4, [START] * 4, [0] * 4, list(speeds)
+    for _ in range(50):
+        mine = at.index(min(at))
+        gradient = some_result(began[mine], nth(mine, steps[mine]))
+        neighbours = GRAPHS[graph](mine, 4)
+        theirs = neighbours[int(numpy_generator(4, "neighbour", mine, steps[mine]).integers(len(neighbours)))]
+        if name == "gossip":
+            models[mine] = models[mine] - LR * gradient
+        models[mine] = models[theirs] = (models[mine] + models[theirs]) / 2
+        if name == "ad_psgd":
+            models[mine] = models[mine] - LR * gradient
+        steps[mine] += 1
+        began[mine] = models[mine]
+        at[mine] += speeds[mine]
+    assert same(run.server.replicas, torch.stack(models))
+    run.server.policy.publish(run.server)
+    assert same(run.row, torch.stack(models).mean(0))
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("name", ["gossip", "ad_psgd"])
+def test_without_gradients_pairs_keep_the_mean_and_converge(name, graph):
+    run = simulate(policy_of(name, graph=graph), delays_of([1.0] * 6, "lognormal"), train=zero_result)
+    mean = scattered(run).mean(0)
+    for _ in range(300):
+        run.clock.advance()
+        assert same(run.server.replicas.mean(0), mean)
+    assert run.server.replicas.std(0).max() < 1e-3
+    run.server.policy.publish(run.server)
+    assert same(run.row, mean)
+
+
+def test_departed_workers_are_not_averaged():
+    """On a ring of 3 workers, one leaves at once. The other two are a pair, and their mean is tested."""
+    run = simulate(policy_of("gossip"), delays_of([1.0, 1.3, 5.0]), departures={2: 0.0}, train=zero_result)
+    run.server.replicas[:] = torch.tensor([1.0, 3.0, 100.0]).view(3, 1)
+    run.advance(10)
+    assert run.server.replicas[:, 0].tolist() == [2.0, 2.0, 100.0]
+    run.server.policy.publish(run.server)
+    assert run.row.tolist() == [2.0] * 3
+
+
+def test_a_single_worker_steps_alone_and_none_is_an_error():
+    run = simulate(policy_of("gossip"), delays_of([1.0]), departures={0: 2.5}).advance(2)
+    model = START
+    for step in range(2):
+        model = model - LR * some_result(model, nth(0, step))
+    assert same(run.server.replicas[0], model)
+    with pytest.raises(ExperimentError, match="no worker is busy"):
+        run.advance(1)
+    with pytest.raises(ExperimentError, match="all workers have left .clock.departures.; no model remains"):
+        run.server.policy.publish(run.server)
+
+
+@pytest.mark.parametrize("buffers", ["average", "local", "server"])
+def test_buffers_of_pairs(buffers):
+    """Training adds the worker's number plus 1 to its buffer. Two workers of 2 and 3 s are neighbours."""
+    run = simulate(policy_of("gossip", graph="complete"), delays_of([2.0, 3.0]), buffers=buffers, global_buffers=[10.0])
+    run.advance(3)  # at 2, 3 and 4: by worker 0, 1 and 0
+    run.server.policy.publish(run.server)
+    expected = {
+        # 11 and 10 make 10.5; 12, which began at 10, and 10.5 make 11.25; 11.5, which began at 10.5, and 11.25 this:
+        "average": 11.375,
+        "local": (12 + 12) / 2,
+        "server": 10.0,
+    }
+    assert run.server.shared.global_buffers.tolist() == [expected[buffers]]

@@ -1,0 +1,197 @@
+"""Policies whose workers send models, compared with loops written here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedsim.asynchronous.policies.model_updates import WEIGHTINGS
+from fedsim.engines.trainers.batches import WorkItem
+from fedsim.errors import ExperimentError
+from fedsim.server import server_optimizer
+from tests.asynchronous.simulated import delays_of, policy_of, simulate, some_result
+
+START = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+
+def same(found, expected, tolerance=1e-12):
+    return torch.allclose(found, expected, rtol=0, atol=tolerance)
+
+
+def replayed(run, rule):
+    """The global row that rule(W, read, x, arrival) makes of a run's arrivals (no ties), from models computed anew."""
+    row, read, done = START.clone(), {}, {}
+    for arrival in run.arrivals:
+        worker = arrival.worker
+        done[worker] = done.get(worker, 0) + 1
+        model = some_result(read.get(worker, START), WorkItem(worker, worker, done[worker]))
+        row = rule(row, read.get(worker, START), model, arrival)
+        read[worker] = row.clone()
+    return row
+
+
+# FedAsync
+
+
+def test_weights_by_staleness_by_hand():
+    """Xie et al. 2019, with a = 0.5 and b = 4."""
+    hinge, polynomial = WEIGHTINGS["hinge"], WEIGHTINGS["polynomial"]
+    assert [hinge(tau, 0.5, 4) for tau in (0, 4, 5, 6, 14)] == [1, 1, 1 / 1.5, 0.5, 1 / 6]
+    assert [polynomial(tau, 0.5, 4) for tau in (0, 3, 8)] == [1, 0.5, pytest.approx(1 / 3, rel=1e-15)]
+    assert {WEIGHTINGS["constant"](tau, 0.5, 4) for tau in (0, 1, 100)} == {1.0}
+
+
+@pytest.mark.parametrize("kind", WEIGHTINGS)
+def test_fedasync_is_its_formula(kind):
+    own = {"constant": {}, "polynomial": {"a": 0.7}, "hinge": {"a": 0.7, "b": 1}}[kind]
+    run = simulate(policy_of("fedasync", alpha=0.6, staleness=kind, **own), delays_of([1.0, 1.7123, 7.3219])).advance(
+        40
+    )
+
+    def rule(row, read, model, arrival):
+        tau = arrival.staleness
+        s = {"constant": 1.0, "polynomial": (tau + 1) ** -0.7, "hinge": 1.0 if tau <= 1 else 1 / (0.7 * (tau - 1) + 1)}
+        return (1 - 0.6 * s[kind]) * row + 0.6 * s[kind] * model
+
+    assert same(run.row, replayed(run, rule))
+    assert max(run.applied) > 2
+
+
+# FedBuff
+
+
+@pytest.mark.parametrize(("k", "exponent"), [(1, 0.5), (3, 0.5), (3, 0.0), (5, 1.0)])
+def test_fedbuff_is_its_formula(k, exponent):
+    run = simulate(policy_of("fedbuff", k=k, exponent=exponent), delays_of([1.0, 1.7123, 2.3456, 7.3219])).advance(50)
+    deltas = []
+
+    def rule(row, read, model, arrival):
+        deltas.append((model - read) / (1 + arrival.staleness) ** exponent)
+        if len(deltas) < k:
+            return row
+        update = sum(deltas) / k
+        deltas.clear()
+        return row + update
+
+    assert same(run.row, replayed(run, rule))
+    assert run.server.policy.buffered(run.server) == 50 % k == len(deltas)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("optimizer", [plug.name for plug in server_optimizer])
+def test_fedbuff_of_equal_workers_is_fedavg_under_every_server_optimizer(optimizer, dtype):
+    """k = M and equal speeds: round by round the mean of all, measured from what the workers were sent."""
+    params = {"nesterov": True} if optimizer == "bmuf" else {}
+    plug = server_optimizer.get(optimizer)
+    step = plug.bind(plug.check(params))
+    run = simulate(policy_of("fedbuff"), delays_of([2.0] * 4), optimizer=step, dtype=dtype).advance(4 * 5)
+    row = START.clone().to(dtype)
+    state = step.start(row)
+    for round in range(1, 6):
+        sent = step.broadcast(row, state).clone()
+        updates = [some_result(sent, WorkItem(worker, worker, round)) - sent for worker in range(4)]
+        step.step(row, torch.stack(updates).mean(0), state)
+    assert run.server.version == 5
+    assert run.row.dtype == dtype
+    assert same(run.row, row, 1e-5 if dtype == torch.float32 else 1e-12)
+
+
+def test_fedbuff_by_hand():
+    """Workers of 1 and 2.5 s whose models are 1 more than they got; k = 2, staleness 1 counts 1 / sqrt(2).
+
+    What worker 0 gets in its buffer it returns with 1 more, worker 1 with 2 more.
+    """
+    delays = delays_of([1.0 / 3, 2.5 / 3])
+    run = simulate(policy_of("fedbuff", k=2), delays, train=lambda row, item: row + 1, global_buffers=[8.0])
+    run.advance(1)
+    assert run.server.shared.global_buffers.item() == 8
+    run.advance(2)
+    assert same(run.row, START + 1)  # worker 0 twice
+    assert run.server.shared.global_buffers.item() == 9
+    run.advance(1)  # worker 1, from version 0, is the first of the second buffer and worker 0 its second
+    assert [arrival.staleness for arrival in run.arrivals] == [0, 0, 1, 0]
+    assert same(run.row, START + 1 + (1 + 0.5**0.5) / 2)
+    assert run.server.shared.global_buffers.item() == pytest.approx(9 + ((10 - 9) + 0.5**0.5 * (10 - 9)) / 2)
+
+
+# Asynchronous local SGD
+
+
+def delayed_nesterov(pseudo_gradients_of, n, c, lr, beta, arrivals):
+    """Liu et al. 2024, delayed Nesterov: `pseudo_gradients_of(arrival, read)` are measured from what was read."""
+    row, momentum, gathered, read = START.clone(), torch.zeros(3).double(), torch.zeros(3).double(), {}
+    for t, arrival in enumerate(arrivals):
+        g = pseudo_gradients_of(arrival, read.get(arrival.worker, START))
+        gathered = gathered + g
+        if (t + 1) % n == 0:
+            momentum = beta * momentum + gathered / n
+            row = row - lr * ((1 - c * n + c) * beta * momentum + g / n)
+            gathered = torch.zeros(3).double()
+        else:
+            row = row - lr * (c * beta * momentum + g / n)
+        read[arrival.worker] = row
+    return row
+
+
+@pytest.mark.parametrize(("n", "c"), [(None, 0.0), (None, 0.25), (None, 0.1), (1, 0.5), (3, 0.2), (7, 0.0)])
+def test_async_local_sgd_is_the_algorithm_of_the_paper(n, c):
+    chosen = policy_of("async_local_sgd", lr=0.6, beta=0.8, n=n, c=c)
+    run = simulate(chosen, delays_of([1.0, 1.7123, 2.3456, 7.3219])).advance(45)
+    done = {}
+
+    def pseudo_gradient(arrival, read):
+        done[arrival.worker] = done.get(arrival.worker, 0) + 1
+        return read - some_result(read, WorkItem(arrival.worker, arrival.worker, done[arrival.worker]))
+
+    assert same(run.row, delayed_nesterov(pseudo_gradient, n or 4, c, 0.6, 0.8, run.arrivals))
+    assert run.server.policy.buffered(run.server) == 0, "each has moved the row when it came"
+
+
+def test_c_is_at_most_1_over_n():
+    policy_of("async_local_sgd", c=0.25).check(4)
+    with pytest.raises(ExperimentError, match=r"policy.c = 0.3: must be at most 1/n, 1/4"):
+        policy_of("async_local_sgd", c=0.3).check(4)
+    policy_of("async_local_sgd", c=0.3, n=3).check(4)
+
+
+def test_dylu_steps_are_proportional_to_speed():
+    """12 steps for the fastest, and at least one; so they arrive at about the same time."""
+    run = simulate(policy_of("async_local_sgd", dylu=True), delays_of([0.7, 1.4, 2.1, 100.0]), size=48)
+    run.server.step_seconds.copy_(torch.tensor([0.7, 1.4, 2.1, 100.0]))
+    run.advance(3)
+    assert {item.worker: item.steps for item in run.trained[0]} == {0: 12, 1: 6, 2: 4, 3: 1}
+    assert run.times == pytest.approx([8.4] * 3, abs=1e-9)
+    assert run.clock.dispatcher.stats.samples == {0: 48, 1: 24, 2: 16}
+    run = simulate(policy_of("async_local_sgd", dylu=True), delays_of([0.7, 2.1, 1.4]), size=10)
+    run.server.step_seconds.copy_(torch.tensor([0.7, 2.1, 1.4]))
+    run.advance(1)
+    assert {item.worker: item.steps for item in run.trained[0]} == {0: 3, 1: 1, 2: 1}, "though 3 x 0.7 / 0.7 < 3"
+    without = simulate(policy_of("async_local_sgd"), delays_of([0.7, 1.4]), size=48).advance(2)
+    assert {item.worker: without.scheduler.steps(item) for item in without.trained[0]} == {0: 12, 1: 12}
+
+
+def test_dylu_ignores_departed_workers():
+    run = simulate(policy_of("async_local_sgd", dylu=True), delays_of([1.0, 2.0, 4.0]), size=48, departures={0: 1.0})
+    run.server.step_seconds.copy_(torch.tensor([1.0, 2.0, 4.0]))
+    run.advance(6)
+    steps = {(item.worker, item.round): item.steps for items in run.trained for item in items}
+    assert steps[1, 1] == 6
+    assert steps[1, 2] == 12
+    assert steps[2, 2] == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("fedasync", {"alpha": 0.0}, "alpha = 0.0: must be greater than 0"),
+        ("fedasync", {"b": 1}, 'policy.b = 1: goes with policy.staleness = "hinge"'),
+        (
+            "fedasync",
+            {"staleness": "constant", "a": 2.0},
+            'policy.a = 2: goes with policy.staleness = "hinge" or "poly',
+        ),
+    ],
+)
+def test_impossible_settings_are_refused(name, params, message):
+    with pytest.raises(ExperimentError, match=message):
+        policy_of(name, **params)

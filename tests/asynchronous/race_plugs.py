@@ -1,0 +1,137 @@
+"""Policies, models and data that tests of races name by import path."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsim.asynchronous.policies import Policy
+from fedsim.asynchronous.policies.gradient_updates import Hogwild, Locked
+from fedsim.asynchronous.race.state import WRITES_ENDED
+from fedsim.data import TensorData
+
+TOKENS, TEXTS, CLASSES = 30, 60, 3
+ADDRESSES: set[int] = set()
+
+
+@dataclass(frozen=True)
+class Counting(Policy):
+    """Counts arrivals, and sleeps between reading and writing the count."""
+
+    pause: float = 0.0005
+
+    def start(self, server):
+        return {"count": torch.zeros(1)}
+
+    def take(self, server, arrival):
+        count = float(server.policy_state["count"])
+        time.sleep(self.pause)
+        server.policy_state["count"].fill_(count + 1)
+        server.increment_version()
+
+    def buffered(self, server):
+        return int(server.policy_state["count"])
+
+
+@dataclass(frozen=True)
+class CountingWithoutLock(Counting):
+    locking = "nothing"
+
+
+@dataclass(frozen=True)
+class NeverStarting(Policy):
+    def may_start(self, server, slot):
+        return False
+
+    def take(self, server, arrival):
+        raise AssertionError("nothing can have come in")
+
+
+def fail(how):
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class FailingLocked(Locked):
+    """Worker 1 is killed or stopped in the middle of its third update."""
+
+    how: str = "kill"
+
+    def take(self, server, arrival):
+        if (arrival.worker, arrival.unit) == (1, 2):
+            server.global_row[: len(server.global_row) // 2] = 0
+            fail(self.how)
+        super().take(server, arrival)
+
+
+@dataclass(frozen=True)
+class FailingHogwild(Hogwild):
+    """FailingLocked without a lock."""
+
+    def take(self, server, arrival):
+        if (arrival.worker, arrival.unit) == (1, 2):
+            server.global_row[: len(server.global_row) // 2] = 0
+            fail("kill")
+        super().take(server, arrival)
+
+
+class Pinned(nn.Module):
+    """A model that fails unless its parameters stay at one address in shared memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(784, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training and self.linear.weight.grad is not None:  # bound to a row, not made to record its dropout
+            ADDRESSES.add(self.linear.weight.data_ptr())
+            if len(ADDRESSES) > 1 or not self.linear.weight.is_shared():
+                raise RuntimeError(f"the parameters have moved: {ADDRESSES}")
+        return self.linear(images.flatten(1))
+
+
+class Bag(nn.Module):
+    """An embedding whose rows are the class scores of tokens."""
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, CLASSES, sparse=sparse)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens).mean(1)
+
+
+def disjoint_texts(root):
+    """Texts of three disjoint vocabularies, one for each worker of the partition `in_thirds`."""
+    generator = torch.Generator().manual_seed(3)
+    third = torch.arange(TEXTS) // (TEXTS // 3)
+    tokens = torch.randint(0, TOKENS // 3, (TEXTS, 5), generator=generator) + third.view(-1, 1) * (TOKENS // 3)
+    data = TensorData(tokens, tokens.sum(1) % CLASSES, dtype=torch.long)
+    return data, data
+
+
+def in_thirds(labels, n_workers, rng):
+    return np.array_split(np.arange(len(labels)), 3)
+
+
+def count_updates(process, race_state, times, locked):
+    """Update a loss counter as a race does."""
+    ended = race_state.column(WRITES_ENDED)
+    process.barrier.wait()
+    for _ in range(times):
+        if locked:
+            race_state.locks.acquire([0])
+        race_state.add(process.index)
+        ended[process.index] += 1
+        if locked:
+            race_state.locks.release([0])
+    return race_state.locks.taken, race_state.locks.waited

@@ -1,0 +1,166 @@
+"""Policies on the virtual clock without an engine: tiny rows, and a train function of the test."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.asynchronous.clock.delays import Delays
+from fedsim.asynchronous.clock.noises import bind_noise, noise
+from fedsim.asynchronous.clock.virtual_clock import VirtualClock
+from fedsim.asynchronous.policies import Policy, policy
+from fedsim.asynchronous.scheduler import Scheduler
+from fedsim.asynchronous.server_state import Server
+from fedsim.clients import SGD
+from fedsim.engines.task import Schedule
+from fedsim.engines.trainers.batches import WorkItem
+from fedsim.server.optimizer import ServerSGD
+
+SIZE, BATCH = 10, 4  # samples of a worker, so 3 steps of a round
+
+Train = Callable[[Tensor, WorkItem], Tensor]
+
+
+def policy_of(name: str, **params: Any) -> Policy:
+    plug = policy.get(name)
+    return plug.bind(plug.check(params))
+
+
+def delays_of(speeds: Sequence[float], kind: str = "constant", seed: int = 0, **params: Any) -> Delays:
+    plug = noise.get(kind)
+    return Delays(np.array(speeds, dtype=float), bind_noise(plug, plug.check(params)), seed)
+
+
+def some_result(row: Tensor, item: WorkItem) -> Tensor:
+    """A gradient, or a model, that depends on the row, the worker, the round and the step."""
+    step = 0 if item.step is None else item.step + 1
+    phase = torch.arange(1, len(row) + 1, dtype=row.dtype) * (item.worker + 1) + 10 * item.round + 0.7 * step
+    return 0.5 * row + phase.sin()
+
+
+def zero_result(row: Tensor, item: WorkItem) -> Tensor:
+    """The gradient of a constant loss."""
+    return torch.zeros_like(row)
+
+
+@dataclass
+class SimulatedRun:
+    """A run of a policy on the clock.
+
+    Attributes:
+        trained: the items of each call of the train function.
+        arrivals, times: what the policy has taken, and when.
+    """
+
+    server: Server
+    clock: VirtualClock
+    scheduler: Scheduler
+    trained: list[list[WorkItem]] = field(default_factory=list)
+    arrivals: list[Any] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def row(self) -> Tensor:
+        return self.server.global_row
+
+    def advance(self, taken: int) -> SimulatedRun:
+        """Advance the clock until the policy has taken at least `taken` more results."""
+        count = 0
+        while count < taken:
+            count += self.clock.advance()
+        return self
+
+    @property
+    def applied(self) -> Counter[int]:
+        return Counter(arrival.staleness for arrival in self.arrivals)
+
+    def in_flight(self) -> int:
+        """Sum of the staleness of the work in flight."""
+        return sum(self.server.staleness(slot) for slot in self.clock.dispatcher.in_flight)
+
+
+def simulate(
+    chosen: Policy,
+    delays: Delays,
+    *,
+    slots: int | None = None,
+    train: Train | None = some_result,
+    solver: Any = None,
+    optimizer: Any = None,
+    start: Sequence[float] = (1.0, -2.0, 0.5),
+    dtype: torch.dtype = torch.float64,
+    departures: dict[int, float] | None = None,
+    seed: int = 0,
+    schedule: Schedule | None = None,
+    size: int = SIZE,
+    buffers: str = "average",
+    global_buffers: Sequence[float] = (),
+    models: float = 0.0,
+    watched: bool = True,
+    total_items: float = math.inf,
+) -> SimulatedRun:
+    """A policy on the clock, with all workers of `delays`, or `slots` of them at a time.
+
+    Args:
+        train: the result of a work item; None: no training.
+        models: bytes of a model.
+        watched: whether arrivals are recorded.
+    """
+    n_workers = len(delays.speeds)
+    slots = slots or n_workers
+    optimizer, wide = optimizer or ServerSGD(), torch.float64
+    global_row = torch.tensor(start, dtype=dtype)
+    shared = SimpleNamespace(
+        global_row=global_row,
+        rows=torch.zeros(slots, len(global_row), dtype=dtype),
+        global_buffers=torch.tensor(global_buffers, dtype=wide),
+        buffers=torch.zeros(slots, len(global_buffers), dtype=wide),
+        own_buffers=torch.tensor([list(global_buffers)] * n_workers, dtype=wide).reshape(n_workers, -1),
+        states={"parameters": optimizer.start(global_row)},
+        train_loss=torch.zeros(slots, dtype=wide),
+    )
+    task = SimpleNamespace(
+        seed=seed, server=optimizer, buffers=buffers, nonfinite="error", dtype=dtype, device=torch.device("cpu")
+    )
+    server = Server.of(chosen, solver or SGD(lr=0.1), task, shared)
+    schedule = schedule or Schedule(BATCH)
+    scheduler = Scheduler(seed, n_workers, slots, chosen.work, schedule, lambda worker: size)
+    result = SimulatedRun(server, None, scheduler)
+
+    def train_all(items: Sequence[WorkItem]) -> None:
+        result.trained.append(list(items))
+        for item in items:
+            row = shared.rows[item.slot]
+            row.copy_(train(row.clone(), item))
+            shared.buffers[item.slot] += item.worker + 1
+            shared.train_loss[item.slot] = item.worker
+
+    def duration(item: WorkItem, unit: int, moved: int) -> float:
+        return delays.seconds(item.worker, unit, scheduler.steps(item), moved * models)
+
+    result.clock = VirtualClock(
+        server, scheduler, duration, train_all if train else lambda items: None, departures, total_items
+    )
+    if watched:
+        _watch(chosen, result)
+    return result
+
+
+def _watch(chosen: Policy, result: SimulatedRun) -> None:
+    take = type(chosen).take
+
+    class Watched(type(chosen)):
+        def take(self, server: Server, arrival: Any) -> None:
+            result.arrivals.append(arrival)
+            result.times.append(result.clock.now)
+            take(self, server, arrival)
+
+    object.__setattr__(chosen, "__class__", Watched)

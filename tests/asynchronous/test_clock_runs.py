@@ -1,0 +1,403 @@
+"""Runs with mode = "clock", compared with bare loops, with the synchronous loop, and between engines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fedsim
+from fedsim.asynchronous.policies import policy
+from fedsim.core.randomness import batch_order, draw_key
+from fedsim.core.rows import Layout
+from fedsim.data import TensorData
+from fedsim.runs.loops import clock as simulation
+from tests.engines.zoo import experiment as zoo_experiment
+
+FEATURES, CLASSES = 6, 3
+
+
+def points(root, *, samples: int = 60):
+    generator = torch.Generator().manual_seed(3)
+    inputs, targets = torch.randn(samples + 20, FEATURES, generator=generator), torch.arange(samples + 20) % CLASSES
+    inputs[:, 0] += targets
+    return TensorData(inputs[:samples], targets[:samples]), TensorData(inputs[samples:], targets[samples:])
+
+
+def linear(*, hidden: int = 0) -> nn.Module:
+    """A model of 21 parameters, or of 10 hidden + 3 with a hidden layer."""
+    if not hidden:
+        return nn.Linear(FEATURES, CLASSES)
+    return nn.Sequential(nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, CLASSES))
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.4), nn.Linear(16, CLASSES))
+
+
+SMALL = {
+    "rounds": 3,
+    "workers": 4,
+    "engine": "serial",
+    "model": f"{__name__}:linear",
+    "data": f"{__name__}:points",
+    "local": {"batch_size": 4, "lr": 0.1},
+    "mode": "clock",
+}
+JITTER = {"speed": {"name": "geometric", "ratio": 3.0}, "noise": "lognormal", "latency": 0.1, "bandwidth": 1000.0}
+
+# What makes a policy with one worker plain SGD; a policy that is not here has no neutral settings, which it must have.
+NEUTRAL = {
+    "hogwild": {},
+    "locked": {},
+    "asgd": {},
+    "staleness_aware": {},
+    "dc_asgd": {},  # without staleness there is nothing to compensate
+    "ssp": {},
+    "k_sync": {"k": 1},
+    "k_async": {"k": 1},
+    "backup": {"backups": 0},
+    "fedasync": {"alpha": 1.0},
+    "fedbuff": {},
+    "async_local_sgd": {"lr": 1.0, "beta": 0.0},
+    "easgd": {"alpha": 0.0},  # alpha = 0 leaves the worker's own model alone
+    "eamsgd": {"alpha": 0.0},
+    "ad_psgd": {},
+    "gossip": {},
+    "sync": {},  # with sync = "gradients"
+}
+FROM_DIFFERENCES = {"fedbuff", "async_local_sgd"}  # w + (x - w) in float64 is exactly x only for float32 w and x
+
+
+@pytest.fixture(scope="module")
+def session():
+    """A session that keeps the processes."""
+    with fedsim.Session() as session:
+        yield session
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    """The servers of the runs of a test."""
+    made = []
+
+    class Watched(simulation.Server):
+        @classmethod
+        def of(cls, *arguments):
+            made.append(super().of(*arguments))
+            return made[-1]
+
+    monkeypatch.setattr(simulation, "Server", Watched)
+    return made
+
+
+def run(chosen=None, **changes):
+    tables = {**SMALL, **changes}
+    if chosen is not None:
+        tables["policy"] = chosen
+    return fedsim.run(tables)
+
+
+def without_times(history):
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
+
+
+def plain_sgd(rounds, dtype, momentum=0.0, fresh=False):
+    """A plain loop over the batches of worker 0; with `fresh`, the momentum is reset in each round."""
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(draw_key(0, "model"))
+        model = linear().to(dtype)
+    inputs, targets = points(None)[0].to(torch.device("cpu"), dtype).gather(torch.arange(60))
+    shard = np.sort(np.arange(60))
+    velocities = [torch.zeros_like(p) for p in model.parameters()]
+    for round in range(1, rounds + 1):
+        if fresh:
+            velocities = [torch.zeros_like(p) for p in model.parameters()]
+        order = shard[batch_order(0, round, 0, 0, 60).numpy()]
+        for start in range(0, 60, 4):
+            batch = order[start : start + 4]
+            gradients = torch.autograd.grad(F.cross_entropy(model(inputs[batch]), targets[batch]), model.parameters())
+            with torch.no_grad():
+                for parameter, gradient, velocity in zip(model.parameters(), gradients, velocities, strict=True):
+                    velocity.mul_(momentum).add_(gradient)
+                    parameter.add_(velocity if momentum else gradient, alpha=-0.1)
+    return Layout.of(model).read(model)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("name", [plug.name for plug in policy])
+def test_one_worker_and_neutral_settings_are_plain_sgd_to_the_bit(name, precision, servers):
+    assert name in NEUTRAL, f"{name}: say in NEUTRAL under which settings it is plain SGD with one worker"
+    plug = policy.get(name)
+    chosen = plug.bind(plug.check(NEUTRAL[name]))
+    by_step = chosen.in_rounds or chosen.work == "gradient"
+    for momentum in (0.0, 0.5):
+        if chosen.needs_momentum and not momentum:
+            continue
+        changes = {"sync": "gradients"} if chosen.in_rounds else {}
+        local = {**SMALL["local"], "momentum": momentum}
+        result = run(
+            {"name": name, **NEUTRAL[name]},
+            workers=1,
+            precision=precision,
+            local=local,
+            partition="contiguous",
+            clock=JITTER,
+            **changes,
+        )
+        expected = plain_sgd(3, getattr(torch, precision), momentum, fresh=not by_step)
+        row = servers[-1].replicas[0] if name in ("easgd", "eamsgd") else result.global_row
+        if precision == "float64" and name in FROM_DIFFERENCES:
+            assert torch.allclose(row, expected, rtol=0, atol=1e-14)
+        else:
+            assert torch.equal(row, expected)
+        accounts = [record["asynchronous"] or {} for record in result.history]
+        assert {tau for account in accounts for tau in account.get("staleness", [])} <= {"0"}
+
+
+# Against the synchronous loop
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("hidden", [0, 100, 1700, 3301])  # 1,003 to 33,013 parameters: one, two and three blocks
+@pytest.mark.parametrize("chosen", [{"name": "ssp", "s": 0}, {"name": "k_sync", "k": 3}], ids=["ssp", "k_sync"])
+def test_ssp_0_and_k_sync_of_all_are_the_synchronous_run_to_the_bit(chosen, hidden, precision):
+    """Virtual time agrees too."""
+    changes = {
+        "workers": 3,
+        "rounds": 2,
+        "model": {"name": f"{__name__}:linear", "hidden": hidden},
+        "local": {"batch_size": 7, "lr": 0.1, "momentum": 0.5, "weight_decay": 0.01},
+        "precision": precision,
+        "clock": JITTER,
+    }
+    together = run(sync="gradients", aggregate="mean", **changes)
+    apart = run(chosen, **changes)
+    assert torch.equal(together.global_row, apart.global_row)
+    for key in ("test_loss", "test_accuracy", "samples", "cohort", "bytes_up", "bytes_down"):
+        assert [record[key] for record in together.history] == [record[key] for record in apart.history], key
+    for one, other in zip(together.history, apart.history, strict=True):
+        assert one["virtual_seconds"] == pytest.approx(other["virtual_seconds"], rel=1e-12)
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
+    assert apart.history[-1]["asynchronous"]["staleness"] == {"0": 9}
+    assert apart.history[-1]["asynchronous"]["updates"] == 6
+
+
+@pytest.mark.parametrize("solver", ["adam", "adamw", {"solver": "adagrad", "lr_decay": 0.1}])
+def test_solver_state_is_that_of_the_synchronous_run(solver):
+    """Policies with one state on the server, and policies with a state per worker, for one worker."""
+    local = {"batch_size": 7, "lr": 0.05, **({"solver": solver} if isinstance(solver, str) else solver)}
+    for workers, chosen in (
+        (3, {"name": "ssp", "s": 0}),
+        (3, {"name": "backup", "backups": 0}),
+        (1, "asgd"),
+        (1, "hogwild"),
+        (1, "gossip"),
+    ):
+        together = run(sync="gradients", aggregate="mean", workers=workers, local=local)
+        assert torch.equal(together.global_row, run(chosen, workers=workers, local=local).global_row)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("server", ["sgd", "momentum", "adam", {"optimizer": "bmuf", "nesterov": True}])
+def test_fedbuff_of_all_at_equal_speeds_is_fedavg(server, precision):
+    changes = {"precision": precision, "server": server, "model": f"{__name__}:linear"}
+    together, apart = run(aggregate="mean", **changes), run("fedbuff", **changes)
+    tolerance = {"float32": 1e-4 if server == "adam" else 1e-6, "float64": 1e-9}[precision]
+    assert torch.allclose(together.global_row, apart.global_row, rtol=0, atol=tolerance)
+    for one, other in zip(together.history, apart.history, strict=True):
+        for key in ("virtual_seconds", "samples", "bytes_up", "cohort"):
+            assert one[key] == other[key]
+        assert one["test_loss"] == pytest.approx(other["test_loss"], abs=1e-4)
+
+
+def test_fedbuff_of_all_at_equal_speeds_averages_buffers_as_fedavg_does():
+    changes = {"precision": "float64", "model": f"{__name__}:normalised", "rounds": 2}
+    together, apart = (
+        run(**changes, **chosen).model.state_dict() for chosen in ({"aggregate": "mean"}, {"policy": "fedbuff"})
+    )
+    for name, value in together.items():
+        assert torch.allclose(value.double(), apart[name].double(), rtol=0, atol=1e-12), name
+
+
+def test_virtual_time_does_not_change_the_synchronous_run():
+    """The synchronous run is the same with a clock and without; a round takes as long as its slowest worker."""
+    plain, timed = run(mode="rounds"), run(clock={"speed": {"name": "list", "values": [1.0, 2.0, 4.0, 3.0]}})
+    assert torch.equal(plain.global_row, timed.global_row)
+    assert [record["virtual_seconds"] for record in plain.history] == [None] * 3
+    assert [record["virtual_seconds"] for record in timed.history] == [16.0, 32.0, 48.0]  # 4 steps of 4 s
+
+
+def test_a_straggler_delays_the_synchronous_run_only():
+    """Virtual times by hand."""
+    clock = {"speed": {"name": "list", "values": [1.0, 1.0, 1.0, 10.0]}}
+    waits, goes_on = run(clock=clock), run("fedasync", clock=clock)
+    assert [record["virtual_seconds"] for record in waits.history] == [40.0, 80.0, 120.0]
+    assert [record["virtual_seconds"] for record in goes_on.history] == [8.0, 12.0, 16.0]
+    assert [record["cohort"] for record in goes_on.history] == [[0, 1, 2]] * 3
+
+
+# Engine against engine
+
+CASES = {
+    "asgd": {"policy": {"name": "asgd", "n_fetch": 2, "n_push": 3}},
+    "dc_asgd, adaptive": {"policy": {"name": "dc_asgd", "adaptive": True}},
+    "ssp": {"policy": {"name": "ssp", "s": 1}},
+    "k_sync": {"policy": {"name": "k_sync", "k": 2}},
+    "easgd": {"policy": {"name": "easgd", "period": 2}},
+    "ad_psgd with BatchNorm": {"policy": "ad_psgd", "model": f"{__name__}:normalised"},
+    "fedbuff": {"policy": {"name": "fedbuff", "k": 3}},
+    "a sampled cohort": {"policy": "fedasync", "workers": 7, "cohort": 3},
+    "a sampled cohort with a buffer": {"policy": {"name": "fedbuff", "k": 2}, "workers": 7, "cohort": 3},
+    "own buffers of a sampled cohort": {
+        **{"policy": "fedasync", "workers": 7, "cohort": 3},
+        **{"model": f"{__name__}:normalised", "buffers": "local", "local": {"batch_size": 3, "lr": 0.1}},
+    },
+    "dropout, by steps": {"policy": "asgd", "model": f"{__name__}:dropping"},
+    "dropout, by rounds": {"policy": "fedasync", "model": f"{__name__}:dropping"},
+    "steps in proportion to speed": {"policy": {"name": "async_local_sgd", "dylu": True}},
+    "uneven shards": {"policy": "asgd", "partition": "tests.plugs:uneven"},
+    "departures": {"policy": "gossip", "clock": {**JITTER, "departures": {"1": 5.0}}},
+    "BatchNorm": {"policy": "hogwild", "model": f"{__name__}:normalised"},
+    "BatchNorm, buffers of the server": {
+        **{"policy": "hogwild", "model": f"{__name__}:normalised"},
+        "buffers": "server",
+    },
+    "augmentation, by steps": {
+        **{key: value for key, value in zoo_experiment("convolution").items() if key in ("model", "partition")},
+        **{"workers": 5, "policy": "asgd"},
+        "data": {"dataset": "tests.engines.zoo:pictures", "augment": ["flip", {"name": "shift", "pixels": 1}]},
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_engines_agree(case, session):
+    """Serial runs and spawn agree to the bit, batched up to rounding."""
+    tables = {**SMALL, "rounds": 2, "clock": JITTER, "precision": "float64", **CASES[case]}
+    serial = fedsim.run(tables)
+    again, spawned = fedsim.run(tables), fedsim.run({**tables, "engine": "spawn", "processes": 2}, session=session)
+    for other in (again, spawned):
+        assert torch.equal(serial.global_row, other.global_row)
+        assert without_times(serial.history) == without_times(other.history)
+        for name, value in serial.model.state_dict().items():
+            assert torch.equal(value, other.model.state_dict()[name]), name
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": 2}})
+    for name, value in serial.model.state_dict().items():
+        assert torch.allclose(value, stacked.model.state_dict()[name], rtol=0, atol=1e-9), name
+    for key in ("virtual_seconds", "asynchronous", "samples", "cohort", "bytes_up", "bytes_down"):
+        assert [record[key] for record in serial.history] == [record[key] for record in stacked.history]
+    moved = run(**{**tables, "seed": 1})
+    assert not torch.equal(serial.global_row, moved.global_row)
+
+
+def test_the_engine_auto_agrees():
+    chosen = {"policy": "asgd", "clock": JITTER}
+    assert torch.equal(run(**chosen).global_row, run(engine="auto", processes=1, **chosen).global_row)
+
+
+# Records
+
+
+def test_the_records_of_a_run_by_hand():
+    """Two workers of 1 and 2 s and 2 steps a round, fedasync; a model of 21 float32 has 84 bytes."""
+    clock = {"speed": {"name": "list", "values": [1.0, 2.0]}}
+    tables = {"workers": 2, "rounds": 2, "local": {"steps": 2, "batch_size": 4, "lr": 0.1}, "clock": clock}
+    first, second = run("fedasync", **tables).history
+    # worker 0 arrives at 2, 4, 6, ... and worker 1 at 4, 8, ...; a round is two arrivals, or more with ties
+    assert first["virtual_seconds"] == 4.0
+    assert first["cohort"] == [0, 1]
+    assert first["samples"] == [16, 8]
+    assert first["asynchronous"] == {
+        "updates": 3,
+        "arrivals": 3,
+        "staleness": {"0": 2, "2": 1},
+        "buffered": 0,
+        "discarded": 0,
+    }
+    assert first["bytes_up"] == 3 * 84
+    assert first["bytes_down"] == 3 * 84
+    assert second["virtual_seconds"] == 6.0
+    assert second["cohort"] == [0]
+    assert second["samples"] == [8]
+    assert second["asynchronous"] == {"updates": 4, "arrivals": 4, "staleness": {"0": 1}, "buffered": 0, "discarded": 0}
+    assert second["bytes_down"] == 2 * 84
+
+
+def test_records_count_buffered_results():
+    history = run({"name": "fedbuff", "k": 3}, clock=JITTER, rounds=4).history
+    taken = 0
+    for record in history:
+        taken += sum(record["asynchronous"]["staleness"].values())
+        assert record["asynchronous"]["buffered"] == taken % 3
+        assert record["asynchronous"]["updates"] == taken // 3
+    assert {record["asynchronous"]["buffered"] for record in history} > {0, 1}
+
+
+def test_slow_workers_take_fewer_steps_of_a_round():
+    clock = {"speed": {"name": "list", "values": [1.0, 2.0, 4.0, 100.0]}}
+    record = run({"name": "async_local_sgd", "dylu": True}, clock=clock, rounds=1).history[0]
+    assert record["virtual_seconds"] == 8.0
+    assert record["samples"] == [30, 16, 8]  # two rounds of 15 samples; 2 steps, twice; 1 step, twice
+
+
+def test_departure_of_all_workers_is_an_error():
+    with pytest.raises(fedsim.ExperimentError, match="no worker is busy and none may start; 4 of 4 workers have"):
+        run("asgd", clock={"departures": {str(worker): 3.0 for worker in range(4)}})
+
+
+def test_an_overflowing_row_is_an_error():
+    with pytest.raises(fedsim.ExperimentError, match="round 1: (the global row has diverged|the work of worker \\d)"):
+        run("asgd", local={"lr": 1e38, "batch_size": 4})
+
+
+def test_data_poisoning_has_an_effect():
+    attack = {"name": "backdoor", "workers": [1], "value": 9.0, "size": 1}
+    data = {"model": {"name": "tests.engines.zoo:model", "kind": "convolution"}, "data": "tests.engines.zoo:pictures"}
+    for chosen in ("asgd", "fedasync"):
+        attacked, honest = run(chosen, attack=attack, **data), run(chosen, **data)
+        assert attacked.history[-1]["attack_success"] is not None
+        assert not torch.equal(attacked.global_row, honest.global_row)
+
+
+def test_workers_of_a_large_population_are_drawn_on_demand():
+    population = {"workers": 10**6, "partition": {"strategy": "virtual", "samples": 8}}
+    history = run({"name": "fedbuff", "k": 2}, cohort=3, clock={**JITTER, "noise": "lognormal"}, **population).history
+    seen = [worker for record in history for worker in record["cohort"]]
+    assert len(set(seen)) == len(seen) == 9
+    assert max(seen) > 10**5
+    assert {samples for record in history for samples in record["samples"]} == {8}
+
+
+# Buffers
+
+
+def test_server_buffers_follow_the_buffer_policy():
+    """Averaged buffers follow the workers, server buffers stay, and the mean of local buffers is tested."""
+    start = normalised().state_dict()["1.running_mean"]
+    for name in ("asgd", "fedasync", "fedbuff", "ssp", "gossip", "easgd", "k_async"):
+        params = {"easgd": {"period": 2}, "k_async": {"k": 2}}.get(name, {})
+        found = {}
+        for buffers in ("average", "local", "server"):
+            result = run({"name": name, **params}, model=f"{__name__}:normalised", buffers=buffers, clock=JITTER)
+            found[buffers] = result.model.state_dict()["1.running_mean"]
+        assert torch.equal(found["server"], start), name
+        assert not torch.equal(found["average"], start), name
+        assert not torch.equal(found["local"], start), name
+        assert not torch.equal(found["average"], found["local"]), name
+
+
+def test_averaged_buffers_are_those_of_the_synchronous_run():
+    changes = {"workers": 3, "rounds": 1, "model": f"{__name__}:normalised", "precision": "float64", "clock": JITTER}
+    together = run(sync="gradients", aggregate="mean", **changes)
+    for chosen in ({"name": "ssp", "s": 0}, {"name": "k_sync", "k": 3}):
+        apart = run(chosen, **changes)
+        assert torch.equal(together.global_row, apart.global_row)
+        for name, value in together.model.state_dict().items():
+            assert torch.allclose(value.double(), apart.model.state_dict()[name].double(), rtol=0, atol=1e-12), name

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from fedsim.asynchronous.clock.event_queue import EventQueue
+
+
+class ListQueue:
+    """A list of pending events that is searched from end to end."""
+
+    def __init__(self):
+        self.now, self.events = 0.0, []
+
+    def add(self, slot, seconds):
+        self.events.append((self.now + seconds, slot))
+
+    def cancel(self, slot):
+        self.events = [event for event in self.events if event[1] != slot]
+
+    def pop(self):
+        self.now = min(self.events)[0]
+        slots = sorted(slot for time, slot in self.events if time == self.now)
+        self.events = [event for event in self.events if event[0] != self.now]
+        return slots
+
+
+def test_events_are_popped_in_order_of_time():
+    events = EventQueue()
+    for slot, seconds in ((3, 2.5), (0, 4.0), (1, 1.0)):
+        events.add(slot, seconds)
+    assert (events.now, len(events)) == (0.0, 3)
+    assert (events.pop(), events.now, len(events)) == ([1], 1.0, 2)
+    events.add(1, 0.5)
+    assert events.peek(2) == [1, 3]
+    assert (events.pop(), events.now) == ([1], 1.5)
+    assert (events.pop(), events.now) == ([3], 2.5)
+    assert (events.pop(), events.now, len(events)) == ([0], 4.0, 0)
+
+
+def test_events_of_one_time_are_popped_together_in_ascending_order():
+    events = EventQueue()
+    for slot in (5, 2, 9, 0):
+        events.add(slot, 1.0)
+    events.add(7, math.nextafter(1.0, 2.0))
+    assert events.pop() == [0, 2, 5, 9]
+    assert events.pop() == [7]
+
+
+def test_an_event_after_zero_seconds_is_popped_later_at_the_same_time():
+    events = EventQueue(pending=[(1.0, 0), (1.0, 1)])
+    assert events.pop() == [0, 1]
+    events.add(0, 0.0)
+    assert (events.pop(), events.now) == ([0], 1.0)
+
+
+def test_a_slot_cancelled_and_added_again_at_the_same_time_is_popped_once():
+    events = EventQueue()
+    events.add(4, 1.0)
+    events.cancel(4)
+    events.add(4, 1.0)
+    events.add(6, 1.0)
+    assert events.pop() == [4, 6]
+    assert len(events) == 0
+
+
+def test_cancelled_events_are_removed_from_the_heap():
+    events = EventQueue()
+    events.add(0, 1.0)
+    for k in range(10_000):
+        events.add(1, 1000.0 + k)
+        events.cancel(1)
+    assert len(events._heap) < 200
+    assert events.pop() == [0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_calls_agree_with_a_plain_list(seed):
+    """Durations are few and exact, so that many events have the same time; restored queues continue alike."""
+    rng, events, plain = random.Random(seed), EventQueue(), ListQueue()
+    for _ in range(500):
+        pending = {slot for _, slot in plain.events}
+        call = rng.choice(["add", "add", "add", "pop", "cancel"])
+        if call == "add" and len(pending) < 30:
+            slot, seconds = rng.choice([slot for slot in range(30) if slot not in pending]), rng.randrange(8) / 4
+            events.add(slot, seconds)
+            plain.add(slot, seconds)
+        elif call == "pop" and pending:
+            assert (events.pop(), events.now) == (plain.pop(), plain.now)
+        elif call == "cancel" and pending:
+            slot = rng.choice(sorted(pending))
+            events.cancel(slot)
+            plain.cancel(slot)
+        if rng.random() < 0.05:
+            events = EventQueue(events.now, events.pending())
+        assert sorted(events.pending()) == sorted(plain.events)

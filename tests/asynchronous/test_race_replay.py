@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.asynchronous.race.log import FILE
+from fedsim.errors import show
+from fedsim.runs.text_table import columns_of, headline
+
+POLICIES = {
+    "locked": {},
+    "asgd": {},
+    "dc_asgd": {},
+    "fedasync": {},
+    "asgd with n_fetch and n_push": {"name": "asgd", "n_fetch": 2, "n_push": 3},
+    "ssp": {"s": 1},
+    "k_sync": {"k": 2},
+    "easgd": {"synchronous": True, "period": 2},
+    "async_local_sgd": {"dylu": True},
+}
+TABLES = {
+    "workers": 3,
+    "rounds": 2,
+    "model": "tests.plugs:Normalised",
+    "data": "tests.plugs:tiny",
+    "partition": "tests.plugs:uneven",
+    "local": {"batch_size": 6, "lr": 0.05, "momentum": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def session():
+    """A session that keeps three processes."""
+    with fedsim.Session() as session:
+        yield session
+
+
+def race(session, out, policy):
+    return fedsim.run({**TABLES, "mode": "race", "policy": policy, "race": {"runs": 2}}, out, session=session)
+
+
+def again(log, on_start=None, **changes):
+    """The race on the clock, in one process."""
+    tables = {**TABLES, "mode": "clock", "policy": "asgd", "engine": "serial", "clock": {"log": str(log)}}
+    return fedsim.run({**tables, **changes}, on_start=on_start)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_clock_repeats_a_race_to_the_bit(session, tmp_path, name):
+    policy = {"name": name, **POLICIES[name]}
+    raced = race(session, tmp_path / "run", policy)
+    replayed = again(tmp_path / "run", policy=policy)
+    assert torch.equal(raced.global_row, replayed.global_row)
+    for there, here in zip(raced.history, replayed.history, strict=True):
+        assert here["asynchronous"] == there["asynchronous"]
+        assert here["test_accuracy"] == there["race"]["test_accuracies"][0]
+        assert (here["samples"], here["bytes_up"]) == (there["samples"], there["bytes_up"])
+        assert here["virtual_seconds"] is None
+
+
+@pytest.fixture(scope="module")
+def logged(session, tmp_path_factory):
+    """The run folder of a race of asgd."""
+    folder = tmp_path_factory.mktemp("races") / "run"
+    race(session, folder, "asgd")
+    return folder
+
+
+def test_the_headline_of_a_replay_names_the_log_and_its_table_has_no_virtual_time(logged):
+    shown = []
+    result = again(logged, on_start=lambda prepared: shown.append(headline(prepared)), rounds=1)
+    assert f"on the virtual clock (order from clock.log = {show(str(logged))}); " in shown[0]
+    assert "speeds" not in shown[0]
+    heads = [column.column for column in columns_of(result.history[0])]
+    assert heads[-2:] == ["updates", "staleness"]
+    assert "virtual s" not in heads
+
+
+def test_a_part_of_a_race_can_be_repeated_from_the_file_alone(session, logged):
+    assert len(again(logged / FILE, rounds=1).history) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"rounds": 3}, "has 2 rounds, not 3"),
+        ({"policy": "dc_asgd"}, "is of a race with policy.adaptive = left out, and here it is false"),
+        ({"local": {**TABLES["local"], "lr": 0.1}}, "is of a race with local.lr = 0.05, and here it is 0.1"),
+        ({"workers": 8}, "is of a race with workers = 3, and here it is 8"),
+    ],
+)
+def test_a_log_of_another_experiment_is_refused(session, logged, changes, line):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        again(logged, **changes)
+    assert caught.value.lines == (f"clock.log = {show(str(logged))}: {line}",)
+
+
+def altered(logged, tmp_path, change):
+    path = tmp_path / "altered.csv"
+    path.write_text(change((logged / FILE).read_text()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda text: text[2:], "must be the race.csv of a race whose policy locks the server"),
+        (lambda text: text + "1,2,3\n", "must be the race.csv of a race whose policy locks the server"),
+        (
+            lambda text: text + "1,2,0,7,0,9999,10000,0,0\n",
+            "does not fit this experiment: at event 9999 there is no worker 7",
+        ),
+        (
+            lambda text: re.sub(r"(\n1,1,0,\d,0,\d+,\d+),(\d+),", r"\1,33,", text, count=1),
+            r"does not fit this experiment: at event \d+ worker \d reads version 33, and here it is \d+",
+        ),
+        (
+            lambda text: re.sub(r"(\n1,1,0,\d,0,\d+,\d+,\d+),(\d+)", r"\1,33", text, count=1),
+            r"does not fit this experiment: at event \d+ the work of worker \d finds version 33, and here it is \d+",
+        ),
+    ],
+)
+def test_a_changed_log_is_refused(session, logged, tmp_path, change, line):
+    path = altered(logged, tmp_path, change)
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        again(path)
+    (found,) = caught.value.lines
+    assert re.fullmatch(f"clock.log = {re.escape(show(str(path)))}: {line}", found), found
+
+
+def test_a_missing_log_is_refused(tmp_path):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        again(tmp_path / "nothing.csv")
+    assert caught.value.lines == (
+        f"clock.log = {show(str(tmp_path / 'nothing.csv'))}: cannot be read: No such file or directory",
+    )
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        *(
+            (
+                {"policy": name},
+                f'clock.log = "x": needs a policy that locks the server, and policy.name = "{name}" does not',
+            )
+            for name in ("hogwild", "gossip", "sync")
+        ),
+        ({"clock": {"log": "x", "base": 2.0}}, "clock.base: with clock.log no work takes time; omit it"),
+    ],
+)
+def test_keys_that_do_not_go_with_a_log_are_refused(tables, line):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.Experiment(**{"mode": "clock", "policy": "asgd", "clock": {"log": "x"}, **tables})
+    assert caught.value.lines == (line,)

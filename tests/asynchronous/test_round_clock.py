@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import fedsim
+from fedsim.asynchronous.clock.delays import Delays
+from fedsim.engines.task import Schedule
+from fedsim.runs.loops.round_clock import RoundClock, delays_of
+from tests.asynchronous import simulated
+
+
+def experiment(**clock):
+    return fedsim.Experiment(workers=3, mode="clock", clock=clock, seed=5)
+
+
+def test_delays_of_an_experiment():
+    clock = {"base": 0.5, "speed": {"name": "list", "values": [1.0, 2.0, 3.0]}, "latency": 0.25, "bandwidth": 10.0}
+    delays = delays_of(experiment(**clock))
+    assert delays.seconds(1, 0, 4) == 4.0
+    assert delays.seconds(2, 9, 2, 20) == 3.0 + 0.25 + 2.0
+    noisy, same = (delays_of(experiment(noise={"name": "lognormal", "sigma": 0.3})) for _ in range(2))
+    assert noisy.seconds(2, 7, 1) == same.seconds(2, 7, 1)
+    assert noisy.seed == 5
+
+
+def test_a_round_takes_as_long_as_its_slowest_worker():
+    """Workers of 1, 2 and 3 s a step with 3, 1 and 2 steps; then without the first."""
+    clock = RoundClock(simulated.delays_of([1.0, 2.0, 3.0]), Schedule(4), 0)
+    clock.pass_round([0, 1, 2], [10, 4, 7], in_step=False)
+    assert clock.now == 6
+    clock.pass_round([0, 1], [10, 4], in_step=False)
+    assert clock.now == 9
+
+
+def test_each_step_waits_for_its_slowest_worker():
+    """The third worker is the slowest of the first two steps; the third step is the first worker's alone."""
+    clock = RoundClock(simulated.delays_of([1.0, 2.0, 3.0]), Schedule(4), 0)
+    clock.pass_round([0, 1, 2], [10, 4, 7], in_step=True)
+    assert clock.now == 3 + 3 + 1
+
+
+def test_models_are_sent_in_both_directions():
+    delays = simulated.delays_of([1.0, 2.0])
+    delays = Delays(delays.speeds, delays.noise, 0, 1.0, 0.5, 20.0)
+    clock = RoundClock(delays, Schedule(4), 30)
+    clock.pass_round([0, 1], [8, 8], in_step=False)
+    assert clock.now == 4 + 0.5 + 3
+    clock = RoundClock(delays, Schedule(4), 30)
+    clock.pass_round([0, 1], [8, 8], in_step=True)
+    assert clock.now == 2 * (2 + 0.5 + 3)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_each_worker_counts_its_own_units(in_step):
+    """So its delays are those of any other policy, and do not depend on the cohorts."""
+    asked = []
+
+    def seconds(worker, unit, steps, bytes):
+        asked.append((worker, unit, steps))
+        return 1.0
+
+    clock = RoundClock(SimpleNamespace(seconds=seconds), Schedule(4, epochs=None, steps=2), 0)
+    clock.pass_round([0, 2], [5, 5], in_step=in_step)
+    clock.pass_round([1, 2], [5, 5], in_step=in_step)
+    if in_step:
+        assert asked == [(0, 0, 1), (2, 0, 1), (0, 1, 1), (2, 1, 1), (1, 0, 1), (2, 2, 1), (1, 1, 1), (2, 3, 1)]
+    else:
+        assert asked == [(0, 0, 2), (2, 0, 2), (1, 0, 2), (2, 1, 2)]

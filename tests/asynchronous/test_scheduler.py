@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from fedsim.asynchronous.scheduler import Scheduler
+from fedsim.core.randomness import numpy_generator
+from fedsim.engines.task import Schedule
+from fedsim.engines.trainers.batches import WorkItem
+
+SIZES = [10, 4, 1, 7]  # 3, 1, 1 and 2 steps in batches of 4
+
+
+def scheduler(work, *, slots=4, workers=4, schedule=None, seed=0):
+    return Scheduler(seed, workers, slots, work, schedule or Schedule(4), lambda worker: SIZES[worker % 4])
+
+
+def items(scheduler, slot, count):
+    """The next items of a slot, each finished before the next."""
+    for _ in range(count):
+        item = scheduler.next_item(slot)
+        yield item
+        scheduler.finish(item)
+
+
+def test_models_are_of_one_round_after_the_other():
+    assert list(items(scheduler("model"), 1, 3)) == [WorkItem(1, 1, round) for round in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (2, 6)])
+def test_gradients_are_of_the_steps_of_one_round_after_the_other(epochs, steps):
+    found = [
+        (item.round, item.step) for item in items(scheduler("gradient", schedule=Schedule(4, epochs)), 0, 2 * steps)
+    ]
+    assert found == [(round, step) for round in (1, 2) for step in range(steps)]
+
+
+@pytest.mark.parametrize("work", ["gradient", "model"])
+def test_a_released_item_is_the_next_one_again(work):
+    who = scheduler(work)
+    list(items(who, 0, 1))
+    item = who.next_item(0)
+    who.release(item)
+    assert who.next_item(0) == item
+
+
+def test_steps_and_samples_of_an_item():
+    who = scheduler("model")
+    assert [who.steps(who.next_item(slot)) for slot in range(4)] == [3, 1, 1, 2]
+    assert [who.samples(WorkItem(slot, slot, 1)) for slot in range(4)] == [10, 4, 1, 7]
+    assert [who.samples(WorkItem(0, 0, 1, steps)) for steps in (1, 2, 3, 4, 6)] == [4, 8, 10, 14, 20]
+    assert [who.steps(WorkItem(0, 0, 1, steps)) for steps in (1, 4)] == [1, 4]
+    who = scheduler("gradient")
+    assert [who.samples(WorkItem(0, 0, 1, None, step)) for step in (0, 1, 2)] == [4, 4, 2]
+    assert who.steps(WorkItem(0, 0, 1, None, 2)) == 1
+
+
+def test_a_round_is_as_much_work_as_a_synchronous_one():
+    assert scheduler("model").total_items_per_round() == 4
+    assert scheduler("model", slots=3, workers=9).total_items_per_round() == 3
+    assert scheduler("gradient").total_items_per_round() == 3 + 1 + 1 + 2
+    assert scheduler("gradient", schedule=Schedule(4, epochs=None, steps=5)).total_items_per_round() == 20
+
+
+def test_free_workers_are_drawn_uniformly():
+    """7 workers for 3 slots: a busy worker is never drawn, and each is drawn a seventh of the time."""
+    who, busy, drawn = scheduler("model", slots=3, workers=7), {}, Counter()
+    for count in range(7000):
+        slot = count % 3
+        if slot in busy:
+            who.finish(busy.pop(slot))
+        item = who.next_item(slot)
+        assert item.worker not in {other.worker for other in busy.values()}
+        busy[slot] = item
+        drawn[item.worker] += 1
+    assert set(drawn) == set(range(7))
+    assert max(abs(count - 1000) for count in drawn.values()) < 150
+    assert max(item.round for item in busy.values()) > 800, "each worker counts its own rounds"
+
+
+def test_draws_are_as_documented():
+    who, busy = scheduler("model", slots=3, workers=50, seed=8), set()
+    for count in range(3):
+        rng = numpy_generator(8, "dispatch", count)
+        expected = next(worker for worker in iter(lambda rng=rng: int(rng.integers(50)), None) if worker not in busy)
+        busy.add(expected)
+        assert who.next_item(count).worker == expected
+
+
+def test_a_million_workers_need_memory_only_for_those_drawn():
+    who = scheduler("model", slots=5, workers=10**6)
+    for slot in range(5):
+        list(items(who, slot, 1))
+    assert len(who._done) == 5
+
+
+@pytest.mark.parametrize("work", ["gradient", "model"])
+def test_with_a_slot_for_each_worker_each_keeps_its_own(work):
+    who = scheduler(work)
+    assert [who.next_item(slot).worker for slot in (2, 0, 3, 1)] == [2, 0, 3, 1]

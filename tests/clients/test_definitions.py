@@ -1,0 +1,130 @@
+"""What each solver computes, against PyTorch's optimizers and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedsim.clients import SGD, Adagrad, Adam, AdamW, FedProx, RowOptimizer
+
+D, STEPS = 1000, 20
+NUMBERS = [torch.float32, torch.float64]
+SGDS = [
+    {},
+    {"momentum": 0.9},
+    {"weight_decay": 0.1},
+    {"momentum": 0.5, "weight_decay": 0.01},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+]
+
+
+def paths(method, theirs, dtype):
+    """For each step the row of a solver, and of a PyTorch optimizer that is given the same gradients."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(D, generator=generator, dtype=dtype)
+    parameter, gradient = torch.nn.Parameter(row.clone()), torch.zeros_like(row)
+    ours, theirs = RowOptimizer(method, row, gradient), theirs([parameter])
+    for _ in range(STEPS):
+        scale = torch.randn(D, generator=generator, dtype=dtype).exp()  # so that no two parameters are alike
+        drawn = scale * torch.randn(D, generator=generator, dtype=dtype)
+        ours.zero_grad()
+        gradient.add_(drawn)
+        ours.step()
+        parameter.grad = drawn
+        theirs.step()
+        yield row, parameter.detach()
+
+
+@pytest.mark.parametrize("params", SGDS)
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_sgd_is_torch_optim_sgd_bit_by_bit(params, dtype):
+    for ours, theirs in paths(SGD(lr=0.1, **params), lambda p: torch.optim.SGD(p, lr=0.1, **params), dtype):
+        assert torch.equal(ours, theirs)
+
+
+ADAMS = [
+    {},
+    {"lr": 0.1, "weight_decay": 0.2},
+    {"lr": 0.1, "weight_decay": 0.2, "amsgrad": True},
+    {"lr": 0.1, "beta1": 0.5, "beta2": 0.7, "eps": 0.1},
+    {"lr": 0.1, "beta1": 0.0, "beta2": 0.9999},
+]
+
+
+@pytest.mark.parametrize("params", ADAMS)
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize(("solver", "theirs"), [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)])
+def test_adam_and_adamw_are_those_of_pytorch(solver, theirs, params, dtype):
+    betas = params.get("beta1", 0.9), params.get("beta2", 0.999)
+    same = {name: value for name, value in params.items() if name not in ("beta1", "beta2")}
+    check(paths(solver(**params), lambda p: theirs(p, betas=betas, **same), dtype), dtype)
+
+
+ADAGRADS = [
+    {},
+    {"lr": 0.1, "lr_decay": 0.3},
+    {"lr": 0.1, "weight_decay": 0.2, "initial_accumulator_value": 0.5, "eps": 0.1, "lr_decay": 0.01},
+]
+
+
+@pytest.mark.parametrize("params", ADAGRADS)
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_adagrad_is_that_of_pytorch(params, dtype):
+    check(paths(Adagrad(**params), lambda p: torch.optim.Adagrad(p, **params), dtype), dtype)
+
+
+def check(paths, dtype):
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    for ours, theirs in paths:
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_float32_does_not_cost_adam_its_first_steps():
+    """1 - 0.999^t cancels in float32: to five digits at t = 1, which a step of lr would show."""
+    for ours, theirs in paths(Adam(lr=1.0, eps=1e-30), lambda p: torch.optim.Adam(p, lr=1.0, eps=1e-30), torch.float32):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=3e-6)
+
+
+def test_float32_does_not_cost_adam_its_late_steps():
+    """After 3,000 steps it is about as far from PyTorch's in float64 as PyTorch's in float32 is."""
+    generator, row = torch.Generator().manual_seed(0), torch.zeros(100)
+    exact, rounded = (torch.nn.Parameter(torch.zeros(100, dtype=dtype)) for dtype in (torch.float64, torch.float32))
+    method, theirs = Adam(lr=1e-3), [torch.optim.Adam([parameter], lr=1e-3) for parameter in (exact, rounded)]
+    state = method.start(row)
+    for _ in range(3000):
+        drawn = torch.randn(100, generator=generator)
+        exact.grad, rounded.grad = drawn.double(), drawn.clone()
+        for optimizer in theirs:
+            optimizer.step()
+        method.step(row, drawn, state)
+    ours, pytorch_s = ((values.detach().double() - exact.detach()).abs().max() for values in (row, rounded))
+    assert ours < 2 * pytorch_s < 1e-5
+
+
+@pytest.mark.parametrize("params", SGDS)
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_fedprox_is_sgd_on_the_loss_with_the_proximal_term(params, dtype):
+    """mu / 2 |w - w_start|^2, differentiated by PyTorch."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(D, generator=generator, dtype=dtype)
+    start, parameter = row.clone(), torch.nn.Parameter(row.clone())
+    theirs, method = torch.optim.SGD([parameter], lr=0.1, **params), FedProx(lr=0.1, mu=0.7, **params)
+    state = method.start(row)
+    for _ in range(STEPS):
+        drawn = torch.randn(D, generator=generator, dtype=dtype)
+        theirs.zero_grad()
+        (drawn @ parameter + 0.7 / 2 * (parameter - start).square().sum()).backward()
+        theirs.step()
+        method.step(row, drawn, state)
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(row, parameter.detach(), rtol=tolerance, atol=tolerance)
+    assert torch.equal(state["start"], start)
+
+
+@pytest.mark.parametrize("params", SGDS)
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_fedprox_with_mu_zero_is_sgd(params, dtype):
+    for ours, theirs in paths(FedProx(lr=0.1, mu=0.0, **params), lambda p: torch.optim.SGD(p, lr=0.1, **params), dtype):
+        assert torch.equal(ours, theirs)
+    row = torch.zeros(3)
+    assert set(FedProx(mu=0.0, **params).start(row)) == set(SGD(**params).start(row))

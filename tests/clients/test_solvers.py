@@ -1,0 +1,121 @@
+"""What engines and experiments rely on, whichever the local solver."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from fedsim.clients import SGD, OuterProductGrad, solver, step_along
+from fedsim.errors import ExperimentError
+from tests.clients.variants import VARIANTS, every_variant, made
+
+
+def test_every_solver_has_a_variant():
+    assert {name for name, _ in VARIANTS.values()} == set(solver.names())
+
+
+@every_variant
+def test_solvers_are_elementwise(variant):
+    method, generator = made(variant), torch.Generator().manual_seed(0)
+    rows, gradients = (torch.randn(*n, 3, 64, generator=generator, dtype=torch.double) for n in ((), (4,)))
+    stacked, one_by_one = rows.clone(), rows.clone()
+    state = method.start(stacked)
+    for step in gradients:
+        method.step(stacked, step.clone(), state)
+    for row, steps in zip(one_by_one, gradients.unbind(1), strict=True):
+        for part in (slice(0, 20), slice(20, 64)):
+            state = method.start(row[part])
+            for step in steps:
+                method.step(row[part], step[part].clone(), state)
+    assert torch.equal(stacked, one_by_one)
+
+
+@every_variant
+def test_a_fused_step_is_the_step_along_the_gradients(variant):
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(3, 4, 5, generator=generator, dtype=torch.double)
+    moved, expected, method = weights.clone(), weights.clone(), made(variant)
+    states = method.start(moved), method.start(expected)
+    for _ in range(3):
+        left, right = (torch.randn(3, 2, n, generator=generator, dtype=torch.double) for n in (4, 5))
+        step_along(method, moved, OuterProductGrad(left, right), states[0])
+        step_along(method, expected, torch.einsum("kmo,kmi->koi", left, right), states[1])
+    torch.testing.assert_close(moved, expected)
+    torch.testing.assert_close(states[0], states[1])
+
+
+def test_step_along_uses_step_fused_if_a_solver_has_it(monkeypatch):
+    calls = []
+    monkeypatch.setattr(SGD, "step_fused", lambda self, rows, product, state: calls.append(product))
+    product = OuterProductGrad(torch.ones(1, 2, 1), torch.ones(1, 2, 3))
+    step_along(SGD(), torch.zeros(1, 1, 3), product, {})
+    assert calls == [product]
+
+
+def test_a_solver_without_step_fused_gets_gradients():
+    class Plain:
+        def step(self, rows, gradients, state):
+            rows -= gradients
+
+    left, right, weights = torch.ones(1, 2, 1), torch.ones(1, 2, 3), torch.zeros(1, 1, 3)
+    step_along(Plain(), weights, OuterProductGrad(left, right), {})
+    assert torch.equal(weights, torch.full((1, 1, 3), -2.0))
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_state_has_the_shape_and_dtype_of_the_rows(variant, dtype):
+    method, rows = made(variant), torch.randn(2, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    state = method.start(rows)
+    assert {(tensor.shape, tensor.dtype) for tensor in state.values()} <= {(rows.shape, dtype)}
+    lying = {name: tensor.data_ptr() for name, tensor in state.items()}
+    assert len({rows.data_ptr(), *lying.values()}) == 1 + len(state)
+    moved = rows.clone()
+    for _ in range(2):
+        method.step(moved, torch.ones_like(rows), state)
+    assert moved.dtype == dtype
+    assert {name: tensor.data_ptr() for name, tensor in state.items()} == lying
+
+
+@every_variant
+def test_a_learning_rate_of_zero_moves_nothing(variant):
+    method, rows = made(variant, lr=0.0), torch.randn(7, generator=torch.Generator().manual_seed(0))
+    moved, state = rows.clone(), method.start(rows)
+    for _ in range(2):
+        method.step(moved, torch.ones_like(rows), state)
+    assert torch.equal(moved, rows)
+
+
+@pytest.mark.parametrize("variant", ["sgd", "fedprox", "adam", "adagrad"])
+def test_gradients_of_zero_move_nothing(variant):
+    method, row = made(variant), torch.randn(7, generator=torch.Generator().manual_seed(0))
+    moved, state = row.clone(), method.start(row)
+    for _ in range(3):
+        method.step(moved, torch.zeros_like(row), state)
+    assert torch.equal(moved, row)
+
+
+@every_variant
+def test_solvers_can_be_pickled(variant):
+    assert pickle.loads(pickle.dumps(made(variant))) == made(variant)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "line"),
+    [
+        ("sgd", {"momentum": 1.0}, "local.momentum = 1.0: must be less than 1"),
+        ("sgd", {"mu": 0.1}, "local.mu = 0.1: unknown key (the local solver is sgd); mu goes with fedprox"),
+        ("adam", {"eps": 0.0}, "local.eps = 0.0: must be greater than 0"),
+    ],
+)
+def test_impossible_parameters_are_an_error(name, params, line):
+    with pytest.raises(ExperimentError) as caught:
+        solver.get(name).check(params, "local")
+    assert str(caught.value).startswith(line)
+
+
+def test_nesterov_needs_momentum():
+    with pytest.raises(ExperimentError, match=r"local.nesterov = true: needs local.momentum > 0"):
+        SGD(nesterov=True)

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import math
+import multiprocessing
+import re
+from typing import ClassVar
+
+import pytest
+
+import fedsim
+from fedsim.comparison import Callback, job_count, load_grid, run_grid, runner
+from fedsim.comparison.job_count import default_jobs, in_one_process, job_bytes
+from fedsim.errors import SettingWarning
+
+RULES = ["weighted_mean", "mean", {"rule": "tests.plugs:clipped_mean", "c": 0.1}]
+
+
+def without_times(history):
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
+
+
+def test_runs_of_one_seed_are_paired(serial):
+    """They have the same start, cohorts and batches: until the first aggregation nothing differs."""
+    tables = {**serial, "workers": 6, "cohort": 3, "partition": "tests.plugs:uneven", "rounds": 3}
+    runs = fedsim.compare(tables, {"aggregate": RULES, "seed": [0, 1]}).runs
+    by_seed = {seed: [run for run in runs if run.point["seed"] == seed] for seed in (0, 1)}
+    for same in by_seed.values():
+        assert len({tuple(tuple(record["cohort"]) for record in run.history) for run in same}) == 1
+        assert len({run.history[0]["train_loss"] for run in same}) == 1
+        assert len({run.history[1]["train_loss"] for run in same}) == len(RULES)
+        assert len({run.history[0]["test_loss"] for run in same}) == len(RULES)
+    assert by_seed[0][0].history[0]["train_loss"] != by_seed[1][0].history[0]["train_loss"]
+    assert by_seed[0][0].history[0]["cohort"] != by_seed[1][0].history[0]["cohort"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_there_is_to_warn_of_is_shown_once(serial, jobs, capfd):
+    tables = {**serial, "workers": 5, "rounds": 1, "attack": {"name": "alie", "workers": [1]}, "buffers": "server"}
+    grid = {"model": ["logistic", "tests.plugs:Normalised"], "seed": [0, 1]}
+    with pytest.warns(SettingWarning) as caught:
+        comparison = fedsim.compare(tables, grid, jobs=jobs)
+    assert not comparison.failed
+    alie, buffers = sorted(str(warning.message) for warning in caught)
+    assert alie.startswith("alie: z = 0 for n = 5, f = 1: ")
+    assert buffers.startswith('buffers = "server": running statistics (layers.2.running_mean) are never updated')
+    assert "warning" not in capfd.readouterr().err.lower()
+
+
+def test_every_run_is_what_it_would_be_by_itself(serial, tmp_path):
+    comparison = fedsim.compare(serial, {"aggregate": RULES, "local.lr": [0.05, 0.1], "seed": [0, 1]}, tmp_path)
+    assert len(comparison.runs) == 12
+    for run in comparison.runs[::5]:
+        assert fedsim.load_experiment(run.folder / "experiment.toml", allow_imports=True) == run.experiment
+        assert without_times(fedsim.run(run.experiment).history) == without_times(run.history)
+    assert comparison.summary[0].accuracy.mean == pytest.approx(
+        sum(run.test_accuracy for run in comparison.runs[:2]) / 2, abs=1e-12
+    )
+
+
+def test_tables_and_files_may_hold_their_grid(serial, tmp_path):
+    lines = ['name = "x"', "rounds = 1", 'engine = "serial"', 'data = "tests.plugs:tiny"', "[grid]", "seed = [3, 4]"]
+    (tmp_path / "x.toml").write_text("\n".join(lines))
+    for source in (tmp_path / "x.toml", {**serial, "rounds": 1, "grid": {"seed": [3, 4]}}):
+        assert [run.experiment.seed for run in fedsim.compare(source, allow_imports=True).runs] == [3, 4]
+
+
+def test_without_a_folder_nothing_is_left(serial, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(runner.tempfile, "tempdir", None)
+    monkeypatch.chdir(tmp_path)
+    comparison = fedsim.compare(serial, {"seed": [0, 1]})
+    assert comparison.folder is None
+    assert [run.folder for run in comparison.runs] == [None, None]
+    assert "test accuracy" in comparison.table
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_runs_where_any_point_is_wrong(serial, tmp_path):
+    with pytest.raises(fedsim.ExperimentError, match="workers=0: workers = 0: must be greater than 0"):
+        fedsim.compare(serial, {"workers": [3, 0]}, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_fails_is_noted_and_the_others_go_on(quick, tmp_path, jobs):
+    tables = {**quick, "rounds": 1, "model": {"name": "tests.plugs:Fails", "how": "never"}}
+    axes = {"model.how": ["raise", "never"], "workers": [3, 1000], "seed": [0]}
+    comparison = fedsim.compare(tables, axes, tmp_path / "x", jobs)
+    errors = [run.error for run in comparison.runs]
+    assert re.match("worker [01] in round 1 failed", errors[0])  # both do; either may be heard first
+    assert "ZeroDivisionError: this model divides by zero" in errors[0]
+    assert errors[1] == errors[3] == "workers = 1000: must be between 1 and the number of samples, 203"
+    assert errors[2] is None
+    assert comparison.failed == [comparison.runs[index] for index in (0, 1, 3)]
+    assert "Traceback" in (comparison.runs[0].folder / "error.txt").read_text()
+    assert "3 of 4 runs failed" in (tmp_path / "x" / "summary.txt").read_text()
+    assert [row.failed for row in comparison.summary] == [1, 0, 1, 1]
+
+
+def test_what_failed_is_done_again_and_what_is_finished_is_not(serial, tmp_path, monkeypatch):
+    grid = load_grid(serial, {"seed": [0, 1, 2]})
+    attempt = runner.run_here.__globals__["attempt"]
+
+    def failing(experiment, *rest):
+        return "no\nmore" if experiment.seed == 1 else attempt(experiment, *rest)
+
+    monkeypatch.setitem(runner.run_here.__globals__, "attempt", failing)
+    assert [run.error for run in run_grid(grid, tmp_path / "x").runs] == [None, "no", None]
+    monkeypatch.undo()
+    seen = Seen()
+    again = run_grid(grid, tmp_path / "x", callback=seen)
+    assert [run.error for run in again.runs] == [None, None, None]
+    assert seen.runs == [("start", ["seed1"]), ("round", "seed1"), ("round", "seed1"), ("end", "seed1")]
+    assert not (again.runs[1].folder / "error.txt").exists()
+    rest = Seen()
+    run_grid(grid, tmp_path / "x", callback=rest)
+    assert rest.runs == [("start", [])]
+
+
+class Seen(Callback):
+    def __init__(self):
+        self.runs = []
+
+    def on_start(self, grid, todo, jobs):
+        self.runs.append(("start", [run.id for run in todo]))
+
+    def on_round(self, run, record):
+        self.runs.append(("round", run.id))
+
+    def on_end(self, run):
+        assert len(run.history) == 2
+        assert run.error is None
+        self.runs.append(("end", run.id))
+
+
+def test_an_interrupted_run_is_done_again_from_the_start(serial, tmp_path):
+    class Interrupt(Callback):
+        def on_round(self, run, record):
+            if (run.id, record["round"]) == ("seed1", 1):
+                raise KeyboardInterrupt
+
+    grid = load_grid(serial, {"seed": [0, 1, 2]})
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(grid, tmp_path / "x", callback=Interrupt())
+    assert len((tmp_path / "x/runs/seed1/metrics.jsonl").read_text().splitlines()) == 1
+    (tmp_path / "x/runs/seed1/.curve.png.part").write_text("half")
+    comparison = run_grid(grid, tmp_path / "x")
+    assert [len(run.history) for run in comparison.runs] == [2, 2, 2]
+    assert len((tmp_path / "x/runs/seed1/metrics.jsonl").read_text().splitlines()) == 2
+    assert not (tmp_path / "x/runs/seed1/.curve.png.part").exists()
+
+
+def test_an_interrupted_run_with_a_checkpoint_is_gone_on_with(serial, tmp_path):
+    class Interrupt(Callback):
+        def on_round(self, run, record):
+            if (run.id, record["round"]) == ("seed1", 3):
+                raise KeyboardInterrupt
+
+    class See(Callback):
+        rounds: ClassVar[list[tuple[str, int]]] = []
+
+        def on_round(self, run, record):
+            self.rounds.append((run.id, record["round"]))
+
+    tables = {**serial, "rounds": 4, "checkpoint": {"every": 1}}
+    grid = load_grid(tables, {"seed": [0, 1]})
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(grid, tmp_path / "x", callback=Interrupt())
+    again = run_grid(grid, tmp_path / "x", callback=See())
+    assert See.rounds == [("seed1", 3), ("seed1", 4)]
+    whole = fedsim.run({**tables, "seed": 1})
+    assert [record["test_loss"] for record in again.runs[1].history] == [r["test_loss"] for r in whole.history]
+
+
+def test_processes_of_an_engine_are_kept_from_run_to_run(quick, tmp_path):
+    seen = set()
+
+    class Look(Callback):
+        def on_round(self, run, record):
+            seen.add(frozenset(process.pid for process in multiprocessing.active_children()))
+
+    grid = load_grid({**quick, "engine": "spawn", "processes": 2}, {"aggregate": RULES, "seed": [0, 1]})
+    run_grid(grid, tmp_path, callback=Look())
+    assert len(seen) == 1
+    assert len(*seen) == 2
+
+
+def test_a_run_that_diverges_counts(serial):
+    comparison = fedsim.compare({**serial, "local": {"lr": 1e38}, "aggregate": {"nonfinite": "keep"}}, {"seed": [0, 1]})
+    assert not comparison.failed
+    assert math.isnan(comparison.runs[0].history[-1]["test_loss"])
+    assert comparison.summary[0].accuracy.mean < 0.5
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with 8 cores and a terabyte."""
+    monkeypatch.setattr(job_count, "usable_cores", lambda: 8)
+    monkeypatch.setattr(job_count, "free_memory", lambda: 1e12)
+    return monkeypatch
+
+
+def jobs_for(tables, axes):
+    grid = load_grid(tables, axes)
+    return default_jobs(grid, grid.runs)
+
+
+def test_by_default_a_cpu_has_one_job_per_core_and_no_more_than_runs(quick, machine):
+    assert jobs_for(quick, {"seed": [0, 1, 2]}) == 3
+    assert jobs_for(quick, {"seed": list(range(20))}) == 8
+    assert jobs_for({**quick, "threads_per_process": 3}, {"seed": list(range(20))}) == 2
+    assert jobs_for({**quick, "threads_per_process": 9}, {"seed": list(range(20))}) == 1
+
+
+def test_by_default_an_experiment_that_names_its_engine_has_one_job(quick, machine):
+    for change in ({"engine": "serial"}, {"engine": "spawn"}, {"processes": 2}):
+        assert jobs_for({**quick, **change}, {"seed": [0, 1, 2]}) == 1
+
+
+def test_what_is_run_in_one_process_can_be_read_again():
+    wanted = fedsim.Experiment(timeout=5.0, batched={"width": 3}, on_worker_failure="drop", worker_retries=7)
+    run = in_one_process(wanted).resolved()
+    assert fedsim.Experiment(**run) == fedsim.Experiment(engine="serial")
+
+
+def test_by_default_there_are_no_more_jobs_than_memory_bears(quick, machine):
+    tables = {**quick, "workers": 100, "model": "2nn"}
+    rows = 100 * 199_210 * 4
+    assert rows < job_bytes(fedsim.Experiment(**tables)) < 10 * rows + 1e9
+    machine.setattr(job_count, "free_memory", lambda: 5e9)
+    assert 1 < jobs_for(tables, {"seed": list(range(20))}) < 8
+    machine.setattr(job_count, "free_memory", lambda: 1.0)
+    assert jobs_for(tables, {"seed": list(range(20))}) == 1
+
+
+def test_by_default_a_card_has_one_job(quick, machine):
+    import torch
+
+    grid = load_grid(quick, {"seed": [0, 1, 2]})
+    machine.setattr(job_count, "resolve_device", lambda name: torch.device("cuda", 0))
+    assert default_jobs(grid, grid.runs) == 1
+
+
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_an_impossible_number_of_jobs_is_one_clear_line(serial, jobs):
+    with pytest.raises(fedsim.ExperimentError, match=f"jobs = {jobs}: must be at least 1"):
+        fedsim.compare(serial, {"seed": [0]}, jobs=jobs)

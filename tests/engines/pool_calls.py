@@ -1,0 +1,153 @@
+"""What the tests of a crew have its processes do: a module that these import quickly, without pytest."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+from fedsim.engines.pool.barrier import Barrier
+from fedsim.errors import ExperimentError
+
+
+def who(process):
+    return process.index, process.count, os.getpid()
+
+
+def threads(process):
+    return torch.get_num_threads()
+
+
+def add_to(process, tensor, value):
+    tensor[process.index] += value
+
+
+def add_to_all(process, tensors):
+    for tensor in tensors:
+        tensor[process.index] += 1
+
+
+def remember(process, value=None):
+    if value is not None:
+        process.belongings["value"] = value
+    return process.belongings["value"]
+
+
+def meet(process):
+    process.barrier.wait()
+
+
+def misbehave(process, how, index=0, meet_after=True):
+    """Process `index` does something terrible while the others wait for it at the barrier."""
+    if process.index == index:
+        with process.working_on(7, 3):
+            if how == "raise":
+                raise ZeroDivisionError("divided")
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "exit":
+                os._exit(0)
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if how == "sleep":
+                time.sleep(3600)
+    if meet_after:
+        process.barrier.wait()
+
+
+def work_for(process, seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        process.heartbeat()
+
+
+def unpicklable(process):
+    return threading.Lock()
+
+
+class Note:
+    def __init__(self, path):
+        self.path, self.cycle = path, self
+
+    def __del__(self):
+        if not sys.is_finalizing():  # then CUDA may be gone already
+            self.path.touch()
+
+
+def leave_a_note_at_the_end(process, folder):
+    gc.disable()  # nothing but an explicit collection finds the note
+    process.belongings["note"] = Note(folder / str(process.index))
+
+
+def hang_at_the_barrier(process):
+    """Process 1 never comes, and process 0 loses patience before the parent does."""
+    if process.index == 1:
+        time.sleep(3600)
+    Barrier(process.board, 0, timeout=0.5).wait()
+
+
+def work_on(process, worker, round):
+    with process.working_on(worker, round):
+        pass
+
+
+def fail(process):
+    raise ZeroDivisionError("divided")
+
+
+class OnlyHere:
+    """Cannot be unpickled in another process."""
+
+    def __reduce__(self):
+        return import_missing, ()
+
+
+def import_missing():
+    raise ModuleNotFoundError("no module named here_only")
+
+
+def refuse(process):
+    if process.index == 1:
+        raise ExperimentError("f = 9: too many", "n = 3: too few")
+    process.barrier.wait()
+
+
+def die_while_sending(process):
+    """Its answer ends in the middle of the message."""
+
+    def send_half(connection, data):
+        os.write(connection.fileno(), struct.pack("!i", len(data)) + data[:1])
+        kill_this()
+
+    Connection.send_bytes = send_half
+
+
+class KillsItsReader:
+    """Kills the process that unpickles it."""
+
+    def __reduce__(self):
+        return kill_this, ()
+
+
+def kill_this():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def give_by_handle_and_die(process):
+    threading.Timer(0.2, kill_this).start()  # after it has answered, and before
+    return Slow(), torch.zeros(2)
+
+
+class Slow:
+    """Takes its time to be unpickled."""
+
+    def __reduce__(self):
+        return time.sleep, (1.0,)

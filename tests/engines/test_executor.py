@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from fedsim.engines.executor import Executor, balance_load
+from fedsim.engines.pool.barrier import Barrier, HeartbeatTable
+from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.task import Schedule
+from fedsim.engines.trainers.batches import WorkItem
+from fedsim.engines.trainers.sequential import RowTrainer
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("costs", [[], [5], [1, 1, 1, 1], [9, 1, 8, 2, 7, 3], list(range(20))])
+def test_everything_is_dealt_once(costs, count):
+    assignments = balance_load(costs, count)
+    assert len(assignments) == count
+    assert sorted(thing for hand in assignments for thing in hand) == list(range(len(costs)))
+
+
+def test_the_burden_is_even_where_it_can_be():
+    assert [sum([9, 1, 8, 2, 7, 3][thing] for thing in hand) for hand in balance_load([9, 1, 8, 2, 7, 3], 2)] == [
+        15,
+        15,
+    ]
+    assert balance_load([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("n", [1, 9, 10, 11, 25])
+@pytest.mark.parametrize(
+    "measure", [{"epochs": 1}, {"epochs": 3}, {"epochs": None, "steps": 1}, {"epochs": None, "steps": 7}]
+)
+def test_a_schedule_counts_the_batches_that_are_really_drawn(n, measure):
+    schedule = Schedule(batch_size=10, **measure)
+    epoch = [min(10, n - start) for start in range(0, n, 10)]
+    drawn = (epoch * 50)[: schedule.steps_for(n)]
+    if measure["epochs"]:
+        assert drawn == epoch * measure["epochs"]
+    assert [schedule.batch_size_at(step, n) for step in range(len(drawn) + 2)] == [*drawn, 0, 0]
+    assert schedule.samples_for(n) == sum(drawn)
+
+
+@pytest.mark.parametrize(("costs", "count", "most"), [([9, 1, 1, 1, 1, 1], 3, 2), ([5] * 7, 3, 3), ([1], 4, 1)])
+def test_no_hand_gets_more_than_the_most(costs, count, most):
+    assignments = balance_load(costs, count, most)
+    assert sorted(thing for hand in assignments for thing in hand) == list(range(len(costs)))
+    assert max(map(len, assignments)) <= most
+    assert all(hand == sorted(hand) for hand in assignments)
+    assert assignments == balance_load(costs, count, most)
+
+
+def test_within_the_most_the_least_burdened_hand_is_next():
+    assert balance_load([9, 1, 1, 1, 1, 1], 2, 3) == [[0, 4, 5], [1, 2, 3]]
+    assert balance_load([9, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+
+
+@pytest.fixture
+def executors(prepared):
+    """Two processes' stations, and what each of them has been given to train."""
+    task, shared = prepared()
+    board = HeartbeatTable(2)
+    executors = [
+        Executor(ProcessContext(k, 2, board, Barrier(board, k, timeout=1.0)), task, shared, RowTrainer)
+        for k in range(2)
+    ]
+    trained = [[], []]
+    for executor, theirs in zip(executors, trained, strict=True):
+        executor.trainer.train = theirs.extend
+    return executors, trained
+
+
+def test_members_whose_rounds_differ_are_dealt_by_their_steps(executors):
+    """Shards of 1, 5, 8, 17 and 20 samples are 1, 2, 2, 5 and 5 steps; the fourth is to do but one."""
+    executors, trained = executors
+    members = [WorkItem(0, 0, 3), WorkItem(1, 1, 1), WorkItem(2, 2, 2), WorkItem(3, 3, 7, 1), WorkItem(4, 4, 1)]
+    for executor in executors:
+        executor.train_apart(members)
+    assert [[member.slot for member in theirs] for theirs in trained] == [[3, 4], [0, 1, 2]]
+
+
+def test_whoever_goes_step_by_step_stays_with_one_process(executors):
+    """Or its next batch would have to be gone to anew, from the round's first."""
+    executors, trained = executors
+    for slots in ([0, 1, 2, 3, 4], [1, 2], [2, 1], [4], [3, 4, 0]):
+        for executor in executors:
+            executor.train_apart([WorkItem(slot, slot, 1, None, 0) for slot in slots])
+    assert {member.slot for member in trained[0]} == {0, 2, 4}
+    assert {member.slot for member in trained[1]} == {1, 3}
+    assert sum(map(len, trained)) == 13

@@ -1,0 +1,65 @@
+"""What is said where a device has no memory left; the device is made up, as is its error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fedsim
+from fedsim.engines.out_of_memory import explain_oom, what_would_fit
+from fedsim.engines.task import SharedState
+
+SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.77 GiB. See documentation."
+
+
+class TooLarge(nn.Module):
+    """Trains as if it were on a GPU that is full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(784, 10)
+
+    def forward(self, images):
+        if self.training and len(images) > 1:
+            raise torch.OutOfMemoryError(SAID)
+        return self.linear(images.flatten(1))
+
+
+def test_all_that_can_be_less_is_named_with_its_number(prepared):
+    task, _ = prepared(local={"batch_size": 64})
+    named = "processes (4 now), batched.width (16 now), local.batch_size (64 now)"
+    assert what_would_fit(task, 4, 16) == f"cpu has no memory left; less of this would fit: {named}"
+    assert what_would_fit(task, 1).endswith("would fit: local.batch_size (64 now)")
+    task, _ = prepared(local={"batch_size": 1})
+    assert what_would_fit(task, 1) == "cpu has no memory left; only a smaller model would fit"
+
+
+def test_it_is_told_once_and_other_errors_pass(prepared):
+    task, _ = prepared(local={"batch_size": 64})
+    with pytest.raises(torch.OutOfMemoryError) as caught, explain_oom(task, 4), explain_oom(task, 2, 8):
+        raise torch.OutOfMemoryError(SAID)
+    assert str(caught.value) == (
+        "cpu has no memory left; less of this would fit: processes (2 now), batched.width (8 now), "
+        "local.batch_size (64 now) (CUDA out of memory. Tried to allocate 2.00 GiB)"
+    )
+    with pytest.raises(ZeroDivisionError), explain_oom(task, 1):
+        raise ZeroDivisionError
+
+
+def test_where_training_needs_too_much_the_run_ends_with_that_line(tiny_experiment):
+    with pytest.raises(fedsim.WorkerError) as caught:
+        fedsim.run({**tiny_experiment, "model": "tests.engines.test_out_of_memory:TooLarge"})
+    assert str(caught.value).splitlines()[0] == (
+        "worker 0 in round 1 failed: OutOfMemoryError: cpu has no memory left; less of this would fit: "
+        "local.batch_size (16 now) (CUDA out of memory. Tried to allocate 2.00 GiB)"
+    )
+
+
+def test_where_the_rows_alone_need_too_much_the_experiment_is_refused(tiny_experiment, monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError(SAID)
+
+    monkeypatch.setattr(SharedState, "allocate", full)
+    with pytest.raises(fedsim.ExperimentError, match='^device = "cpu": cpu has no memory left; less of '):
+        fedsim.run(tiny_experiment)

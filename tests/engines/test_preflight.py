@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import torch
+
+from fedsim.engines.distributed.preflight import difference_of, digest
+
+
+def test_a_difference_is_told_in_one_line_with_rank_and_both_values():
+    same = {"versions": {"torch": "2.6"}, "the experiment": {"rounds": 3, "local.lr": 0.1}}
+    assert difference_of([same, same, same]) is None
+    other = {**same, "the experiment": {"rounds": 3, "local.lr": 0.2}}
+    line = "the ranks differ in the experiment: local.lr = 0.1 on rank 0 and 0.2 on rank 2"
+    assert difference_of([same, same, other]) == line
+    missing = {**same, "versions": {}}
+    assert difference_of([same, missing]) == (
+        'the ranks differ in versions: torch = "2.6" on rank 0 and not set on rank 1'
+    )
+
+
+def test_of_many_differences_the_first_are_told():
+    claims = [{"the experiment": dict.fromkeys("abcde", value)} for value in (1, 2)]
+    assert difference_of(claims).endswith("c = 1 on rank 0 and 2 on rank 1 (and 2 more)")
+
+
+def test_a_hash_goes_by_values_shape_and_dtype():
+    values = torch.arange(6.0)
+    assert digest(values) == digest(values.clone())
+    others = [values + 1, values.view(2, 3), values.double(), values.int()]
+    assert len({digest(values), *map(digest, others)}) == 5
+    assert digest(torch.zeros(3, 2).t()) == digest(torch.zeros(2, 3))
+    assert digest(torch.zeros(3, dtype=torch.bfloat16)) != digest(torch.zeros(3))

@@ -1,0 +1,171 @@
+"""What a model is found out to be before its rows are stacked, and that what is stacked agrees with `serial`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.engines.stacking.probe import StackingProbe
+from fedsim.runs.setup import prepare
+from tests.engines.test_contract import ROUNDING, assert_close
+from tests.engines.zoo import PICTURES, REFUSED, TEXTS, experiment
+
+
+@pytest.fixture
+def dry_run():
+    """The rehearsal of an experiment."""
+
+    def probe(tables):
+        wanted = fedsim.Experiment(**{**tables, "engine": "serial"})
+        with fedsim.Session() as session, prepare(wanted, session) as (prepared, engine):
+            return StackingProbe.of(prepared.task, engine.shared)
+
+    return probe
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for an operation that it loops over
+@pytest.mark.parametrize("kind", [*PICTURES, *TEXTS])
+def test_what_is_not_refused_agrees_with_serial_for_every_sort_of_model(kind):
+    for sync in ("parameters", "gradients"):
+        tables = {**experiment(kind), "sync": sync}
+        serial = fedsim.run({**tables, "engine": "serial"})
+        stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": 3}})
+        assert_close(serial, stacked, ROUNDING)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_stacked_is_refused_in_one_line_with_the_reason(kind, dry_run):
+    _, reason = REFUSED[kind]
+    with pytest.raises(fedsim.ExperimentError) as refusal:
+        dry_run(experiment(kind))
+    (line,) = str(refusal.value).splitlines()
+    assert line.startswith(f'engine = "batched": the rows of this model cannot be stacked: {reason}')
+    assert line.endswith("; use engine=spawn")
+
+
+def test_first_samples_that_are_nan_are_named_and_not_the_model(dry_run, tiny_experiment):
+    tables = {**tiny_experiment, "data": "tests.plugs:with_a_hole", "aggregate": {"nonfinite": "exclude"}}
+    line = '^engine = "batched": 60 of the first 64 training samples, on which the model is tried, hold NaN or infinity'
+    with pytest.raises(fedsim.ExperimentError, match=f"{line}; use engine=spawn$"):
+        dry_run(tables)
+
+
+COUPLED = {"BatchNorm", "BatchNorm without statistics", "InstanceNorm with statistics", "centred batch"}
+COUPLED |= {"the last of a batch, but for the first", "its share of the batch"}
+COUPLED |= {"the last of a batch", "counts its samples", "branches by its samples", "buffers"}
+
+
+@pytest.mark.parametrize(
+    "kind", [*sorted(COUPLED), "GroupNorm", "LayerNorm", "InstanceNorm", "BatchNorm frozen", "dropout"]
+)
+def test_it_is_found_out_whether_samples_see_each_other(kind, dry_run):
+    assert dry_run(experiment(kind)).coupled is (kind in COUPLED or kind == "BatchNorm frozen")
+
+
+def test_batch_norm_that_wants_more_than_one_sample_couples_them(dry_run, tiny_experiment):
+    assert dry_run({**tiny_experiment, "model": "tests.plugs:Normalised"}).coupled
+
+
+def test_dropouts_are_found_in_their_order_with_what_they_draw_for_a_sample(dry_run):
+    net = dry_run({"model": "net", "workers": 2, "cohort": 1})
+    assert [(dropout.function.__name__, dropout.p, dropout.shape) for dropout in net.dropouts] == [
+        ("dropout2d", 0.5, (20, 1, 1)),
+        ("dropout", 0.5, (50,)),
+    ]
+    assert dry_run({"model": {"name": "net", "dropout": 0.0}, "workers": 2, "cohort": 1}).dropouts == ()
+
+
+def test_the_memory_that_a_sample_takes_is_about_that_of_its_activations(dry_run):
+    """Of net in float32: two convolutions, what pooling and ReLU keep, the layers behind."""
+    least = 4 * (10 * 24 * 24 + 20 * 8 * 8)
+    assert least < dry_run({"model": "net", "workers": 2, "cohort": 1}).sample_bytes < 8 * least
+
+
+def test_a_rehearsal_leaves_the_random_state_and_the_rows_as_they_are(dry_run):
+    before = torch.get_rng_state()
+    with fedsim.Session() as session:
+        tables = fedsim.Experiment(**experiment("BatchNorm and dropout"), engine="serial")
+        with prepare(tables, session) as (prepared, engine):
+            shared = engine.shared
+            kept = [tensor.clone() for tensor in (shared.global_row, shared.rows, shared.buffers)]
+            StackingProbe.of(prepared.task, shared)
+            for tensor, old in zip((shared.global_row, shared.rows, shared.buffers), kept, strict=True):
+                assert torch.equal(tensor, old)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """Steps along the gradient's direction: of a whole row."""
+
+    lr: float = 0.05
+
+    def start(self, rows):
+        return {}
+
+    def step(self, rows, gradients, state):
+        rows -= self.lr * gradients / gradients.norm(dim=-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Decaying(Normalised):
+    """Counts its steps in a number of its own."""
+
+    def start(self, rows):
+        return {"steps": torch.zeros(())}
+
+    def step(self, rows, gradients, state):
+        state["steps"] += 1
+        rows -= self.lr / state["steps"] * gradients
+
+
+@dataclass(frozen=True)
+class Replacing(Normalised):
+    """Puts new tensors into its state, from the first step on."""
+
+    def step(self, rows, gradients, state):
+        state["velocity"] = 0.9 * state.get("velocity", 0.0) + gradients
+        rows -= self.lr * state["velocity"]
+
+
+@pytest.mark.parametrize(
+    ("solver", "reason"),
+    [("Normalised", "local.solver is not element-wise: a part of a row does not"), ("Decaying", "local.solver cannot")],
+)
+def test_a_solver_that_is_not_element_wise_is_refused(solver, reason, dry_run):
+    tables = {**experiment("convolution"), "local": {"solver": f"{__name__}:{solver}", "batch_size": 4}}
+    with pytest.raises(fedsim.ExperimentError, match=re.escape(reason)):
+        dry_run(tables)
+
+
+@pytest.mark.parametrize("kind", ["convolution", "BatchNorm"])  # members side by side, and picked out
+def test_a_solver_may_replace_what_it_keeps(kind):
+    tables = {**experiment(kind), "local": {"solver": f"{__name__}:Replacing", "batch_size": 4}}
+    serial = fedsim.run({**tables, "engine": "serial"})
+    assert_close(serial, fedsim.run({**tables, "engine": "batched", "processes": 1}), ROUNDING)
+
+
+LARGER = ["every other sample", "halves of a batch", "centred, if it is many"]
+LARGER += ["the last of a batch, but for the first", "its share of the batch"]
+
+
+@pytest.mark.parametrize("kind", LARGER)
+@pytest.mark.parametrize("width", [2, 5])
+def test_what_shows_in_larger_or_odd_batches_alone_agrees_with_serial(kind, width):
+    tables = {**experiment(kind), "local": {"batch_size": 7, "lr": 0.05}}
+    serial = fedsim.run({**tables, "engine": "serial"})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": width}})
+    assert_close(serial, stacked, ROUNDING)
+
+
+def test_a_model_that_splits_large_batches_is_refused_when_it_does():
+    """Eight samples of two rows were one piece; of two rows with eight each, a piece is all of one row's."""
+    tables = {**experiment("in pieces"), "local": {"batch_size": 8, "lr": 0.05}}
+    with pytest.raises(
+        fedsim.ExperimentError, match="splits large ones, or goes by their numbers.*; use engine=spawn$"
+    ):
+        fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": 2}})

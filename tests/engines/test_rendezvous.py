@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+import fedsim
+from fedsim.engines.distributed.rendezvous import (
+    LOOPBACK,
+    PORTS,
+    RankInfo,
+    first_host,
+    interface_towards,
+    meeting_address,
+    open_store,
+)
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "400"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77", "SLURM_NNODES": "4"}
+OPENMPI = {
+    **{"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+    **{"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "job-1"},
+}
+
+
+def test_torchruns_environment_and_a_plain_one():
+    assert RankInfo.of(TORCHRUN) == RankInfo(3, 4, 1, ("10.0.0.1", 400))
+    assert RankInfo.of({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
+    assert RankInfo.of({"RANK": "0", "WORLD_SIZE": "2"}) == RankInfo(0, 2, 0, (LOOPBACK, 29_500))
+    assert RankInfo.of({}) is None
+
+
+def test_slurms_ranks_meet_at_its_first_host_and_at_a_port_of_the_job():
+    place = RankInfo.of({**SLURM, "SLURM_JOB_NODELIST": "node[07-09,12],other"})
+    assert (place.rank, place.count, place.local_rank, place.address[0]) == (5, 8, 1, "node07")
+    assert place.address[1] in PORTS
+    assert place == RankInfo.of({**SLURM, "SLURM_JOB_NODELIST": "node[07-09,12],other", "SLURM_LOCALID": "1"})
+    assert place.address[1] != RankInfo.of({**SLURM, "SLURM_JOB_ID": "78"}).address[1]
+    assert RankInfo.of({**SLURM, "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node07"}).address[0] == LOOPBACK
+    assert RankInfo.of({**SLURM, "MASTER_ADDR": "here", "MASTER_PORT": "9"}).address == ("here", 9)
+
+
+def test_torchrun_within_a_job_of_slurm_goes_by_torchrun():
+    assert RankInfo.of({**SLURM, **TORCHRUN}).rank == 3
+
+
+def test_mpiruns_ranks_on_several_hosts_need_an_address():
+    place = RankInfo.of(OPENMPI)
+    assert (place.rank, place.count, place.local_rank, place.address[0]) == (1, 2, 1, LOOPBACK)
+    with pytest.raises(fedsim.ExperimentError, match="MASTER_ADDR: is not set, and 1 of 2 ranks are elsewhere"):
+        RankInfo.of({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "line"),
+    [
+        ({"RANK": "two", "WORLD_SIZE": "2"}, "RANK = 'two': must be a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2: must be from 0 to WORLD_SIZE - 1, 2"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(environ, line):
+    with pytest.raises(fedsim.ExperimentError, match=line):
+        RankInfo.of(environ)
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [("a", "a"), ("a,b", "a"), ("n[3-5]", "n3"), ("n[03,7],m[1-2]", "n03"), ("n[1-2].x,y", "n1.x"), ("", None)],
+)
+def test_the_first_host_of_slurms_list(names, first):
+    assert first_host(names) == first
+
+
+def test_the_store_listens_on_loopback_alone():
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        port = free.getsockname()[1]
+    place = RankInfo(0, 1, 0, (LOOPBACK, port))
+    store = open_store("env://", place, 5.0)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", port), timeout=2)  # another address of this machine
+    assert meeting_address("tcp://host:12", place) == ("host", 12)
+    with pytest.raises(fedsim.WorkerError, match="rank 0 of 1: did not find the rendezvous at 127.0.0.1"):
+        open_store("env://", place, 0.2)  # it is taken
+
+
+def test_the_interface_towards_this_machine_is_its_loopback():
+    assert interface_towards(LOOPBACK) in ("lo", "lo0", None)
+    assert interface_towards("no.such.host.invalid") is None

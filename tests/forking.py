@@ -1,0 +1,167 @@
+"""Fork the processes that tests start from one server that has imported fedsim.
+
+A spawned process imports PyTorch for two seconds; a fork of the server takes milliseconds. The server itself is
+spawned and has computed nothing, so a fork of it is in the same state as a spawned process after its imports.
+
+`fork_workers` makes fedsim fork its processes in place of spawning them, `Program` is a Python program that is forked.
+A few tests still start and spawn real interpreters, with `tests.commands.start_python`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from multiprocessing import forkserver, process
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+
+from fedsim.engines.pool import shared_memory
+from fedsim.system import child_process
+
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = ["tests.forking", "tests.plugs", "fedsim.api", "fedsim.cli.main", "matplotlib.figure", "pytest"]
+
+
+def fork_workers():
+    """Make fedsim fork its processes from the server, which the first of them starts."""
+    CONTEXT.set_forkserver_preload(PRELOADED)
+    for module in (child_process, shared_memory):
+        module.get_context = lambda method: ForkingContext
+
+
+class ForkingContext:
+    """The part of a multiprocessing context that fedsim uses."""
+
+    Pipe = CONTEXT.Pipe
+    RawArray = CONTEXT.RawArray
+
+    @staticmethod
+    def Process(target, args, **options):  # noqa: N802  # multiprocessing's name
+        surroundings = dict(os.environ), os.getpgrp(), os.sched_getaffinity(0)
+        return CONTEXT.Process(target=_work, args=(surroundings, target, *args), **options)
+
+
+class Program:
+    """`python *words` as a process group of its own, forked; it has the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, words, *, cwd, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
+        (self.stdout, out), (self.stderr, error) = _reader(stdout), _reader(stderr)
+        surroundings = environment, 0, os.sched_getaffinity(0)
+        arguments = surroundings, [str(word) for word in words], str(cwd), _Descriptor(out), _Descriptor(error)
+        self._process = CONTEXT.Process(target=_run, args=arguments)
+        self._process.start()
+        self.args, self.pid = words, self._process.pid
+        for reader, descriptor in ((self.stdout, out), (self.stderr, error)):
+            if reader:
+                os.close(descriptor)
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self.returncode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout=None):
+        """What is still unread of stdout and stderr, when the program has ended."""
+        texts = {}
+        readers = {name: file for name in ("stdout", "stderr") if (file := getattr(self, name)) and not file.closed}
+        threads = [
+            threading.Thread(target=lambda name=name, file=file: texts.update({name: file.read()}), daemon=True)
+            for name, file in readers.items()
+        ]
+        for thread in threads:
+            thread.start()
+        self.wait(timeout)
+        for thread, file in zip(threads, readers.values(), strict=True):
+            thread.join(timeout)
+            if thread.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            file.close()
+        return texts.get("stdout"), texts.get("stderr")
+
+
+def _reader(wanted):
+    """A file that reads what a program writes, and the descriptor to which the program writes."""
+    if wanted is subprocess.PIPE:
+        ours, theirs = os.pipe()
+        return open(ours), theirs  # closed by `communicate`
+    return None, os.open(os.devnull, os.O_WRONLY) if wanted is subprocess.DEVNULL else _number(wanted)
+
+
+def _number(file):
+    return file if isinstance(file, int) else file.fileno()
+
+
+class _Descriptor:
+    """A descriptor that is passed to a process as it starts."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __reduce__(self):
+        return _detach, (DupFd(self.number),)
+
+
+def _detach(received):
+    return received.detach()
+
+
+def _begin(surroundings):
+    """Take over what a spawned process inherits: the environment, the process group, and the cores it may use."""
+    environment, group, cores = surroundings
+    os.environ.clear()
+    os.environ.update(environment)
+    os.setpgid(0, group)
+    os.sched_setaffinity(0, cores)
+    forkserver._forkserver.ensure_running = lambda: None  # the processes of this one come from the same server
+    fork_workers()
+
+
+def _work(surroundings, target, *args):
+    _begin(surroundings)
+    target(*args)
+
+
+def _run(surroundings, words, cwd, stdout, stderr):
+    """Run a script, or a module after `-m`, as the interpreter would."""
+    _begin(surroundings)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number, descriptor in ((1, stdout), (2, stderr)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    os.chdir(cwd)
+    process.ORIGINAL_DIR = cwd
+    process._parent_process = None
+    sys.argv = words[1:] if words[0] == "-m" else words
+    try:
+        if words[0] == "-m":
+            sys.path.insert(0, cwd)
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        with contextlib.suppress(OSError):
+            atexit._run_exitfuncs()

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+
+from fedsim.core.confidence import estimate
+from fedsim.records.reader import read_records
+from fedsim.report.combinations import byzantine_weight, combinations, summarise_combinations
+from tests.report.folders import add_to_rounds, invent_run, write_points
+
+# Final accuracy by (rule, attack), one per seed; None if the run has not begun.
+FINAL = {
+    ("mean", "none"): [0.9, 0.8, 0.7],
+    ("mean", "alie"): [0.1, 0.2, 0.3],
+    ("median", "none"): [0.88, 0.78, 0.68],
+    ("median", "alie"): [0.6, 0.5, None],
+    ("krum", "none"): [0.7, 0.8, 0.9],
+    ("krum", "alie"): [None, None, None],
+}
+
+
+@pytest.fixture
+def summaries(tmp_path):
+    """The summary of each combination, by its place."""
+
+    def make(path, point):
+        final = FINAL[point["aggregate.rule"], point["attack.name"]][point["seed"]]
+        if final is not None:
+            invent_run(path, [0.05, final])
+            add_to_rounds(path, lambda record: {"coefficients": [0.25, 0.75], "metrics": {"norm": 2.0}})
+            (path / "partition.json").write_text('{"byzantine": [1]}')
+
+    axes = {"aggregate.rule": ["mean", "median", "krum"], "attack.name": ["none", "alie"], "seed": [0, 1, 2]}
+    return summaries_of(write_points(tmp_path / "grid", axes, make))
+
+
+def summaries_of(folder):
+    summaries = summarise_combinations(combinations(read_records(folder)))
+    return {summary.combination.place: summary for summary in summaries}
+
+
+def test_each_combination_has_a_summary_over_the_seeds_of_its_runs(summaries):
+    assert list(summaries) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert summaries[0, 0].accuracy == estimate([0.9, 0.8, 0.7])
+    assert summaries[1, 1].accuracy == estimate([0.6, 0.5])  # one run is missing
+    assert summaries[2, 1].accuracy is None
+    assert summaries[0, 0].byzantine_weight == 0.75
+    assert summaries[0, 0].seconds == pytest.approx(2 * 0.231)
+    assert summaries[0, 0].metrics == {"norm": estimate([2.0, 2.0, 2.0])}
+
+
+def test_the_best_of_each_group_is_marked_and_so_are_its_equals(summaries):
+    assert {place for place, summary in summaries.items() if summary.best} == {(0, 0), (2, 0), (1, 1)}
+
+
+def test_differences_from_the_best_are_paired_by_seed(summaries):
+    difference = summaries[1, 0].difference
+    assert difference.mean == pytest.approx(-0.02)
+    assert difference.half_width == pytest.approx(0, abs=1e-9)  # though each accuracy varies by 0.1
+    shared = summaries[0, 1].difference  # two seeds have both
+    assert (shared.n, shared.mean) == (2, pytest.approx((0.1 - 0.6 + 0.2 - 0.5) / 2))
+    assert summaries[0, 0].difference is None
+    assert summaries[2, 1].difference is None
+
+
+def test_unfinished_runs_are_not_counted(tmp_path):
+    def make(path, point):
+        invent_run(path, [0.5, 0.6], rounds=2 if point["seed"] else 9)
+
+    (summary,) = summaries_of(write_points(tmp_path / "grid", {"x": [1], "seed": [0, 1]}, make)).values()
+    assert summary.accuracy == estimate([0.6])
+    assert len(summary.combination.begun) == 2
+    assert not summary.best  # there is no other combination
+
+
+@pytest.mark.parametrize(("axes", "counts"), [({"seed": [0, 1]}, [2]), ({"x": ["u", "v"]}, [1, 1])])
+def test_a_grid_may_have_no_axis_but_the_seed_or_no_seed(tmp_path, axes, counts):
+    folder = write_points(tmp_path / "grid", axes, lambda path, _: invent_run(path, [0.5]))
+    assert [summary.accuracy.n for summary in summaries_of(folder).values()] == counts
+
+
+def test_the_share_of_byzantine_workers_is_a_mean_over_rounds_with_weights(tmp_path):
+    folder = invent_run(tmp_path / "run", [0.5, 0.5, 0.5])
+    weights = {1: [0.5, -0.5], 2: [0.75, 0.25], 3: [0.0, 0.0]}
+    add_to_rounds(folder, lambda record: {"coefficients": weights[record["round"]]})
+    (folder / "partition.json").write_text('{"byzantine": [1]}')
+    assert byzantine_weight(read_records(folder)) == pytest.approx((0.5 + 0.25) / 2)

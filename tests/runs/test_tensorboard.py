@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import fedsim
+from fedsim.errors import MissingPackageError
+from fedsim.records.record import RoundRecord
+from fedsim.records.tensorboard import scalars
+
+
+def read_back(folder):
+    """Every scalar of the event file in a folder: tag to [(step, value)]."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_the_event_file_holds_the_history(tiny_experiment, tmp_path):
+    result = fedsim.run({**tiny_experiment, "records": {"tensorboard": True}}, tmp_path / "run")
+    found = read_back(tmp_path / "run")
+    tags = ["test/accuracy", "test/loss", "train/loss", "bytes/up", "bytes/down"]
+    assert set(found) == {*tags, *(f"seconds/{phase}" for phase in ("pull_down", "train", "aggregate", "test"))}
+    for tag, key in {"test/accuracy": "test_accuracy", "train/loss": "train_loss", "bytes/up": "bytes_up"}.items():
+        assert [step for step, _ in found[tag]] == [1, 2]
+        assert [value for _, value in found[tag]] == pytest.approx([r[key] for r in result.history], rel=1e-6)
+    assert [value for _, value in found["seconds/train"]] == pytest.approx(
+        [record["seconds"]["train"] for record in result.history], rel=1e-6
+    )
+
+
+def test_the_event_file_of_a_run_on_the_clock_has_its_numbers(tiny_experiment, tmp_path):
+    clock = {"mode": "clock", "policy": "asgd", "clock": {"noise": "shifted_exponential"}}
+    result = fedsim.run({**tiny_experiment, **clock, "records": {"tensorboard": True}}, tmp_path / "run")
+    found = read_back(tmp_path / "run")
+    for tag, values in {
+        "clock/virtual_seconds": [record["virtual_seconds"] for record in result.history],
+        "asynchronous/updates": [record["asynchronous"]["updates"] for record in result.history],
+        "asynchronous/arrivals": [record["asynchronous"]["arrivals"] for record in result.history],
+    }.items():
+        assert [value for _, value in found[tag]] == pytest.approx(values, rel=1e-6)
+    assert 0 < found["asynchronous/staleness"][0][1] < 3
+
+
+def test_the_settings_of_a_run_are_hyperparameters(tiny_experiment, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+
+    rule = ["nnm", "median"]
+    fedsim.run({**tiny_experiment, "aggregate": {"rule": rule}, "records": {"tensorboard": True}}, tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    content = events.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    found = parse_session_start_info_plugin_data(content).hparams
+    assert (found["workers"].number_value, found["engine"].string_value) == (3, "serial")
+    assert found["aggregate.rule"].string_value == "nnm + median"
+    assert "device" in found
+    assert "cohort" not in found, "it is not set"
+
+
+def test_each_round_is_flushed(tiny_experiment, tmp_path):
+    seen = []
+    fedsim.run(
+        {**tiny_experiment, "records": {"tensorboard": True}},
+        tmp_path / "run",
+        on_round=lambda _: seen.append(len(read_back(tmp_path / "run")["test/loss"])),
+    )
+    assert seen == [1, 2]
+
+
+def test_tensorboard_is_off_by_default_and_needs_a_folder(tiny_experiment, tmp_path):
+    fedsim.run(tiny_experiment, tmp_path / "run")
+    assert not list((tmp_path / "run").glob("events*"))
+    fedsim.run({**tiny_experiment, "records": {"tensorboard": True}})
+
+
+def test_scalars_has_the_numbers_of_a_record():
+    record = RoundRecord(round=1, test_loss=0.5, seconds={"train": 1.0}, metrics={"update_norm": 2.0})
+    assert scalars(record) == {"test/loss": 0.5, "seconds/train": 1.0, "metrics/update_norm": 2.0}
+
+
+def test_a_missing_package_ends_the_run_at_once(tiny_experiment, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(MissingPackageError, match=r"records\.tensorboard = true needs .*\[tensorboard\]'$"):
+        fedsim.run({**tiny_experiment, "records": {"tensorboard": True}}, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,144 @@
+"""The numbers of small experiments stay what they are, to 1e-12, whatever is done to the structure of the code.
+
+One experiment for every plug, and one for each mode and way to synchronise, with engine=serial in float64. Where
+numbers are meant to change, write them again with `python -m tests.test_frozen_numbers`, and say why in the commit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.aggregation.rule import pre_aggregator, rule
+from fedsim.asynchronous.policies import policy
+from fedsim.byzantine.base import attack_strategy
+from fedsim.clients.solver import solver
+from fedsim.data.augmentation import augmentation
+from fedsim.data.partitions.base import partition_strategy
+from fedsim.server.optimizer import server_optimizer
+from tests.device.agreement import settings_of
+from tests.engines.test_contract import CASES
+
+FILE = Path(__file__).with_name("frozen_numbers.json")
+TOLERANCE = 1e-12
+
+SMALL = {
+    "rounds": 3,
+    "workers": 6,
+    "cohort": 5,
+    "model": "logistic",
+    "data": {"dataset": "tests.plugs:tiny", "train": 120},
+    "partition": {"strategy": "dirichlet", "alpha": 0.5},
+    "precision": "float64",
+    "local": {"batch_size": 8, "lr": 0.05, "momentum": 0.5},
+}
+ATTACK = {"name": "sign_flipping", "workers": [1, 4]}
+
+
+def named(plug, key):
+    """The table of a plug whose name stands under `key`."""
+    settings = settings_of(plug)
+    return {key: settings.pop("name"), **settings}
+
+
+def experiments():
+    """Each experiment by name."""
+    clock = {"mode": "clock", "clock": {"speed": {"name": "lognormal"}, "noise": "shifted_exponential"}}
+    plain = {"workers": 3, "cohort": None, "partition": "iid", "data": {**SMALL["data"], "train": 203}}
+    plain["local"] = {**SMALL["local"], "batch_size": 12}
+    found = {f"case: {name}": {**plain, **case} for name, case in CASES.items() if name != "a large model"}
+    found |= {
+        f"gradients: {name}": {**plain, **CASES[name], "sync": "gradients"}
+        for name in (
+            "plain averaging",
+            "dropout",
+            "a rule by distances, under attack",
+            "buffers averaged",
+            "rows left out",
+        )
+    }
+    for plug in rule:
+        found[f"rule: {plug.name}"] = {"attack": ATTACK, "aggregate": named(plug, "rule"), "workers": 12, "cohort": 11}
+    for plug in pre_aggregator:
+        rules = {"rule": [named(plug, "rule"), "median"]}
+        found[f"pre-aggregator: {plug.name}"] = {"attack": ATTACK, "aggregate": rules, "workers": 12, "cohort": 11}
+    for plug in attack_strategy:
+        attack = settings_of(plug, workers=[1, 4])
+        found[f"attack: {plug.name}"] = {"attack": attack, "aggregate": {"rule": "median", "nonfinite": "exclude"}}
+    for plug in partition_strategy:
+        if plug.name != "natural":  # which needs a data set with writers
+            found[f"partition: {plug.name}"] = {"partition": named(plug, "strategy")}
+    for plug in solver:
+        local = {"batch_size": 8, "lr": 0.01, **named(plug, "solver")}
+        found[f"solver: {plug.name}"] = {"local": local}
+    for plug in server_optimizer:
+        found[f"server: {plug.name}"] = {"server": named(plug, "optimizer")}
+    for plug in augmentation:
+        found[f"augmentation: {plug.name}"] = {"data": {**SMALL["data"], "augment": [settings_of(plug)]}}
+    for plug in policy:
+        sync = {"sync": "gradients"} if plug.name == "sync" else {}
+        more = {"model": "tests.plugs:Normalised", "policy": settings_of(plug), "cohort": 6, **sync}
+        found[f"policy: {plug.name}"] = {**clock, **more}
+    return {name: {**SMALL, **tables} for name, tables in found.items()}
+
+
+def numbers(result):
+    """What is held of a result: projections of the global row, and the numbers of each round's record."""
+    row = result.global_row.double()
+    state = torch.cat([value.double().flatten() for value in result.model.state_dict().values()])
+    rounds = [[number for key in KEYS for number in numbers_in(record[key])] for record in result.history]
+    return {"row": [*projections(row), *projections(state)], "rounds": rounds}
+
+
+KEYS = ("test_loss", "test_accuracy", "train_loss", "attack_success", "coefficients", "bytes_up", "virtual_seconds")
+
+
+def projections(row):
+    """Three sums over all elements, which differ where any element does."""
+    at = torch.arange(len(row), dtype=torch.double)
+    return [float(row @ torch.cos(k * at + k)) for k in (1, 2, 3)]
+
+
+def numbers_in(value):
+    if value is None:
+        return []
+    return [float(number) for number in value] if isinstance(value, list) else [float(value)]
+
+
+def run(tables):
+    return numbers(fedsim.run({**tables, "engine": "serial", "device": "cpu"}))
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    return json.loads(FILE.read_text())
+
+
+@pytest.mark.parametrize("name", experiments())
+@pytest.mark.filterwarnings("ignore::fedsim.errors.FedsimWarning")
+def test_the_numbers_of_an_experiment_stay(name, frozen):
+    found, expected = run(experiments()[name]), frozen[name]
+    pairs = [(found["row"], expected["row"]), *zip(found["rounds"], expected["rounds"], strict=True)]
+    for ours, theirs in pairs:
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (one != one and other != other)
+
+
+def test_every_plug_is_held(frozen):
+    assert set(frozen) == set(experiments())
+
+
+def write():
+    """Write the numbers of all experiments, a line for each."""
+    lines = [f"{json.dumps(name)}: {json.dumps(run(tables))}" for name, tables in experiments().items()]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    write()

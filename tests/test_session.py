@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.runs import session
+from fedsim.runs.session import MOST_DATA_SETS, Session
+from tests.leftovers import SHARED
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def spawned(tiny_experiment):
+    return {**tiny_experiment, "engine": "spawn", "processes": 2, "rounds": 1, "model": "logistic"}
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The names of the data sets that are loaded, as they are."""
+    names = []
+    load = session.load_dataset
+
+    def counted(name, root, **params):
+        names.append((name, *params.values()))
+        return load(name, root, **params)
+
+    monkeypatch.setattr(session, "load_dataset", counted)
+    return names
+
+
+def processes():
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+def shared_bytes():
+    """Bytes of shared memory that this process and its children have mapped."""
+    gc.collect()
+    total = 0
+    for pid in ("self", *processes()):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if any(name in line for name in SHARED):
+                start, end = line.split()[0].split("-")
+                total += int(end, 16) - int(start, 16)
+    return total
+
+
+def test_runs_in_one_workshop_give_what_each_gives_by_itself_and_no_shared_memory_of_a_run_stays(spawned):
+    variants = [
+        spawned,
+        {**spawned, "seed": 1},
+        {**spawned, "model": "net", "workers": 5, "cohort": 4},
+        {**spawned, "model": "2nn", "workers": 6},
+        {**spawned, "sync": "gradients"},
+        {**spawned, "precision": "float64"},
+        {**spawned, "model": "tests.plugs:Normalised", "buffers": "local"},
+        spawned,
+    ]
+    with Session() as session:
+        together, shared = [], []
+        for tables in variants:
+            together.append(fedsim.run(tables, session=session).global_row)
+            shared.append(shared_bytes())
+    assert shared == shared[:1] * len(variants)
+    assert shared[0] > 0
+    for row, tables in zip(together, variants, strict=True):
+        assert torch.equal(row, fedsim.run({**tables, "engine": "serial", "processes": None}).global_row)
+
+
+def test_the_processes_are_the_same_from_run_to_run(spawned):
+    with Session() as session:
+        seen = []
+        for change in ({}, {"seed": 1}, {"model": "2nn"}, {"processes": 1}):
+            fedsim.run({**spawned, **change}, session=session)
+            seen.append(processes())
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) == 2
+    assert len(seen[3]) == 1
+    assert not seen[3] & seen[0]
+    assert processes() == set()
+
+
+def test_data_are_loaded_once_and_moved_to_shared_memory_once(spawned, loads):
+    spawned = {**spawned, "processes": 1}
+    with Session() as session:
+        fedsim.run(spawned, session=session)
+        train, test = session.data("tests.plugs:tiny", None, {"train": 203}, CPU)
+        places = [tensor.data_ptr() for tensor in (*train.tensors, *test.tensors)]
+        assert all(tensor.is_shared() for tensor in (*train.tensors, *test.tensors))
+        for change in ({"seed": 1}, {"precision": "float64"}, {"engine": "serial", "processes": None}):
+            fedsim.run({**spawned, **change}, session=session)
+        again = session.data("tests.plugs:tiny", None, {"train": 203}, CPU)
+        assert [tensor.data_ptr() for part in again for tensor in part.tensors] == places
+    assert loads == [("tests.plugs:tiny", 203)]
+
+
+def test_a_few_data_sets_are_kept_and_the_one_used_longest_ago_goes(loads):
+    sizes = range(10, 10 + MOST_DATA_SETS)
+    with Session() as session:
+        for size in (*sizes, sizes[0], 99, sizes[0], sizes[1]):
+            assert len(session.data("tests.plugs:tiny", None, {"train": size}, CPU)[0]) == size
+    assert [size for _, size in loads] == [*sizes, 99, sizes[1]]
+
+
+@pytest.mark.gpu
+def test_on_a_card_runs_in_one_workshop_agree_with_single_ones_and_leave_no_memory(spawned):
+    tables = {**spawned, "device": "cuda", "precision": "float64"}
+    used = []
+    with Session() as session:
+        for seed in (0, 1, 2):
+            row = fedsim.run({**tables, "seed": seed}, session=session).global_row
+            alone = fedsim.run({**tables, "seed": seed, "engine": "serial", "processes": None}).global_row
+            assert torch.allclose(row, alone, rtol=0, atol=1e-9)
+            used.append(torch.cuda.memory_allocated())
+    assert used[1] == used[2]
+
+
+def test_a_run_that_fails_harms_none_after_it(spawned):
+    spawned = {**spawned, "processes": 1, "on_worker_failure": "abort"}
+    with Session() as session:
+        for how in ("raise", "kill"):
+            with pytest.raises(fedsim.WorkerError):
+                fedsim.run({**spawned, "model": {"name": "tests.plugs:Fails", "how": how}}, session=session)
+            assert processes() == set()
+            assert fedsim.run(spawned, session=session).history
+        before = processes()
+        for change in ({"workers": 1000}, {"model": "tests.plugs:Lazy"}):
+            with pytest.raises(fedsim.ExperimentError):
+                fedsim.run({**spawned, **change}, session=session)
+            assert processes() == before, "what was wrong with the experiment is no reason to start anew"
+        with pytest.raises(ZeroDivisionError):
+            fedsim.run(spawned, session=session, on_round=lambda _: 1 / 0)
+        assert fedsim.run(spawned, session=session).history

@@ -1,0 +1,111 @@
+"""The structure of the package: which package may import which, and how large and how named its modules are."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MODULES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "fedsim").rglob("*.py"))}
+FLOORS = (  # from the lowest to the highest; a package imports packages of lower floors, and itself
+    ("synonyms", "version"),
+    ("errors",),
+    ("system",),
+    ("core",),
+    ("data", "models"),
+    ("clients",),
+    ("aggregation",),
+    ("server",),
+    ("byzantine",),
+    ("engines",),
+    ("asynchronous",),
+    ("config",),
+    ("records",),
+    ("report", "runs"),
+    ("comparison",),
+    ("api",),
+    ("cli",),
+)
+
+
+def test_packages_import_lower_packages_only():
+    floor_of = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
+    upwards = {
+        f"{path.relative_to(ROOT)} imports {target}"
+        for path, tree in MODULES.items()
+        if (package := package_of(path)) in floor_of
+        for target in imports(tree)
+        if target != package and floor_of[target] >= floor_of[package]
+    }
+    assert not upwards
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(ROOT / "fedsim").parts[0].removesuffix(".py")
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    """The packages of fedsim that a module imports, in functions too; not those that only type checkers import."""
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return
+    modules = []
+    if isinstance(node, ast.Import):
+        modules = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        modules = [f"fedsim.{alias.name}" for alias in node.names] if node.module == "fedsim" else [str(node.module)]
+    yield from (module.split(".")[1] for module in modules if module.startswith("fedsim."))
+    for child in ast.iter_child_nodes(node):
+        yield from imports(child)
+
+
+def test_every_package_has_a_floor():
+    unlisted = {package_of(path) for path in MODULES} - {package for packages in FLOORS for package in packages}
+    assert unlisted == {"__init__", "__main__"}  # these two import the public names and the command line
+
+
+LONG_FILES = {  # files over 350 lines, which are still to be split
+    "fedsim/engines/aggregator.py",
+    "fedsim/asynchronous/clock/delays.py",
+    "fedsim/engines/distributed/process_group.py",
+    "fedsim/engines/distributed/rank_aggregator.py",
+}
+
+
+def test_no_file_has_more_than_350_lines():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
+    assert {path for path, length in lengths.items() if length > 350} <= LONG_FILES
+
+
+SHARED_CLASS_NAMES = {"Entry", "Race", "Server"}  # names that two classes still have
+
+
+def test_no_two_classes_have_one_name():
+    places = defaultdict(list)
+    for path, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(path)
+    assert {name for name, paths in places.items() if len(paths) > 1} <= SHARED_CLASS_NAMES
+
+
+SHARED_MODULE_NAMES = {"clock", "comparison", "race"}  # names that modules of two packages still have
+
+
+def test_no_two_modules_of_different_packages_have_one_name():
+    places = defaultdict(set)
+    for path in MODULES:
+        name = path.parent.name if path.name == "__init__.py" else path.stem
+        places[name].add(package_of(path))
+    expected = SHARED_MODULE_NAMES | {"base", "functional"}
+    assert {name for name, packages in places.items() if len(packages) > 1} <= expected
+
+
+def test_an_init_module_lists_what_it_offers_or_offers_nothing():
+    for path, tree in MODULES.items():
+        if path.name == "__init__.py":
+            targets = [
+                ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
+            ]
+            assert len(tree.body) == 1 or "__all__" in targets, path
