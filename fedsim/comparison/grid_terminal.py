@@ -43,7 +43,7 @@ class GridDisplay(Callback):
 
     def __init__(self, folder: Path | None, *, quiet: bool) -> None:
         self._folder, self._quiet = folder, quiet
-        self._bar: ProgressBar | None = None
+        self._bar = progress_bar(0, quiet=True)  # until the number of rounds is known
         self._total = self._ended = self._failed = 0
 
     def on_start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
@@ -82,8 +82,7 @@ class GridDisplay(Callback):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         if kind is None and self._total:
             self._print(f"{plural(self._total, 'run')} in {self._seconds:.1f} s\n")
         elif kind is not None and self._ended and self._folder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from fedsim.comparison.axes import SEED, canonical, label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult
 from fedsim.comparison.summary import SummaryRow, groups_of
-from fedsim.core.confidence import FEWEST_FOR_BAND, fixed, mean_and_half_width
+from fedsim.core.confidence import FEWEST_FOR_BAND, fixed, mean_and_half_width, on_common_grid
 from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.records.formatting import comparison_title, key_name
 
@@ -76,17 +76,6 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
     return figure
 
 
-def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolate n curves (x ascending, y) at every x that any of them has: x [points], values [n, points].
-
-    From the latest first x to the earliest last x, where all curves are known.
-    """
-    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    every = np.unique(np.concatenate([x for x, _ in curves]))
-    common = every[(every >= first) & (every <= last)]
-    return common, np.array([np.interp(common, x, y) for x, y in curves])
-
-
 def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
     """Draw the mean test accuracy and its spread over the first two axes; None if there are not two, or all failed."""
     if len(grid.compared) < 2 or all(row.accuracy is None for row in summary):
@@ -113,17 +102,17 @@ def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     for (i, j), mean in np.ndenumerate(means):
-        colour = "black" if math.isnan(mean) or _lightness(image.to_rgba(mean)) > 0.5 else "white"
+        colour = "black" if math.isnan(mean) or _lightness(np.asarray(image.to_rgba(mean))) > 0.5 else "white"
         best = not others and cells[i][j][0].mark == "*"
         value, spread = _cell_texts(cells[i][j], mean)
-        style = {"ha": "center", "color": colour, "fontweight": "bold" if best else "normal"}
+        style: dict[str, Any] = {"ha": "center", "color": colour, "fontweight": "bold" if best else "normal"}
         axes.text(j, i, value, va="bottom" if spread else "center", fontsize="small", **style)
         axes.text(j, i + 0.05, spread, va="top", fontsize="x-small", **style)
     figure.colorbar(image, ax=axes, label="test accuracy")
     over = "".join(f" and {key_name(key)}" for key in others)
     remark = f"{grid.name}: mean over seeds{over}" if SEED in grid.axes or others else grid.name
-    best = "" if others else "; bold: best of its column"
-    figure.suptitle(f"{comparison_title([first, second])}\n{remark}{best}", fontsize="small")
+    remark += "" if others else "; bold: best of its column"
+    figure.suptitle(f"{comparison_title([first, second])}\n{remark}", fontsize="small")
     return figure
 
 
@@ -179,7 +168,7 @@ def _draw_legend(where: Axes | Figure, place: str, grid: Grid) -> None:
         return
     first = grid.compared[0]
     handles = [Line2D([], [], label=label(value), **line_style(index)) for index, value in enumerate(grid.axes[first])]
-    sizes = {"fontsize": "small", "title_fontsize": "small", "handlelength": 3}
+    sizes: dict[str, Any] = {"fontsize": "small", "title_fontsize": "small", "handlelength": 3}
     where.legend(handles=handles, title=key_name(first), loc=place, **sizes)
 
 
@@ -194,9 +183,10 @@ def _cell_texts(rows: Sequence[SummaryRow], mean: float) -> tuple[str, str]:
     if failed == runs:
         return "failed", ""
     of = f" ({runs - failed} of {runs})" if failed else ""
-    return fixed(mean) + of, rows[0].accuracy.spread() if len(rows) == 1 else ""
+    only = rows[0].accuracy if len(rows) == 1 else None
+    return fixed(mean) + of, only.spread() if only else ""
 
 
-def _lightness(colour: Sequence[float]) -> float:
+def _lightness(colour: np.ndarray) -> float:
     """Return the perceived lightness of a colour (red, green, blue, alpha), from 0 to 1."""
     return float(np.dot(colour[:3], [0.299, 0.587, 0.114]))

@@ -199,5 +199,6 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
         figures["accuracy_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
         figures["accuracy_updates"] = draw_accuracy(grid, runs, "updates")
     for name, figure in figures.items():
-        for format in grid.runs[0].experiment.records.figures if figure else []:
-            folder.write(f"{name}.{format}", encode(figure, format))
+        if figure is not None:
+            for format in grid.runs[0].experiment.records.figures:
+                folder.write(f"{name}.{format}", encode(figure, format))

@@ -90,3 +90,14 @@ def student_quantile(degrees_of_freedom: int) -> float:
     from scipy.special import stdtrit  # imported here, and not all of scipy.stats, which takes a second
 
     return float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2))
+
+
+def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Interpolate n curves (x ascending, y) at every x that any of them has: x [points], values [n, points].
+
+    From the latest first x to the earliest last x, where all curves are known.
+    """
+    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    every = np.unique(np.concatenate([x for x, _ in curves]))
+    common = every[(every >= first) & (every <= last)]
+    return common, np.array([np.interp(common, x, y) for x, y in curves])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.core.confidence import FEWEST_FOR_BAND, mean_and_half_width
+from fedsim.core.confidence import FEWEST_FOR_BAND, mean_and_half_width, on_common_grid
 from fedsim.records.reader import Run
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
 from fedsim.report.combinations import Combination, mean_or_none
@@ -101,17 +101,6 @@ def grid_curves(combined: Sequence[Combination], names: Sequence[str]) -> list[d
             last = max(run.rounds[-1].round for run in begun)
             figures.append(_curve_figure(chart, scale, traces, (begun[0].rounds[0].round, last)))
     return figures
-
-
-def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Curves (x ascending, y), interpolated at every x that any curve has: x [points], values [curves, points].
-
-    From the latest first x to the earliest last x, where all curves are known.
-    """
-    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    every = np.unique(np.concatenate([x for x, _ in curves]))
-    common = every[(every >= first) & (every <= last)]
-    return common, np.array([np.interp(common, x, y) for x, y in curves])
 
 
 def _combination_traces(combination: Combination, metric: Metric, scale: str, name: str) -> list[dict[str, Any]]:

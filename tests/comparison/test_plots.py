@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedsim.comparison.plots import (
-    MOST_PANELS,
-    draw_accuracy,
-    draw_heatmap,
-    on_common_grid,
-)
+from fedsim.comparison.plots import MOST_PANELS, draw_accuracy, draw_heatmap
 from fedsim.comparison.summary import summarise, summary_table
+from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import COLOURS, encode
 from tests.comparison.made_up import grid_of, on_the_clock, results_of
 
