@@ -168,8 +168,8 @@ def _draw_legend(where: Axes | Figure, place: str, grid: Grid) -> None:
         return
     first = grid.compared[0]
     handles = [Line2D([], [], label=label(value), **line_style(index)) for index, value in enumerate(grid.axes[first])]
-    sizes: dict[str, Any] = {"fontsize": "small", "title_fontsize": "small", "handlelength": 3}
-    where.legend(handles=handles, title=key_name(first), loc=place, **sizes)
+    style: dict[str, Any] = {"loc": place, "fontsize": "small", "title_fontsize": "small", "handlelength": 3}
+    where.legend(handles=handles, title=key_name(first), **style)
 
 
 def _mean(rows: Sequence[SummaryRow]) -> float:
