@@ -26,6 +26,7 @@ from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.capture import can_capture
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.engines.trainers.sequential import Trainer
+from fedsim.system.allocator import keep_freed_memory
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
 
@@ -59,6 +60,8 @@ class Executor:
     """One process's share of the work of an engine."""
 
     def __init__(self, process: ProcessContext, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
+        if task.device.type == "cpu":
+            keep_freed_memory()
         self.process, self.task, self.shared = process, task, shared
         self.module = RowModule(task.new_module)
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
