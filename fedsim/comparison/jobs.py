@@ -22,22 +22,15 @@ from typing import Any, NamedTuple
 
 from fedsim.comparison.grid import PlannedRun
 from fedsim.config.experiment import Experiment
-from fedsim.engines.pool.barrier import NOBODY, ROUND, WORKER, HeartbeatTable, HeartbeatTimeout
-from fedsim.engines.pool.process_pool import START_TIMEOUT, ProcessContext, whereabouts
+from fedsim.engines.pool.barrier import HeartbeatTable
+from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.pool.worker_process import WorkerProcess
 from fedsim.errors import FedsimError, FedsimWarning, SettingWarning, WorkerError, one_line, plural
 from fedsim.records.record import RoundRecord
 from fedsim.runs.run import run
 from fedsim.runs.session import Session
 from fedsim.runs.setup import PreparedRun
-from fedsim.system.child_process import (
-    GRACE,
-    ChildProcess,
-    describe_exit,
-    describe_failed_start,
-    init_child_process,
-    require_importable_main,
-    signals_deferred,
-)
+from fedsim.system.child_process import GRACE, init_child_process, require_importable_main, signals_deferred
 from fedsim.system.limits import format_failure, require_files
 from fedsim.system.messages import Channel
 
@@ -154,10 +147,8 @@ class Job:
 
     def __init__(self, work: Work) -> None:
         self.work: Work | None = work  # sent when the process has started: before, it does not read its pipe
-        self._started = False
-        self._heartbeats = HeartbeatTable(1)
-        self.process = ChildProcess(_serve, self._heartbeats, name="fedsim-job", daemon=False)
-        self._expect_heartbeats(START_TIMEOUT)
+        self._table = table = HeartbeatTable(1)
+        self.process = WorkerProcess(_serve, table, table=table, instead=INSTEAD, name="fedsim-job", daemon=False)
 
     @property
     def sources(self) -> list[Any]:
@@ -167,12 +158,12 @@ class Job:
     @property
     def look_interval(self) -> float:
         """Seconds after which `messages` is called again at the latest."""
-        return self._silence.interval
+        return self.process.look_interval
 
     def begin(self, work: Work) -> None:
         """Send a run to the process."""
         self.work = work
-        self._expect_heartbeats(math.inf)  # there are none before the first round
+        self.process.expect_heartbeats(math.inf)  # there are none before the first round
         with contextlib.suppress(OSError):  # the process is dead; `messages` says so
             self.process.pipe.send((work.experiment, work.folder))
 
@@ -186,47 +177,39 @@ class Job:
             while self.process.pipe.poll():
                 kind, content = self.process.pipe.receive().load()
                 if kind == "started":
-                    self._started = True
+                    self.process.started = True
                     self.begin(self.work)
                     continue
-                self._expect_heartbeats(math.inf if kind == "end" else self.work.run.experiment.timeout)
+                self.process.expect_heartbeats(math.inf if kind == "end" else self.work.run.experiment.timeout)
                 if kind != "prepared":
                     yield kind, content
                 if kind == "end":
                     return
         except (EOFError, OSError):
             dead = True
-            self.process.wait(GRACE)
-        if dead or self._silence.too_long():
+        if dead or self.process.is_silent():
             reason = self._reason_of_loss(dead)
-            if not self._started and (self.process.exitcode or 0) > 0:  # the main program cannot be imported
+            if self.process.failed_at_start:
                 raise WorkerError(f"no run can begin: {reason}")
             yield "lost", reason
 
-    def _expect_heartbeats(self, timeout: float) -> None:
-        self._timeout, self._silence = timeout, HeartbeatTimeout(self._heartbeats, 0, timeout)
-
     def _reason_of_loss(self, dead: bool) -> str:
-        exitcode = self.process.exitcode
-        if dead and not self._started:
-            reason = f" {describe_failed_start(exitcode, INSTEAD)}"
-        else:
-            ended = describe_exit(exitcode) if dead else f"gave no sign of life for {self._timeout:g} s"
-            reason = f", {whereabouts(self._heartbeats, 0)}, {ended}"
-        hint = "; if memory ran out, try fewer jobs" if exitcode == -signal.SIGKILL else ""
-        return f"its process{reason}{hint}"
+        process = self.process
+        reason = process.describe_death() if dead else process.describe_silence()
+        where = f", {self._table.activity(0)}," if process.started else ""
+        hint = "; if memory ran out, try fewer jobs" if process.exitcode == -signal.SIGKILL else ""
+        return f"its process{where} {reason}{hint}"
 
 
-def _serve(pipe: Connection, heartbeats: HeartbeatTable) -> None:
+def _serve(pipe: Connection, table: HeartbeatTable) -> None:
     """What the process of a job does."""
     init_child_process()
-    ProcessContext.watched = heartbeats
+    ProcessContext.monitored = table
     channel = Channel(pipe)
     with Session() as session, contextlib.suppress(EOFError, OSError):  # of the pipe: the parent has ended
         channel.send(("started", None))
         while (message := channel.receive()) is not None:
-            heartbeats.write(0, WORKER, NOBODY)
-            heartbeats.write(0, ROUND, 0)
+            table.begin_work(0)
             try:
                 experiment, folder = message.load()
             except Exception as error:  # the experiment names something that cannot be imported here

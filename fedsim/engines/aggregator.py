@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsim.aggregation import AggregationInputs, column_blocks, screened
 from fedsim.aggregation.rules.averages import mean
-from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, Sync, TaskSpec
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import synchronize, to_device

@@ -20,7 +20,7 @@ from fedsim.core.training import test
 from fedsim.engines.aggregator import AggregationContext, AggregationStats, Aggregator, meet
 from fedsim.engines.evaluation import Evaluation
 from fedsim.engines.out_of_memory import explain_oom
-from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec, test_batch_size
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.capture import can_capture

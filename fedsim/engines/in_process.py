@@ -9,7 +9,7 @@ import torch
 
 from fedsim.engines.backend import Backend
 from fedsim.engines.executor import Executor, MakeTrainer
-from fedsim.engines.pool.process_pool import ProcessContext, whereabouts, worker_in_hand
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.errors import FedsimError, WorkerError
 from fedsim.system.devices import release_memory
@@ -44,9 +44,9 @@ class InProcess(Backend):
             raise WorkerError(f"{self._describe_failure()}: {format_failure(error)}") from error
 
     def _describe_failure(self) -> str:
-        here = self._process.board, self._process.index
-        worker = worker_in_hand(*here)
-        return f"{worker} failed" if worker else f"failed {whereabouts(*here)}"
+        table = self._process.table
+        worker = table.worker(0)
+        return f"{worker} failed" if worker else f"failed {table.activity(0)}"
 
     def leave(self) -> None:
         if not self._began:

@@ -10,8 +10,8 @@ import pytest
 
 import fedsim
 from fedsim.comparison import Callback, jobs, load_grid, run_grid
+from fedsim.engines.pool.worker_process import WorkerProcess
 from fedsim.errors import FedsimWarning
-from fedsim.system.child_process import ChildProcess
 from tests.commands import run_python
 from tests.comparison.test_runner import without_times
 
@@ -108,14 +108,14 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
 def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp_path, monkeypatch):
     killed = []
 
-    class Killed(ChildProcess):
+    class Killed(WorkerProcess):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             if len(killed) < 2:
                 killed.append(self.pid)
                 os.kill(self.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(jobs, "ChildProcess", Killed)
+    monkeypatch.setattr(jobs, "WorkerProcess", Killed)
     with pytest.warns(FedsimWarning, match=r"SIGKILL .*, while it started.*; the run is done again \(1 of at most 2"):
         comparison = run_grid(load_grid({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer())
     assert len(killed) == 2
@@ -157,7 +157,7 @@ def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "
-    assert hang.error.startswith(f"{process}gave no sign of life for 2 s")
+    assert hang.error.startswith(f"{process}has given no sign of life for 2 s")
     assert kill.error.startswith(f"{process}was killed by SIGKILL (exit code -9)")
     assert exited.error.startswith(f"{process}ended with exit code 0 before its work was done")
     assert slow.error is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.errors import FedsimError, WorkerError
 from fedsim.system.limits import format_failure
 

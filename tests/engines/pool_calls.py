@@ -36,8 +36,8 @@ def add_to_all(process, tensors):
 
 def remember(process, value=None):
     if value is not None:
-        process.belongings["value"] = value
-    return process.belongings["value"]
+        process.state["value"] = value
+    return process.state["value"]
 
 
 def meet(process):
@@ -84,14 +84,14 @@ class Note:
 
 def leave_a_note_at_the_end(process, folder):
     gc.disable()  # nothing but an explicit collection finds the note
-    process.belongings["note"] = Note(folder / str(process.index))
+    process.state["note"] = Note(folder / str(process.index))
 
 
 def hang_at_the_barrier(process):
     """Process 1 never comes, and process 0 loses patience before the parent does."""
     if process.index == 1:
         time.sleep(3600)
-    Barrier(process.board, 0, timeout=0.5).wait()
+    Barrier(process.table, 0, timeout=0.5).wait()
 
 
 def work_on(process, worker, round):

@@ -4,7 +4,7 @@ import pytest
 
 from fedsim.engines.executor import Executor, balance_load
 from fedsim.engines.pool.barrier import Barrier, HeartbeatTable
-from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.sequential import RowTrainer

@@ -17,8 +17,8 @@ from fedsim.asynchronous.server_state import Server
 from fedsim.core.randomness import global_states, seed_everything
 from fedsim.core.training import Objective
 from fedsim.engines.executor import Executor
-from fedsim.engines.pool.barrier import HOLDING, NOTHING, PEN
-from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.pool.barrier import SHARED_ROW
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.dropout import RowDropout
 from fedsim.engines.trainers.row_module import RowModule
@@ -110,10 +110,9 @@ class HogwildWorker(RaceWorker):
             stats.excluded.append(slot)
             return None
         self._writes_begun[slot] += 1
-        process.board.write(process.index, HOLDING, PEN)
-        self._policy.take(server, Arrival(slot, slot, unit, staleness))
-        self._race_state.add(slot)
-        process.board.write(process.index, HOLDING, NOTHING)
+        with process.holding(SHARED_ROW):
+            self._policy.take(server, Arrival(slot, slot, unit, staleness))
+            self._race_state.add(slot)
         ended[slot] += 1
         measures.updates += 1
         return loss.detach()

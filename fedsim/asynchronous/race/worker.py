@@ -19,7 +19,7 @@ from fedsim.asynchronous.scheduler import Scheduler
 from fedsim.asynchronous.server_state import Server
 from fedsim.engines.executor import Executor
 from fedsim.engines.pool.barrier import LOCK
-from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision

@@ -22,7 +22,7 @@ from fedsim.core.randomness import draw_key, preserve_random_state, seed_everyth
 from fedsim.core.training import Objective
 from fedsim.engines.distributed.hooks import Mean
 from fedsim.engines.distributed.process_group import RankGroup
-from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.row_module import RowModule

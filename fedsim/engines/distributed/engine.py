@@ -28,7 +28,7 @@ from fedsim.engines.engine import Engine, mean_loss
 from fedsim.engines.executor import Executor, MakeTrainer, balance_load
 from fedsim.engines.in_process import InProcess
 from fedsim.engines.named import one_by_one
-from fedsim.engines.pool.process_pool import ProcessContext, worker_in_hand
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.width import stack_width
 from fedsim.engines.task import SharedState, TaskSpec
@@ -213,7 +213,7 @@ class InRank(InProcess):
         self._ranks.beats = self._executor.seat_beats
 
     def _describe_failure(self) -> str:
-        worker, index = worker_in_hand(self._process.board, 0), self._ranks.index
+        worker, index = self._process.table.worker(0), self._ranks.index
         return f"{worker} failed (rank {index})" if worker else f"rank {index} failed"
 
     def leave(self) -> None:
@@ -240,7 +240,7 @@ class RankExecutor(Executor):
 
     def seat_beats(self) -> int:
         """How many steps this rank has made."""
-        return self.process.beats
+        return self.process.heartbeats
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
         """See `Engine`."""

@@ -24,7 +24,7 @@ from fedsim.core.rows import new_rows
 from fedsim.engines.aggregator import AggregationContext, AggregationStats, Aggregator
 from fedsim.engines.distributed.placement import Columns, RootAggregator, RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup
-from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import synchronize

@@ -10,7 +10,8 @@ import torch
 
 from fedsim.engines.backend import Backend
 from fedsim.engines.executor import Executor, MakeTrainer
-from fedsim.engines.pool.process_pool import ProcessContext, ProcessPool
+from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.errors import ExperimentError, FedsimError, one_line, show
 from fedsim.system.devices import release_memory, synchronize
@@ -103,17 +104,17 @@ class InPool(Backend):
 def _make_executor(process: ProcessContext, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
     if task.device.type != "cpu":
         torch.get_device_module(task.device).set_device(task.device)
-    process.belongings["executor"] = Executor(process, task, shared, make_trainer)
+    process.state["executor"] = Executor(process, task, shared, make_trainer)
 
 
 def _run(process: ProcessContext, method: Callable[..., T], *arguments: object) -> T:
-    return process.belongings["executor"].run(method, *arguments)
+    return process.state["executor"].run(method, *arguments)
 
 
 def _call_with_executor(process: ProcessContext, function: Callable[..., Any], *arguments: object) -> Any:
-    return function(process, process.belongings["executor"], *arguments)
+    return function(process, process.state["executor"], *arguments)
 
 
 def _drop_executor(process: ProcessContext) -> None:
-    process.belongings.clear()
+    process.state.clear()
     gc.collect()

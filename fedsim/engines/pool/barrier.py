@@ -1,9 +1,8 @@
-"""A barrier for processes that may die.
+"""A barrier for processes that may die, and the heartbeats by which their parent monitors them.
 
-`multiprocessing.Barrier` is built on locks, and a lock stays taken when its owner is killed: the peers of a process
-that dies inside `wait()` then hang past their timeout. Here nobody holds anything. Each process has a line of counters
-in shared memory that only it writes; crossing the barrier means: count up one's own arrivals, then watch the others'
-until all have come as far. The parent process, which sees deaths, raises a flag that everybody who waits looks at.
+A lock of `multiprocessing.Barrier` stays taken if its owner is killed, and its peers then hang past their timeout. This
+barrier has no locks. Each process has a line of counters in shared memory that only it writes: it increments its own
+arrivals, then polls those of the others. The parent, which detects deaths, sets a flag that ends the wait.
 """
 
 from __future__ import annotations
@@ -15,31 +14,33 @@ import time
 from fedsim.engines.pool.shared_memory import Counters
 
 LINE = 16  # int64 a process: 128 bytes, so that no two processes write to one cache line
-ARRIVALS, BEATS, WORKER, ROUND, WAITING, HOLDING = range(6)  # places in a process's line
-NOBODY = -1  # in place of a worker
-SEVERAL = -2  # the same, where many are worked on at a time
-NOTHING, LOCK, PEN = range(3)  # what it holds: a lock, or the pen, writing what others read and write without one
+ARRIVALS, HEARTBEATS, WORKER, ROUND, WAITING, HOLDING = range(6)  # places in a process's line
+NO_WORKER = -1
+SEVERAL_WORKERS = -2
+NOTHING, LOCK, SHARED_ROW = range(3)  # values of HOLDING: a process holds a lock, or writes to a row without one
 
-SPINS = 100  # looks at a peer's counter before the processor is offered to others, about 10 microseconds
-YIELDS = 500  # offers before sleeping
+SPINS = 100  # polls, about 10 microseconds, before yielding the processor
+YIELDS = 500  # before sleeping
 SLEEP = 0.0002  # seconds
-LOOKS = 10  # for signs of life of a peer, at the least, before its silence has lasted too long
+MIN_LOOKS = 10  # within a timeout
 
 
 class AbortedError(RuntimeError):
-    """The parent called everything off, because another process failed."""
+    """The parent has aborted the call, because another process failed."""
 
 
 class DeadlineError(RuntimeError):
-    """A peer did not come, and showed no sign of life, for as long as one waits."""
+    """A peer did not arrive and sent no heartbeat within the timeout."""
 
 
 class HeartbeatTable:
-    """Shared counters of a group of processes: one line each, that only its owner writes, and the parent's flag.
+    """Shared counters of a group of processes: one line for each, written by its owner, and the abort flag.
 
-    Besides arrivals at the barrier a line holds beats (signs of life, counted up as work goes on), what the process
-    is working on, whether it waits for another, and what it holds, so that the parent can say so when it dies. Can be
-    sent to another process while that is started.
+    A line holds arrivals at the barrier, heartbeats, the current worker and round, whether the process waits, and what
+    it holds. Can be sent to another process while that is started.
+
+    Args:
+        count: number of processes.
     """
 
     def __init__(self, count: int) -> None:
@@ -47,7 +48,7 @@ class HeartbeatTable:
         self._counters = Counters(LINE * (count + 1))
         self._cells = self._counters.cells
         for index in range(count):
-            self.write(index, WORKER, NOBODY)
+            self.write(index, WORKER, NO_WORKER)
 
     def __getstate__(self) -> tuple[int, Counters]:
         return self.count, self._counters
@@ -63,13 +64,34 @@ class HeartbeatTable:
         self._cells[LINE * index + place] = value
 
     def heartbeat(self, index: int) -> None:
-        """A sign of life of process `index`; called by itself alone. Raises AbortedError when work is called off."""
-        self._cells[LINE * index + BEATS] += 1
+        """Count a heartbeat of process `index`, which calls this itself. Raises AbortedError after `abort`."""
+        self._cells[LINE * index + HEARTBEATS] += 1
         if self.aborted:
-            raise AbortedError("called off")
+            raise AbortedError("aborted")
+
+    def begin_work(self, index: int) -> None:
+        """Note that process `index` begins a new task."""
+        self.write(index, WORKER, NO_WORKER)
+        self.write(index, ROUND, 0)
+
+    def worker(self, index: int) -> str | None:
+        """`worker 3 in round 2` or `a stack of workers in round 2`; None between workers."""
+        worker, round = self.read(index, WORKER), self.read(index, ROUND)
+        if worker == NO_WORKER:
+            return None
+        if worker == SEVERAL_WORKERS:
+            return f"a stack of workers in round {round}"
+        return f"worker {worker} in round {round}" if round else f"worker {worker}"
+
+    def activity(self, index: int) -> str:
+        """What a process is doing, as part of a sentence: `working on worker 3 in round 2`."""
+        worker, round = self.worker(index), self.read(index, ROUND)
+        if worker:
+            return f"working on {worker}"
+        return f"between workers, last in round {round}" if round else "before the first worker"
 
     def abort(self) -> None:
-        """Make everybody who waits, now or later, raise AbortedError."""
+        """Make every process that waits, now or later, raise AbortedError."""
         self._cells[LINE * self.count] = 1
 
     @property
@@ -78,81 +100,74 @@ class HeartbeatTable:
 
 
 class HeartbeatTimeout:
-    """How long a process has given no sign of life, as far as somebody was there to look.
+    """Measures how long a process has sent no heartbeat. Call `too_long` at least every `interval` seconds.
 
-    Look at least every `interval` seconds, of which a timeout is many: more than that never counts between two looks.
-    A program that was suspended has not been looking, and its peers, suspended with it, need time to go on.
+    At most `interval` seconds count between two calls: a suspended program must not take its own suspension for the
+    silence of its peers.
     """
 
-    def __init__(self, board: HeartbeatTable, index: int, timeout: float) -> None:
-        self.interval = min(1.0, timeout / LOOKS)
-        self._board, self._index, self._timeout = board, index, timeout
-        self._beats, self._looked, self._seconds = board.read(index, BEATS), time.monotonic(), 0.0
+    def __init__(self, table: HeartbeatTable, index: int, timeout: float) -> None:
+        self.interval = min(1.0, timeout / MIN_LOOKS)
+        self._table, self._index, self._timeout = table, index, timeout
+        self._count, self._looked, self._seconds = table.read(index, HEARTBEATS), time.monotonic(), 0.0
 
     def too_long(self) -> bool:
-        """Look, and say whether it has been silent for longer than the timeout."""
-        now, beats = time.monotonic(), self._board.read(self._index, BEATS)
-        self._seconds = self._seconds + min(self.interval, now - self._looked) if beats == self._beats else 0.0
-        self._beats, self._looked = beats, now
+        """Whether the process has been silent for longer than the timeout."""
+        now, count = time.monotonic(), self._table.read(self._index, HEARTBEATS)
+        self._seconds = self._seconds + min(self.interval, now - self._looked) if count == self._count else 0.0
+        self._count, self._looked = count, now
         return self._seconds > self._timeout
 
 
 class Barrier:
-    """Where process `index` of a board's group waits until all of them have come.
+    """Blocks process `index` until all processes of the table have arrived.
 
-    What a process wrote to shared memory before `wait` is seen by all after it.
+    What a process wrote to shared memory before `wait` is visible to all after it.
     """
 
-    def __init__(self, board: HeartbeatTable, index: int, timeout: float) -> None:
-        self._board, self._index, self._timeout = board, index, timeout
-        self._crossings = board.read(index, ARRIVALS)
-        self._peers = [peer for peer in range(board.count) if peer != index]
+    def __init__(self, table: HeartbeatTable, index: int, timeout: float) -> None:
+        self._table, self._index, self._timeout = table, index, timeout
+        self._crossings = table.read(index, ARRIVALS)
+        self._peers = [peer for peer in range(table.count) if peer != index]
         self._fence_lock = threading.Lock()
 
     def wait(self) -> None:
         """Block until every process of the group has called `wait` as often as this one.
 
-        Raises AbortedError when the parent calls it off, and DeadlineError when a missing peer gives no sign of life
-        for `timeout` seconds.
+        Raises AbortedError if the parent aborts, and DeadlineError if a missing peer sends no heartbeat for `timeout`
+        seconds.
         """
         self._crossings += 1
         self._fence()
-        self._board.write(self._index, ARRIVALS, self._crossings)
+        self._table.write(self._index, ARRIVALS, self._crossings)
         for peer in self._peers:
-            if self._board.read(peer, ARRIVALS) < self._crossings:
-                self._watch(peer)
+            if self._table.read(peer, ARRIVALS) < self._crossings:
+                self._wait_for(peer)
         self._fence()
 
-    def _watch(self, peer: int) -> None:
+    def _wait_for(self, peer: int) -> None:
         """Wait for one peer: spin, then yield the processor, then sleep."""
-        board, goal = self._board, self._crossings
+        table, goal = self._table, self._crossings
         for _ in range(SPINS):
-            if board.read(peer, ARRIVALS) >= goal:
+            if table.read(peer, ARRIVALS) >= goal:
                 return
-        looks, silence = 0, HeartbeatTimeout(board, peer, self._timeout)
-        while board.read(peer, ARRIVALS) < goal:
-            if board.aborted:
-                raise AbortedError("called off")
+        looks, silence = 0, HeartbeatTimeout(table, peer, self._timeout)
+        while table.read(peer, ARRIVALS) < goal:
+            if table.aborted:
+                raise AbortedError("aborted")
             looks += 1
             if looks < YIELDS:
-                _yield_processor()
+                os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
                 continue
             time.sleep(SLEEP)
             if silence.too_long():
-                raise DeadlineError(f"process {peer} has not come and has made no step for {self._timeout:g} s")
+                raise DeadlineError(f"process {peer} did not arrive and made no step for {self._timeout:g} s")
 
     def _fence(self) -> None:
-        """Order memory accesses before and after, on processors that would reorder them (x86 would not).
+        """Order memory accesses before and after, on processors that reorder them (x86 does not).
 
-        Taking and releasing a lock twice does: nothing moves down past a release, nothing moves up past an acquire.
+        Nothing moves down past the release of a lock, and nothing moves up past an acquire.
         """
         for _ in range(2):
             with self._fence_lock:
                 pass
-
-
-def _yield_processor() -> None:
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
-    else:
-        time.sleep(0)

@@ -1,8 +1,7 @@
-"""A pool of P spawn processes, started once, that carry out calls together until the pool is closed.
+"""A pool of spawn processes, started once, that carry out calls together until the pool is closed.
 
-The parent sends each call down a pipe and waits on the pipes AND on the processes themselves, so a death is noticed
-at once, wherever the process was. Small things (what to call, its arguments and results) go through the pipes; what is
-large lies in shared memory. The processes among themselves meet at a Barrier.
+The parent sends each call through pipes and waits on the pipes and on the processes themselves, so it notices a death
+at once. Functions, arguments and results go through the pipes; large tensors lie in shared memory.
 """
 
 from __future__ import annotations
@@ -11,170 +10,88 @@ import contextlib
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from fedsim.engines.pool.barrier import (
     ARRIVALS,
-    BEATS,
-    HOLDING,
-    LOCK,
-    NOBODY,
-    NOTHING,
-    PEN,
-    ROUND,
-    SEVERAL,
+    NO_WORKER,
+    SEVERAL_WORKERS,
     WAITING,
     WORKER,
     AbortedError,
     Barrier,
     DeadlineError,
     HeartbeatTable,
-    HeartbeatTimeout,
 )
+from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.pool.worker_process import START_TIMEOUT, WorkerProcess
 from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError
-from fedsim.system.child_process import (
-    GRACE,
-    ChildProcess,
-    describe_exit,
-    describe_failed_start,
-    init_child_process,
-    require_importable_main,
-    signals_deferred,
-)
+from fedsim.system.child_process import GRACE, init_child_process, require_importable_main, signals_deferred
 from fedsim.system.limits import format_failure, require_files
 from fedsim.system.messages import Channel, Message, ReceivedMessage
 
-START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and report for work
 INSTEAD = "engine=serial, which starts none"
-HELD = {
-    LOCK: " while it held a lock: what that protects may be half written",
-    PEN: " in the middle of a write to the shared model, which may be half written",
-}
-
-
-@dataclass
-class ProcessContext:
-    """The place of one process in its group; what it calls "mine" follows from `index` and `count`."""
-
-    watched: ClassVar[HeartbeatTable | None] = (
-        None  # where somebody looks for signs of life of this process, if it is alone
-    )
-
-    index: int
-    count: int
-    board: HeartbeatTable
-    barrier: Barrier
-    belongings: dict[str, Any] = field(default_factory=dict)  # what calls leave there for later calls
-
-    @classmethod
-    def alone(cls) -> ProcessContext:
-        """The context of a process that works without others."""
-        board = cls.watched or HeartbeatTable(1)
-        board.write(0, WORKER, NOBODY)
-        return cls(0, 1, board, Barrier(board, 0, timeout=0.0))
-
-    def heartbeat(self) -> None:
-        """Say that work goes on."""
-        self.board.heartbeat(self.index)
-
-    @property
-    def beats(self) -> int:
-        """How often it has said so."""
-        return self.board.read(self.index, BEATS)
-
-    @contextlib.contextmanager
-    def working_on(self, worker: int, round: int) -> Iterator[None]:
-        """Note what is being worked on; the note stays where an exception (or a death) ends the work."""
-        self.board.write(self.index, WORKER, worker)
-        self.board.write(self.index, ROUND, round)
-        yield
-        self.board.write(self.index, WORKER, NOBODY)
-
-    @contextlib.contextmanager
-    def holding(self, what: int) -> Iterator[None]:
-        """Note that a lock, or the pen, is held; the note stays where a death ends that."""
-        self.board.write(self.index, HOLDING, what)
-        yield
-        self.board.write(self.index, HOLDING, NOTHING)
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Note that others are waited for, which is no sign of life. Raises AbortedError when work is called off."""
-        self.board.write(self.index, WAITING, 1)
-        yield
-        self.board.write(self.index, WAITING, 0)
-        if self.board.aborted:
-            raise AbortedError("called off")
-
-    def working_on_several(self, round: int) -> contextlib.AbstractContextManager[None]:
-        """The same for workers that are trained together."""
-        return self.working_on(SEVERAL, round)
-
-
-def worker_in_hand(board: HeartbeatTable, index: int) -> str | None:
-    """`worker 3 in round 2`, or `a stack of workers in round 2`, if a process works on any."""
-    worker, round = board.read(index, WORKER), board.read(index, ROUND)
-    if worker == NOBODY:
-        return None
-    if worker == SEVERAL:
-        return f"a stack of workers in round {round}"
-    return f"worker {worker} in round {round}" if round else f"worker {worker}"
-
-
-def whereabouts(board: HeartbeatTable, index: int) -> str:
-    """What a process is doing, as part of a sentence: `working on worker 3 in round 2`."""
-    worker, round = worker_in_hand(board, index), board.read(index, ROUND)
-    if worker:
-        return f"working on {worker}"
-    return f"between workers, last in round {round}" if round else "before the first worker"
 
 
 class ProcessPool:
-    """P spawn processes that carry out calls together.
+    """Spawn processes that carry out calls together. Use it in a `with` block, or call `close`.
+
+    The first failure (an exception in a process, its death, its silence) closes the pool and raises one WorkerError; a
+    death or silence raises a ProcessLostError. The processes end if their parent dies.
 
     Args:
         count: number of processes.
         threads: threads that PyTorch uses in each.
-        timeout: seconds without a sign of life after which a process counts as hanging.
+        timeout: seconds without a heartbeat after which a process counts as hanging.
 
-    The first failure (an exception in a process, its death, its silence) ends the whole pool with one WorkerError, of
-    the last two a ProcessLostError. Use it in a `with` block, or call `close`; a pool whose parent dies ends by itself.
+    Raises WorkerError if the system cannot start so many processes.
     """
 
     def __init__(self, count: int, threads: int = 1, timeout: float = 300.0) -> None:
         require_importable_main(INSTEAD)
         require_files(count, INSTEAD)
         self.count, self._timeout = count, timeout
-        self._board = HeartbeatTable(count)
-        self._children: list[ChildProcess] = []
-        self._ready = False
+        self._table = HeartbeatTable(count)
+        self._children: list[WorkerProcess] = []
         try:
-            with signals_deferred():  # children inherit that: Ctrl-C is the parent's business
+            with signals_deferred():  # child processes inherit the blocked signals: only the parent handles Ctrl-C
                 for index in range(count):
-                    process = index, self._board, threads, timeout
-                    self._children.append(ChildProcess(_serve, *process, name=f"fedsim-{index}", daemon=True))
+                    self._children.append(self._start(index, threads))
         except BaseException:
             self.close()
             raise
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run `function(process, *arguments)` in every process; the results in order of the processes.
+    def _start(self, index: int, threads: int) -> WorkerProcess:
+        return WorkerProcess(
+            *(_serve, index, self._table, threads, self._timeout),
+            table=self._table,
+            index=index,
+            instead=INSTEAD,
+            name=f"fedsim-{index}",
+            daemon=True,
+        )
 
-        `function`, `arguments` and results must be picklable (tensors travel by handle); see `fedsim.system.messages`.
-        Raises WorkerError if any process fails (ProcessLostError if one is gone, or hangs), or the ExperimentError that
-        one raised, and closes the pool.
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run `function(process, *arguments)` in every process.
+
+        Args:
+            function: gets the ProcessContext first. It must be picklable, like arguments and results; tensors in shared
+                memory are passed by handle, see `fedsim.system.messages`.
+
+        Returns the results in the order of the processes. Raises WorkerError if a process fails, its subclass
+        ProcessLostError if one dies or hangs, or the ExperimentError that one raised; the pool is closed then.
         """
         if not self.at_work:
             raise WorkerError("the process pool has been closed")
         try:
-            if not self._ready:
-                self._collect(START_TIMEOUT)  # each process reports for work once
-                self._ready = True
+            if not self._children[0].started:
+                self._collect(START_TIMEOUT)
+                for child in self._children:
+                    child.started = True
             message = Message((function, arguments))
             for index, child in enumerate(self._children):
                 try:
@@ -188,19 +105,16 @@ class ProcessPool:
 
     @property
     def at_work(self) -> bool:
-        """Whether it has not been dismissed, nor ended by a failure."""
+        """Whether the pool takes calls: it was not closed, and no process has failed."""
         return bool(self._children)
 
     def close(self) -> None:
-        """Dismiss the processes and wait until they are gone.
-
-        One that works stops at its next step; one that does not go in time is killed.
-        """
-        self._board.abort()
-        with signals_deferred():  # half closed would be worse than late
+        """End the processes: each stops at its next heartbeat, and is killed if it does not end in time."""
+        self._table.abort()
+        with signals_deferred():  # a pool that is half closed would be worse than a late signal
             for child in self._children:
                 child.dismiss()
-            deadline = time.monotonic() + (GRACE if self._ready else 0.0)
+            deadline = time.monotonic() + (GRACE if self._children and self._children[0].started else 0.0)
             while self._children:
                 self._children.pop().close(deadline)
 
@@ -211,28 +125,30 @@ class ProcessPool:
         self.close()
 
     def _collect(self, timeout: float) -> list[Any]:
-        """One answer from every process."""
+        """Wait for one answer from every process."""
         answers: dict[int, Any] = {}
-        silences = [HeartbeatTimeout(self._board, index, timeout) for index in range(self.count)]
+        children = self._children
+        for child in children:
+            child.expect_heartbeats(timeout)
         while len(answers) < self.count:
             pending = [index for index in range(self.count) if index not in answers]
-            pipes = {self._children[index].pipe: index for index in pending}
-            sentinels = {child.sentinel: index for index, child in enumerate(self._children)}
-            ready = wait([*pipes, *sentinels], timeout=silences[0].interval)
+            pipes = {children[index].pipe: index for index in pending}
+            sentinels = {child.sentinel: index for index, child in enumerate(children)}
+            ready = wait([*pipes, *sentinels], timeout=children[0].look_interval)
             for item in ready:
                 if item in pipes:
                     answers[pipes[item]] = self._receive(pipes[item])
             for item in ready:
                 index = sentinels.get(item)
-                # A process whose answer is still in its pipe is asked once more; dead without an answer it has failed.
-                if index is not None and (index in answers or not self._children[index].pipe.poll()):
+                # A dead process whose answer is still in its pipe is read first; without an answer it has failed.
+                if index is not None and (index in answers or not children[index].pipe.poll()):
                     raise self._death(index)
-            if ProcessContext.watched is not None:
-                ProcessContext.watched.heartbeat(0)  # this process answers for the processes of its pool
+            if ProcessContext.monitored is not None:
+                ProcessContext.monitored.heartbeat(0)  # the process of a job answers for the processes of its pool
             waiting_for = [index for index in pending if index not in answers]
-            silent = [silences[index].too_long() for index in waiting_for]  # looks at each of them
+            silent = [children[index].is_silent() for index in waiting_for]  # of each, since this measures
             if silent and all(silent):
-                raise self._silence(waiting_for, timeout)
+                raise self._silence(waiting_for)
         return [answers[index] for index in range(self.count)]
 
     def _receive(self, index: int) -> Any:
@@ -246,77 +162,75 @@ class ProcessPool:
             if child.exitcode is None:
                 raise
             raise self._death(index) from None
+        assert message is not None  # only the parent sends the message that ends a process
         kind, content = message.load()
         if kind == "result":
             return content
         if kind == "aborted":  # a peer has failed; its own message, or its sentinel, says how
             return None
         if kind == "waited":
-            raise self._silence(list(range(self.count)), self._timeout)
+            raise self._silence(list(range(self.count)))
         if kind == "refused":
             raise ExperimentError(*content)
-        worker = worker_in_hand(self._board, index)
-        where = f"process {index}, {whereabouts(self._board, index)}, failed"
-        raise WorkerError(f"{f'{worker} failed (process {index})' if worker else where}: {content}")
+        worker = self._table.worker(index)
+        where = f"{worker} failed (process {index})" if worker else f"{self._named(index)}, failed"
+        raise WorkerError(f"{where}: {content}")
 
-    def _silence(self, pending: list[int], timeout: float) -> ProcessLostError:
-        """All of `pending` are silent, and wait for the one that has come least far, and does not wait itself."""
-        index = min(pending, key=lambda each: (self._board.read(each, ARRIVALS), self._board.read(each, WAITING)))
-        if not self._ready:
-            why = f"has not started within {timeout:g} s"
+    def _named(self, index: int) -> str:
+        return f"process {index}, {self._table.activity(index)}"
+
+    def _silence(self, pending: list[int]) -> ProcessLostError:
+        """All of `pending` are silent. They wait for the process that has crossed the fewest barriers."""
+        index = min(pending, key=lambda each: (self._table.read(each, ARRIVALS), self._table.read(each, WAITING)))
+        why = self._children[index].describe_silence()
+        if not self._children[index].started:
             return self._lost(index, f"process {index} {why}", why)
-        where = worker_in_hand(self._board, index) or whereabouts(self._board, index)
-        why = f"has given no sign of life for {timeout:g} s"
-        return self._lost(
-            index, f"process {index} {why} ({where}); a step that takes longer needs a larger `timeout`", why
-        )
+        where = self._table.worker(index) or self._table.activity(index)
+        hint = "a step that takes longer needs a larger `timeout`"
+        return self._lost(index, f"process {index} {why} ({where}); {hint}", why)
 
     def _death(self, index: int) -> WorkerError:
         child = self._children[index]
-        child.wait(GRACE)
-        if not self._ready:
-            why = describe_failed_start(child.exitcode, INSTEAD)
-            line = f"process {index} {why}"
-            own_doing = (child.exitcode or 0) > 0  # it could not be imported, and neither could another
-            return WorkerError(line) if own_doing else self._lost(index, line, why)
-        why = describe_exit(child.exitcode) + HELD.get(self._board.read(index, HOLDING), "")
-        return self._lost(index, f"process {index}, {whereabouts(self._board, index)}, {why}", why)
+        why = child.describe_death()
+        if child.started:
+            return self._lost(index, f"{self._named(index)}, {why}", why)
+        line = f"process {index} {why}"
+        return WorkerError(line) if child.failed_at_start else self._lost(index, line, why)
 
     def _lost(self, index: int, line: str, why: str) -> ProcessLostError:
-        worker = self._board.read(index, WORKER)
-        return ProcessLostError(line, why, index, self.count, None if worker in (NOBODY, SEVERAL) else worker)
+        worker = self._table.read(index, WORKER)
+        known = None if worker in (NO_WORKER, SEVERAL_WORKERS) else worker
+        return ProcessLostError(line, why, index, self.count, known)
 
 
-def _serve(pipe: Connection, index: int, board: HeartbeatTable, threads: int, timeout: float) -> None:
+def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int, timeout: float) -> None:
     """Run one process of a pool until the pool is closed."""
     init_child_process()
     torch.set_num_threads(threads)
-    gc.freeze()  # what is imported by now stays: collections, of which each task's end is one, need not look at it
-    process = ProcessContext(
-        index, board.count, board, Barrier(board, index, timeout + GRACE)
-    )  # the parent speaks up first
+    gc.freeze()  # what is imported by now stays, and collections at the end of each task need not look at it
+    barrier = Barrier(table, index, timeout + GRACE)  # the parent notices a silent process first
+    process = ProcessContext(index, table.count, table, barrier)
     channel = Channel(pipe)
-    with contextlib.suppress(EOFError, OSError):  # of the pipe: the parent is gone
-        channel.send(("result", None))  # reports for work
+    with contextlib.suppress(EOFError, OSError):  # of the pipe: the parent has ended
+        channel.send(("result", None))
         while (message := channel.receive()) is not None:
             channel.send(_answer(process, message))
-    if process.belongings:  # after a failure; memory of a device that is in cycles would never be closed
-        process.belongings.clear()
+    if process.state:  # after a failure; memory of a device that is in cycles would never be closed
+        process.state.clear()
         gc.collect()
 
 
 def _answer(process: ProcessContext, message: ReceivedMessage) -> Message | tuple[str, Any]:
-    """Carry out a call, and say what came of it."""
     try:
         function, arguments = message.load()
-        return Message(("result", function(process, *arguments)))  # what cannot be pickled is this call's failure too
+        return Message(("result", function(process, *arguments)))  # a result that cannot be pickled is a failure too
     except AbortedError:
         return "aborted", None
-    except DeadlineError:  # mostly the parent finds that out first
+    except DeadlineError:  # mostly the parent notices first
         return "waited", None
     except ExperimentError as error:
         return "refused", error.lines
+    except FedsimError as error:
+        return "failed", f"{error}\n{traceback.format_exc()}"
     except Exception as error:
-        return "failed", f"{error}\n{traceback.format_exc()}" if isinstance(error, FedsimError) else format_failure(
-            error
-        )
+        return "failed", format_failure(error)

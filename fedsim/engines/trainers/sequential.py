@@ -16,7 +16,7 @@ from fedsim.clients import RowOptimizer
 from fedsim.core.randomness import seed_everything
 from fedsim.core.rows import new_rows
 from fedsim.core.training import Loss, Objective, train_epoch
-from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.stacking.vmap_operations import PreparedDropout
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem

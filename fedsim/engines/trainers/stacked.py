@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsim.core.rows import new_rows
-from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.task import SharedState, TaskSpec

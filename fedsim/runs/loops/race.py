@@ -26,7 +26,7 @@ from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import SpawnEngine
 from fedsim.engines.executor import Executor, balance_load
-from fedsim.engines.pool.process_pool import ProcessContext
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import FiniteCheck
 from fedsim.errors import ExperimentError
 from fedsim.records.record import RaceRecord, RoundRecord
@@ -210,21 +210,21 @@ def _set_up(process: ProcessContext, executor: Executor, server: Server, race_st
     server.attach(executor.shared)
     kind: type[RaceWorker] = HogwildWorker if server.policy.locking == "nothing" else LockedRaceWorker
     steps = [executor.batch_source.steps(worker, 1) for worker in range(server.n)]
-    process.belongings["racer"] = kind(
+    process.state["racer"] = kind(
         process, executor, server, race_state, balance_load(steps, process.count)[process.index]
     )
 
 
 def _race(process: ProcessContext, executor: Executor, run: int, round: int) -> ProcessResult:
-    racer: RaceWorker = process.belongings["racer"]
+    racer: RaceWorker = process.state["racer"]
     return racer.race(run, round)
 
 
 def _progress(process: ProcessContext, executor: Executor) -> Progress:
-    racer: RaceWorker = process.belongings["racer"]
+    racer: RaceWorker = process.state["racer"]
     return racer.progress()
 
 
 def _resume(process: ProcessContext, executor: Executor, progress: Progress) -> None:
-    racer: RaceWorker = process.belongings["racer"]
+    racer: RaceWorker = process.state["racer"]
     racer.resume(progress)
