@@ -35,7 +35,7 @@ from fedsim.asynchronous.clock.speeds import draw_speeds, speed
 from fedsim.asynchronous.clock.virtual_clock import VirtualClock
 from fedsim.asynchronous.policies import Arrival, Policy
 from fedsim.asynchronous.scheduler import Scheduler
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.randomness import batch_order
 from fedsim.data import load_dataset, partition
 from fedsim.data.sources import default_root
@@ -111,7 +111,7 @@ def train_seconds(**tables: Any) -> tuple[float, fedsim.Result]:
 class Nothing(Policy):
     """Counts arrivals as versions."""
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         server.increment_version()
 
 
@@ -119,7 +119,7 @@ def events_per_second(workers: int = 100) -> float:
     """Of a clock whose work is nothing, with exponential delays."""
     experiment = Experiment(workers=workers, mode="clock", policy="asgd", model="logistic")
     with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
-        server = Server.of(Nothing(), experiment.local.bind(), prepared.task, engine.shared)
+        server = ServerState.of(Nothing(), experiment.local.bind(), prepared.task, engine.shared)
     schedule = Schedule(1)
     scheduler = Scheduler(0, workers, workers, "gradient", schedule, lambda worker: 100)
     speeds = draw_speeds(speed.get("equal"), {}, workers, 0)

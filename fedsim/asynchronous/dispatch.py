@@ -11,7 +11,7 @@ from typing import Any
 from fedsim.asynchronous.checkpoint_schema import DispatcherState
 from fedsim.asynchronous.policy import Arrival
 from fedsim.asynchronous.scheduler import Scheduler
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError
 
@@ -64,7 +64,7 @@ class Dispatcher:
         stats: counts since `start_round`.
     """
 
-    def __init__(self, server: Server, scheduler: Scheduler, train: Train) -> None:
+    def __init__(self, server: ServerState, scheduler: Scheduler, train: Train) -> None:
         self.server, self.policy, self.scheduler, self._train = server, server.policy, scheduler, train
         self.in_flight: dict[int, WorkItem] = {}
         self.arrivals = 0

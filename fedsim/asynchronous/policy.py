@@ -40,7 +40,7 @@ from fedsim.clients import State
 from fedsim.core.registry import Plug, Registry
 
 if TYPE_CHECKING:
-    from fedsim.asynchronous.server_state import Server
+    from fedsim.asynchronous.server_state import ServerState
 
 Work = Literal["gradient", "model"]
 Locking = Literal["server", "pair", "nothing"]
@@ -98,45 +98,45 @@ class Policy(ABC):
     def check(self, n_workers: int) -> None:  # noqa: B027
         """Raise ExperimentError if the policy does not work with `n_workers` workers at a time."""
 
-    def start(self, server: Server) -> State:
+    def start(self, server: ServerState) -> State:
         """Make the state of the policy: tensors by name, which become `server.policy_state`."""
         return {}
 
-    def may_start(self, server: Server, slot: int) -> bool:
+    def may_start(self, server: ServerState, slot: int) -> bool:
         """Whether an idle worker may start its next work item now."""
         return True
 
-    def local_steps(self, server: Server, slot: int, scheduled: int) -> int | None:
+    def local_steps(self, server: ServerState, slot: int, scheduled: int) -> int | None:
         """Number of local steps of a worker's next round; None: as many as `scheduled`."""
         return None
 
-    def pull(self, server: Server, slot: int) -> None:
+    def pull(self, server: ServerState, slot: int) -> None:
         """Give an idle worker the model that its next work item starts from."""
         server.pull(slot)
 
     @abstractmethod
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         """Use the result of a work item."""
 
-    def partner(self, server: Server, slot: int, unit: int) -> int | None:
+    def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
         """The other worker whose model `take` changes, if there is one."""
         return None
 
-    def on_departure(self, server: Server) -> None:  # noqa: B027
+    def on_departure(self, server: ServerState) -> None:  # noqa: B027
         """React to a change of `server.alive`: a worker left or, after a round of a race, all workers are back."""
 
-    def buffered(self, server: Server) -> int:
+    def buffered(self, server: ServerState) -> int:
         """Number of results that the server took and that no update has used yet."""
         return 0
 
-    def publish(self, server: Server) -> None:  # noqa: B027
+    def publish(self, server: ServerState) -> None:  # noqa: B027
         """Write the model to test into the global row, if it is not there all the time."""
 
     def traffic(self, unit: int) -> tuple[int, int]:
         """Number of models or gradients that a worker sends after its work item `unit`, and receives before it."""
         return 1, 1
 
-    def arrivals_needed(self, server: Server) -> int | None:
+    def arrivals_needed(self, server: ServerState) -> int | None:
         """How many of the next arrivals certainly count; None: all that are in flight."""
         return None
 

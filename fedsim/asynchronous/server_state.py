@@ -34,7 +34,7 @@ class GradientOnly:
 
 
 @dataclass
-class Server:
+class ServerState:
     """The state of an asynchronous run. All of it are tensors, in shared memory if processes race.
 
     Attributes:
@@ -67,7 +67,7 @@ class Server:
     tables: Tables = ()
 
     @classmethod
-    def of(cls, policy: Policy, solver: Solver, task: TaskSpec, shared: SharedState) -> Server:
+    def of(cls, policy: Policy, solver: Solver, task: TaskSpec, shared: SharedState) -> ServerState:
         """The server at the start of a run, on the memory of an engine."""
         n, d = len(shared.rows), len(shared.global_row)
         counts = torch.zeros(1 + 3 * n, dtype=torch.int64)

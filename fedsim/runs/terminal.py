@@ -16,7 +16,7 @@ from fedsim.core.notices import SlowStepNotice
 from fedsim.errors import plural
 from fedsim.records.record import Metric, RoundRecord
 from fedsim.runs.checkpoints import Checkpoints
-from fedsim.runs.loops.race import caveat
+from fedsim.runs.loops.race_loop import caveat
 from fedsim.runs.setup import PreparedRun
 from fedsim.runs.text_table import columns_of, headline, table_header, table_line
 

@@ -18,7 +18,7 @@ from fedsim.asynchronous.clock.noises import bind_noise, noise
 from fedsim.asynchronous.clock.virtual_clock import VirtualClock
 from fedsim.asynchronous.policies import Policy, policy
 from fedsim.asynchronous.scheduler import Scheduler
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.clients import SGD
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
@@ -60,7 +60,7 @@ class SimulatedRun:
         arrivals, times: what the policy has taken, and when.
     """
 
-    server: Server
+    server: ServerState
     clock: VirtualClock
     scheduler: Scheduler
     trained: list[list[WorkItem]] = field(default_factory=list)
@@ -130,7 +130,7 @@ def simulate(
     task = SimpleNamespace(
         seed=seed, server=optimizer, buffers=buffers, nonfinite="error", dtype=dtype, device=torch.device("cpu")
     )
-    server = Server.of(chosen, solver or SGD(lr=0.1), task, shared)
+    server = ServerState.of(chosen, solver or SGD(lr=0.1), task, shared)
     schedule = schedule or Schedule(BATCH)
     scheduler = Scheduler(seed, n_workers, slots, chosen.work, schedule, lambda worker: size)
     result = SimulatedRun(server, None, scheduler)
@@ -158,7 +158,7 @@ def _watch(chosen: Policy, result: SimulatedRun) -> None:
     take = type(chosen).take
 
     class Watched(type(chosen)):
-        def take(self, server: Server, arrival: Any) -> None:
+        def take(self, server: ServerState, arrival: Any) -> None:
             result.arrivals.append(arrival)
             result.times.append(result.clock.now)
             take(self, server, arrival)

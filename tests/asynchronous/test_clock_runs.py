@@ -13,7 +13,7 @@ from fedsim.asynchronous.policies import policy
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.data import TensorData
-from fedsim.runs.loops import clock as simulation
+from fedsim.runs.loops import clock_loop as simulation
 from tests.engines.zoo import experiment as zoo_experiment
 
 FEATURES, CLASSES = 6, 3
@@ -87,13 +87,13 @@ def servers(monkeypatch):
     """The servers of the runs of a test."""
     made = []
 
-    class Watched(simulation.Server):
+    class Watched(simulation.ServerState):
         @classmethod
         def of(cls, *arguments):
             made.append(super().of(*arguments))
             return made[-1]
 
-    monkeypatch.setattr(simulation, "Server", Watched)
+    monkeypatch.setattr(simulation, "ServerState", Watched)
     return made
 
 

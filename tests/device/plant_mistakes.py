@@ -24,7 +24,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = (  # code that needs other processes or torch.compile, which the pretend GPU does not show
-    *("engines/distributed", "engines/pool", "engines/trainers/compilation", "asynchronous/race", "runs/loops/race"),
+    *(
+        "engines/distributed",
+        "engines/pool",
+        "engines/trainers/compilation",
+        "asynchronous/race",
+        "runs/loops/race_loop",
+    ),
     *("runs/recovery", "system/devices"),
 )
 TENSORS = ("losses", "updates", "rows", "x")  # names of tensors in `.to(tensor)`

@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fedsim
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines.executor import Executor
 from fedsim.engines.pool import backend as pool_backend
@@ -111,7 +111,7 @@ def test_a_gpu_that_is_full_outside_of_training_is_one_line_too(where, gpu, fail
         raise FULL()
 
     if where == "the policy":
-        monkeypatch.setattr(Server, "mean", full)
+        monkeypatch.setattr(ServerState, "mean", full)
         tables |= CLOCK
     else:
         fail(FULL, "always")

@@ -7,7 +7,7 @@ import torch
 
 import fedsim
 from fedsim.asynchronous.policies.model_updates import FedBuff
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.pool import backend as pool_backend
 from tests.device.pretend import GPU, upload
 from tests.engines.in_process import InProcessPool
@@ -36,8 +36,8 @@ def allowed():
 @pytest.mark.parametrize("mode", [CLOCK, RACE], ids=["clock", "race"])
 def test_policies_work_in_full_precision(mode, gpu, seen, tiny_experiment, monkeypatch):
     monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
-    mean, publish = Server.mean, FedBuff.publish
-    monkeypatch.setattr(Server, "mean", lambda server, slots: seen.append(allowed()) or mean(server, slots))
+    mean, publish = ServerState.mean, FedBuff.publish
+    monkeypatch.setattr(ServerState, "mean", lambda server, slots: seen.append(allowed()) or mean(server, slots))
     monkeypatch.setattr(FedBuff, "publish", lambda policy, server: seen.append(allowed()) or publish(policy, server))
     experiment = {**tiny_experiment, "device": "cuda", "model": "logistic", "rounds": 1, **mode}
     fedsim.run(experiment)

@@ -15,7 +15,7 @@ from fedsim.asynchronous.checkpoint_schema import ClockState
 from fedsim.asynchronous.clock.event_queue import EventQueue
 from fedsim.asynchronous.dispatch import Dispatcher, Train
 from fedsim.asynchronous.scheduler import Scheduler
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError
 
@@ -37,7 +37,7 @@ class VirtualClock:
 
     def __init__(
         self,
-        server: Server,
+        server: ServerState,
         scheduler: Scheduler,
         duration: Duration,
         train: Train,

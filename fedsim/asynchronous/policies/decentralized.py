@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, PositiveInt
 
 from fedsim.asynchronous.policy import Arrival, Policy, StateScope, policy
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.clients import State
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
@@ -47,19 +47,19 @@ class ElasticAveraging(OwnModels):
     period: PositiveInt = 10
     synchronous: bool = False
 
-    def start(self, server: Server) -> State:
+    def start(self, server: ServerState) -> State:
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
 
-    def may_start(self, server: Server, slot: int) -> bool:
+    def may_start(self, server: ServerState, slot: int) -> bool:
         return not (self.synchronous and server.policy_state["arrived"].numpy()[slot])
 
-    def pull(self, server: Server, slot: int) -> None:
+    def pull(self, server: ServerState, slot: int) -> None:
         server.keep_model(slot)
 
-    def on_departure(self, server: Server) -> None:
+    def on_departure(self, server: ServerState) -> None:
         self._exchange_if_complete(server)  # the others may have waited for this worker only
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         slot = arrival.slot
         server.step_replica(slot, server.rows[slot])
         if (arrival.unit + 1) % self.period:
@@ -74,13 +74,13 @@ class ElasticAveraging(OwnModels):
         exchanges = int((unit + 1) % self.period == 0)
         return exchanges, exchanges
 
-    def _exchange_if_complete(self, server: Server) -> None:
+    def _exchange_if_complete(self, server: ServerState) -> None:
         arrived = server.policy_state["arrived"]
         if bool(arrived.any()) and bool(arrived[server.alive].all()):
             self._exchange(server, server.alive.tolist())
             arrived.zero_()
 
-    def _exchange(self, server: Server, slots: list[int]) -> None:
+    def _exchange(self, server: ServerState, slots: list[int]) -> None:
         alpha = 0.9 / server.n if self.alpha is None else self.alpha
         elastic = (server.replicas[slots] - server.global_row).mul_(alpha)
         server.replicas[slots] -= elastic
@@ -132,23 +132,23 @@ class Pairwise(OwnModels):
 
     graph: Literal["ring", "complete", "exponential"] = "ring"
 
-    def start(self, server: Server) -> State:
+    def start(self, server: ServerState) -> State:
         # apart from `shared.buffers`, which may hold results that have not arrived
         return {"buffers": server.shared.buffers.clone()}
 
-    def pull(self, server: Server, slot: int) -> None:
+    def pull(self, server: ServerState, slot: int) -> None:
         server.read[slot] = server.version
         if server.has_buffers:
             server.shared.buffers[slot] = server.policy_state["buffers"][slot]
 
-    def partner(self, server: Server, slot: int, unit: int) -> int | None:
+    def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
         """A neighbour that is alive, drawn by (seed, slot, unit); None if there is none."""
         neighbours = [other for other in GRAPHS[self.graph](slot, server.n) if server.alive_mask[other]]
         if not neighbours:
             return None
         return neighbours[int(numpy_generator(server.seed, "neighbour", slot, unit).integers(len(neighbours)))]
 
-    def average(self, server: Server, arrival: Arrival) -> None:
+    def average(self, server: ServerState, arrival: Arrival) -> None:
         """Average the models and buffers of a worker and its partner."""
         slot, other = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
         buffers = server.policy_state["buffers"]
@@ -161,7 +161,7 @@ class Pairwise(OwnModels):
                 buffers[[slot, other]] = buffers[[slot, other]].mean(0)
         server.increment_version()
 
-    def publish(self, server: Server) -> None:
+    def publish(self, server: ServerState) -> None:
         slots = server.alive.tolist()
         if not slots:
             raise ExperimentError("policy: all workers have left (clock.departures); no model remains")
@@ -184,7 +184,7 @@ class ADPSGD(Pairwise):
     'pair'
     """
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         self.average(server, arrival)
         server.step_replica(arrival.slot, server.rows[arrival.slot])
 
@@ -203,6 +203,6 @@ class Gossip(Pairwise):
     [1, 2, 4, 6, 7]
     """
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         server.step_replica(arrival.slot, server.rows[arrival.slot])
         self.average(server, arrival)

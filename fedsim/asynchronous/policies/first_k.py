@@ -9,7 +9,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policy import Arrival, Policy, policy
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.clients import State
 from fedsim.errors import ExperimentError
 
@@ -21,13 +21,13 @@ class FirstK(Policy):
     def needed(self, n_workers: int) -> int:
         """Number of gradients of a step."""
 
-    def start(self, server: Server) -> State:
+    def start(self, server: ServerState) -> State:
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
 
-    def may_start(self, server: Server, slot: int) -> bool:
+    def may_start(self, server: ServerState, slot: int) -> bool:
         return not server.policy_state["arrived"].numpy()[slot]
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         arrived = server.policy_state["arrived"].numpy()
         arrived[arrival.slot] = 1
         if self.buffered(server) == self.needed(server.n):
@@ -36,10 +36,10 @@ class FirstK(Policy):
             server.mix_buffers(slots, share=1.0)
             arrived[:] = 0
 
-    def buffered(self, server: Server) -> int:
+    def buffered(self, server: ServerState) -> int:
         return int(server.policy_state["arrived"].numpy().sum())
 
-    def arrivals_needed(self, server: Server) -> int | None:
+    def arrivals_needed(self, server: ServerState) -> int | None:
         return self.needed(server.n) - self.buffered(server) if self.cancels else None
 
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policy import Arrival, Locking, Policy, StateScope, policy
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.clients import NonNegative, State
 from fedsim.errors import ExperimentError
 
@@ -39,7 +39,7 @@ class Hogwild(Policy):
     def state_scope(self) -> StateScope:
         return frozenset([self.momentum])
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         server.step(server.rows[arrival.slot], arrival.slot if self.momentum == "private" else None)
         server.mix_buffers([arrival.slot])
 
@@ -82,14 +82,14 @@ class ASGD(Policy):
     def state_scope(self) -> StateScope:
         return frozenset(["shared", "private"] if self.needs_replicas else ["shared"])
 
-    def start(self, server: Server) -> State:
+    def start(self, server: ServerState) -> State:
         return {"unsent": torch.zeros_like(server.shared.rows)} if self.n_push > 1 else {}
 
-    def pull(self, server: Server, slot: int) -> None:
+    def pull(self, server: ServerState, slot: int) -> None:
         if server.units[slot] % self.n_fetch == 0:
             server.pull(slot)
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         slot, unit = arrival.slot, arrival.unit
         gradient = server.rows[slot]
         if (unit + 1) % self.n_fetch:
@@ -126,10 +126,10 @@ class StalenessAware(Policy):
         if self.softsync is not None and self.softsync > n_workers:
             raise ExperimentError(f"policy.softsync = {self.softsync}: must be at most the {n_workers} workers at work")
 
-    def start(self, server: Server) -> State:
+    def start(self, server: ServerState) -> State:
         return {"sum": torch.zeros_like(server.global_row), "count": torch.zeros(1, dtype=torch.int64)}
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         total, count = server.policy_state["sum"], server.policy_state["count"]
         needed = server.n // (self.softsync or server.n)
         total.add_(server.rows[arrival.slot], alpha=1 / (max(1, arrival.staleness) * needed))
@@ -140,7 +140,7 @@ class StalenessAware(Policy):
             total.zero_()
             count.zero_()
 
-    def buffered(self, server: Server) -> int:
+    def buffered(self, server: ServerState) -> int:
         return int(server.policy_state["count"])
 
 
@@ -174,10 +174,10 @@ class DelayCompensated(Policy):
     def needs_replicas(self) -> bool:
         return True
 
-    def start(self, server: Server) -> State:
+    def start(self, server: ServerState) -> State:
         return {"mean_square": torch.zeros_like(server.shared.rows)} if self.adaptive else {}
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         slot = arrival.slot
         gradient, square = server.rows[slot], server.rows[slot].square()
         correction = (server.global_row - server.replicas[slot]).mul_(square)
@@ -205,20 +205,20 @@ class StaleSynchronous(Policy):
 
     s: NonNegativeInt | Literal["inf"] = 3
 
-    def start(self, server: Server) -> State:
+    def start(self, server: ServerState) -> State:
         counts = {name: torch.zeros(server.n, dtype=torch.int64) for name in ("clocks", "buffered")}
         return {**counts, "slowest": torch.zeros(1, dtype=torch.int64)}  # the least clock of the workers alive
 
-    def may_start(self, server: Server, slot: int) -> bool:
+    def may_start(self, server: ServerState, slot: int) -> bool:
         if self.s == "inf":
             return True
         return bool(server.policy_state["clocks"].numpy()[slot] - server.policy_state["slowest"].numpy()[0] <= self.s)
 
-    def pull(self, server: Server, slot: int) -> None:
+    def pull(self, server: ServerState, slot: int) -> None:
         self._apply(server)
         server.pull(slot)
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         slot, clocks = arrival.slot, server.policy_state["clocks"].numpy()
         clocks[slot] = arrival.unit + 1
         server.policy_state["buffered"].numpy()[slot] = 1
@@ -227,17 +227,17 @@ class StaleSynchronous(Policy):
         if self.may_start(server, slot):
             self._apply(server)
 
-    def on_departure(self, server: Server) -> None:
+    def on_departure(self, server: ServerState) -> None:
         self._find_slowest(server)
 
-    def _find_slowest(self, server: Server) -> None:
+    def _find_slowest(self, server: ServerState) -> None:
         if len(alive := server.alive):
             server.policy_state["slowest"][0] = int(server.policy_state["clocks"].numpy()[alive].min())
 
-    def buffered(self, server: Server) -> int:
+    def buffered(self, server: ServerState) -> int:
         return int(server.policy_state["buffered"].sum())
 
-    def _apply(self, server: Server) -> None:
+    def _apply(self, server: ServerState) -> None:
         buffered = server.policy_state["buffered"].numpy()
         slots = buffered.nonzero()[0].tolist()
         if slots:

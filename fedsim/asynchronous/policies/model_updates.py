@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policy import Arrival, Policy, policy
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.clients import NonNegative, State
 from fedsim.errors import ExperimentError
 
@@ -58,7 +58,7 @@ class FedAsync(Policy):
     def needs_replicas(self) -> bool:
         return False
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         share = self.alpha * WEIGHTINGS[self.staleness](arrival.staleness, self.a, self.b)
         server.global_row.lerp_(server.rows[arrival.slot], share)
         server.increment_version()
@@ -86,7 +86,7 @@ class FedBuff(Policy):
     k: PositiveInt | None = None
     exponent: NonNegative = 0.5
 
-    def start(self, server: Server) -> State:
+    def start(self, server: ServerState) -> State:
         wide = server.shared.buffers.dtype
         return {
             "sum": torch.zeros_like(server.global_row, dtype=wide),
@@ -95,7 +95,7 @@ class FedBuff(Policy):
             "weight": torch.zeros(1, dtype=torch.double),  # sum of the weights in `buffers`
         }
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         total, count, buffers, weight = (server.policy_state[name] for name in ("sum", "count", "buffers", "weight"))
         k, slot = self.k or server.n, arrival.slot
         share = (1 + arrival.staleness) ** -self.exponent / k
@@ -109,7 +109,7 @@ class FedBuff(Policy):
             for tensor in (total, count, buffers, weight):
                 tensor.zero_()
 
-    def buffered(self, server: Server) -> int:
+    def buffered(self, server: ServerState) -> int:
         return int(server.policy_state["count"])
 
 
@@ -147,18 +147,18 @@ class AsyncLocalSGD(Policy):
         if self.c > 1 / n:
             raise ExperimentError(f"policy.c = {self.c:g}: must be at most 1/n, 1/{n}")
 
-    def start(self, server: Server) -> State:
+    def start(self, server: ServerState) -> State:
         wide = server.shared.buffers.dtype
         rows = {name: torch.zeros_like(server.global_row, dtype=wide) for name in ("sum", "momentum")}
         return {**rows, "count": torch.zeros(1, dtype=torch.int64)}
 
-    def local_steps(self, server: Server, slot: int, scheduled: int) -> int | None:
+    def local_steps(self, server: ServerState, slot: int, scheduled: int) -> int | None:
         if not self.dylu:
             return None
         taken = server.step_seconds.numpy()
         return max(1, int(scheduled * taken[server.alive].min() / taken[slot] + 1e-9))
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         total, momentum, count = (server.policy_state[name] for name in ("sum", "momentum", "count"))
         delta, n = server.delta(arrival.slot), self.n or server.n
         total.add_(delta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedsim.asynchronous.policy import Arrival, Policy, policy
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 
 
 @policy("sync")
@@ -21,5 +21,5 @@ class Synchronous(Policy):
 
     in_rounds = True
 
-    def take(self, server: Server, arrival: Arrival) -> None:
+    def take(self, server: ServerState, arrival: Arrival) -> None:
         raise AssertionError("the synchronous loop has no arrivals")

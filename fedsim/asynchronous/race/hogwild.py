@@ -13,7 +13,7 @@ from fedsim.asynchronous.dispatch import nonfinite_error
 from fedsim.asynchronous.policy import Arrival
 from fedsim.asynchronous.race.state import WRITES_BEGUN, RaceState
 from fedsim.asynchronous.race.worker import ProcessResult, RaceWorker
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.randomness import global_states, seed_everything
 from fedsim.core.training import Objective
 from fedsim.engines.executor import Executor
@@ -32,7 +32,12 @@ class HogwildWorker(RaceWorker):
     """
 
     def __init__(
-        self, process: ProcessContext, executor: Executor, server: Server, race_state: RaceState, slots: Sequence[int]
+        self,
+        process: ProcessContext,
+        executor: Executor,
+        server: ServerState,
+        race_state: RaceState,
+        slots: Sequence[int],
     ) -> None:
         super().__init__(process, executor, server, race_state, slots)
         self._writes_begun = race_state.column(WRITES_BEGUN)

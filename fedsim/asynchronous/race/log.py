@@ -27,7 +27,7 @@ FREE = {"name", "engine", "processes", "threads_per_process", "timeout", "device
 }
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """A work item.
 
     Attributes:
@@ -48,7 +48,7 @@ class Entry(NamedTuple):
     applied: int
 
 
-COLUMNS = ("run", "round", *Entry._fields)
+COLUMNS = ("run", "round", *LogEntry._fields)
 
 
 def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.ndarray]]) -> bytes:
@@ -61,12 +61,12 @@ def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.nd
     out = StringIO()
     out.write(f"{MARK}{json.dumps(experiment)}\n{','.join(COLUMNS)}\n")
     for run, round, entries in rounds:
-        in_order = entries[entries[:, Entry._fields.index("taken")].argsort()]
+        in_order = entries[entries[:, LogEntry._fields.index("taken")].argsort()]
         out.writelines(f"{run},{round},{','.join(map(str, entry))}\n" for entry in in_order.tolist())
     return out.getvalue().encode()
 
 
-def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int, list[Entry]]:
+def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int, list[LogEntry]]:
     """The entries of one run of a race by round, in the order of their arrivals.
 
     Args:
@@ -84,10 +84,10 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
             raise ValueError("not a log of a race")
         if problem_with_words(raced, any_text=True):
             raise ValueError("not an experiment")
-        rounds: dict[int, list[Entry]] = {}
+        rounds: dict[int, list[LogEntry]] = {}
         for line in lines:
             entry_run, round, *numbers = map(int, line.split(","))
-            entry = Entry(*numbers)  # TypeError unless there are as many numbers as fields
+            entry = LogEntry(*numbers)  # TypeError unless there are as many numbers as fields
             if entry.kind not in KINDS or not all(0 <= number < LARGEST for number in entry):
                 raise ValueError("not an entry")
             if entry_run == run:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from fedsim.asynchronous.checkpoint_schema import DispatcherState
 from fedsim.asynchronous.dispatch import Dispatcher, Train
-from fedsim.asynchronous.race.log import CANCELLED, LEFT, Entry
+from fedsim.asynchronous.race.log import CANCELLED, LEFT, LogEntry
 from fedsim.asynchronous.scheduler import Scheduler
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.errors import ExperimentError, show
 
 MOST_STEPS = 1_000  # of a work item, times its scheduled steps
@@ -21,7 +21,7 @@ class Event(NamedTuple):
 
     number: int
     starts: bool
-    entry: Entry
+    entry: LogEntry
 
 
 class LoggedOrder:
@@ -38,7 +38,7 @@ class LoggedOrder:
     now = None  # a replay has no virtual time
 
     def __init__(
-        self, log: Mapping[int, Sequence[Entry]], path: str, server: Server, scheduler: Scheduler, train: Train
+        self, log: Mapping[int, Sequence[LogEntry]], path: str, server: ServerState, scheduler: Scheduler, train: Train
     ) -> None:
         self._log, self._path, self._server = log, path, server
         self.dispatcher = Dispatcher(server, scheduler, train)
@@ -98,7 +98,7 @@ class LoggedOrder:
             )
 
 
-def events_of(entries: Sequence[Entry]) -> Iterator[Event]:
+def events_of(entries: Sequence[LogEntry]) -> Iterator[Event]:
     """All starts and arrivals of a round, in order."""
     starts = sorted(Event(entry.begun, True, entry) for entry in entries if entry.kind != LEFT)
     return merge(starts, sorted(Event(entry.taken, False, entry) for entry in entries))

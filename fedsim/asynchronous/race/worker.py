@@ -13,10 +13,10 @@ import numpy as np
 
 from fedsim.asynchronous.checkpoint_schema import SchedulerState
 from fedsim.asynchronous.dispatch import Dispatcher, RoundStats
-from fedsim.asynchronous.race.log import CANCELLED, LEFT, TAKEN, Entry
+from fedsim.asynchronous.race.log import CANCELLED, LEFT, TAKEN, LogEntry
 from fedsim.asynchronous.race.state import BUSY, FINISHED, HELD_BACK, IDLE, STATUS, WRITES_ENDED, Measures, RaceState
 from fedsim.asynchronous.scheduler import Scheduler
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.executor import Executor
 from fedsim.engines.pool.barrier import LOCK
 from fedsim.engines.pool.process_context import ProcessContext
@@ -39,7 +39,7 @@ class ProcessResult:
 
     stats: RoundStats = field(default_factory=RoundStats)
     measures: Measures = field(default_factory=Measures)
-    entries: np.ndarray = field(default_factory=lambda: np.zeros((0, len(Entry._fields)), dtype=np.int64))
+    entries: np.ndarray = field(default_factory=lambda: np.zeros((0, len(LogEntry._fields)), dtype=np.int64))
 
 
 class RaceWorker(ABC):
@@ -50,7 +50,12 @@ class RaceWorker(ABC):
     """
 
     def __init__(
-        self, process: ProcessContext, executor: Executor, server: Server, race_state: RaceState, slots: Sequence[int]
+        self,
+        process: ProcessContext,
+        executor: Executor,
+        server: ServerState,
+        race_state: RaceState,
+        slots: Sequence[int],
     ) -> None:
         self._process, self._executor, self._slots = process, executor, slots
         self._server, self._policy, self._race_state = server, server.policy, race_state
@@ -103,7 +108,12 @@ class LockedRaceWorker(RaceWorker):
     """
 
     def __init__(
-        self, process: ProcessContext, executor: Executor, server: Server, race_state: RaceState, slots: Sequence[int]
+        self,
+        process: ProcessContext,
+        executor: Executor,
+        server: ServerState,
+        race_state: RaceState,
+        slots: Sequence[int],
     ) -> None:
         super().__init__(process, executor, server, race_state, slots)
         self._status, self._events = race_state.column(STATUS), race_state.events.numpy()
@@ -111,12 +121,12 @@ class LockedRaceWorker(RaceWorker):
         self._begun: dict[int, int] = {}  # by slot: number of the event with which its work item started
 
     def _run_round(self, run: int, round: int, result: ProcessResult) -> None:
-        self._round, self._measures, self._entries = round, result.measures, list[Entry]()
+        self._round, self._measures, self._entries = round, result.measures, list[LogEntry]()
         self._dispatcher = Dispatcher(self._server, self._scheduler(run), self._executor.train_mine)
         self._dispatcher.start_round(round)
         self._take_turns()
         result.stats = self._dispatcher.stats
-        result.entries = np.array(self._entries, dtype=np.int64).reshape(-1, len(Entry._fields))
+        result.entries = np.array(self._entries, dtype=np.int64).reshape(-1, len(LogEntry._fields))
 
     def _take_turns(self) -> None:
         active, sleep = list(self._slots), FIRST_SLEEP
@@ -214,7 +224,7 @@ class LockedRaceWorker(RaceWorker):
         """Log an arrival, before the policy takes it."""
         taken = begun if kind == LEFT else self._event()
         read, version = int(self._server.read[item.slot]), self._server.version
-        self._entries.append(Entry(kind, item.worker, item.steps or 0, begun, taken, read, version))
+        self._entries.append(LogEntry(kind, item.worker, item.steps or 0, begun, taken, read, version))
 
     def _event(self) -> int:
         """The number of the next event; the caller holds the server's lock."""

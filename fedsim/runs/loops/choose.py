@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fedsim.engines import Engine, SpawnEngine
-from fedsim.runs.loops.clock import ClockLoop
+from fedsim.runs.loops.clock_loop import ClockLoop
 from fedsim.runs.loops.loop import Loop
-from fedsim.runs.loops.race import RaceLoop
+from fedsim.runs.loops.race_loop import RaceLoop
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import PreparedRun
 

@@ -13,7 +13,7 @@ from fedsim.asynchronous.dispatch import RoundStats, Train
 from fedsim.asynchronous.race.log import read_log
 from fedsim.asynchronous.race.replay import LoggedOrder
 from fedsim.asynchronous.scheduler import Scheduler
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine
@@ -32,7 +32,7 @@ class ClockLoop:
         experiment, shared = prepared.experiment, engine.shared
         self._prepared, self._engine = prepared, engine
         self._policy = experiment.policy.bind()
-        self._server = Server.of(self._policy, experiment.local.bind(), prepared.task, shared)
+        self._server = ServerState.of(self._policy, experiment.local.bind(), prepared.task, shared)
         self._check_finite = FiniteCheck(prepared.task, shared)
         self._timer = PhaseTimer()
         scheduler = Scheduler(
@@ -113,7 +113,7 @@ def _train(engine: Engine, timer: PhaseTimer, items: Sequence[WorkItem]) -> None
 
 
 def _source_of(
-    prepared: PreparedRun, server: Server, scheduler: Scheduler, train: Train, model_bytes: int
+    prepared: PreparedRun, server: ServerState, scheduler: Scheduler, train: Train, model_bytes: int
 ) -> VirtualClock | LoggedOrder:
     """The source of the order of events: delays, or the log of a race."""
     experiment, clock = prepared.experiment, prepared.experiment.clock

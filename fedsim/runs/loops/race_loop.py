@@ -20,7 +20,7 @@ from fedsim.asynchronous.race.log import to_csv
 from fedsim.asynchronous.race.sparse import tables_of
 from fedsim.asynchronous.race.state import Measures, RaceState
 from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult, Progress, RaceWorker
-from fedsim.asynchronous.server_state import Server
+from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.confidence import estimate
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
@@ -30,7 +30,7 @@ from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import FiniteCheck
 from fedsim.errors import ExperimentError
 from fedsim.records.record import RaceRecord, RoundRecord
-from fedsim.runs.loops.clock import async_record, work_of
+from fedsim.runs.loops.clock_loop import async_record, work_of
 from fedsim.runs.setup import PreparedRun
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
@@ -78,7 +78,7 @@ class RaceLoop:
         self._prepared, self._engine, self._shared = prepared, engine, engine.shared
         self._policy, solver = experiment.policy.bind(), experiment.local.bind()
         self._check_finite, self._timer = FiniteCheck(prepared.task, engine.shared), PhaseTimer()
-        self._server = Server.of(self._policy, solver, prepared.task, engine.shared)
+        self._server = ServerState.of(self._policy, solver, prepared.task, engine.shared)
         if self._policy.locking == "nothing":
             self._server = replace(self._server, tables=tables_of(prepared.task.new_module(), solver))
         self._server.share()
@@ -205,7 +205,7 @@ def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
     )
 
 
-def _set_up(process: ProcessContext, executor: Executor, server: Server, race_state: RaceState) -> None:
+def _set_up(process: ProcessContext, executor: Executor, server: ServerState, race_state: RaceState) -> None:
     """In each process: make its `RaceWorker`."""
     server.attach(executor.shared)
     kind: type[RaceWorker] = HogwildWorker if server.policy.locking == "nothing" else LockedRaceWorker
