@@ -78,7 +78,8 @@ class AggregationInputs:
 
     def rows(self) -> LazyRows:
         """The updates as LazyRows."""
-        return LazyRows(self.updates, gram=None if self.gram is None else lambda: self.gram, reduce=self.reduce)
+        known = self.gram
+        return LazyRows(self.updates, gram=None if known is None else lambda: known, reduce=self.reduce)
 
     def f_for(self, stage: BoundRule) -> int | None:
         """The stage's f less the rows that were excluded."""

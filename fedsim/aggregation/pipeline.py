@@ -100,6 +100,8 @@ class Pipeline:
                 return AggregationResult(check_result(result, self.rule, rows, rows.shape[1:]), state=state)
             shape = (*result.coefficients.shape[:-1], len(rows))
             check_result(result.coefficients, self.rule, rows, shape, "a LinearCombination with coefficients [n]")
+            if result.coefficients.ndim == 2 and result.then is None:  # the result of a pre-aggregator
+                result = LinearCombination(result.coefficients.mean(0))
             return AggregationResult(rows.row(result), rows.shares(result), state)
 
     def rows(self, inputs: AggregationInputs) -> LazyRows:

@@ -40,31 +40,60 @@ def resolve(
     [('nnm', {'f': 1}), ('krum', {'f': 1})]
     """
     stages = plain(stages)
+    key = place if place == "rule" else f"{place}.rule"
     if not isinstance(stages, (str, dict, list)):
-        raise ExperimentError(f"{_key(place)} = {show(stages)}: must be a name, or a list of names and tables")
-    wheres = _places(stages, place)
+        raise ExperimentError(f"{key} = {show(stages)}: must be a name, or a list of names and tables")
+    if stages == []:
+        raise ExperimentError(f'{key} = []: needs a rule, such as "mean"')
+    wheres = [f"{key}[{index}]" for index in range(len(stages))] if isinstance(stages, list) else [key]
     tables = [_as_table(stage, where) for stage, where in zip(as_list(stages), wheres, strict=True)]
-    if not tables:
-        raise ExperimentError(f'{_key(place)} = []: needs a rule, such as "mean"')
-    plugs = [
-        _stage_plug(table["rule"], where, is_last=table is tables[-1])
-        for table, where in zip(tables, wheres, strict=True)
-    ]
-    table_place = "" if place == "rule" else place
+    names = [table.pop("rule") for table in tables]
+    plugs = [_pre_aggregator_plug(name, where) for name, where in zip(names[:-1], wheres[:-1], strict=True)]
+    plugs.append(_rule_plug(names[-1], wheres[-1]))
+    table_place = "" if place == "rule" else f"{place}."
     _refuse_unknown(params, plugs, table_place, beside)
     resolved = []
-    for plug, table, where in zip(plugs, tables, wheres, strict=True):
-        own = {name: value for name, value in table.items() if name != "rule"}
+    for plug, own, where in zip(plugs, tables, wheres, strict=True):
         fields = plug.parameters.model_fields
-        further = {name: value for name, value in (background or {}).items() if name in fields}
-        shared = {name: value for name, value in further.items() if value or fields[name].is_required()}
+        shared = {
+            name: value
+            for name, value in (background or {}).items()
+            if name in fields and (value or fields[name].is_required())
+        }
         shared |= {name: value for name, value in params.items() if _accepts_any(plug) or name in fields}
-        resolved.append((plug, _checked(plug, shared, own, table_place, where)))
+        try:
+            resolved.append((plug, plug.check({**shared, **own}, beside=["rule"])))
+        except ExperimentError as error:  # each line begins with a parameter
+            is_own = [re.split(r"\W", line, maxsplit=1)[0] in own for line in error.lines]
+            lines = zip(is_own, error.lines, strict=True)
+            raise ExperimentError(*(f"{where}.{line}" if own else table_place + line for own, line in lines)) from None
     if len(plugs) > 1 and plugs[-1].takes.get("weights"):
-        raise ExperimentError(
-            f"{_key(place)}: {plugs[-1].name} needs weights, which pre-aggregated rows do not have; use mean"
-        )
+        raise ExperimentError(f"{key}: {plugs[-1].name} needs weights, which pre-aggregated rows do not have; use mean")
     return resolved
+
+
+def _as_table(stage: Any, where: str) -> dict[str, Any]:
+    """A copy of the table of a stage."""
+    table = {"rule": stage} if isinstance(stage, str) else stage
+    if not isinstance(table, dict) or not isinstance(table.get("rule"), str):
+        raise ExperimentError(f"{where} = {show(stage)}: a stage is a name or a table with the key rule")
+    return dict(table)
+
+
+def _pre_aggregator_plug(name: str, where: str) -> Plug:
+    if name in rule.names() and name not in pre_aggregator.names():
+        raise ExperimentError(
+            f"{where} = {show(name)}: a rule must be last; pre-aggregators are {', '.join(pre_aggregator.names())}"
+        )
+    return pre_aggregator.get(name, where)
+
+
+def _rule_plug(name: str, where: str) -> Plug:
+    if name in pre_aggregator.names() and name not in rule.names():
+        raise ExperimentError(
+            f'{where} = {show(name)}: a pre-aggregator returns rows; put a rule after it, as in ["{name}", "mean"]'
+        )
+    return rule.get(name, where)
 
 
 def _accepts_any(plug: Plug) -> bool:
@@ -75,15 +104,14 @@ def _refuse_unknown(params: dict[str, Any], plugs: list[Plug], place: str, besid
     """Raise ExperimentError if no stage has a parameter."""
     known = {name for plug in plugs for name in plug.parameters.model_fields}
     unknown = [] if any(map(_accepts_any, plugs)) else [name for name in params if name not in known]
-    if not unknown:
-        return
     kind = f"the rule is {' + '.join(plug.name for plug in plugs)}"
     keys = list(dict.fromkeys([*beside, *sorted(known)]))
     lines = []
     for name in unknown[:MAX_PROBLEMS]:
-        hint = goes_with(name, [*rule, *pre_aggregator]) or nearest_key(name, keys, place)
-        lines.append(f"{name} = {show(params[name])}: unknown key ({kind}); {hint}")
-    raise ExperimentError(*(f"{place}.{line}" if place else line for line in lines))
+        hint = goes_with(name, [*rule, *pre_aggregator]) or nearest_key(name, keys, place.removesuffix("."))
+        lines.append(f"{place}{name} = {show(params[name])}: unknown key ({kind}); {hint}")
+    if lines:
+        raise ExperimentError(*lines)
 
 
 def make_pipeline(resolved: Sequence[tuple[Plug, dict[str, Any]]]) -> Pipeline:
@@ -96,47 +124,5 @@ def make_pipeline(resolved: Sequence[tuple[Plug, dict[str, Any]]]) -> Pipeline:
     return Pipeline(tuple(bound[:-1]), bound[-1])
 
 
-def as_list(stages: Stage | Sequence[Stage]) -> list[Stage]:
+def as_list(stages: Any) -> list[Stage]:
     return list(stages) if isinstance(stages, (list, tuple)) else [stages]
-
-
-def _key(place: str) -> str:
-    return place if place == "rule" else f"{place}.rule"
-
-
-def _places(stages: Stage | Sequence[Stage], place: str) -> list[str]:
-    """The name of each stage in errors: `aggregate.rule[1]`, or `aggregate.rule` if it is no list."""
-    if isinstance(stages, (str, dict)):
-        return [_key(place)]
-    return [f"{_key(place)}[{index}]" for index in range(len(stages))]
-
-
-def _as_table(stage: Any, where: str) -> dict[str, Any]:
-    table = {"rule": stage} if isinstance(stage, str) else stage
-    if not isinstance(table, dict) or not isinstance(table.get("rule"), str):
-        raise ExperimentError(f"{where} = {show(stage)}: a stage is a name or a table with the key rule")
-    return table
-
-
-def _checked(plug: Plug, shared: dict[str, Any], own: dict[str, Any], place: str, where: str) -> dict[str, Any]:
-    """The checked parameters of a stage. Errors begin with the place of the parameter."""
-    try:
-        return plug.check({**shared, **own}, beside=["rule"])
-    except ExperimentError as error:
-        lines = []
-        for line in error.lines:  # each begins with a parameter
-            before = where if re.split(r"\W", line, maxsplit=1)[0] in own else place
-            lines.append(f"{before}.{line}" if before else line)
-        raise ExperimentError(*lines) from None
-
-
-def _stage_plug(name: str, key: str, *, is_last: bool) -> Plug:
-    if not is_last and name in rule.names() and name not in pre_aggregator.names():
-        raise ExperimentError(
-            f"{key} = {show(name)}: a rule must be last; pre-aggregators are {', '.join(pre_aggregator.names())}"
-        )
-    if is_last and name in pre_aggregator.names() and name not in rule.names():
-        raise ExperimentError(
-            f'{key} = {show(name)}: a pre-aggregator returns rows; put a rule after it, as in ["{name}", "mean"]'
-        )
-    return (rule if is_last else pre_aggregator).get(name, key)

@@ -20,7 +20,8 @@ inputs by name; its keyword-only parameters are its configuration:
     sync      "parameters" if the rows are updates, "gradients" if they are gradients at the global row
 
 A rule returns a row [d] or a LinearCombination of the rows, whose coefficients are recorded. A pre-aggregator returns
-rows [m, d] or a LinearCombination with a matrix [m, n].
+rows [m, d] or a LinearCombination with a matrix [m, n]. If it is also registered as a rule, it gives the mean of its
+rows.
 
 `@rule(name, columnwise=True)` declares that each column of the result depends only on that column of the updates.
 Such a rule runs on blocks of columns in several processes; `rng` and `draws` start again in every block, so it may
@@ -78,7 +79,7 @@ class LinearCombination:
     Attributes:
         coefficients: [n] for a row, [m, n] for m rows; float64, on the CPU.
         base: [d]; None: zero.
-        then: with a matrix, the columnwise function from m rows [m, columns] to one row [columns].
+        then: with a matrix, the columnwise function from m rows [m, columns] to one row [columns]; None: their mean.
 
     >>> def first_two(updates):
     ...     return fedsim.aggregation.LinearCombination(torch.tensor([0.5, 0.5, 0.0]).double())

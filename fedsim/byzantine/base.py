@@ -36,8 +36,6 @@ attack_strategy = Registry(
 )
 
 Aggregate = Callable[[Tensor], Tensor]
-
-
 POISON_INPUTS = "inputs", "targets", "classes", "draws", "rng"
 
 

@@ -19,10 +19,7 @@ from fedsim.errors import ExperimentError
 def none(own_updates: Tensor) -> Tensor:
     """No attack: the Byzantine workers follow the protocol.
 
-    Args:
-        own_updates: [b, d].
-
-    Returns `own_updates`. Cost: none.
+    Returns `own_updates` [b, d]. Cost: none.
 
     >>> fedsim.attack(torch.ones(2, 2), 1, "none", own_updates=torch.zeros(1, 2))
     tensor([[0., 0.]])
@@ -98,10 +95,7 @@ def mimic(honest: Tensor, *, epsilon: NonNegativeInt = 0) -> Tensor:
 def nan(own_updates: Tensor) -> Tensor:
     """Rows of NaN, which a broken worker sends: a test of the screening of rows.
 
-    Args:
-        own_updates: [b, d], whose shape the result has.
-
-    Returns [b, d]. Cost: one pass over the result.
+    Returns [b, d], the shape of `own_updates`. Cost: one pass over the result.
 
     >>> fedsim.attack(torch.ones(2, 2), 1, "nan")
     tensor([[nan, nan]])
@@ -111,12 +105,9 @@ def nan(own_updates: Tensor) -> Tensor:
 
 @attack_strategy("inf")
 def inf(own_updates: Tensor) -> Tensor:
-    """Rows of +infinity, which an overflow sends: a test of the screening of rows.
+    """Rows of +infinity, the result of an overflow: a test of the screening of rows.
 
-    Args:
-        own_updates: [b, d], whose shape the result has.
-
-    Returns [b, d]. Cost: one pass over the result.
+    Returns [b, d], the shape of `own_updates`. Cost: one pass over the result.
 
     >>> fedsim.attack(torch.ones(2, 2), 1, "inf")
     tensor([[inf, inf]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -12,7 +11,7 @@ from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from fedsim.byzantine.base import attack_strategy
-from fedsim.byzantine.statistics import centred_blocks, mean_and_std, mean_of
+from fedsim.byzantine.statistics import blocks_of, mean_and_std, mean_of
 from fedsim.errors import ExperimentError
 
 Sign = Literal[-1, 1]
@@ -113,10 +112,10 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit") -> Tensor:
     >>> fedsim.attack(torch.tensor([[0.0], [2.0]]), 1, "min_max")
     tensor([[0.]])
     """
-    mean, deviation = _DEVIATIONS[dev](honest)
+    mean, deviation = _mean_and_deviation(honest, dev)
     h = len(honest)
     gram, slopes = mean.new_zeros(h, h), mean.new_zeros(h)
-    for columns, centred in centred_blocks(honest, mean):
+    for columns, centred in blocks_of(honest, mean):
         gram.addmm_(centred, centred.T)
         slopes.addmv_(centred, deviation[columns])
     squares = gram.diagonal()
@@ -147,9 +146,9 @@ def min_sum(honest: Tensor, *, dev: Deviation = "unit") -> Tensor:
     >>> fedsim.attack(torch.tensor([[0.0], [2.0]]), 1, "min_sum")
     tensor([[0.]])
     """
-    mean, deviation = _DEVIATIONS[dev](honest)
+    mean, deviation = _mean_and_deviation(honest, dev)
     squares = mean.new_zeros(len(honest))
-    for _, centred in centred_blocks(honest, mean):
+    for _, centred in blocks_of(honest, mean):
         squares += centred.square_().sum(1)
     curvature = deviation.square().sum()
     if curvature == 0:
@@ -157,20 +156,11 @@ def min_sum(honest: Tensor, *, dev: Deviation = "unit") -> Tensor:
     return mean - (squares.max() / curvature).sqrt() * deviation
 
 
-def _unit(honest: Tensor) -> tuple[Tensor, Tensor]:
+def _mean_and_deviation(honest: Tensor, dev: Deviation) -> tuple[Tensor, Tensor]:
+    if dev == "std":
+        return mean_and_std(honest, ddof=0)  # only its direction matters, which ddof does not change
     mean = mean_of(honest)
+    if dev == "sign":
+        return mean, mean.sign()
     norm = torch.linalg.vector_norm(mean)
     return mean, mean / norm if norm > 0 else torch.zeros_like(mean)
-
-
-def _sign(honest: Tensor) -> tuple[Tensor, Tensor]:
-    mean = mean_of(honest)
-    return mean, mean.sign()
-
-
-def _std(honest: Tensor) -> tuple[Tensor, Tensor]:
-    return mean_and_std(honest, ddof=0)  # only its direction matters, which ddof does not change
-
-
-# Each gives the mean of the honest rows, and the deviation from it.
-_DEVIATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"unit": _unit, "sign": _sign, "std": _std}

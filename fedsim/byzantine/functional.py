@@ -88,18 +88,13 @@ def _check_honest(honest: Tensor) -> None:
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) -> Tensor:
-    """`tensor` if it has this shape and is of the dtype and on the device of the honest rows."""
+    """`tensor` if it has this shape, and the dtype and device of the honest rows."""
     if not isinstance(tensor, Tensor):
         raise ExperimentError(f"{name}: must be a tensor {tuple(shape)}, not a {type(tensor).__name__}")
-    wanted, found = (
-        f"{dtype} {tuple(shape)} on {device}"
-        for dtype, shape, device in (
-            (honest.dtype, shape, honest.device),
-            (tensor.dtype, tensor.shape, tensor.device),
-        )
-    )
+    wanted = f"{honest.dtype} {tuple(shape)} on {honest.device}"
+    found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
     if wanted != found:
-        raise ExperimentError(f"{name}: must be {wanted} as the honest rows are, not {found}")
+        raise ExperimentError(f"{name}: must be {wanted} like the honest rows, not {found}")
     return tensor
 
 
@@ -108,11 +103,11 @@ def _with_honest(honest: Tensor, n_byzantine: int, aggregate: Callable[[Tensor],
     h, d = honest.shape
     matrix = torch.cat([honest, honest.new_zeros(n_byzantine, d)])
 
-    def with_honest(byzantine: Tensor) -> Tensor:
+    def of_byzantine(byzantine: Tensor) -> Tensor:
         matrix[h:] = byzantine
         result = aggregate(matrix)
         if tuple(result.shape) != (d,):
             raise ExperimentError(f"aggregate: must return shape ({d},), not {tuple(result.shape)}")
         return result
 
-    return with_honest
+    return of_byzantine

@@ -38,8 +38,7 @@ def opt_alie(
         n_byzantine: b.
         aggregate: the rule in use, from Byzantine rows [b, d] to its result [d].
         evaluations: calls of the rule, >= 2.
-        sign: -1 or 1.
-        ddof: std divides by h - ddof.
+        sign, ddof: as in alie.
 
     Returns [d]. Raises ExperimentError unless h > ddof, and without `aggregate`. Cost: two passes over the honest rows,
     and `evaluations` times the rule on [h + b, d].
@@ -59,10 +58,7 @@ def opt_ipm(honest: Tensor, n_byzantine: int, aggregate: Aggregate, *, evaluatio
     eps is the best of the factors that `line_search` tries. After Shejwalkar and Houmansadr 2021.
 
     Args:
-        honest: [h, d].
-        n_byzantine: b.
-        aggregate: the rule in use, from Byzantine rows [b, d] to its result [d].
-        evaluations: calls of the rule, >= 2.
+        honest, n_byzantine, aggregate, evaluations: as in opt_alie.
 
     Returns [d]. Raises ExperimentError without `aggregate`. Cost: one pass over the honest rows, and `evaluations`
     times the rule on [h + b, d].
@@ -111,8 +107,7 @@ def line_search(height: Callable[[float], float], evaluations: int) -> float:
         return value if math.isfinite(value) else -math.inf
 
     low, best, high = 0.0, 0.0, 1.0
-    top = finite_height(best)
-    doubling = True
+    top, doubling = finite_height(best), True
     for _ in range(evaluations - 1):
         larger_gap = max(high - best, low - best, key=abs)  # of the two beside the best
         x = high if doubling else best + GOLDEN * larger_gap

@@ -14,27 +14,22 @@ from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
 
 
-def wide_blocks(honest: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The honest rows in blocks of columns, in float64 if the device has it; read-only.
+def blocks_of(honest: Tensor, centre: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """The honest rows less `centre` [d], if it is given, in blocks of columns, in float64 if the device has it.
 
     Raises ExperimentError if there is no honest row.
     """
     if not len(honest):
-        raise ExperimentError("attack: is made of the honest rows and needs at least 1, there are 0")
+        raise ExperimentError("attack: needs at least 1 honest row, there are 0")
     for columns in column_blocks(honest.shape[1], n=len(honest), device=honest.device):
-        yield columns, honest[:, columns].to(wide_dtype(honest.device))
-
-
-def centred_blocks(honest: Tensor, mean: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The honest rows less their mean, in blocks of columns."""
-    for columns, block in wide_blocks(honest):
-        yield columns, block - mean[columns]
+        block = honest[:, columns].to(wide_dtype(honest.device))
+        yield columns, block if centre is None else block - centre[columns]
 
 
 def mean_of(honest: Tensor) -> Tensor:
     """The mean [d] of the honest rows, in float64."""
     mean = _wide_row(honest)
-    for columns, block in wide_blocks(honest):
+    for columns, block in blocks_of(honest):
         mean[columns] = block.mean(0)
     return mean
 
@@ -50,7 +45,7 @@ def mean_and_std(honest: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
             f"attack.ddof = {ddof}: the standard deviation of honest rows needs more than {ddof} of them, not {h}"
         )
     mean, std = _wide_row(honest), _wide_row(honest)
-    for columns, block in wide_blocks(honest):
+    for columns, block in blocks_of(honest):
         mean[columns] = block.mean(0)
         std[columns] = (block - mean[columns]).square_().sum(0).div_(h - ddof).sqrt_()
     return mean, std

@@ -46,24 +46,26 @@ class AdaptiveStep(ServerStep):
         v0 = self.tau**2 if self.v0 == "tau^2" else self.v0
         state = {"m": torch.zeros_like(rows), "v": torch.full_like(rows, v0)}
         if self.bias_correction:
-            state["m_weight"] = torch.zeros_like(rows)
+            state |= {f"{name}_weight": torch.zeros_like(rows) for name in self.decays}
         return state
 
     def step(self, rows: Tensor, update: Tensor, state: State) -> None:
-        m = state["m"].mul_(self.beta1).add_(update, alpha=1 - self.beta1)
+        state["m"].mul_(self.beta1).add_(update, alpha=1 - self.beta1)
         self.accumulate(state["v"], update)
-        v = state["v"]
+        means = dict(state)
         if self.bias_correction:
-            m, v = self.corrected(state)
-        rows.addcdiv_(m, v.sqrt().add_(self.tau), value=self.lr)
+            for name, decay in self.decays.items():
+                means[name] = state[name] / averaged_weight(state[f"{name}_weight"], decay)
+        rows.addcdiv_(means["m"], means["v"].sqrt().add_(self.tau), value=self.lr)
 
     @abstractmethod
     def accumulate(self, v: Tensor, update: Tensor) -> None:
         """Update v in place."""
 
-    def corrected(self, state: State) -> tuple[Tensor, Tensor]:
-        """m and v without the bias of their start at 0."""
-        return state["m"] / averaged_weight(state["m_weight"], self.beta1), state["v"]
+    @property
+    def decays(self) -> dict[str, float]:
+        """The decay of each mean that `bias_correction` corrects."""
+        return {"m": self.beta1}
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,12 @@ class DecayingStep(AdaptiveStep):
     def __post_init__(self) -> None:
         if self.bias_correction and self.v0 != 0:
             raise ExperimentError(
-                f"server.bias_correction = true: makes up for a v that starts at 0, but server.v0 = {self.v0}"
+                f"server.bias_correction = true: needs a v that starts at 0, but server.v0 = {self.v0}"
             )
 
-    def start(self, rows: Tensor) -> State:
-        state = super().start(rows)
-        if self.bias_correction:
-            state["v_weight"] = torch.zeros_like(rows)
-        return state
-
-    def corrected(self, state: State) -> tuple[Tensor, Tensor]:
-        m, v = super().corrected(state)
-        return m, v / averaged_weight(state["v_weight"], self.beta2)
+    @property
+    def decays(self) -> dict[str, float]:
+        return {"m": self.beta1, "v": self.beta2}
 
 
 @server_optimizer("adam")

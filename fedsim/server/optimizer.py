@@ -75,9 +75,24 @@ class ServerSGD(ServerStep):
         rows.add_(update, alpha=self.lr)
 
 
+class MomentumStep(ServerStep):
+    """The common part of momentum and diloco: v = beta v + D; w += lr v, or w += lr (D + beta v) with Nesterov."""
+
+    lr: float
+    beta: float
+    nesterov: bool
+
+    def start(self, rows: Tensor) -> State:
+        return {"v": torch.zeros_like(rows)}
+
+    def step(self, rows: Tensor, update: Tensor, state: State) -> None:
+        velocity = state["v"].mul_(self.beta).add_(update)
+        rows.add_(update.add(velocity, alpha=self.beta) if self.nesterov else velocity, alpha=self.lr)
+
+
 @server_optimizer("momentum")
 @dataclass(frozen=True)
-class ServerMomentum(ServerStep):
+class ServerMomentum(MomentumStep):
     """FedAvgM: v = beta v + D; w += lr v  (Nesterov: w += lr (D + beta v)). Hsu et al. 2019.
 
     It is `torch.optim.SGD` with the gradient -D.
@@ -99,16 +114,10 @@ class ServerMomentum(ServerStep):
     beta: Decay = 0.9
     nesterov: bool = False
 
-    def start(self, rows: Tensor) -> State:
-        return {"v": torch.zeros_like(rows)}
-
-    def step(self, rows: Tensor, update: Tensor, state: State) -> None:
-        _momentum_step(rows, update, state["v"], self.lr, self.beta, nesterov=self.nesterov)
-
 
 @server_optimizer("diloco")
 @dataclass(frozen=True)
-class ServerDiLoCo(ServerStep):
+class ServerDiLoCo(MomentumStep):
     """DiLoCo's outer step, Nesterov momentum: v = beta v + D; w += lr (D + beta v). Douillard et al. 2023.
 
     It is `momentum` with `nesterov` and other defaults, for workers that train many steps with AdamW.
@@ -125,17 +134,7 @@ class ServerDiLoCo(ServerStep):
 
     lr: NonNegative = 0.7
     beta: Decay = 0.9
-
-    def start(self, rows: Tensor) -> State:
-        return {"v": torch.zeros_like(rows)}
-
-    def step(self, rows: Tensor, update: Tensor, state: State) -> None:
-        _momentum_step(rows, update, state["v"], self.lr, self.beta, nesterov=True)
-
-
-def _momentum_step(rows: Tensor, update: Tensor, velocity: Tensor, lr: float, beta: float, *, nesterov: bool) -> None:
-    velocity.mul_(beta).add_(update)
-    rows.add_(update.add(velocity, alpha=beta) if nesterov else velocity, alpha=lr)
+    nesterov = True  # no annotation, so it is not a parameter
 
 
 @server_optimizer("slowmo")

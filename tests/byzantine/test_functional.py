@@ -97,7 +97,7 @@ def test_bound_attacks_without_honest_rows(name, own_updates):
     bound = bind_attack(plug, plug.check({}))
     given = {"aggregate": lambda rows: rows[0]}
     if "honest" in bound.accepts and name != "sign_flipping":
-        with pytest.raises(ExperimentError, match=r"at least 1, there are 0|number of honest rows, 0"):
+        with pytest.raises(ExperimentError, match=r"at least 1 honest row, there are 0|number of honest rows, 0"):
             bound(own_updates[:0], own_updates, **given)
     else:
         assert bound(own_updates[:0], own_updates, **given).shape == (3, 33)

@@ -80,14 +80,14 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
     buffer = torch.empty(n, widest, dtype=wide_dtype(updates.device), device=updates.device)
     # NumPy takes two thirds of PyTorch's time to copy many short runs of numbers, but uses one thread.
     by_numpy = buffer.device.type == "cpu" and updates.dtype != torch.bfloat16 and torch.get_num_threads() == 1
-    source, target = (updates.detach().numpy(), buffer.numpy()) if by_numpy else (updates, buffer)
     for block in small_blocks(updates):
         width = block.stop - block.start
+        wide = buffer if width == widest else buffer[:, :width]
         if by_numpy:
-            target[:, :width] = source[:, block]
+            wide.numpy()[:] = updates[:, block].detach().numpy()
         else:
-            target[:, :width].copy_(source[:, block])
-        yield block, buffer if width == widest else buffer[:, :width]
+            wide.copy_(updates[:, block])
+        yield block, wide
 
 
 def sampled_columns(updates: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Gram:
 
     Args:
         updates: [n, d].
-        mixing: M [m, n]; None: the updates themselves.
+        mixing: M [m, n]; None: the rows are the updates.
         basis: the products of the centred updates, if they are known.
         reduce: sums over processes that each have some of the columns, so all get the same results. The processes must
             read the same properties in the same order.
@@ -107,9 +107,9 @@ class Gram:
     def _products_from(self, row: int) -> np.ndarray:
         """Inner products [m, m] of the rows less one of them, from the products of the centred updates."""
         if self._mixing is None:
-            products = self._basis[:-1, :-1].numpy()
-            to_row = products[row]
-            return products - to_row - to_row[:, None] + to_row[row]
+            known = self._basis[:-1, :-1].numpy()
+            to_row = known[row]
+            return known - to_row - to_row[:, None] + to_row[row]
         away = self._coordinates - self._coordinates[row]
         products = away @ self._basis @ away.t()
         return ((products + products.t()) / 2).numpy()
@@ -215,14 +215,14 @@ def _products(updates: Tensor, reduce: Reduce) -> Tensor:
         rows.sub_(middle).index_copy_(0, centre, middle)  # replaces its difference from itself, which is 0
         _add_products(total, rows)
     on_host = torch.cat([total.flatten(), centre.to(wide)]).cpu().double()  # one copy, to wait for the device once
-    lower, centre = reduce(on_host[:-1].view(n, n), "sum").tril(), int(on_host[-1])
+    lower, row = reduce(on_host[:-1].view(n, n), "sum").tril(), int(on_host[-1])
     require_no_overflow(lower, updates, reduce)
     products = lower + lower.tril(-1).t()
     basis = np.zeros((n + 1, n + 1))
     basis[:n, :n] = products
-    basis[n, :n] = basis[:n, n] = products[centre]
-    basis[n, n] = products[centre, centre]
-    basis[centre] = basis[:, centre] = 0
+    basis[n, :n] = basis[:n, n] = products[row]
+    basis[n, n] = products[row, row]
+    basis[row] = basis[:, row] = 0
     return torch.from_numpy(basis)
 
 

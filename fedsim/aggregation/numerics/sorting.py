@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,14 +34,7 @@ def map_sorted_columns(
     widening = max(1, 4 // updates.element_size())  # narrow numbers are sorted as float32
     rows = (n + 1 + len(places)) * widening + (n * widening if widening > 1 else 0)
     columns = max(NARROWEST, int(d * ROOM * n / rows))
-    return map_columns(updates, lambda block: of_sorted_columns(block, function, places), columns)
-
-
-def of_sorted_columns(
-    block: Tensor, function: Callable[[Tensor, Tensor], Tensor], needed: Iterable[int] | None = None
-) -> Tensor:
-    """`map_sorted_columns` of one block [n, columns]; returns [columns]."""
-    return function(sorted_columns(block, tuple(range(len(block)) if needed is None else needed)), block)
+    return map_columns(updates, lambda block: function(sorted_columns(block, places), block), columns)
 
 
 def sorted_columns(block: Tensor, needed: tuple[int, ...]) -> Tensor:
@@ -53,7 +45,7 @@ def sorted_columns(block: Tensor, needed: tuple[int, ...]) -> Tensor:
     if len(values) <= COMPARATORS and len(network(len(values), needed)[0]) <= COMPARATORS:
         ascending = _by_network(values, needed)
         with np.errstate(all="ignore"):
-            if math.isfinite(ascending[0].sum()):  # comparators spread a NaN all over its column
+            if math.isfinite(ascending[0].sum()):
                 return torch.from_numpy(ascending)
     columns = np.array(values.T, order="C", copy=True)  # always a copy, also of a column-major block
     columns.sort(axis=1)
@@ -66,13 +58,8 @@ def _some(ascending: Tensor, needed: tuple[int, ...]) -> Tensor:
     return ascending[needed[0] : needed[-1] + 1] if side_by_side else ascending[list(needed)]
 
 
-class Comparator(NamedTuple):
-    """Indices of the two compared rows, and of the rows for the minimum and the maximum (None: not needed)."""
-
-    one: int
-    other: int
-    lesser: int | None
-    greater: int | None
+# Indices of the two compared rows, and of the rows for the minimum and the maximum (None: not needed).
+Comparator = tuple[int, int, int | None, int | None]
 
 
 @functools.lru_cache(maxsize=256)
@@ -87,12 +74,13 @@ def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], li
         if low in wanted or high in wanted:
             pairs.append((low, high, low in wanted, high in wanted))
             wanted |= {low, high}
-    comparators, at, free = [], list(range(n)), n
+    comparators: list[Comparator] = []
+    at, free = list(range(n)), n
     for low, high, lesser, greater in reversed(pairs):
         one, other = at[low], at[high]
         if lesser and greater:
             at[low], free = free, one
-        comparators.append(Comparator(one, other, at[low] if lesser else None, other if greater else None))
+        comparators.append((one, other, at[low] if lesser else None, other if greater else None))
     return tuple(comparators), [at[place] for place in needed]
 
 
@@ -111,7 +99,10 @@ def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
 
 
 def _by_network(values: np.ndarray, needed: tuple[int, ...]) -> np.ndarray:
-    """The `needed` rows [m, columns] of the sorted columns of `values` [n, columns]; NaN may be anywhere."""
+    """The values at the m `needed` places of each sorted column of `values` [n, columns]: [m, columns].
+
+    A column that holds a NaN becomes NaN.
+    """
     n, columns = values.shape
     room = np.empty((n + 1, columns), dtype=values.dtype)
     room[:n] = values

@@ -26,42 +26,31 @@ def clip_factors(lengths: Tensor, c: float) -> Tensor:
         return torch.from_numpy(np.fmin(c / values, 1.0))
 
 
+@rule("norm_clipping")
 @pre_aggregator("norm_clipping")
 def norm_clipping(updates: Tensor, *, c: Positive) -> LinearCombination:
-    """Each row x becomes x min(1, c / |x|).
-
-    Args:
-        updates: [n, d].
-        c: the largest norm of a result, > 0.
-
-    Returns rows [n, d]. Cost: one pass over the updates, or two if rows are clipped.
-
-    >>> fedsim.pre_aggregate(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), "norm_clipping", c=1.0)
-    tensor([[0.6000, 0.8000],
-            [0.3000, 0.4000]])
-    """
-    return LinearCombination(torch.diag(clip_factors(distances_from(updates, None, c), c)))
-
-
-@rule("norm_clipping")
-def mean_of_clipped(updates: Tensor, *, c: Positive) -> LinearCombination:
-    """The mean of the rows x min(1, c / |x|) (Sun et al. 2019).
+    """Each row x becomes x min(1, c / |x|); the rule is the mean of these rows (Sun et al. 2019).
 
     Args:
         updates: [n, d].
         c: the largest norm of a clipped row, > 0.
 
-    Returns [d]. Cost: two passes over the updates, or three if rows are clipped.
+    Returns rows [n, d]; the rule [d]. Cost: two passes over the updates, or three if rows are clipped.
 
-    >>> fedsim.aggregate(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), rule="norm_clipping", c=1.0)
+    >>> updates = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    >>> fedsim.pre_aggregate(updates, "norm_clipping", c=1.0)
+    tensor([[0.6000, 0.8000],
+            [0.0000, 0.0000]])
+    >>> fedsim.aggregate(updates, rule="norm_clipping", c=1.0)
     tensor([0.3000, 0.4000])
     """
-    return LinearCombination(clip_factors(distances_from(updates, None, c), c) / len(updates))
+    return LinearCombination(torch.diag(clip_factors(distances_from(updates, None, c), c)))
 
 
+@rule("arc")
 @pre_aggregator("arc")
 def arc(updates: Tensor, *, f: Count) -> LinearCombination:
-    """Adaptive robust clipping: the largest norms become the next largest (Allouah et al. 2025).
+    """Adaptive robust clipping of the largest norms; the rule is the mean of the rows (Allouah et al. 2025).
 
     The k = floor(2f (n - f) / n) rows of largest norm are scaled to the norm of the next row.
 
@@ -69,40 +58,18 @@ def arc(updates: Tensor, *, f: Count) -> LinearCombination:
         updates: [n, d].
         f: number of Byzantine rows, 2f < n.
 
-    Returns rows [n, d]. Cost: one pass over the updates.
+    Returns rows [n, d]; the rule [d]. Cost: two passes over the updates.
 
     >>> fedsim.pre_aggregate(torch.tensor([[1.0], [2.0], [9.0]]), "arc", f=1)
     tensor([[1.],
             [2.],
             [2.]])
     """
-    return LinearCombination(torch.diag(_arc_factors(updates, f)))
-
-
-@rule("arc")
-def mean_of_arc(updates: Tensor, *, f: Count) -> LinearCombination:
-    """The mean of the rows after adaptive robust clipping (Allouah et al. 2025).
-
-    The k = floor(2f (n - f) / n) rows of largest norm are scaled to the norm of the next row.
-
-    Args:
-        updates: [n, d].
-        f: number of Byzantine rows, 2f < n.
-
-    Returns [d]. Cost: two passes over the updates.
-
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [90.0]]), rule="arc", f=1)
-    tensor([1.6667])
-    """
-    return LinearCombination(_arc_factors(updates, f) / len(updates))
-
-
-def _arc_factors(updates: Tensor, f: int) -> Tensor:
     n = len(updates)
     require(2 * f < n, "arc", "2f < n", f=f, n=n)
     lengths = norms(updates)
     clipped = 2 * f * (n - f) // n
-    return clip_factors(lengths, float(lengths.sort(descending=True).values[clipped]))
+    return LinearCombination(torch.diag(clip_factors(lengths, float(lengths.sort(descending=True).values[clipped]))))
 
 
 @rule("centered_clipping")
@@ -134,12 +101,11 @@ def centered_clipping(
     if centre is None and start == "mean":
         centre = updates.mean(0)
     for iteration in range(iterations):
-        mix = LinearCombination(clip_factors(distances_from(updates, centre, tau), tau) / n)
-        if centre is not None:
-            mix = LinearCombination(mix.coefficients, centre * float(1 - mix.coefficients.sum()))
+        factors = clip_factors(distances_from(updates, centre, tau), tau) / n
+        result = LinearCombination(factors, None if centre is None else centre * float(1 - factors.sum()))
         if iteration < iterations - 1:
-            centre = LazyRows(updates).row(mix)
-    return mix
+            centre = LazyRows(updates).row(result)
+    return result
 
 
 @rule("geometric_median")

@@ -81,11 +81,9 @@ def phocas(updates: Tensor, *, f: Count) -> Tensor:
     """
     n = len(updates)
     require(2 * f < n, "phocas", "2f < n", f=f, n=n)
-
-    def around_trimmed_mean(ascending: Tensor, block: Tensor) -> Tensor:
-        return mean_nearest(ascending, block, ascending[f : n - f].mean(0), n - f)
-
-    return map_sorted_columns(updates, around_trimmed_mean)
+    return map_sorted_columns(
+        updates, lambda ascending, block: mean_nearest(ascending, block, ascending[f : n - f].mean(0), n - f)
+    )
 
 
 @rule("sign_vote", columnwise=True)

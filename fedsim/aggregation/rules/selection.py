@@ -13,7 +13,7 @@ from torch import Tensor
 from fedsim.aggregation.numerics.columns import distances_to, norms
 from fedsim.aggregation.numerics.diameter import least_diameter
 from fedsim.aggregation.numerics.gram import TIED, Gram, stable_order
-from fedsim.aggregation.numerics.sorting import mean_nearest, middle, of_sorted_columns
+from fedsim.aggregation.numerics.sorting import mean_nearest, middle, sorted_columns
 from fedsim.aggregation.rule import Count, LinearCombination, average_of, require, rule
 from fedsim.aggregation.rules.order_statistics import median
 from fedsim.errors import ExperimentError
@@ -36,7 +36,7 @@ def krum(gram: Gram, *, f: Count) -> LinearCombination:
     """
     n = len(gram)
     require(n >= 2 * f + 3, "krum", "n >= 2f + 3", f=f, n=n)
-    return average_of(stable_order(krum_scores(gram.squared_distances, f))[:1], n)
+    return mean_of_least(krum_scores(gram.squared_distances, f), 1)
 
 
 @rule("multi_krum")
@@ -57,7 +57,12 @@ def multi_krum(gram: Gram, *, f: Count, m: Annotated[int, Field(ge=1)] | None = 
     require(n >= f + 3, "multi_krum", "n >= f + 3", f=f, n=n)
     m = n - f if m is None else m
     require(1 <= m <= n, "multi_krum", "1 <= m <= n", m=m, n=n)
-    return average_of(stable_order(krum_scores(gram.squared_distances, f))[:m], n)
+    return mean_of_least(krum_scores(gram.squared_distances, f), m)
+
+
+def mean_of_least(values: Tensor, count: int) -> LinearCombination:
+    """The mean of the `count` rows with the least `values` [n]; ties go to the lowest index."""
+    return average_of(stable_order(values)[:count], len(values))
 
 
 def krum_scores(squared_distances: Tensor, f: int) -> Tensor:
@@ -73,9 +78,9 @@ def krum_scores(squared_distances: Tensor, f: int) -> Tensor:
 def bulyan(gram: Gram, *, f: Count) -> LinearCombination:
     """Krum repeated, then a mean around the median of the selected rows (El Mhamdi et al. 2018).
 
-    Krum selects theta = n - 2f rows one after another, with scores of the rows that are left. The result is per
-    coordinate the mean of the theta - 2f selected values nearest their median. A row is scored by at least one
-    neighbour, even if n' - f - 2 = 0 for the n' rows that are left (the last selection with f = 1).
+    Krum selects theta = n - 2f rows one after another, each time from the n' remaining rows, whose scores count the
+    n' - f - 2 nearest neighbours, at least one. The result is per coordinate the mean of the theta - 2f selected
+    values nearest their median.
 
     Args:
         gram: of the updates [n, d].
@@ -90,24 +95,22 @@ def bulyan(gram: Gram, *, f: Count) -> LinearCombination:
     n = len(gram)
     require(n >= 4 * f + 3, "bulyan", "n >= 4f + 3", f=f, n=n)
     picked = torch.eye(n, dtype=torch.double)[_picked_by_krum(gram.squared_distances, f, n - 2 * f)]
-    keep = n - 4 * f
+    everything = tuple(range(len(picked)))
 
-    def around_median(ascending: Tensor, block: Tensor) -> Tensor:
-        return mean_nearest(ascending, block, middle(ascending), keep)
+    def around_median(rows: Tensor) -> Tensor:
+        ascending = sorted_columns(rows, everything)
+        return mean_nearest(ascending, rows, middle(ascending), n - 4 * f)
 
-    return LinearCombination(picked, then=lambda rows: of_sorted_columns(rows, around_median))
+    return LinearCombination(picked, then=around_median)
 
 
 def _picked_by_krum(squared_distances: Tensor, f: int, count: int) -> Tensor:
-    """The rows that Krum picks one by one, each time of those that are left, bool [n].
-
-    Of n' rows that are left each is scored by its n' - f - 2 nearest, but by at least one.
-    """
+    """Whether repeated Krum selects each row, bool [n]."""
     n = len(squared_distances)
     others = squared_distances.clone().fill_diagonal_(math.inf).sort(dim=1)
     left = torch.ones(n, dtype=torch.bool)
     for size in range(n, n - count, -1):
-        is_left = left[others.indices]  # sorted once: those that are left stay in order
+        is_left = left[others.indices]  # one sort suffices: removing rows keeps the order of the others
         neighbours = max(1, size - f - 2)
         nearest = is_left & (is_left.cumsum(1) <= neighbours)
         scores = torch.where(nearest, others.values, 0).sum(1)[left]
@@ -153,7 +156,7 @@ def medoid(gram: Gram) -> LinearCombination:
     distances = gram.distances.numpy()
     others = distances.copy()
     np.fill_diagonal(others, math.inf if len(gram) > 1 else 0)
-    beyond = distances - others.min(0)  # of sums that hold an outlier's distance all would count as ties
+    beyond = distances - others.min(0)  # without this, an outlier's distance would make all sums count as ties
     sums = beyond.sum(1)
     best = int(sums.argmin())
     rounding = max(TIED * np.abs(beyond[best]).sum(), np.finfo(float).eps * distances[best].sum())
@@ -177,7 +180,7 @@ def cge(updates: Tensor, *, f: Count) -> LinearCombination:
     """
     n = len(updates)
     require(f < n, "cge", "f < n", f=f, n=n)
-    return average_of(stable_order(norms(updates))[: n - f], n)
+    return mean_of_least(norms(updates), n - f)
 
 
 @rule("aksel")
@@ -197,7 +200,7 @@ def aksel(updates: Tensor, *, f: Count) -> LinearCombination:
     """
     n = len(updates)
     require(2 * f < n, "aksel", "2f < n", f=f, n=n)
-    return average_of(stable_order(distances_to(updates, median(updates)))[: n - f], n)
+    return mean_of_least(distances_to(updates, median(updates)), n - f)
 
 
 @rule("monna")
@@ -223,5 +226,5 @@ def monna(updates: Tensor, workers: list[int], *, f: Count, row: Annotated[int, 
         raise ExperimentError(f"monna: the trusted row = {row} is not among the workers {workers}")
     trusted = workers.index(row)
     away = distances_to(updates, updates[trusted])
-    away[trusted] = -1  # it counts itself before any row that equals it
-    return average_of(stable_order(away)[: n - f], n)
+    away[trusted] = -1  # before any row that equals it
+    return mean_of_least(away, n - f)
