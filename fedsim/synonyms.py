@@ -56,7 +56,6 @@ KEYS: dict[str, tuple[str, ...]] = _each(
         "save_every save_interval checkpoint_every checkpoint_interval": ("checkpoint.every",),
         "save_model": ("records.model",),
         "tb use_tensorboard": ("records.tensorboard",),
-        "torch_compile": ("compile",),
         "delay delays network_delay": ("clock.latency",),
     }
 )
@@ -97,7 +96,7 @@ NOTES: dict[str, str] = _each(
     {
         "gpu gpus cuda use_cuda use_gpu num_gpus accelerator devices": "write device=cuda",
         "cpu use_cpu no_cuda": "write device=cpu",
-        "fp16 half": "write precision=float16",
+        "fp16 half float16": "write precision=bf16",
         "bfloat16": "write precision=bf16",
         "iid is_iid": "write partition=iid, or partition=dirichlet partition.alpha=0.1",
         "noniid non_iid niid": "write partition=dirichlet partition.alpha=0.1",
@@ -135,6 +134,7 @@ NOTES: dict[str, str] = _each(
         "metric metrics": "there is no key for metrics; loss and accuracy are recorded",
         "workshop": "in Python, fedsim.run(..., session=s) takes a fedsim.Session",
         "shuffle": "there is no key for it; samples are shuffled in every epoch",
+        "compile torch_compile": "there is no compilation of training steps",
         "config config_file": "name the file itself: fedsim run CONFIG.toml",
         "callback callbacks on_round": "in Python, fedsim.run(..., on_round=f) calls f after every round",
         "scaffold feddyn fednova moon ditto fedbn pfedme": "it is not part of fedsim",

@@ -37,6 +37,7 @@ SMALL = {
     "precision": "float64",
     "local": {"batch_size": 8, "lr": 0.05, "momentum": 0.5},
 }
+REMOVED = {"case: float16"}  # experiments of earlier versions
 ATTACK = {"name": "sign_flipping", "workers": [1, 4]}
 
 
@@ -131,7 +132,7 @@ def test_the_numbers_of_an_experiment_stay(name, frozen):
 
 
 def test_every_plug_is_held(frozen):
-    assert set(frozen) == set(experiments())
+    assert set(frozen) - REMOVED == set(experiments())
 
 
 def write():

@@ -82,7 +82,7 @@ FILES = [
     ('{"rounds": 3}', "experiments are TOML files, not JSON"),
     ("model = net", 'line 1: "model = net" is not TOML; write model = "net"'),
     ("rounds = 3\nmodel = 2nn  # small", 'write model = "2nn"'),
-    ("compile = True", "write compile = true"),
+    ("local.drop_last = True", "write local.drop_last = true"),
     ("aggregate.rule = [nnm, median]", 'write aggregate.rule = ["nnm", "median"]'),
     ("partition = {strategy: iid}", 'write partition = {strategy = "iid"}'),
     ("attack.workers = 0,1", "write attack.workers = [0,1]"),

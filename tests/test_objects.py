@@ -218,7 +218,7 @@ def test_names_are_import_paths_or_numbered_notes():
 
 def test_numbers_of_numpy_and_torch_are_numbers_and_any_mapping_is_a_table(short):
     experiment = fedsim.Experiment(
-        **{**short, "seed": np.int64(3), "rounds": torch.tensor(2), "compile": np.bool_(False)},
+        **{**short, "seed": np.int64(3), "rounds": torch.tensor(2), "cuda_graphs": np.bool_(False)},
         attack=types.MappingProxyType({"name": "sign_flipping", "workers": np.array([0])}),
         server={"lr": np.float32(0.5)},
         aggregate={"weights": torch.tensor([1.0, 2.0, 3.0], dtype=torch.double)},

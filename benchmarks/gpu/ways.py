@@ -22,12 +22,8 @@ WAYS = {
     "float32": {**STACKED, "precision": "float32"},
     "tf32": {**STACKED, "precision": "tf32"},
     "bf16": {**STACKED, "precision": "bf16", "model": "net"},
-    "float16": {**STACKED, "precision": "float16"},
-    "compile, serial": {"engine": "serial", "compile": True},
-    "compile, batched": {**STACKED, "compile": True},
 }
 RACES = ("hogwild", "locked")
-COMPILING = 90.0  # seconds at most
 
 
 def cases(context: Context) -> list[Case]:
@@ -36,8 +32,7 @@ def cases(context: Context) -> list[Case]:
         tables = {"engine": "serial", **TINY, **changes}
         if not context.on_gpu and (PRECISIONS[tables["precision"]].tf32 or tables.get("cuda_graphs") is False):
             continue
-        limit = COMPILING if "compile" in changes else 60.0
-        found.append(compared(context, name, tables, limit=limit))
+        found.append(compared(context, name, tables, limit=60.0))
     return found + [Case(f"race, {policy}", lambda policy=policy: race(context, policy)) for policy in RACES]
 
 

@@ -60,6 +60,15 @@ def _folder_name(name: str) -> str:
     return name
 
 
+def _without_removed_keys(tables: dict[str, Any]) -> dict[str, Any]:
+    """The tables without keys of earlier versions, if these have their default values; other values are refused."""
+    if tables.get("precision") == "float16":
+        raise ExperimentError('precision = "float16": was removed; use precision=bf16')
+    if tables.get("compile", False) is not False:
+        raise ExperimentError(f"compile = {show(tables['compile'])}: was removed; omit it")
+    return {key: value for key, value in tables.items() if key != "compile"}
+
+
 class Experiment(Table):
     """The checked description of an experiment. Each key has a default; tables are given as dicts.
 
@@ -83,7 +92,6 @@ class Experiment(Table):
     worker_retries: NonNegativeInt = 2  # repetitions of one round at most
     device: str = "auto"
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
-    compile: bool = False  # forward pass and loss of training, with torch.compile
     cuda_graphs: bool | None = None  # for stacked steps on CUDA; None: if it is safe
     mode: Literal["rounds", "clock", "race"] = "rounds"  # synchronous; on a virtual clock; in racing processes
     sync: Literal["parameters", "gradients", "post_local"] = "parameters"
@@ -106,7 +114,7 @@ class Experiment(Table):
 
     def __init__(self, **tables: Any) -> None:
         try:
-            super().__init__(**plain(tables))
+            super().__init__(**_without_removed_keys(plain(tables)))
         except ValidationError as error:
             raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(tables))) from None
 

@@ -15,7 +15,6 @@ from fedsim.engines import Engine, engine
 from fedsim.engines.engine import SETTINGS
 from fedsim.errors import ExperimentError, show
 from fedsim.system.devices import free_memory
-from fedsim.system.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from fedsim.config.experiment import Experiment
@@ -40,7 +39,7 @@ def problems_with(experiment: Experiment) -> list[str]:
     if not policy.in_rounds and experiment.mode != "rounds":
         lines += _check_policy(experiment, policy)
     if not policy.in_rounds and experiment.mode == "race":
-        lines += _check_race(experiment, policy, engine_class)
+        lines += _check_race(experiment, engine_class)
     return lines
 
 
@@ -134,15 +133,13 @@ def _check_hook(experiment: Experiment) -> Iterator[str]:
 
 def what_needs_rows(experiment: Experiment) -> str | None:
     """The setting because of which ranks exchange a gradient of each worker; None if they may average gradients."""
-    rule, precision = experiment.pipeline, PRECISIONS[experiment.precision]
+    rule = experiment.pipeline
     if not rule.linear_by_weights:
         return f"aggregate.rule = {show(rule.name)}"
     if experiment.attack.name != "none":
         return f"attack.name = {show(experiment.attack.name)}"
     if experiment.aggregate.nonfinite == "exclude":
         return 'aggregate.nonfinite = "exclude"'
-    if precision.scales_losses:
-        return f"precision = {show(precision.name)} (scaled losses)"
     if experiment.distributed.inner != "serial":
         return f"distributed.inner = {show(experiment.distributed.inner)}"
     return "records.updates" if experiment.records.updates else None
@@ -254,8 +251,6 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
             )
     if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
         yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers work; omit it"
-    if policy.work == "gradient" and PRECISIONS[experiment.precision].scales_losses:
-        yield f"precision = {show(experiment.precision)}: {where} does not scale losses; use another precision"
     if policy.work == "gradient" and experiment.uses_start_row:
         yield _needs_local_steps(experiment, where)
     if policy.needs_momentum and not experiment.local.bind().start(torch.zeros(1)):
@@ -266,13 +261,8 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
         yield from error.lines
 
 
-def _check_race(experiment: Experiment, policy: Policy, engine_class: type[Engine]) -> Iterator[str]:
+def _check_race(experiment: Experiment, engine_class: type[Engine]) -> Iterator[str]:
     if engine_class.racing is None:
         yield f"engine = {show(experiment.engine)}: mode=race needs engine=spawn or engine=auto"
     elif experiment.batched.width is not None:
         yield f"batched.width = {experiment.batched.width}: a race does not stack rows; omit it"
-    if experiment.compile and policy.locking == "nothing":
-        yield (
-            f"compile = true: policy.name = {show(experiment.policy.name)} does not compile, since other processes "
-            "change the row; omit it"
-        )

@@ -138,6 +138,6 @@ def _what_plans_depend_on(task: TaskSpec, shared: SharedState) -> str:
     inputs, shards = shared.train.inputs, shared.shards
     held = len(shared.train) if shards.listed else work_of_a_round(task.schedule, shared)
     sizes = held, len(shards), len(shared.test), shared.rows.shape
-    numbers = task.precision, task.compile, task.cuda_graphs
+    numbers = task.precision, task.cuda_graphs
     how = task.rounds, task.gradient_rounds, task.schedule, task.solver, *numbers, task.device, task.width, task.augment
     return repr((task.model, *how, sizes, inputs.shape[1:], inputs.dtype, task.rule.accepts("root")))

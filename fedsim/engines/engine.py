@@ -118,11 +118,6 @@ class Engine:
         """How the current task is computed, for the run record: `processes` and others."""
         return {"processes": self._backend.processes, **self._trainer_facts}
 
-    def compiled(self) -> bool | str:
-        """Whether the current task is trained by compiled code; if not, though it should be, the reason."""
-        refusals = [refusal for refusal in self._backend.run(Executor.compilation) if refusal is not None]
-        return refusals[0] if refusals else True
-
     def replayed(self) -> bool | str:
         """Whether the steps of the current task are captured and replayed; if not, the reason."""
         refusals = [refusal for refusal in self._backend.run(Executor.replay_refusal) if refusal is not None]

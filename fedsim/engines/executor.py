@@ -67,7 +67,7 @@ class Executor:
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
         self.batch_source = BatchSource(task, shared)
         self.aggregator = self._new_aggregator()
-        # What is captured or compiled keeps the precision in which that was done.
+        # A captured step keeps the precision in which it was captured.
         with explain_oom(task, process.count), self.in_precision():
             self.trainer = make_trainer(process, task, shared, self.batch_source)
         captured = self.trainer.replays is not None and task.cuda_graphs is not False and can_capture(task.device)
@@ -132,11 +132,6 @@ class Executor:
     def begin_with_parameters(self) -> None:
         """After the last round of gradients: what rule, attack and server keep begins here."""
         self.aggregator.begin_with_parameters()
-
-    def compilation(self) -> str | None:
-        """Why this process does not train by compiled code, where it should."""
-        compiled = self.trainer.compiled
-        return None if compiled is None else compiled.refusal
 
     def replay_refusal(self) -> str | None:
         """Why this process does not replay captured steps."""

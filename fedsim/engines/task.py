@@ -106,7 +106,6 @@ class TaskSpec:
     transforms: Sequence[Transform | None] | None  # how each worker sees its samples, if they differ in that
     device: torch.device
     precision: Precision
-    compile: bool  # forward pass and loss of training
     cuda_graphs: bool | None  # whether steps of stacks are captured and replayed; None: where that is safe
     width: int | None  # how many rows are stacked at most, where rows are stacked
     inner: Literal["serial", "batched"] = "serial"  # how a rank of several trains its rows: one by one, or stacked

@@ -196,7 +196,6 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         transforms=transforms_of_workers(experiment.workers, chosen.strategy, **chosen.params),
         device=device,
         precision=PRECISIONS[experiment.precision],
-        compile=experiment.compile,
         cuda_graphs=experiment.cuda_graphs,
         width=experiment.batched.width,
         inner=experiment.distributed.inner,
@@ -248,8 +247,6 @@ def _begin(
     if experiment.mode == "race":
         how = {"engine": engine_of(experiment), "repeatable": False, "runs": experiment.race.runs}
     how |= engine.facts()
-    if task.compile:
-        how["compiled"] = engine.compiled()
     if task.device.type == "cuda":
         how["cuda_graphs"] = engine.replayed()
     return how

@@ -1,4 +1,4 @@
-"""In which numbers an experiment computes: the key `precision`, one of five names.
+"""In which numbers an experiment computes: the key `precision`, one of four names.
 
 Rows (parameters, momentum, aggregates, the global row) are float32, or float64 for "float64". What is lower than that
 is the arithmetic of training alone: products in TF32, or the forward pass under `torch.autocast`, from which gradients
@@ -35,11 +35,6 @@ class Precision:
     autocast: torch.dtype | None = None
     tf32: bool = False
 
-    @property
-    def scales_losses(self) -> bool:
-        """Whether gradients are so short of range that the loss must be scaled."""
-        return self.autocast is torch.float16
-
     def forward(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Around a forward pass of training on `device`; neither around its loss nor around its backward pass."""
         return contextlib.nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
@@ -74,7 +69,6 @@ class Precision:
             "rows": _name(self.rows),
             "forward": _name(self.autocast or self.rows),
             "tf32": self.tf32,
-            "loss_scaling": self.scales_losses,
         }
 
 
@@ -85,7 +79,6 @@ PRECISIONS = {
         Precision("float64", rows=torch.float64),
         Precision("tf32", tf32=True),
         Precision("bf16", autocast=torch.bfloat16),
-        Precision("float16", autocast=torch.float16),
     )
 }
 FULL = PRECISIONS["float32"]

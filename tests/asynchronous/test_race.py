@@ -269,10 +269,6 @@ def test_lost_updates_are_counted():
     [
         ({"engine": "serial"}, 'engine = "serial": mode=race needs engine=spawn or engine=auto'),
         ({"engine": "batched"}, 'engine = "batched": mode=race needs engine=spawn or engine=auto'),
-        (
-            {"compile": True},
-            'compile = true: policy.name = "hogwild" does not compile, since other processes change the row; omit it',
-        ),
         ({"race": {"runs": 0}}, "race.runs = 0: must be greater than 0"),
         ({"clock": {"base": 2.0}}, "clock: needs mode=clock; omit [clock]"),
         ({"cohort": 2}, 'cohort = 2: with mode=race and policy.name = "hogwild" all workers work; omit it'),

@@ -23,14 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = (  # code that needs other processes or torch.compile, which the pretend GPU does not show
-    *(
-        "engines/distributed",
-        "engines/pool",
-        "engines/trainers/compilation",
-        "asynchronous/race",
-        "runs/loops/race_loop",
-    ),
+ELSEWHERE = (  # code that needs other processes, which the pretend GPU does not show
+    *("engines/distributed", "engines/pool", "asynchronous/race", "runs/loops/race_loop"),
     *("runs/recovery", "system/devices"),
 )
 TENSORS = ("losses", "updates", "rows", "x")  # names of tensors in `.to(tensor)`

@@ -35,7 +35,6 @@ CASES = {
     "augmentation": {"data": {"dataset": "tests.plugs:tiny", "augment": ["flip", {"name": "shift", "pixels": 1}]}},
     "float64": {"precision": "float64"},
     "bfloat16": {"precision": "bf16", "model": "net"},
-    "float16": {"precision": "float16", "model": "tests.plugs:Normalised"},
     "buffers averaged": {"model": "tests.plugs:Normalised", "buffers": "average"},
     "buffers kept by workers": {"model": "tests.plugs:Normalised", "buffers": "local", "workers": 5, "cohort": 2},
     "buffers of the server": {"model": "tests.plugs:Normalised", "buffers": "server"},

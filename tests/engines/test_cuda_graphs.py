@@ -69,16 +69,6 @@ def test_replayed_steps_are_the_steps_of_the_ordinary_way(case, width, tiny_expe
     assert_close(fedsim.run({**tables, "cuda_graphs": False}), replayed, 1e-12)
 
 
-@pytest.mark.parametrize("start", [2.0**16, 2.0**26])
-@pytest.mark.parametrize("solver", ["sgd", "fedprox", "adamw", "adagrad"])
-def test_losses_are_scaled_in_replayed_steps_too(solver, start, tiny_experiment, replaying, monkeypatch):
-    monkeypatch.setattr("fedsim.engines.trainers.loss_scaling.START", start)
-    tables = {**tiny_experiment, **BATCHED, "precision": "float16", "partition": "tests.plugs:uneven"}
-    tables["local"] = {"solver": solver, "batch_size": 16}
-    replayed = fedsim.run({**tables, "cuda_graphs": True})
-    assert_close(fedsim.run({**tables, "cuda_graphs": False}), replayed, 1e-3)
-
-
 def test_it_is_the_default_where_it_is_safe_and_captures_once_for_all_rounds(tiny_experiment, replaying):
     fedsim.run({**tiny_experiment, **BATCHED, "rounds": 4})
     assert replaying == [[4 * 5]]  # 203 samples of three workers, in batches of 16; nobody needs a mask
@@ -161,7 +151,7 @@ def test_a_solver_that_makes_new_state_is_captured_unless_it_begins_it_late(late
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["float64", "float32", "tf32", "bf16", "float16"])
+@pytest.mark.parametrize("precision", ["float64", "float32", "tf32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu_captured_steps_are_the_steps_of_the_ordinary_way(case, precision, tiny_experiment, tmp_path):
     tables = {**tiny_experiment, **BATCHED, "device": "cuda", **CASES[case], "precision": precision}

@@ -126,7 +126,6 @@ def test_models_that_cannot_share_say_why():
         ({"aggregate": {"rule": ["nnm", "mean"], "f": 1}}, 'aggregate.rule = "nnm + mean"'),
         ({"aggregate": {"rule": "qfedavg"}}, 'aggregate.rule = "qfedavg"'),
         ({"distributed": {"inner": "batched"}}, 'distributed.inner = "batched"'),
-        ({"precision": "float16"}, 'precision = "float16" (scaled losses)'),
     ],
 )
 def test_it_is_for_means_that_nobody_needs_single_rows_for(changes, needed):

@@ -469,7 +469,6 @@ BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}
             'attack.name = "sign_flipping" needs the gradient',
         ),
         ({**BY_BF16, "aggregate": {"nonfinite": "exclude"}}, 'aggregate.nonfinite = "exclude" needs the gradient'),
-        ({**BY_BF16, "precision": "float16"}, "scaled losses"),
         ({**BY_BF16, "records": {"updates": [1]}}, "records.updates needs the gradient of each worker; omit it"),
         (
             {"sync": "gradients", "distributed": {"hook": {"name": "powersgd", "start_powerSGD_iter": 1}}},

@@ -51,9 +51,6 @@ def alive(matrices):
         {"sync": "gradients", "model": "net"},
         {**CLOCK},
         {"engine": "batched", **CLOCK},
-        {"engine": "batched", "precision": "float16"},
-        pytest.param({"compile": True}, marks=pytest.mark.slow),
-        pytest.param({"engine": "batched", "compile": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

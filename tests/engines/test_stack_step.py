@@ -10,7 +10,6 @@ import torch
 from fedsim.clients import SGD, OuterProductGrad
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.trainers import stack_step
-from fedsim.engines.trainers.loss_scaling import GradScaler
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, joined, move
 from tests.clients.variants import every_variant, made
 
@@ -24,25 +23,24 @@ def steps(prepared):
     task, shared = prepared()
     module = StackedModule(task.new_module, merged=True)
 
-    def state(solver, scaled=False):
+    def state(solver):
         generator = torch.Generator().manual_seed(1)
         rows = torch.randn(K, module.layout.d, generator=generator, dtype=task.dtype) / 4
-        scale = GradScaler((K,), task.device) if scaled else None
         buffers = module.unpack_buffers(shared.global_buffers.expand(K, -1))
-        return StackState(module, rows, solver.start(rows), buffers, scale)
+        return StackState(module, rows, solver.start(rows), buffers)
 
     batch = Batch(*gather(shared.train, torch.arange(K * BATCH).view(K, BATCH)), torch.full((K, BATCH), 1 / BATCH))
     return task, module, state, batch._replace(weights=batch.weights.to(task.dtype))
 
 
-@pytest.mark.parametrize("way", ["all rows", "some rows", "scaled losses", "left products"])
+@pytest.mark.parametrize("way", ["all rows", "some rows", "left products"])
 @every_variant
 def test_joined_gradients_move_rows_and_state_as_single_ones_do(variant, way, steps, monkeypatch):
     task, module, state, batch = steps
     monkeypatch.setattr(stack_step, "LEFT_PRODUCT_BYTES", 1 if way == "left products" else 2**40)
     task = replace(task, solver=made(variant))
     active = torch.tensor([True, False, True, False]) if way == "some rows" else None
-    single, together = (state(task.solver, way == "scaled losses") for _ in range(2))
+    single, together = (state(task.solver) for _ in range(2))
     start = single.rows.clone()
     on_cpu, on_gpu = StackStep(task, module), StackStep(replace(task, device=GPU), module)
     for _ in range(3):

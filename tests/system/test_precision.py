@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from fedsim.system.precision import PRECISIONS, cast_for_autocast, tf32_allowed
 from tests.plugs import tiny
 
 CPU = torch.device("cpu")
-LOW = {"bf16": torch.bfloat16, "float16": torch.float16}
 
 
 def switches():
@@ -29,7 +27,7 @@ def switches_kept():
 
 
 def test_rows_are_float32_for_all_but_float64():
-    assert list(PRECISIONS) == ["float32", "float64", "tf32", "bf16", "float16"]
+    assert list(PRECISIONS) == ["float32", "float64", "tf32", "bf16"]
     assert {name for name, precision in PRECISIONS.items() if precision.rows != torch.float32} == {"float64"}
     assert PRECISIONS["float64"].rows == torch.float64
 
@@ -93,11 +91,10 @@ class Copying(nn.Module):
 def test_operands_are_cast_as_autocast_casts_them():
     single, double, whole = torch.ones(2), torch.ones(2, dtype=torch.double), torch.ones(2, dtype=torch.long)
     assert cast_for_autocast(single, None)[0] is single
-    for dtype in LOW.values():
-        with torch.autocast("cpu", dtype):
-            found = cast_for_autocast(single, double, whole, None)
-        assert found[-1] is None
-        assert [tensor.dtype for tensor in found[:-1]] == [dtype, double.dtype, whole.dtype]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cast_for_autocast(single, double, whole, None)
+    assert found[-1] is None
+    assert [tensor.dtype for tensor in found[:-1]] == [torch.bfloat16, double.dtype, whole.dtype]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -109,69 +106,44 @@ def test_the_record_says_what_was_in_force(precision, tiny_experiment, tmp_path)
         facts = json.loads((tmp_path / "run" / "environment.json").read_text())["arithmetic"]
     assert facts == {
         "rows": "float64" if precision == "float64" else "float32",
-        "forward": {"float64": "float64", "bf16": "bfloat16", "float16": "float16"}.get(precision, "float32"),
+        "forward": {"float64": "float64", "bf16": "bfloat16"}.get(precision, "float32"),
         "tf32": precision == "tf32",
-        "loss_scaling": precision == "float16",
     }
 
 
-MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
-
-
-def plain_run(tables, dtype, scale, make_optimizer=MOMENTUM):
-    """The experiment `tiny_experiment` with one worker: autocast, loss scaling and SGD with momentum, by hand."""
+def autocast_run(tables):
+    """The experiment `tiny_experiment` with one worker: autocast and SGD with momentum, in plain PyTorch."""
     train, _ = tiny(None)
     inputs, targets = train.to(CPU, torch.float32).gather(torch.arange(len(train)))
     shard = fedsim.dataset_split(train, 1, "iid", seed=0)[0].indices
-    start = fedsim.run({**tables, "local": {**tables["local"], "lr": 0.0}, "precision": "float32"}).model
-    model, skipped = start.train(), 0
+    model = fedsim.run({**tables, "local": {**tables["local"], "lr": 0.0}, "precision": "float32"}).model.train()
     for round in range(1, tables["rounds"] + 1):
-        optimizer, now = make_optimizer(model.parameters()), scale
-        order = batch_order(0, round, 0, 0, len(shard))
-        for places in order.split(16):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        for places in batch_order(0, round, 0, 0, len(shard)).split(16):
             batch = torch.as_tensor(shard)[places]
             optimizer.zero_grad()
-            with torch.autocast("cpu", dtype):
+            with torch.autocast("cpu", torch.bfloat16):
                 outputs = model(inputs[batch])
-            (now * F.cross_entropy(outputs.float(), targets[batch])).backward()
-            for parameter in model.parameters():
-                parameter.grad /= now
-            if all(parameter.grad.isfinite().all() for parameter in model.parameters()):
-                optimizer.step()
-            else:
-                now, skipped = now / 2, skipped + 1
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), skipped
+            F.cross_entropy(outputs.float(), targets[batch]).backward()
+            optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 @pytest.mark.parametrize("engine", ["serial", "batched"])
-@pytest.mark.parametrize(("precision", "start"), [("bf16", None), ("float16", 2.0**16), ("float16", 2.0**26)])
-def test_training_is_autocast_with_float32_rows_and_scaled_losses_as_by_hand(
-    engine, precision, start, tiny_experiment, monkeypatch
-):
-    if start:
-        monkeypatch.setattr("fedsim.engines.trainers.loss_scaling.START", start)
+def test_bf16_is_autocast_with_float32_rows(engine, tiny_experiment):
     tables = {**tiny_experiment, "workers": 1}
-    expected, skipped = plain_run(tables, LOW[precision], start or 1.0)
-    assert bool(skipped) == (start == 2.0**26)
-    found = fedsim.run({**tables, "engine": engine, "processes": 1, "precision": precision})
+    found = fedsim.run({**tables, "engine": engine, "processes": 1, "precision": "bf16"})
     assert found.global_row.dtype == torch.float32
-    assert torch.allclose(found.global_row, expected, rtol=0, atol=2e-5)  # a last bit of float32 turns one of float16
+    assert torch.allclose(found.global_row, autocast_run(tables), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
-@pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("model", ["2nn", "net", "tests.plugs:Normalised", "tests.plugs:Tied"])
-def test_stacked_rows_agree_with_serial_as_well_as_the_precision_allows(
-    model, precision, sync, tiny_experiment, monkeypatch
-):
-    """Dropout, BatchNorm and short batches included: they differ about as much as either does from float32."""
-    monkeypatch.setattr(
-        "fedsim.engines.trainers.loss_scaling.START", 2.0**8
-    )  # which costs no step, or they would differ by that
+def test_in_bf16_stacked_rows_differ_from_serial_ones_no_more_than_from_float32(model, sync, tiny_experiment):
     tables = {**tiny_experiment, "model": model, "sync": sync, "local": {"batch_size": 13, "momentum": 0.5}}
     full = fedsim.run(tables).global_row
-    serial = fedsim.run({**tables, "precision": precision}).global_row
-    stacked = fedsim.run({**tables, "precision": precision, "engine": "batched", "processes": 1}).global_row
+    serial = fedsim.run({**tables, "precision": "bf16"}).global_row
+    stacked = fedsim.run({**tables, "precision": "bf16", "engine": "batched", "processes": 1}).global_row
     assert not torch.equal(serial, full)
     scale = full.norm()
     assert (serial - full).norm() < 0.1 * scale
@@ -179,75 +151,14 @@ def test_stacked_rows_agree_with_serial_as_well_as_the_precision_allows(
     assert (stacked - full).norm() < 0.1 * scale
 
 
-@pytest.mark.parametrize("engine", ["serial", "batched"])
-def test_with_averaged_gradients_one_that_overflows_counts_as_zero(engine, tiny_experiment, monkeypatch):
-    """At a scale that no step of a round survives, the global row stays where it is."""
-    monkeypatch.setattr("fedsim.engines.trainers.loss_scaling.START", 2.0**60)
-    tables = {**tiny_experiment, "sync": "gradients", "local": {"steps": 3, "lr": 0.05, "batch_size": 16}}
-    still = fedsim.run({**tables, "precision": "float16", "engine": engine, "processes": 1, "rounds": 1})
-    start = fedsim.run({**tables, "local": {**tables["local"], "lr": 0.0}})
-    assert torch.equal(still.global_row, start.global_row)
-    assert still.history[0]["excluded"] == []
-
-
-SOLVERS = {
-    "sgd": {"momentum": 0.9},
-    "fedprox": {"mu": 1.0, "momentum": 0.9},
-    "adam": {"weight_decay": 0.1, "amsgrad": True},
-    "adamw": {"lr": 0.01},
-    "adagrad": {"lr_decay": 0.1},
-}
-
-
-@pytest.mark.parametrize("engine", ["serial", "batched"])
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_no_solver_takes_a_step_whose_gradient_overflows(solver, engine, tiny_experiment, monkeypatch):
-    """At a scale that no step of a round survives all rows stay where they are, weight decay or not."""
-    monkeypatch.setattr("fedsim.engines.trainers.loss_scaling.START", 2.0**60)
-    local = {"steps": 3, "batch_size": 16, "solver": solver, **SOLVERS[solver]}
-    tables = {**tiny_experiment, "rounds": 1, "aggregate": "mean", "local": local, "engine": engine, "processes": 1}
-    still = fedsim.run({**tables, "precision": "float16"}).global_row
-    assert torch.equal(still, fedsim.run({**tables, "local": {**local, "lr": 0.0}}).global_row)
-
-
-@pytest.mark.parametrize("engine", ["serial", "batched"])
-@pytest.mark.parametrize(
-    ("solver", "theirs", "params"),
-    [
-        ("adam", torch.optim.Adam, {"lr": 0.01, "eps": 1e-3}),  # no less, or eps would make much of a last bit
-        ("adamw", torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.5}),
-        ("adagrad", torch.optim.Adagrad, {"lr": 0.01, "eps": 1e-3, "lr_decay": 0.1}),
-    ],
-)
-def test_steps_that_overflow_are_no_steps_of_an_adaptive_solver(
-    solver, theirs, params, engine, tiny_experiment, monkeypatch
-):
-    """They count neither in its averages nor for its decay."""
-    monkeypatch.setattr("fedsim.engines.trainers.loss_scaling.START", 2.0**26)
-    tables = {**tiny_experiment, "workers": 1, "local": {"solver": solver, "batch_size": 16, **params}}
-    expected, skipped = plain_run(tables, torch.float16, 2.0**26, partial(theirs, **params))
-    assert skipped
-    found = fedsim.run({**tables, "engine": engine, "processes": 1, "precision": "float16"}).global_row
-    assert torch.allclose(found, expected, rtol=0, atol=1e-3)
-    assert (found - expected).norm() < 5e-4 * expected.norm()  # one step more of decay is ten times that
-
-
-def test_every_engine_takes_every_precision(tiny_experiment):
-    with fedsim.Session() as session:  # keeps the processes from precision to precision
-        serial, spawn, *others = (
-            {
-                precision: fedsim.run(
-                    {**tiny_experiment, "precision": precision, "engine": engine, "processes": processes},
-                    session=session,
-                ).global_row
-                for precision in LOW
-            }
-            for engine, processes in (("serial", None), ("spawn", 2), ("batched", 2), ("auto", 1))
-        )
-    for precision, row in serial.items():
-        assert torch.equal(row, spawn[precision])
-        for other in others:
-            assert torch.allclose(row, other[precision], rtol=0, atol=1e-3)
+def test_every_engine_trains_in_bf16(tiny_experiment):
+    serial, spawn, *others = (
+        fedsim.run({**tiny_experiment, "precision": "bf16", "engine": engine, "processes": processes}).global_row
+        for engine, processes in (("serial", None), ("spawn", 2), ("batched", 2), ("auto", 1))
+    )
+    assert torch.equal(serial, spawn)
+    for other in others:
+        assert torch.allclose(serial, other, rtol=0, atol=1e-3)
 
 
 @pytest.mark.gpu
@@ -258,7 +169,7 @@ def test_on_a_card_tf32_and_float32_differ_as_much_as_they_should(engine, tiny_e
     exact = fedsim.run({**tables, "device": "cuda", "precision": "float64"}).global_row
     found = {
         name: (fedsim.run({**tables, "device": "cuda", "precision": name}).global_row - exact).norm() / exact.norm()
-        for name in ("float32", "tf32", "bf16", "float16")
+        for name in ("float32", "tf32", "bf16")
     }
     assert found["float32"] < 1e-4
     assert found["float32"] < found["tf32"] < 1e-2

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from fedsim.clients import OuterProductGrad
 from fedsim.core.rows import Entry, Layout
 from fedsim.data.tensors import in_order
 from fedsim.engines.stacking.merged_operations import LeftProducts, MergedBatch, NotMergeableError
 from fedsim.engines.stacking.vmap_operations import VmapOverrides, not_stackable
-from fedsim.engines.trainers.compilation import CompiledFunction, Run
 from fedsim.system.precision import FULL, Precision
 
 Places = list[tuple[nn.Module, str]]
@@ -35,8 +34,7 @@ class StackedModule:
 
     def __init__(self, make: Callable[[], nn.Module], precision: Precision = FULL, *, merged: bool = False) -> None:
         self._precision, self._merged = precision, merged
-        self._make, self._module = make, make().train()
-        self.compiled: CompiledFunction | None = None
+        self._module = make().train()
         self.layout = Layout.of(self._module)
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
         self._parameters = [_places(self._module, parameters[entry.name]) for entry in self.layout.parameters]
@@ -69,7 +67,6 @@ class StackedModule:
         targets: Tensor,
         weights: Tensor,
         factors: Sequence[Tensor] = (),
-        scales: Tensor | None = None,
         *,
         leave_products: int | None = None,
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
@@ -82,60 +79,24 @@ class StackedModule:
             inputs, targets: [k, batch, ...] and [k, batch].
             weights: [k, batch], of the samples in the loss; 0 for padding, else one over the batch's true size.
             factors: of each dropout in turn, [k, batch, ...].
-            scales: [k], by which the gradients are multiplied.
             leave_products: bytes of a stack of weights from which on a gradient that is a product is left uncomputed;
                 None: all are computed.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
         left = None if leave_products is None or self._precision.autocast is not None else LeftProducts(leave_products)
-        losses_of: Callable[..., tuple[Tensor, list[Tensor]]] = self._losses
-        if self.compiled and self.compiled.refusal is None and targets.shape in self._compiled_shapes:
-            losses_of = self.compiled
-        elif self._merged:
-            losses_of = partial(self._losses, forward=partial(self._forward_merged, products=left))
+        forward = partial(self._forward_merged, products=left) if self._merged else vmap(self._forward_one)
         with torch.enable_grad():
-            losses, buffers[:] = losses_of(leaves, list(buffers), inputs, targets, weights, list(factors))
-            of_losses = torch.ones_like(losses) if scales is None else scales.to(losses)
-            found = torch.autograd.grad(losses, leaves, of_losses, allow_unused=True)
+            with self._precision.forward(inputs.device):
+                outputs, buffers[:] = forward(leaves, list(buffers), inputs, list(factors))
+            outputs = self._precision.widened(outputs)
+            losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+            losses = (losses * weights).sum(1)
+            found = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
         gradients = [
             _total(parameter, gradient, left.of(place) if left else [])
             for place, (parameter, gradient) in enumerate(zip(parameters, found, strict=True))
         ]
         return losses.detach(), _owned(gradients)
-
-    def compile(self, runs: Mapping[tuple[int, int], Run], device: torch.device, *, warns: bool) -> None:
-        """Compile for stacks of rows and batches of some shapes, after trying it with a run of each."""
-        module = self._make().train()  # one whose parameters stay in their places
-        names = [entry.name for entry in (*self.layout.parameters, *self.layout.buffers)]
-
-        def forward_one(
-            parameters: list[Tensor], buffers: list[Tensor], inputs: Tensor, factors: list[Tensor]
-        ) -> tuple[Tensor, list[Tensor]]:
-            with VmapOverrides(factors):
-                outputs = functional_call(module, dict(zip(names, [*parameters, *buffers], strict=True)), (inputs,))
-            return outputs, buffers
-
-        self.compiled = CompiledFunction(self._losses, partial(self._losses, forward=vmap(forward_one)), warns=warns)
-        self._compiled_shapes = set(runs)
-        for run in runs.values():
-            self.compiled.dry_run(run, device, self._precision)
-
-    def _losses(
-        self,
-        parameters: list[Tensor],
-        buffers: list[Tensor],
-        inputs: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        factors: list[Tensor],
-        forward: Callable[..., tuple[Tensor, list[Tensor]]] | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Each row's loss [k], and what becomes of the buffers."""
-        with self._precision.forward(inputs.device):
-            outputs, buffers = (forward or vmap(self._forward_one))(parameters, buffers, inputs, factors)
-        outputs = self._precision.widened(outputs)
-        losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-        return (losses * weights).sum(1), buffers
 
     def _forward_merged(
         self,

@@ -20,7 +20,7 @@ def stack_width(task: TaskSpec, shared: SharedState, probe: StackingProbe, proce
 
     On any device there are a row and its copy in the stack, and twice what the solver keeps of it. A step makes a
     gradient and activations. Off the CPU it also makes the joined gradients, and copies of the row and of what the
-    solver keeps of it, where a mask or a loss scale may keep the row from moving. Where steps are captured, the memory
+    solver keeps of it, where a mask may keep the row from moving. Where steps are captured, the memory
     of a step exists twice: for the graphs, and for the steps before a capture.
     """
     row, kept = shared.rows.shape[1] * task.dtype.itemsize, len(task.solver.start(shared.global_row[:1]))

@@ -23,7 +23,6 @@ from fedsim.engines.stacking.vmap_operations import Dropout
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.capture import GraphPool, Run, can_capture
 from fedsim.engines.trainers.dropout import FactorsAhead
-from fedsim.engines.trainers.loss_scaling import GradScaler
 from fedsim.engines.trainers.stack import Block, Stack
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
@@ -105,8 +104,7 @@ class CapturedSteps:
         rows = new_rows(width, module.layout.d, task.dtype, device)
         rows.copy_(shared.global_row)
         buffers = module.unpack_buffers(shared.global_buffers.expand(width, -1))
-        scale = GradScaler((width,), device) if task.precision.scales_losses else None
-        self._state = StackState(module, rows, task.solver.start(rows), buffers, scale)
+        self._state = StackState(module, rows, task.solver.start(rows), buffers)
         self._names = set(self._state.solver_state)
         self._loss_sums = torch.zeros(width, dtype=wide, device=device)
         self._step_of_stack = StackStep(task, module)
@@ -168,8 +166,6 @@ class CapturedSteps:
             state.solver_state[name].copy_(fresh)
         for buffer, fresh in zip(state.buffers, self._module.unpack_buffers(shared.buffers[stack.index]), strict=True):
             buffer.copy_(fresh)
-        if state.scale is not None:
-            state.scale.reset()
         if self._dropouts:
             self._layer_keys[: len(stack)] = torch.tensor(stack.layer_keys)
         self._loss_sums.zero_()

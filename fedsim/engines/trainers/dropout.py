@@ -244,8 +244,7 @@ class RowDropout:
         Args:
             make: makes the module; the task does by default.
         """
-        made = (make or self._task.new_module)()
-        return made if self._task.compile else self._current.give_to(made)  # compiled, function modes cost nothing
+        return self._current.give_to((make or self._task.new_module)())
 
     @property
     def dropouts(self) -> tuple[Dropout, ...]:
@@ -254,8 +253,7 @@ class RowDropout:
 
     @cached_property
     def _calls(self) -> Calls:
-        calls = recorded_calls(self._task, self._shared, self._task.schedule.batch_size)
-        return calls._replace(by_modules=calls.by_modules and not self._task.compile)
+        return recorded_calls(self._task, self._shared, self._task.schedule.batch_size)
 
     def of(self, worker: int, round: int, steps: int | None = None) -> RoundDropout:
         """The dropout of a worker in a round, of so many steps if not of as many as the schedule has."""

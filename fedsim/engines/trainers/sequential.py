@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -17,14 +16,10 @@ from fedsim.core.randomness import seed_everything
 from fedsim.core.rows import new_rows
 from fedsim.core.training import Loss, Objective, train_epoch
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.stacking.vmap_operations import PreparedDropout
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
-from fedsim.engines.trainers.compilation import CompiledFunction
 from fedsim.engines.trainers.dropout import RoundDropout, RowDropout
-from fedsim.engines.trainers.loss_scaling import GradScaler, ScaledSolver, zero_where_not
-from fedsim.engines.trainers.row_module import RowModule, differ
-from fedsim.errors import ExperimentError
+from fedsim.engines.trainers.row_module import RowModule
 from fedsim.system.devices import wide_dtype
 
 
@@ -34,7 +29,6 @@ class Trainer(Protocol):
     A trainer is made with (process, task, shared, batch_source) in every process.
     """
 
-    compiled: CompiledFunction | None  # what is compiled of its work
     width: int | None  # of stacks at most, if it has such
     replays: Any  # its steps that are captured, if it has such
 
@@ -60,7 +54,6 @@ class SyncParticipant:
     batches: Batches
     dropout: RoundDropout
     loss_sum: Tensor
-    scale: GradScaler | None
     samples: int = 0
     batch: tuple[Tensor, Tensor] | None = None  # of the current step
 
@@ -85,7 +78,6 @@ class RowTrainer:
         self._dropout = RowDropout(task, shared, batch_source)
         self._modules = [RowModule(self._dropout.new_module)]  # where gradients are aggregated, one for each member
         self._step_by_step: dict[int, RoundDropout] = {}  # of workers who go step by step
-        self.compiled = self._compile() if task.compile else None
         self._participants = list[SyncParticipant]()
 
     def train(self, members: Sequence[WorkItem]) -> None:
@@ -97,14 +89,12 @@ class RowTrainer:
             with self._process.working_on(member.worker, member.round):
                 module.take(self._rows[slot], self._gradient, shared.buffers[slot])
                 self._seed_layers(member, *member.moment)
-                scale = self._new_scale()
-                solver = task.solver if scale is None else ScaledSolver(task.solver, scale)
-                optimizer = RowOptimizer(solver, self._rows[slot], self._gradient)
+                optimizer = RowOptimizer(task.solver, self._rows[slot], self._gradient)
                 tallies[slot] = train_epoch(
                     module.module,
                     with_heartbeats(self._process, self._batch_source.batches_of(member)),
                     optimizer,
-                    backward=partial(self._backward, self._dropout_of(member), count(member.step or 0), scale=scale),
+                    backward=partial(self._backward, self._dropout_of(member), count(member.step or 0)),
                 )
                 module.give(shared.buffers[slot])
         for slot, tally in tallies.items():  # only now, because reading a number waits for the device
@@ -139,7 +129,7 @@ class RowTrainer:
         loss_sum = torch.zeros((), dtype=wide_dtype(device), device=device)
         dropout = self._dropout.of(member.worker, member.round)
         batches = with_heartbeats(self._process, self._batch_source.batches(member.worker, member.round))
-        return SyncParticipant(member, module, batches, dropout, loss_sum, self._new_scale())
+        return SyncParticipant(member, module, batches, dropout, loss_sum)
 
     def _loss_of(self, participant: SyncParticipant, step: int) -> Tensor:
         """The objective on a participant's batch of this step, not yet differentiated."""
@@ -152,10 +142,8 @@ class RowTrainer:
         participant.batch = next(participant.batches)
         value = self._loss_of(participant, step)
         self._rows[slot].zero_()
-        (value if participant.scale is None else value * participant.scale.of()).backward()
+        value.backward()
         loss = value.detach()
-        if participant.scale is not None:
-            zero_where_not(participant.scale.unscale([self._rows[slot]]), [self._rows[slot]])
         if task.rule.accepts("losses"):
             self._shared.losses[slot] = loss.item()
         participant.count(loss)
@@ -166,9 +154,6 @@ class RowTrainer:
         Not by the key of dropout: PyTorch's generator of a GPU is Philox too, and would give the same words again.
         """
         seed_everything(self._task.device, self._task.seed, "forward", round, member.worker, *step)
-
-    def _new_scale(self) -> GradScaler | None:
-        return GradScaler((), self._task.device) if self._task.precision.scales_losses else None
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
         """The dropout of a member's round, kept for its next step where it goes step by step."""
@@ -187,30 +172,15 @@ class RowTrainer:
         inputs: Tensor,
         targets: Tensor,
         loss: Loss | None = None,
-        *,
-        scale: GradScaler | None,
     ) -> Tensor:
-        """Add the gradient of the objective, scaled, to the parameters' `.grad`; returns it without the scale."""
+        """Add the gradient of the objective to the parameters' `.grad`; returns the objective, detached."""
         value = self._value(model, inputs, targets, dropout, next(steps))
-        (value if scale is None else value * scale.of()).backward()
+        value.backward()
         return value.detach()
 
     def _value(self, model: nn.Module, inputs: Tensor, targets: Tensor, dropout: RoundDropout, step: int) -> Tensor:
-        samples = len(inputs)
-        if self.compiled and self.compiled.refusal is None and samples == self._compiled_size:
-            return self.compiled(model, inputs, targets, dropout.factors(step, samples))
-        with dropout.at(step, samples):
+        with dropout.at(step, len(inputs)):
             return self._objective(model, inputs, targets)
-
-    def _compile(self) -> CompiledFunction:
-        """Compile for whole batches; others, as the last of an epoch may be, go uncompiled."""
-        task, shared = self._task, self._shared
-        size = self._compiled_size = self._batch_source.whole_batch()
-        inputs, targets = shared.train.gather(torch.arange(size))
-        kept = [torch.ones(size, *d.shape, dtype=task.dtype, device=task.device) for d in self._dropout.dropouts]
-        compiled = CompiledFunction(partial(_with_dropout, self._objective), warns=self._process.index == 0)
-        compiled.dry_run(partial(_step_of_a_new, task.new_module, inputs, targets, kept), task.device, task.precision)
-        return compiled
 
 
 def with_heartbeats(process: ProcessContext, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
@@ -218,29 +188,3 @@ def with_heartbeats(process: ProcessContext, batches: Batches) -> Iterator[tuple
     for batch in batches:
         process.heartbeat()
         yield batch
-
-
-def _with_dropout(
-    objective: Objective, model: nn.Module, inputs: Tensor, targets: Tensor, factors: list[Tensor]
-) -> Tensor:
-    """The objective with dropout by these factors."""
-    with PreparedDropout(factors):
-        return objective(model, inputs, targets)
-
-
-def _step_of_a_new(
-    make: Callable[[], nn.Module],
-    inputs: Tensor,
-    targets: Tensor,
-    factors: list[Tensor],
-    objective: Callable[..., Tensor],
-) -> list[Tensor]:
-    """The loss of a new module, its gradients, and its buffers afterwards."""
-    module = make().train()
-    start = copy.deepcopy(module)
-    loss = objective(module, inputs, targets, factors)
-    if differ(start, module):
-        raise ExperimentError("its training changes attributes or unsaved buffers")
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-    return [loss.detach(), *gradients, *module.buffers()]

@@ -15,7 +15,6 @@ from fedsim.core.rows import Entry
 from fedsim.data import TensorData
 from fedsim.engines.stacking.stacked_module import StackedModule, view_of
 from fedsim.engines.task import TaskSpec
-from fedsim.engines.trainers.loss_scaling import GradScaler, step_where
 
 # Gradients of weights that are products are left uncomputed from this size on, in bytes of a stack's weights; smaller
 # ones are computed and joined with the others. A step of SGD passes 2 times over weights whose product is added to
@@ -45,14 +44,13 @@ class Batch(NamedTuple):
 
 
 class StackState:
-    """What a step of a stack changes: rows, the solver's state, buffers and loss scales. All stay where they are.
+    """What a step of a stack changes in place: rows, the solver's state and buffers.
 
     Args:
         module: computes the rows.
         rows: [k, d].
         solver_state: as `solver.start(rows)` gives it, [k, d] each.
         buffers: [k, ...] each.
-        scale: of the losses of the whole stack, or None.
         places: which rows of the whole stack these are: a slice, or an index on the device if they do not lie side by
             side.
     """
@@ -63,12 +61,11 @@ class StackState:
         rows: Tensor,
         solver_state: State,
         buffers: Sequence[Tensor],
-        scale: GradScaler | None = None,
         places: slice | Tensor = slice(None),
     ) -> None:
         self._module = module
         self.rows, self.solver_state, self.buffers = rows, solver_state, list(buffers)
-        self.scale, self.places = scale, places
+        self.places = places
         self.parameters = module.views(rows)
         self._parts: dict[Entry, tuple[Tensor, State]] = {}
         self._of_some: StackState | None = None
@@ -86,7 +83,7 @@ class StackState:
     def _at(self, places: slice | Tensor) -> StackState:
         state = {name: tensor[places] for name, tensor in self.solver_state.items()}
         buffers = [buffer[places] for buffer in self.buffers]
-        return StackState(self._module, self.rows[places], state, buffers, self.scale, places)
+        return StackState(self._module, self.rows[places], state, buffers, places)
 
     def take_back(self, theirs: StackState) -> None:
         """Copy what has become of the members at some places, as far as it is not in the same memory."""
@@ -140,30 +137,23 @@ class StackStep:
             active: bool [m], which rows may change, with their solver's state and buffers; None: all.
         """
         leave_products = None
-        if state.scale is None and active is None:
+        if active is None:
             leave_products = 0 if self._on_cpu else LEFT_PRODUCT_BYTES
         losses, gradients = self.gradients(state, batch, active, leave_products=leave_products)
         entries = self._module.layout.parameters
         parts = list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
-        moving = active
-        if state.scale is not None:
-            finite = state.scale.unscale([gradient for _, gradient in parts], state.places)
-            moving = finite if active is None else active & finite
-        move(self._solver, state, parts, moving)
+        move(self._solver, state, parts, active)
         return losses
 
     def gradients(
         self, state: StackState, batch: Batch, active: Tensor | None = None, *, leave_products: int | None = None
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
-        """The losses [m] and the gradients, times the loss scale, a stack [m, ...] for each parameter.
+        """The losses [m] and the gradients, a stack [m, ...] for each parameter.
 
         The buffers change in place, of the active rows. `leave_products` as for `StackedModule.gradients`.
         """
         buffers = list(state.buffers)
-        scales = None if state.scale is None else state.scale.of(state.places)
-        losses, gradients = self._module.gradients(
-            state.parameters, buffers, *batch, scales, leave_products=leave_products
-        )
+        losses, gradients = self._module.gradients(state.parameters, buffers, *batch, leave_products=leave_products)
         for ours, new in zip(state.buffers, buffers, strict=True):
             if new is not ours:
                 ours.copy_(new if active is None else torch.where(_like(active, new), new, ours))
@@ -204,6 +194,17 @@ def move(solver: Solver, state: StackState, parts: Sequence[Part], moving: Tenso
         new += [(name, entry, tensor) for name, tensor in kept.items() if tensor is not before.get(name)]
     for name, entry, tensor in new:  # of a solver that makes new tensors, or begins its state with its first step
         view_of(state.state_of(name), entry).copy_(tensor)
+
+
+def step_where(moving: Tensor, solver: Solver, rows: Tensor, gradients: Tensor, state: State) -> None:
+    """A solver's step of rows [m, ...] that changes only the rows that are `moving` [m], and their state."""
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    rows_before = rows.clone()
+    solver.step(rows, gradients, state)
+    torch.where(_like(moving, rows), rows, rows_before, out=rows)
+    for name, tensor in state.items():
+        tensor_before = before[name] if name in before else torch.zeros_like(tensor)
+        torch.where(_like(moving, tensor), tensor, tensor_before, out=tensor)
 
 
 def _like(values: Tensor, tensor: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,14 +15,10 @@ from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
-from fedsim.engines.trainers.compilation import CompiledFunction
 from fedsim.engines.trainers.cuda_graphs import CUDAGraphCache, unsafe
 from fedsim.engines.trainers.dropout import FactorsAhead
-from fedsim.engines.trainers.loss_scaling import GradScaler, zero_where_not
 from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, side_by_side
-
-LossesOf = Callable[..., tuple[Tensor, list[Tensor]]]
 
 
 class StackedGradientState(NamedTuple):
@@ -56,8 +51,6 @@ class StackTrainer:
         self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source
         self.width, self._probe = width, probe
         self._module = StackedModule(task.new_module, task.precision, merged=probe.merged)
-        if task.compile:
-            self._compile()
         self._step = StackStep(task, self._module)
         refusal = "they are off" if task.cuda_graphs is False else unsafe(task, probe)
         self.replays = CUDAGraphCache(
@@ -73,10 +66,6 @@ class StackTrainer:
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._gradient_states: list[StackedGradientState] = []
 
-    @property
-    def compiled(self) -> CompiledFunction | None:
-        return self._module.compiled
-
     def train(self, members: Sequence[WorkItem]) -> None:
         stacks = self._stacks(members)
         for stack in stacks:
@@ -88,11 +77,12 @@ class StackTrainer:
         self._gradient_states = []
         for stack in self._stacks(members):
             rows = self._shared.global_row.expand(len(stack), -1)
-            state = StackState(self._module, rows, {}, self._buffers(stack), self._new_scale(stack))
+            state = StackState(self._module, rows, {}, self._buffers(stack))
             factors = stack.dropout_factors(self._probe.dropouts)
             self._gradient_states.append(StackedGradientState(stack, state, factors, stack.step_batches()))
 
     def gradients(self, step: int) -> None:
+        shared = self._shared
         for stack, state, ahead, step_batches in self._gradient_states:
             whole = next(step_batches, None)
             if whole is None:
@@ -102,20 +92,11 @@ class StackTrainer:
                 for step_batch in self._parts_of(whole):
                     theirs = state.of(step_batch.places)
                     losses, gradients = self._step.gradients(theirs, self._batch(stack, step_batch, factors))
-                    self._give_gradients(stack, step_batch, theirs, gradients)
+                    shared.rows[stack.index_of(step_batch)] = side_by_side(gradients)
                     state.take_back_buffers(theirs)
                     stack.count(step_batch, losses)
                     if self._task.rule.accepts("losses"):
-                        self._shared.losses[stack.slots[step_batch.places]] = losses.double().cpu()
-
-    def _give_gradients(
-        self, stack: Stack, step_batch: StepBatch, state: StackState, gradients: Sequence[Tensor]
-    ) -> None:
-        """Write the gradients [m, ...] to the rows of their members; zeros for a row whose gradient overflowed."""
-        flat = side_by_side(gradients)
-        if state.scale is not None:
-            zero_where_not(state.scale.unscale([flat], state.places), [flat])
-        self._shared.rows[stack.index_of(step_batch)] = flat
+                        shared.losses[stack.slots[step_batch.places]] = losses.double().cpu()
 
     def part(self) -> None:
         for stack, state, *_ in self._gradient_states:
@@ -140,7 +121,7 @@ class StackTrainer:
             return
         in_place = isinstance(stack.index, slice)
         rows = shared.rows[stack.index] if in_place else self._copies(stack)
-        state = StackState(self._module, rows, solver.start(rows), self._buffers(stack), self._new_scale(stack))
+        state = StackState(self._module, rows, solver.start(rows), self._buffers(stack))
         ahead = stack.dropout_factors(self._probe.dropouts)
         for whole in stack.step_batches():
             factors = ahead.of(whole.step, len(whole.members))
@@ -161,43 +142,11 @@ class StackTrainer:
         size = step_batch.positions.shape[1]
         return Batch(inputs, targets, step_batch.weights, [of_all[step_batch.places][:, :size] for of_all in factors])
 
-    def _compile(self) -> None:
-        """Compile for whole stacks of whole batches; where members have finished, or batches are short, it is not."""
-        size = self._batch_source.whole_batch() if self._probe.coupled else self._task.schedule.batch_size
-        runs = {(k, size): partial(self._dry_run, k, size) for k in self._usual_sizes()}
-        self._module.compile(runs, self._task.device, warns=self._process.index == 0)
-
-    def _dry_run(self, k: int, size: int, losses_of: LossesOf) -> list[Tensor]:
-        """The losses of k rows on batches of one size, their gradients, and their buffers afterwards.
-
-        Of rows that all are the global row, where gradients are taken there, and of rows of their own.
-        """
-        rows = {"gradients": self._shared.global_row.expand(k, -1)}
-        if "parameters" in self._task.syncs:
-            room = new_rows(k, self._module.layout.d, self._task.dtype, self._task.device)
-            rows["parameters"] = room.copy_(rows["gradients"])
-        return [result for sync in self._task.syncs for result in self._tried(rows[sync], size, losses_of)]
-
-    def _tried(self, rows: Tensor, size: int, losses_of: LossesOf) -> list[Tensor]:
-        task, shared, module, k = self._task, self._shared, self._module, len(rows)
-        gathered = shared.train.gather((torch.arange(size) % len(shared.train)).repeat(k))
-        inputs, targets = (tensor.unflatten(0, (k, size)) for tensor in gathered)
-        weights = torch.full((k, size), 1 / size, dtype=task.dtype, device=task.device)
-        factors = [weights.new_ones(k, size, *dropout.shape) for dropout in self._probe.dropouts]
-        leaves = [view.detach().requires_grad_() for view in module.views(rows)]
-        buffers = module.unpack_buffers(shared.global_buffers.expand(k, -1))
-        losses, buffers = losses_of(leaves, buffers, inputs, targets, weights, factors)
-        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
-        return [losses.detach(), *found, *buffers]
-
     def _usual_sizes(self) -> list[int]:
         """How many rows the stacks of a round have, the most first, where all workers take as many steps."""
         members = -(-len(self._shared.rows) // self._process.count)
         stacks = -(-members // self.width)
         return sorted({-(-members // stacks), members // stacks}, reverse=True)
-
-    def _new_scale(self, stack: Stack) -> GradScaler | None:
-        return GradScaler((len(stack),), self._task.device) if self._task.precision.scales_losses else None
 
     def _parts_of(self, step_batch: StepBatch) -> list[StepBatch]:
         return step_batch.by_size() if self._probe.coupled else [step_batch]

@@ -27,7 +27,7 @@ What it counts: each operation that is neither a view nor an allocation is one l
 launches inside of the graph are counted as `graph_launches`. A wait is a host read, a blocking copy in either
 direction, or a synchronisation.
 
-What it cannot show: time, memory use, streams, kernels' own faults, other processes, torch.compile.
+What it cannot show: time, memory use, streams, kernels' own faults, other processes.
 """
 
 from tests.device.pretend.counting import Counts
