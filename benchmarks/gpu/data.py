@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 
 from fedsim import TensorData
-from fedsim.data.mnist import missing_files
-from fedsim.data.sources import default_root
+from fedsim.data.sources import default_root, lacks_files
 
 
 def has_mnist() -> bool:
-    return not missing_files(default_root() / "MNIST" / "raw")
+    return not lacks_files("mnist", default_root())
 
 
 def synthetic(root: Path, *, train: int = 60_000, test: int = 10_000) -> tuple[TensorData, TensorData]:

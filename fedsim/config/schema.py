@@ -63,6 +63,12 @@ class Data(PlugTable):
     )
     augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])  # of training batches, in this order
 
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        if "verify" in table:
+            raise ExperimentError("data.verify: was removed with the checksums of MNIST's files; omit it")
+        return table
+
 
 class Partition(PlugTable):
     place, named_by, registry = "partition", "strategy", partition_strategy

@@ -14,15 +14,18 @@ import numpy as np
 import torch
 
 from fedsim.core.registry import Registry
-from fedsim.data.mnist import STATISTICS, load_mnist, missing_files
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimError, one_line, show
+from fedsim.system import vision
+from fedsim.system.files import is_file
 
 dataset = Registry("data set", given=("root",), accepts="a function, a class or a tuple (train, test)")
 
 MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # beside it, mnist5k.txt says where the images come from
 MNIST5K_TRAIN = 4000  # the first images of the file; the others are for the test
-CLASS_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # of the data sets that torchvision downloads
+CLASS_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # in torchvision
+FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+STATISTICS = {"MNIST": ((0.1307,), (0.3081,)), "FashionMNIST": ((0.2860,), (0.3530,))}  # mean and deviation of pixels
 
 
 def default_root() -> Path:
@@ -85,8 +88,8 @@ def _read(data: Any, name: str) -> TensorData:
 
 def lacks_files(name: str, root: str | Path) -> bool:
     """Whether the data set called `name` would download files to this folder."""
-    class_name = CLASS_NAMES.get(name)
-    return class_name is not None and bool(missing_files(Path(os.path.expanduser(root)) / class_name / "raw"))
+    folder = Path(os.path.expanduser(root)) / CLASS_NAMES.get(name, "") / "raw"
+    return name in CLASS_NAMES and not all(is_file(folder / file) for file in FILES)
 
 
 @dataset("mnist5k")
@@ -108,29 +111,49 @@ def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
 
 
 @dataset("mnist")
-def mnist(root: Path, *, verify: bool = True) -> tuple[TensorData, TensorData]:
-    """MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
+def mnist(root: Path) -> tuple[TensorData, TensorData]:
+    """MNIST: 60,000 images to train and 10,000 to test; torchvision reads the files and downloads missing ones.
 
     Images are uint8 [n, 1, 28, 28]. LeCun et al. 1998.
 
     Args:
         root: the folder that holds MNIST/raw, as in torchvision.
-        verify: refuse files that have the size of MNIST's files and another checksum, as damaged files have. Set it to
-            false for a data set that was made to replace MNIST. Files of other sizes are not checked.
 
     Raises DataError if a file can be neither found nor downloaded, or is damaged.
 
     >>> train, test = fedsim.load_dataset("mnist", "~/data")  # doctest: +SKIP
     """
-    return load_mnist(root, "MNIST", verify=verify)
+    return _load_from_torchvision("mnist", root)
 
 
 @dataset("fashion_mnist")
-def fashion_mnist(root: Path, *, verify: bool = True) -> tuple[TensorData, TensorData]:
-    """Fashion-MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
+def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
+    """Fashion-MNIST: 60,000 images to train and 10,000 to test; torchvision reads the files and downloads missing ones.
 
     Images are uint8 [n, 1, 28, 28]. Arguments and errors are those of `mnist`. Xiao et al. 2017.
 
-    >>> train, test = fedsim.load_dataset("fashion_mnist", "~/data", verify=False)  # doctest: +SKIP
+    >>> train, test = fedsim.load_dataset("fashion_mnist", "~/data")  # doctest: +SKIP
     """
-    return load_mnist(root, "FashionMNIST", verify=verify)
+    return _load_from_torchvision("fashion_mnist", root)
+
+
+def _load_from_torchvision(name: str, root: Path) -> tuple[TensorData, TensorData]:
+    class_name = CLASS_NAMES[name]
+    folder = root / class_name / "raw"
+    if lacks_files(name, root):
+        try:
+            vision.download(class_name, root)
+        except DataError as error:
+            raise DataError(
+                f"data.dataset: {folder} lacks files, and {error}. Set data.root or $FEDSIM_DATA to the "
+                f"folder that holds {class_name}/raw, or use the embedded data set: data.dataset=mnist5k"
+            ) from error
+    read = getattr(vision.import_torchvision().datasets, class_name)
+    try:
+        parts = [read(root, train=part) for part in (True, False)]
+        train, test = (
+            TensorData.of_images(part.data[:, None], part.targets, *STATISTICS[class_name]) for part in parts
+        )
+    except Exception as error:
+        raise DataError(f"{folder}: cannot be read: {one_line(error)}; remove it to download it again") from error
+    return train, test

@@ -10,7 +10,7 @@ from fedsim.errors import show
 
 # Keys that do not change results.
 HOW = (
-    *("name", "engine", "processes", "timeout", "batched.width", "cuda_graphs", "data.verify"),
+    *("name", "engine", "processes", "timeout", "batched.width", "cuda_graphs"),
     *("distributed.backend", "distributed.timeout", "distributed.init", "distributed.inner"),
     *("checkpoint.every", "checkpoint.keep", "on_worker_failure", "worker_retries", "records.figures"),
 )

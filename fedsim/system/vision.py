@@ -1,4 +1,4 @@
-"""The import of torchvision, which only downloads and import paths of the user need."""
+"""The import of torchvision, which only its data sets and import paths of the user need."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import torch
 
 import fedsim
 from fedsim.data import sources
-from fedsim.data.mnist import FILES
 from fedsim.errors import DataError, ExperimentError
 from fedsim.system import vision
 
@@ -23,7 +22,7 @@ def write_mnist(root, class_name="MNIST"):
     """A data set in torchvision's layout, 6 training and 4 test images; returns its folder."""
     folder = root / class_name / "raw"
     folder.mkdir(parents=True)
-    for (images, labels), n in zip(FILES.values(), (6, 4), strict=True):
+    for images, labels, n in ((*sources.FILES[:2], 6), (*sources.FILES[2:], 4)):
         (folder / images).write_bytes(idx_bytes(np.arange(n * 784).reshape(n, 28, 28) % 256))
         (folder / labels).write_bytes(idx_bytes(np.arange(n)))
     return folder
@@ -102,26 +101,21 @@ def test_missing_data_is_an_error_with_advice(data_root, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (idx_bytes(np.zeros((6, 28, 28)))[:-1], "cannot reshape array of size 4703 into shape"),
-        (b"<html>", "not an IDX file of unsigned bytes"),
-        (b"", "not an IDX file of unsigned bytes"),
-        (idx_bytes(np.zeros((6, 28, 28)))[:9], "buffer size must be a multiple of element size"),
-    ],
+    ("file", "content"),
+    [(0, idx_bytes(np.zeros((6, 28, 28)))[:-1]), (0, b"<html>"), (2, b""), (1, idx_bytes(np.arange(5)))],
+    ids=["truncated", "not IDX", "empty", "fewer labels than images"],
 )
-def test_a_file_that_is_not_idx_is_named_with_its_size(small_mnist, data_root, content, reason):
-    path = small_mnist / FILES["train"][0]
-    path.write_bytes(content)
-    line = rf"^{path}: cannot be read \({len(content):,} bytes\): {reason}.*; remove it to download it again$"
-    with pytest.raises(DataError, match=line):
-        fedsim.load_dataset("mnist", data_root)
+def test_a_damaged_file_is_one_line_that_names_its_folder(small_mnist, data_root, cli, file, content):
+    (small_mnist / sources.FILES[file]).write_bytes(content)
+    result = cli("run", "data.dataset=mnist", f"data.root={data_root}", "model=logistic", "rounds=1")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"error: {small_mnist}: cannot be read: ")
+    assert result.stderr.endswith("; remove it to download it again\n")
 
 
-def test_images_without_their_labels_are_an_error(small_mnist, data_root):
-    (small_mnist / FILES["train"][1]).write_bytes(idx_bytes(np.arange(5)))
-    with pytest.raises(DataError, match="do not belong together"):
-        fedsim.load_dataset("mnist", data_root)
+def test_the_removed_key_verify_is_named():
+    with pytest.raises(ExperimentError, match=r"data\.verify: was removed"):
+        fedsim.Experiment(data={"dataset": "mnist", "verify": False})
 
 
 def test_a_users_own_data_set_comes_by_import_path():

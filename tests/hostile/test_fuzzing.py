@@ -29,7 +29,6 @@ from fedsim.comparison.merging import merge
 from fedsim.config.experiment import Experiment, keys_of_tables
 from fedsim.config.load import load_experiment
 from fedsim.config.toml import parse_value, to_toml
-from fedsim.data.mnist import read_idx
 from fedsim.errors import FedsimError
 from fedsim.records.history import read_history
 from fedsim.records.reader import Run, read_records
@@ -37,6 +36,7 @@ from fedsim.report.grid_page import grid_page
 from fedsim.report.page import to_script_json
 from fedsim.report.run_page import run_page
 from fedsim.runs.rule_replay import load_round, replay, replay_json, replay_table
+from tests.data.test_sources import write_mnist
 from tests.hostile.mutations import DEEP, EXTREMES, edited, edits, mutated, mutations, without
 from tests.report.folders import invent_round, on_the_clock
 
@@ -383,12 +383,12 @@ def test_kept_updates(tmp_path, examples):
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_images(tmp_path, examples):
-    images = b"\0\0\x08\x03" + b"".join(size.to_bytes(4, "big") for size in (2, 3, 3)) + bytes(18)
-    path = tmp_path / "train-images-idx3-ubyte"
+    path = write_mnist(tmp_path) / "train-images-idx3-ubyte"
+    images = path.read_bytes()
 
     def check(cuts):
         path.write_bytes(edited(images, cuts))
-        read_idx(path)
+        fedsim.load_dataset("mnist", tmp_path)
 
     fuzz(edits, check, examples)
 

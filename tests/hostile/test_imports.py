@@ -12,7 +12,7 @@ import fedsim
 from fedsim.comparison import load_grid
 from fedsim.comparison.merging import merge
 from fedsim.config.plugs import PLUGS
-from fedsim.data.mnist import FILES
+from fedsim.data.sources import FILES
 from fedsim.errors import ExperimentError
 from fedsim.runs.rule_replay import load_round
 
@@ -223,9 +223,8 @@ def test_a_file_does_not_have_data_put_elsewhere(here, tmp_path_factory):
     assert fedsim.load_experiment(file, [f"data.root={elsewhere}"]).data.root == str(elsewhere)
     assert fedsim.load_experiment(write(here / "x.toml", {"data": {"dataset": "mnist", "root": "data"}}))
     (elsewhere / "MNIST" / "raw").mkdir(parents=True)
-    for names in FILES.values():
-        for name in names:
-            (elsewhere / "MNIST" / "raw" / name).touch()
+    for name in FILES:
+        (elsewhere / "MNIST" / "raw" / name).touch()
     file = write(here / "x.toml", {"data": {"dataset": "mnist", "root": str(elsewhere)}})
     assert fedsim.load_experiment(file).data.root == str(elsewhere)
 

@@ -17,7 +17,6 @@ from fedsim.asynchronous.race.log import read_log
 from fedsim.comparison import load_grid
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.merging import merge
-from fedsim.data.mnist import read_idx
 from fedsim.errors import ExperimentError, FedsimError, RecordError
 from fedsim.records.history import read_history
 from fedsim.records.reader import read_records
@@ -34,7 +33,6 @@ READERS = {
         {"mode": "clock", "engine": "serial", "clock": {"noise": {"name": "trace", "path": str(folder / "trace")}}}
     ),
     "updates-00001.safetensors": load_round,
-    "train-images-idx3-ubyte": lambda folder: read_idx(folder / "train-images-idx3-ubyte"),
 }
 
 
