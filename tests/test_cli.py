@@ -201,7 +201,7 @@ def test_on_a_terminal_a_bar_shows_rounds_accuracy_and_time_left(tmp_path):
     assert re.search(r"\d+ of 100 rounds, \d\d:\d\d left, accuracy 0\.\d{4}", shown)
 
 
-def test_ctrl_c_while_modules_are_imported_is_told_in_one_word(tmp_path):
+def test_ctrl_c_during_imports_prints_one_word(tmp_path):
     process = start_python(str(ROOT / "run_experiment.py"), "rounds=100000", cwd=tmp_path)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.002)
@@ -223,12 +223,12 @@ def test_a_stdout_that_cannot_be_written_is_one_line(words, tmp_path):
     with Path("/dev/full").open("w") as full:
         process = start("-m", "fedsim", *words, cwd=tmp_path, stdout=full)
     _, error = process.communicate(timeout=60)
-    assert error == "error: standard output cannot be written: No space left on device\n"
+    assert re.fullmatch("error: .*No space left on device.*\n", error)
     assert process.returncode == 1
     assert_none_left(process.pid)
 
 
-def test_a_reader_that_goes_ends_the_program_without_a_word(tmp_path):
+def test_a_closed_pipe_ends_the_program_without_a_message(tmp_path):
     words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
     process = start("-m", "fedsim", "run", *words, cwd=tmp_path)
     read_until(process, "    1")

@@ -84,3 +84,10 @@ def test_an_interrupted_run_tells_where_a_resumed_one_starts(every, told, tiny_e
             on_round=interrupt,
         )
     assert told in capsys.readouterr().out
+
+
+def test_a_run_reports_each_step_of_its_setup(tiny_experiment):
+    steps, started = [], []
+    fedsim.run(tiny_experiment, on_setup=steps.append, on_start=lambda prepared: started.append(len(steps)))
+    assert [step.split()[0] for step in steps] == ["starting", "making", "loading", "partitioning", "getting"]
+    assert started == [5]

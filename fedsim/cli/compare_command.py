@@ -10,7 +10,6 @@ import typer
 
 from fedsim.cli.program import FAILED, errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, is_folder, source_and_overrides
-from fedsim.core.notices import notice_if_slow
 from fedsim.errors import ExperimentError
 
 
@@ -73,8 +72,7 @@ def compare(
             comparison = merge(folders, folder, target, allow_imports=allow_imports)
         else:
             source, changes = source_and_overrides(words or [], context)
-            with notice_if_slow("checking all runs"):
-                grid = load_grid(source, words=changes, target=target, allow_imports=allow_imports)
+            grid = load_grid(source, words=changes, target=target, allow_imports=allow_imports)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
                 raise ExperimentError("--shard: needs --out FOLDER, the same folder for all parts")

@@ -6,13 +6,9 @@ from typing import Annotated
 
 import typer
 
+from fedsim.cli.commands import list_command, replay, report, run, tune
 from fedsim.cli.compare_command import compare
-from fedsim.cli.list_command import list_command
 from fedsim.cli.program import run_program
-from fedsim.cli.replay_command import replay
-from fedsim.cli.report_command import report
-from fedsim.cli.run_command import run
-from fedsim.cli.tune_command import tune
 from fedsim.cli.words import WORDS_LIKE_OPTIONS
 from fedsim.version import __version__
 

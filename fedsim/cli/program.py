@@ -1,4 +1,4 @@
-"""The program around a command: errors as lines on stderr, exit codes, and a stdout that cannot be written."""
+"""The program around a command: errors as lines on stderr, and exit codes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fedsim.core.notices import notice_if_slow
 from fedsim.errors import FedsimError, WorkerError, printable, warnings_as_lines
-from fedsim.system.interrupts import Terminated, exit_on_interrupt, signals_as_exceptions
+from fedsim.system.interrupts import Terminated, signals_as_exceptions
 from fedsim.system.limits import describe_os_error
 
 if TYPE_CHECKING:
@@ -24,23 +23,25 @@ BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143  # exit codes
 
 @contextlib.contextmanager
 def errors_as_lines() -> Iterator[None]:
-    """Import the library, run the block, and turn errors into lines on stderr and an exit code."""
+    """Run the block, and turn errors into lines on stderr and an exit code."""
     try:
         with warnings_as_lines():
-            with exit_on_interrupt(), notice_if_slow("importing PyTorch"):
-                import fedsim.api  # noqa: F401  # here, so that `--help` and `--version` answer at once
+            import fedsim.api  # noqa: F401  # before signals raise exceptions; not earlier, so that `--help` is fast
+
             with signals_as_exceptions():
                 yield
     except FedsimError as error:
         is_worker_error = isinstance(error, WorkerError)
         for line in [str(error)] if is_worker_error else str(error).splitlines():  # the former has a traceback
-            print(f"error: {_printable_lines(line)}", file=sys.stderr)
+            _print_error("\n".join(map(printable, line.split("\n"))))
         raise typer.Exit(FAILED if is_worker_error else BAD_INPUT) from None
+    except BrokenPipeError:
+        raise  # typer ends the program without a message
     except (OSError, MemoryError, RuntimeError) as error:
-        line = describe_os_error(error)
-        if line is None or (isinstance(sys.stdout, Output) and sys.stdout.failure is not None):  # see run_program
+        described = describe_os_error(error)
+        if described is None:
             raise
-        print(f"error: {line}", file=sys.stderr)
+        _print_error(described)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -50,69 +51,36 @@ def errors_as_lines() -> Iterator[None]:
         raise typer.Exit(TERMINATED) from None
 
 
-def _printable_lines(text: str) -> str:
-    return "\n".join(map(printable, text.split("\n")))
+def _print_error(line: str) -> None:
+    print(f"error: {line}", file=sys.stderr)
 
 
 def run_program(program: typer.Typer) -> None:
-    """Run a program to its exit. A stdout that cannot be written gives one line on stderr; a closed pipe gives none."""
-    if sys.stderr is None:  # closed, as by `2>&-`
-        sys.stderr = io.TextIOWrapper(io.FileIO(os.devnull, "w"))
-    if sys.stdout is None:  # closed, as by `>&-`
-        return _run_to_exit(program)
-    out = sys.stdout = Output(
-        sys.stdout.buffer,
-        sys.stdout.encoding,
-        "backslashreplace" if sys.stdout.errors == "strict" else sys.stdout.errors,  # as for stderr
-        line_buffering=sys.stdout.line_buffering,
-        write_through=sys.stdout.write_through,
-    )
-    try:
-        _run_to_exit(program)
-    finally:
-        with contextlib.suppress(OSError):
-            out.flush()
-        if out.failure is not None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # otherwise Python reports the error again at exit
-            if not isinstance(out.failure, BrokenPipeError):
-                print(f"error: standard output cannot be written: {out.failure.strerror}", file=sys.stderr)
-            sys.exit(FAILED)
-
-
-def _run_to_exit(program: typer.Typer) -> None:
-    """Run a program; if it fails as one of several ranks, end the rank at once."""
+    """Run a program to its exit; if it fails as one of several ranks, end the rank at once."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it
     try:
         program()
     except SystemExit as leaving:
-        if leaving.code and (ranks := _joined_ranks()) is not None:
-            sys.stdout.flush()
-            ranks.end_program(leaving.code if isinstance(leaving.code, int) else FAILED)
-        raise
+        code = _flush_stdout(int(leaving.code or 0))
+        if code and (ranks := _joined_ranks()) is not None:
+            ranks.end_program(code)
+        sys.exit(code)
+
+
+def _flush_stdout(code: int) -> int:
+    """Flush stdout; the exit code, FAILED if that is not possible (a full disk; a pipe whose reader has ended)."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python fails again at exit
+        if not code and not isinstance(error, BrokenPipeError):
+            _print_error(f"standard output cannot be written: {error.strerror}")
+        return code or FAILED
+    return code
 
 
 def _joined_ranks() -> RankGroup | None:
     """The rank group that this process has joined, found without importing PyTorch."""
     module = sys.modules.get("fedsim.engines.distributed.process_group")
     return None if module is None else module.RankGroup.joined
-
-
-class Output(io.TextIOWrapper):
-    """A stdout that stores why it could not be written."""
-
-    failure: OSError | None = None
-
-    def write(self, text: str) -> int:
-        with self._failure_stored():
-            return super().write(text)
-
-    def flush(self) -> None:
-        with self._failure_stored():
-            super().flush()
-
-    @contextlib.contextmanager
-    def _failure_stored(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.failure = error
-            raise

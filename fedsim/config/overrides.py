@@ -126,7 +126,11 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
 
 
 def _engine_named(description: Mapping[str, Any]) -> Any:
-    return description.get("engine", Experiment.model_fields["engine"].default)
+    return description.get("engine", _default("engine"))
+
+
+def _default(key: str) -> Any:
+    return Experiment.model_fields[key].default
 
 
 def _drop_unused_settings(description: dict[str, Any], given: Collection[str]) -> None:
@@ -135,8 +139,8 @@ def _drop_unused_settings(description: dict[str, Any], given: Collection[str]) -
         target = engines.get(_engine_named(description), "engine").target
     except ExperimentError:  # no such engine: the validation reports it
         return
-    sizes = [description.get(key) for key in ("processes", "cohort", "workers")]
-    sizes = [size for size in sizes if isinstance(size, int)] or [Experiment.model_fields["workers"].default]
+    values = [description.get(key) for key in ("processes", "cohort", "workers")]
+    sizes = [value for value in values if isinstance(value, int)]
     if isinstance(target, type) and issubclass(target, Engine):
-        for key in SETTINGS - target.settings(min(sizes)) - set(given):
+        for key in SETTINGS - target.settings(min(sizes, default=_default("workers"))) - set(given):
             description.pop(key, None)

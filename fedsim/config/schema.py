@@ -151,8 +151,8 @@ class Aggregate(PlugTable):
         stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, given, strict=True)]
         return {**own, "rule": stages}
 
-    def _check_parameters(self) -> Aggregate:
-        return self  # `completed` has checked them
+    def check_parameters(self) -> None:
+        """`completed` has checked them."""
 
     @classmethod
     def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Plug, dict[str, Any]]]:

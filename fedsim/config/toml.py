@@ -100,9 +100,10 @@ def _explain_toml(text: str, error: ValueError) -> str:
     if pair and pair[2] in ("None", "null"):
         return f"{where}: TOML cannot express {pair[2]}; omit the key {pair[1]}"
     for value in _corrections(pair[2], pair[3]) if pair else ():
+        corrected = f"{line.partition('=')[0].strip()} = {value}"
         with contextlib.suppress(ValueError):
-            tomllib.loads(f"{pair[1]} = {value}")
-            return f"{where}: {show(line)} is not TOML; write {pair[1]} = {value}"
+            tomllib.loads(corrected)
+            return f"{where}: {show(line)} is not TOML; write {corrected}"
     return f"cannot be read as TOML: {error}"
 
 

@@ -68,7 +68,12 @@ class PlugTable(Table):
         return ExperimentError(f"{cls.place}: give {' or '.join(cls.alternatives)}, not both")
 
     @model_validator(mode="after")
-    def _check_parameters(self) -> PlugTable:
+    def _check(self) -> PlugTable:
+        self.check_parameters()
+        return self
+
+    def check_parameters(self) -> None:
+        """Check the plug's parameters, and add their defaults."""
         own = [key for key in type(self).model_fields if key != self.named_by]
         clash = sorted(set(own) & set(self.plug.parameters.model_fields))
         if clash:
@@ -82,7 +87,6 @@ class PlugTable(Table):
                 raise ExperimentError(f"{self.place}.{name} = None: TOML cannot express None; omit the key")
         self.plug.bind(checked)  # the __post_init__ of a dataclass checks combinations of fields
         self.params.update(checked)
-        return self
 
     @property
     def plug(self) -> Plug:

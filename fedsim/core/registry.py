@@ -236,7 +236,8 @@ class Registry:
             raise ExperimentError(f"{where}: no such {self.kind}; {hint}")
 
     def _plug(self, name: str, target: Any) -> Plug:
-        if not callable(target) and (self._given or not dataclasses.is_dataclass(target)):
+        is_dataclass = dataclasses.is_dataclass(target)
+        if not callable(target) and (self._given or not is_dataclass):
             raise TypeError(f"a {type(target).__name__} is not {self._accepts}")
         for former, name_now in self._renamed.items():
             if hasattr(target, former):
@@ -245,7 +246,7 @@ class Registry:
             raise TypeError(f"has no signature; write a function of ({', '.join(self._given)}) that calls it")
         takes = {}
         if self._given:
-            takes = taken_by_name(target.__call__ if dataclasses.is_dataclass(target) else target, self._given)
+            takes = taken_by_name(target.__call__ if is_dataclass else target, self._given)
         return Plug(self.kind, name, target, takes, self)
 
 

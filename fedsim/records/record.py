@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
@@ -76,8 +76,10 @@ class Metric:
 class Record(dict[str, Any]):
     """A dataclass that is also a dict of its fields, so that `json.dumps` and pandas accept it. Never changed."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
     def __post_init__(self) -> None:
-        self.update({each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]
+        self.update({each.name: getattr(self, each.name) for each in fields(self)})
 
 
 def _either(name: str, former: str) -> Any:

@@ -154,6 +154,7 @@ def prepare(
         root = _root(experiment, train) if task.rule.accepts("root") else None
         shared = engine.allocate(task, experiment.cohort_size, train, test, shards, root)
         how = _begin(experiment, engine, task, shared, note)
+        shards_described = [shards.of(worker).numpy() for worker in described]
         prepared = PreparedRun(
             experiment=experiment,
             task=task,
@@ -163,7 +164,7 @@ def prepare(
             train_samples=len(train),
             test_samples=len(test),
             sampled_workers=sampled,
-            label_counts=label_counts(train.targets.cpu().numpy(), [shards.of(i) for i in described], shared.classes),
+            label_counts=label_counts(train.targets.cpu().numpy(), shards_described, shared.classes),
             byzantine=experiment.byzantine,
             row_bytes=shared.global_row.nbytes,
             buffer_bytes=shared.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,

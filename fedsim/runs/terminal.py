@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from fedsim.config.experiment import Experiment
 from fedsim.core.confidence import fixed
-from fedsim.core.notices import SlowStepNotice
 from fedsim.errors import plural
 from fedsim.records.record import Metric, RoundRecord
 from fedsim.runs.checkpoints import Checkpoints
@@ -20,7 +19,7 @@ from fedsim.runs.loops.race_loop import caveat
 from fedsim.runs.setup import PreparedRun
 from fedsim.runs.text_table import columns_of, headline, table_header, table_line
 
-BAR = "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
+BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
 
 
 class ProgressBar(tqdm):
@@ -53,16 +52,14 @@ class Display:
         self._virtual_seconds: float | None = None
         self._columns: list[Metric] = []  # known from the first record on
         self._begun = time.perf_counter()
-        self._notice = SlowStepNotice(self._print)
         self._bar = progress_bar(experiment.rounds, quiet=quiet)
 
     def setup(self, step: str) -> None:
-        """Name the step of the preparation that begins."""
-        if not self._quiet:
-            self._notice.begin(step)
+        """Show the step of the preparation that begins."""
+        self._bar.set_description(step)
 
     def start(self, prepared: PreparedRun) -> None:
-        self._notice.end()
+        self._bar.set_description()
         self._print(headline(prepared))
         if prepared.done:
             self._done = self._before = prepared.done
@@ -112,7 +109,6 @@ class Display:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._notice.end()
         self._bar.close()
         if kind is not None:
             self._leave()

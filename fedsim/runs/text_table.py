@@ -102,7 +102,7 @@ def _width(column: Metric) -> int:
     return max(len(column.column), 5 if column is ROUND else 8)
 
 
-def draw_curve(history: list[RoundRecord], title: str) -> Figure:
+def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
     """Accuracy and losses over rounds, and accuracy over virtual seconds if the run has a clock."""
     # Imported here, since it takes half a second. Without pyplot there is no global state.
     from matplotlib.figure import Figure

@@ -2,7 +2,7 @@
 
 A signal handler runs at any point of a program. Its exception may interrupt an import, the handling of another
 exception, or Python's exit, and then becomes a traceback. Therefore signals raise an exception only while a command
-runs (`signals_as_exceptions`), and only once. At other times Ctrl-C ends the program at once (`exit_on_interrupt`).
+runs (`signals_as_exceptions`), and only once. At other times Ctrl-C ends the program at once.
 """
 
 from __future__ import annotations
@@ -78,24 +78,6 @@ def _raise_again(hook: Callable[[Any], object], unraisable: Any) -> None:
     _first = None
     number = signal.SIGINT if issubclass(unraisable.exc_type, KeyboardInterrupt) else signal.SIGTERM
     threading.Timer(RESEND_SECONDS, os.kill, (os.getpid(), number)).start()
-
-
-@contextlib.contextmanager
-def exit_on_interrupt() -> Iterator[None]:
-    """Within the block, Ctrl-C ends the program at once with the line "interrupted" and exit code 130.
-
-    For imports: a module that is being imported might catch a KeyboardInterrupt or turn it into another exception.
-    Keeps a handler that the caller has set. Does nothing outside of the main thread.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, _exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def _exit(number: int, frame: object = None) -> None:

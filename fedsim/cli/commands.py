@@ -1,0 +1,150 @@
+"""The commands `fedsim run`, `tune`, `replay`, `report` and `list`; `compare` has its own module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedsim.cli.program import errors_as_lines
+from fedsim.cli.words import AllowImports, Quiet, Words, source_and_overrides
+from fedsim.config.catalog import list_experiments
+from fedsim.config.plugs import PLUGS, describe_plug, list_plugs
+from fedsim.core.text_wrapping import terminal_columns
+from fedsim.errors import ExperimentError, plural
+
+EXPERIMENTS = "experiments"
+KINDS = (*PLUGS, EXPERIMENTS)
+
+
+def run(
+    context: typer.Context,
+    words: Words = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder; it must be new or empty.", show_default="runs/NAME-DATE-TIME")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Continue the run in this folder from its newest checkpoint. rounds=N makes the run longer. If the "
+            "folder has no run yet, CONFIG.toml starts one there.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the experiment with all its settings, and stop.")
+    ] = False,
+    quiet: Quiet = False,
+    allow_imports: AllowImports = False,
+) -> None:
+    """Run an experiment and write its records to a folder."""
+    with errors_as_lines():
+        import fedsim
+        from fedsim.config.load import load_experiment
+        from fedsim.config.toml import to_toml
+        from fedsim.engines import engine as engines
+        from fedsim.records.run_folder import experiment_of_run, new_folder_name
+
+        source, overrides = source_and_overrides(words or [], context)
+        if resume and out:
+            raise ExperimentError("--resume and --out: --resume already names the output folder; omit --out")
+        experiment = load_experiment(
+            source or (resume and experiment_of_run(resume)), overrides, allow_imports=allow_imports
+        )
+        if dry_run:
+            print(to_toml(experiment), end="")
+            return
+        folder = resume or out or new_folder_name(experiment.name)
+        fedsim.run(experiment, folder, resume=bool(resume), progress=not quiet)
+        if engines.get(experiment.engine).target.leads():
+            print(folder)
+
+
+def tune(context: typer.Context, words: Words = None, allow_imports: AllowImports = False) -> None:
+    """Measure which engine is fastest for an experiment here, and print the lines to put into its file."""
+    with errors_as_lines():
+        from fedsim.config.load import load_experiment
+        from fedsim.runs.tuning import Candidate, lines_for_file
+        from fedsim.runs.tuning import tune as measure
+
+        source, overrides = source_and_overrides(words or [], context)
+        experiment = load_experiment(source, overrides, allow_imports=allow_imports)
+
+        def show_candidate(candidate: Candidate) -> None:
+            total = f"{candidate.seconds(experiment.rounds):.1f} s"
+            figures = f"{candidate.round_seconds:8.3f} s {candidate.start_seconds:6.1f} s {total:>12}"
+            print(f"{candidate.label:<32}{candidate.refusal or figures}", flush=True)
+
+        print("measuring rounds of a few steps, scaled to whole rounds; nothing else should run meanwhile", flush=True)
+        print(f"{'':<32}{'a round':>10} {'start':>8} {plural(experiment.rounds, 'round'):>12}", flush=True)
+        best = measure(experiment, show_candidate)
+        print(f"\n{lines_for_file(best)}")
+
+
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            help='Rules, separated by commas: median,krum,["nnm","trimmed_mean"],{rule="multi_krum",m=3}.',
+            show_default="all rules that apply",
+        ),
+    ] = None,
+    round: Annotated[
+        int | None, typer.Option(help="A round whose updates were recorded.", show_default="the last")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    allow_imports: AllowImports = False,
+) -> None:
+    """Apply other rules to a recorded round of a run (records.updates=[1,5]), and compare their results."""
+    with errors_as_lines():
+        from fedsim.comparison.axes import split_at_commas
+        from fedsim.config.toml import parse_value
+        from fedsim.runs.rule_replay import applicable_rules, load_round, replay_json, replay_table
+        from fedsim.runs.rule_replay import replay as replay_rules
+
+        stored = load_round(folder, round, allow_imports=allow_imports)
+        chosen = (
+            [parse_value(text.strip(), "--rules") for text in split_at_commas(rules)]
+            if rules
+            else applicable_rules(stored)
+        )
+        results = replay_rules(stored, chosen)
+        print(replay_json(stored, results) if json else replay_table(stored, results, terminal_columns()))
+
+
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_GRID", help="The folder of a run or of a comparison.", show_default=False)
+    ],
+    out: Annotated[Path | None, typer.Option(help="The HTML file.", show_default="report.html in that folder")] = None,
+) -> None:
+    """Write a self-contained HTML report of a run or a comparison."""
+    with errors_as_lines():
+        from fedsim.report import write_report
+
+        print(write_report(folder, out))
+
+
+def list_command(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KIND|NAME|MODULE:NAME",
+            help=f"A kind ({', '.join(KINDS)}), or a plug to describe, such as krum or my_rules:clipped_mean.",
+            show_default="all",
+        ),
+    ] = None,
+) -> None:
+    """List all plugs with their parameters and defaults, and the built-in experiments."""
+    with errors_as_lines():
+        if what is not None and what not in KINDS:
+            print(describe_plug(what, KINDS))
+            return
+        plugs = [each for each in PLUGS if what in (None, each)]
+        blocks = [list_plugs(plugs, terminal_columns())] if plugs else []
+        if what in (None, EXPERIMENTS):
+            blocks.append(list_experiments(terminal_columns()))
+        print("\n\n".join(blocks))
