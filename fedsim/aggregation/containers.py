@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fedsim.errors import ExperimentError
 
-Entry = tuple[str, Tensor]  # a tensor of an update, and its place: `updates[1]['weight']`
+Entry = tuple[str, Tensor]  # `updates[1]['weight']` and its value
 
 
 def as_rows(updates: Any, place: str) -> tuple[Any, Callable[[Tensor], Any]]:
@@ -32,34 +33,37 @@ def as_rows(updates: Any, place: str) -> tuple[Any, Callable[[Tensor], Any]]:
     if not isinstance(updates, (list, tuple)) or not updates or not _is_update(updates[0]):
         return updates, lambda rows: rows
     entries = [_entries(update, f"{place}[{index}]") for index, update in enumerate(updates)]
-    first = entries[0]
     for index, other in enumerate(entries):
-        _require_same_entries(first, other, f"{place}[{index}]")
-    floating = [position for position, (_, tensor) in enumerate(first) if tensor.is_floating_point()]
+        _require_same_entries(entries[0], other, f"{place}[{index}]")
+    first = [tensor for _, tensor in entries[0]]
+    floating = [i for i, tensor in enumerate(first) if tensor.is_floating_point()]
     if not floating:
         raise ExperimentError(f"{place}[0]: has no floating numbers")
-    device, dtype = first[floating[0]][1].device, first[floating[0]][1].dtype
-    for position in floating:
-        dtype = torch.promote_types(dtype, first[position][1].dtype)
+    device = first[floating[0]].device
+    dtype = functools.reduce(torch.promote_types, (first[i].dtype for i in floating))
     rows = torch.stack([torch.cat([each[i][1].reshape(-1).to(device, dtype) for i in floating]) for each in entries])
     originals, structure = pytree.tree_flatten(updates[0])
 
     def rebuild(result: Tensor) -> Any:
         if result.ndim == 2:
             return [rebuild(row) for row in result]
-        parts = dict(zip(floating, result.split([first[i][1].numel() for i in floating]), strict=True))
+        parts = dict(zip(floating, result.split([first[i].numel() for i in floating]), strict=True))
         leaves = []
-        for position, (_, tensor) in enumerate(first):
-            part = parts.get(position)
-            leaf = (
-                tensor.clone()
-                if part is None
-                else part.reshape(tensor.shape).to(tensor.device, tensor.dtype, copy=True)
-            )
-            leaves.append(leaf if isinstance(originals[position], Tensor) else leaf.cpu().numpy())
+        for i, (original, like) in enumerate(zip(originals, first, strict=True)):
+            leaf = parts[i].reshape(like.shape).to(like.device, like.dtype) if i in parts else like
+            leaf = leaf.clone()
+            leaves.append(leaf if isinstance(original, Tensor) else leaf.cpu().numpy())
         return pytree.tree_unflatten(leaves, structure)
 
     return rows, rebuild
+
+
+def checked_matrix(updates: Any, place: str) -> Tensor:
+    """The result of `as_rows` without its gradient. Raises ExperimentError unless it is a floating tensor [n, d]."""
+    if isinstance(updates, Tensor) and updates.ndim == 2 and len(updates) and updates.is_floating_point():
+        return updates.detach()
+    found = f"{updates.dtype} {tuple(updates.shape)}" if isinstance(updates, Tensor) else f"a {type(updates).__name__}"
+    raise ExperimentError(f"{place}: must be a floating tensor [n, d] with n >= 1, not {found}")
 
 
 def as_row(update: Any, place: str) -> Any:
@@ -78,8 +82,8 @@ def _is_update(value: Any) -> bool:
 
 def _entries(update: Any, place: str) -> list[Entry]:
     paths, _ = pytree.tree_flatten_with_path(update)
-    places = [(place + pytree.keystr(path), leaf) for path, leaf in paths]
-    return [(where, _tensor(leaf, where)) for where, leaf in places]
+    leaves = ((place + pytree.keystr(path), leaf) for path, leaf in paths)
+    return [(where, _tensor(leaf, where)) for where, leaf in leaves]
 
 
 def _tensor(value: Any, place: str) -> Tensor:

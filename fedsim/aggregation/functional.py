@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.containers import as_row, as_rows
+from fedsim.aggregation.containers import as_row, as_rows, checked_matrix
 from fedsim.aggregation.inputs import AggregationInputs, Nonfinite, screened
 from fedsim.aggregation.numerics.columns import all_finite
 from fedsim.aggregation.numerics.threads import alone_if_small
@@ -69,15 +69,13 @@ def aggregate(
         raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
     pipeline = _pipeline(rule, params)
     updates, rebuild = as_rows(updates, "updates")
-    inputs = _checked_inputs(updates, weights, pipeline)
+    updates = checked_matrix(updates, "updates")
     n, d = updates.shape
-    inputs.seed = seed
-    inputs.root = _checked("root", as_row(root, "root"), (d,), updates)
-    inputs.last = _checked("last", as_row(last, "last"), (d,), updates)
+    inputs = AggregationInputs(updates, _checked_weights(weights, n, pipeline), seed=seed)
+    inputs.root = None if root is None else _checked("root", as_row(root, "root"), (d,), updates.device)
+    inputs.last = None if last is None else _checked("last", as_row(last, "last"), (d,), updates.device)
     if losses is not None:
-        inputs.losses = _checked("losses", losses, (n,), updates)
-        assert inputs.losses is not None
-        inputs.losses = inputs.losses.cpu().double()
+        inputs.losses = _checked("losses", losses, (n,), "cpu").double()
     with alone_if_small(updates.numel()), full_precision(updates.device):
         return rebuild(_aggregated(inputs, pipeline, nonfinite))
 
@@ -85,7 +83,7 @@ def aggregate(
 def _aggregated(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> Tensor:
     linear = pipeline.rule.linear  # then NaN and infinity in a row that counts are also in the result
     if pipeline.columnwise and (linear or inputs.updates.device.type != "cpu"):
-        update = pipeline.by_columns(inputs)
+        update = pipeline.by_columns(inputs.rows(), inputs)
         if math.isfinite(update.sum() if linear else update.sum() + inputs.updates.sum()):  # one wait for the device
             return update
     kept, _ = screened(inputs, nonfinite)
@@ -110,8 +108,7 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
     """
     pipeline = make_pipeline(resolve([*as_list(rule), "mean"], params))
     updates, rebuild = as_rows(updates, "updates")
-    inputs = _checked_inputs(updates, None, pipeline)
-    inputs.seed = seed
+    inputs = AggregationInputs(checked_matrix(updates, "updates"), seed=seed)
     with alone_if_small(updates.numel()), full_precision(updates.device):
         return rebuild(pipeline.rows(screened(inputs, "error")[0]).block())
 
@@ -129,40 +126,24 @@ def _cached_pipeline(rule: str, /, **params: Any) -> Pipeline:
     return make_pipeline(resolve(rule, params))
 
 
-def _checked_inputs(updates: Tensor, weights: Tensor | Sequence[float] | None, pipeline: Pipeline) -> AggregationInputs:
-    if not isinstance(updates, Tensor):
-        raise ExperimentError(f"updates: must be a floating tensor [n, d], not a {type(updates).__name__}")
-    if updates.ndim != 2 or not len(updates) or not updates.is_floating_point():
-        raise ExperimentError(
-            f"updates: must be a floating tensor [n, d] with n >= 1, not {updates.dtype} {tuple(updates.shape)}"
-        )
-    updates = updates.detach()
-    if weights is not None:
-        weights = _checked_weights(weights, updates, pipeline)
-    elif pipeline.needs_weights:
-        weights = torch.ones(len(updates), dtype=torch.double)
-    return AggregationInputs(updates, weights)
-
-
-def _checked_weights(weights: Tensor | Sequence[float], updates: Tensor, pipeline: Pipeline) -> Tensor:
+def _checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: Pipeline) -> Tensor | None:
+    if weights is None:
+        return torch.ones(n, dtype=torch.double) if pipeline.needs_weights else None
     try:
         weights = torch.as_tensor(weights, dtype=torch.double, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        raise ExperimentError(f"weights: must be {len(updates)} numbers, not {show(weights)}") from None
+        raise ExperimentError(f"weights: must be {n} numbers, not {show(weights)}") from None
     if not pipeline.accepts_weights:
         raise ExperimentError(f"weights: the rule {pipeline.name} has no weighted form")
-    if weights.shape != (len(updates),):
-        raise ExperimentError(f"weights: {len(updates)} rows need shape ({len(updates)},), not {tuple(weights.shape)}")
+    if weights.shape != (n,):
+        raise ExperimentError(f"weights: {n} rows need shape ({n},), not {tuple(weights.shape)}")
     if not bool(((weights >= 0) & weights.isfinite()).all()) or not bool(weights.any()):
         raise ExperimentError("weights: must be finite, >= 0 and not all zero")
     return weights if bool(weights.sum().isfinite()) else weights / weights.max()
 
 
-def _checked(
-    name: str, value: Tensor | Sequence[float] | None, shape: tuple[int, ...], updates: Tensor
-) -> Tensor | None:
-    if value is None:
-        return None
+def _checked(name: str, value: Any, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
+    """`value` as a tensor of finite numbers on the device."""
     try:
         value = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
@@ -171,4 +152,4 @@ def _checked(
         raise ExperimentError(f"{name}: must be of shape {shape}, not {tuple(value.shape)}")
     if not bool(value.isfinite().all()):
         raise ExperimentError(f"{name}: must be finite; {int((~value.isfinite()).sum())} of its numbers are not")
-    return value.to(updates.device)
+    return value.to(device)

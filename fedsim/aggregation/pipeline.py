@@ -93,7 +93,7 @@ class Pipeline:
         with alone_if_small(inputs.updates.numel()):
             rows = self.rows(inputs)
             if self.rule.columnwise:
-                return AggregationResult(self._by_columns(rows, inputs), self._linear_shares(rows, inputs))
+                return AggregationResult(self.by_columns(rows, inputs), self._linear_shares(rows, inputs))
             result = self._apply(self.rule, rows, inputs)
             result, state = result if isinstance(result, tuple) else (result, {})
             if not isinstance(result, LinearCombination):
@@ -122,11 +122,8 @@ class Pipeline:
     def _apply(stage: BoundRule, rows: LazyRows, inputs: AggregationInputs) -> Any:
         return stage(lambda name: inputs.value_of(name, rows, stage), inputs.f_for(stage))
 
-    def by_columns(self, inputs: AggregationInputs) -> Tensor:
-        """The result [d] of a columnwise pipeline, without its shares."""
-        return self._by_columns(inputs.rows(), inputs)
-
-    def _by_columns(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor:
+    def by_columns(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor:
+        """The result [d] of a columnwise rule that is applied to `rows`."""
         updates, (n, d) = inputs.updates, inputs.updates.shape
         shares = None if updates.device.type == "cpu" else self._linear_shares(rows, inputs)
         if shares is not None:

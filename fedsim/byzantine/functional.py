@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.containers import as_row, as_rows
+from fedsim.aggregation.containers import as_row, as_rows, checked_matrix
 from fedsim.byzantine.base import Aggregate, attack_strategy, bind_attack
 from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.system.precision import full_precision
@@ -57,8 +57,7 @@ def attack(
     bound = bind_attack(plug, plug.check(params, "attack", beside=["name"]))
     honest, rebuild = as_rows(honest, "honest")
     own_updates = as_rows(own_updates, "own_updates")[0]
-    _check_honest(honest)
-    honest = honest.detach()
+    honest = checked_matrix(honest, "honest")
     if not isinstance(n_byzantine, Integral) or isinstance(n_byzantine, bool) or n_byzantine < 0:
         raise ExperimentError(f"n_byzantine = {show(n_byzantine)}: must be a whole number >= 0")
     (h, d), b = honest.shape, int(n_byzantine)
@@ -77,14 +76,6 @@ def attack(
             aggregate=None if aggregate is None else _with_honest(honest, b, aggregate),
         )
     return rebuild(rows)
-
-
-def _check_honest(honest: Tensor) -> None:
-    if not isinstance(honest, Tensor) or honest.ndim != 2 or not honest.is_floating_point():
-        described = f"{honest.dtype} {tuple(honest.shape)}" if isinstance(honest, Tensor) else type(honest).__name__
-        raise ExperimentError(f"honest: must be a floating tensor [h, d], not {described}")
-    if not len(honest):
-        raise ExperimentError(f"honest: needs at least 1 honest row, there are 0 (shape {tuple(honest.shape)})")
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) -> Tensor:

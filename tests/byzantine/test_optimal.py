@@ -20,7 +20,7 @@ def trimmed(matrix):
 
 
 def nearest_to_all(matrix):
-    """The row with the least sum of squared distances: a rule that falls off a cliff."""
+    """The row with the least sum of squared distances: a discontinuous rule."""
     return matrix[torch.cdist(matrix, matrix).square().sum(1).argmin()]
 
 
@@ -42,7 +42,7 @@ def row_at(name, x, honest, sign=-1):
 
 
 def grid(name, honest, aggregate, limit):
-    """The most damage that factors up to `limit` do, one beside the other."""
+    """The most damage that factors from 0 to `limit` do."""
     factors = torch.linspace(0, limit, 2001).tolist()
     return max(damage(honest, row_at(name, x, honest).expand(3, -1), aggregate) for x in factors)
 
@@ -93,17 +93,17 @@ def test_half_precision_never_ends_in_infinity(name, honest):
     assert rows.isfinite().all()
 
 
-@pytest.mark.parametrize("name", OPTIMAL)
-def test_a_rule_is_required(name, honest):
-    with pytest.raises(ExperimentError, match=f"aggregate: the attack {name} needs the rule"):
-        attack(honest, 3, name)
-    with pytest.raises(ExperimentError, match="evaluations = 1: must be greater than or equal to 2"):
-        attack(honest, 3, name, aggregate=trimmed, evaluations=1)
-
-
-def test_a_rule_of_the_wrong_shape_is_refused(honest):
-    with pytest.raises(ExperimentError, match=r"aggregate: must return shape \(33,\), not \(10, 33\)"):
-        attack(honest, 3, "opt_ipm", aggregate=lambda matrix: matrix)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "aggregate: the attack opt_ipm needs the rule"),
+        ({"aggregate": trimmed, "evaluations": 1}, "evaluations = 1: must be greater than or equal to 2"),
+        ({"aggregate": lambda matrix: matrix}, r"aggregate: must return shape \(33,\), not \(10, 33\)"),
+    ],
+)
+def test_a_rule_and_two_evaluations_are_required(given, message, honest):
+    with pytest.raises(ExperimentError, match=message):
+        attack(honest, 3, "opt_ipm", **given)
 
 
 @pytest.mark.parametrize("top", [0.01, 0.3, 0.999, 1.0, 1.5, 2.0, 7.3, 100.0])

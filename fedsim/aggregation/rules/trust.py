@@ -77,19 +77,14 @@ def foolsgold(
 def _with_history(
     updates: Tensor, workers: list[int], state: dict[str, Tensor] | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of each row's worker's updates so far [n, d], and the state that remembers it.
-
-    Without a state nothing is remembered, nor copied.
-    """
+    """The sum [n, d] of each row's worker's updates so far, and the next state; without a state nothing is kept."""
     if state is None:
         return updates, {}
-    numbers = torch.tensor(workers)
     if not state:
-        return updates, {"workers": numbers, "histories": updates.clone()}
-    known = {worker: place for place, worker in enumerate(state["workers"].tolist())}
-    new = [worker for worker in workers if worker not in known]
-    places = {**known, **{worker: len(known) + i for i, worker in enumerate(new)}}
-    histories = torch.cat([state["histories"], updates.new_zeros(len(new), updates.shape[1])])
-    rows = to_device(torch.tensor([places[worker] for worker in workers]), updates.device)
+        return updates, {"workers": torch.tensor(workers), "histories": updates.clone()}
+    known = state["workers"].tolist()
+    place_of = {worker: place for place, worker in enumerate(dict.fromkeys([*known, *workers]))}
+    histories = torch.cat([state["histories"], updates.new_zeros(len(place_of) - len(known), updates.shape[1])])
+    rows = to_device(torch.tensor([place_of[worker] for worker in workers]), updates.device)
     histories[rows] += updates
-    return histories[rows], {"workers": torch.tensor(list(places)), "histories": histories}
+    return histories[rows], {"workers": torch.tensor(list(place_of)), "histories": histories}
