@@ -1,8 +1,8 @@
 """Do the runs of a comparison one by one in this process, or several at once in child processes.
 
-A lost process costs one run; the others go on. A `ProcessPool` cannot give that, because its processes carry out one
-call together and the first failure ends them all. Nor can `concurrent.futures.ProcessPoolExecutor`: the death of one
-process breaks the executor and all its pending calls.
+The loss of a process costs one run; the others continue. A `ProcessPool` cannot give that, because its processes carry
+out one call together and the first failure ends them all. Nor can `concurrent.futures.ProcessPoolExecutor`: the death
+of one process breaks the executor and all its pending calls.
 """
 
 from __future__ import annotations
@@ -70,23 +70,21 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
         while busy := _assign(waiting, jobs, count):
             wait([source for job in busy for source in job.sources], timeout=min(job.look_interval for job in busy))
             for job in busy:
-                for kind, content in job.messages():
-                    planned = job.work.run
+                for kind, each, content in job.events():
                     if kind == "round":
-                        on_round(planned, content)
+                        on_round(each.run, content)
                     elif kind == "end":
-                        job.work = None
-                        on_end(planned, content)
+                        on_end(each.run, content)
                     else:
                         _close(jobs, [job], 0.0)
-                        losses[planned.id] += 1
-                        if _retry(planned, losses[planned.id], content):
-                            on_retry(planned)
-                            waiting.appendleft(job.work)
+                        losses[each.run.id] += 1
+                        tries = losses[each.run.id]
+                        if _retry(each.run, tries, content):
+                            on_retry(each.run)
+                            waiting.appendleft(each)
                         else:
-                            tries = losses[planned.id]
-                            note = f"; the run has been tried {plural(tries, 'time')}" if tries > 1 else ""
-                            on_end(planned, content + note)
+                            note = f"; the run has been tried {tries} times" if tries > 1 else ""
+                            on_end(each.run, content + note)
         grace = GRACE
     finally:
         _close(jobs, list(jobs), grace)
@@ -157,32 +155,36 @@ class Job:
 
     @property
     def look_interval(self) -> float:
-        """Seconds after which `messages` is called again at the latest."""
+        """Seconds after which `events` is called again at the latest."""
         return self.process.look_interval
 
     def begin(self, work: Work) -> None:
         """Send a run to the process."""
         self.work = work
         self.process.expect_heartbeats(math.inf)  # there are none before the first round
-        with contextlib.suppress(OSError):  # the process is dead; `messages` says so
+        with contextlib.suppress(OSError):  # the process is dead; `events` says so
             self.process.pipe.send((work.experiment, work.folder))
 
-    def messages(self) -> Iterator[tuple[str, Any]]:
-        """Yield what has arrived: ("round", record), ("end", None or error) or ("lost", reason).
+    def events(self) -> Iterator[tuple[str, Work, Any]]:
+        """Yield ("round", work, record), ("end", work, None or error) or ("lost", work, reason).
 
         Raises WorkerError if the process could not start, as no other could.
         """
+        work = self.work
+        assert work is not None
         dead = self.process.exitcode is not None  # read first: what the process sent before its death still counts
         try:
-            while self.process.pipe.poll():
-                kind, content = self.process.pipe.receive().load()
+            while self.process.pipe.poll() and (message := self.process.pipe.receive()):
+                kind, content = message.load()
                 if kind == "started":
                     self.process.started = True
-                    self.begin(self.work)
+                    self.begin(work)
                     continue
-                self.process.expect_heartbeats(math.inf if kind == "end" else self.work.run.experiment.timeout)
+                self.process.expect_heartbeats(math.inf if kind == "end" else work.run.experiment.timeout)
+                if kind == "end":
+                    self.work = None
                 if kind != "prepared":
-                    yield kind, content
+                    yield kind, work, content
                 if kind == "end":
                     return
         except (EOFError, OSError):
@@ -191,7 +193,7 @@ class Job:
             reason = self._reason_of_loss(dead)
             if self.process.failed_at_start:
                 raise WorkerError(f"no run can begin: {reason}")
-            yield "lost", reason
+            yield "lost", work, reason
 
     def _reason_of_loss(self, dead: bool) -> str:
         process = self.process
@@ -202,7 +204,7 @@ class Job:
 
 
 def _serve(pipe: Connection, table: HeartbeatTable) -> None:
-    """What the process of a job does."""
+    """The main function of the process of a job."""
     init_child_process()
     ProcessContext.monitored = table
     channel = Channel(pipe)

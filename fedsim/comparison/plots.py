@@ -15,6 +15,8 @@ from fedsim.comparison.summary import SummaryRow, groups_of
 from fedsim.core.confidence import FEWEST_FOR_BAND, fixed, mean_and_half_width, on_common_grid
 from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.records.formatting import comparison_title, key_name
+from fedsim.records.record import METRICS
+from fedsim.records.run_metrics import curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,7 +125,8 @@ def _draw_panel(panel: Axes, grid: Grid, group: list[list[RunResult]], scale: Sc
         if len(good) < len(cell):
             name = label(cell[0].point[grid.compared[0]]) if grid.compared else grid.name
             failures.append(f"{name} ({len(cell) - len(good)} of {len(cell)})")
-        curves = [curve for run in good if (curve := _curve(run, scale))[0].size]
+        curves = [curve(METRICS[0], scale, run.history, run.progress) for run in good]
+        curves = [(x, y) for x, y in curves if x.size]
         if curves:
             _draw_line(panel, curves, index)
             ends.append(min(x[-1] for x, _ in curves))
@@ -137,15 +140,6 @@ def _draw_panel(panel: Axes, grid: Grid, group: list[list[RunResult]], scale: Sc
         panel.set_xscale("log")
 
 
-def _curve(run: RunResult, scale: Scale) -> tuple[np.ndarray, np.ndarray]:
-    """The points at which a run was tested, and its accuracies there; empty if its records lack the scale."""
-    pairs = [
-        (getattr(at, scale), record["test_accuracy"]) for at, record in zip(run.progress, run.history, strict=True)
-    ]
-    x, y = np.array([pair for pair in pairs if pair[0] is not None], dtype=float).reshape(-1, 2).T
-    return x, y
-
-
 def _draw_line(panel: Axes, curves: list[tuple[np.ndarray, np.ndarray]], index: int) -> None:
     x, values = on_common_grid(curves)
     if not x.size:
@@ -157,8 +151,8 @@ def _draw_line(panel: Axes, curves: list[tuple[np.ndarray, np.ndarray]], index: 
         low, high = np.clip(means - half_widths, 0, 1), np.clip(means + half_widths, 0, 1)
         panel.fill_between(x, low, high, color=style["color"], alpha=0.13, linewidth=0)
     elif len(curves) > 1:
-        for curve in curves:
-            panel.plot(*curve, color=style["color"], alpha=0.4, linewidth=0.7)
+        for each in curves:
+            panel.plot(*each, color=style["color"], alpha=0.4, linewidth=0.7)
 
 
 def _draw_legend(where: Axes | Figure, place: str, grid: Grid) -> None:

@@ -195,7 +195,7 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("summary.csv", summary_csv(grid, summary).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
     figures = {"accuracy": draw_accuracy(grid, runs), "heatmap": draw_heatmap(grid, summary)}
-    if any(run.is_timed for run in runs):
+    if any("virtual_seconds" in run.metrics for run in runs):
         figures["accuracy_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
         figures["accuracy_updates"] = draw_accuracy(grid, runs, "updates")
     for name, figure in figures.items():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from fedsim.comparison.axes import SEED, canonical, describe_point, label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult, names_in, to_csv
-from fedsim.core.confidence import Estimate, estimate, fixed
+from fedsim.core.confidence import Estimate, fixed
 from fedsim.core.text_wrapping import note
+from fedsim.records.run_metrics import mean_metrics, paired_difference
 
 BEST, TIE = "*", "~"
 MARK_WORDS = {BEST: "best", TIE: "tie", "": ""}
@@ -66,17 +68,14 @@ def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
     rows = []
     for group in groups_of(grid, runs):
         for cell, mark in zip(group, _marks(group), strict=True):
-            metrics = {
-                name: estimate([run.metrics[name] for run in cell if run.metrics.get(name) is not None])
-                for name in names_in(run.metrics for run in cell)
-            }
+            metrics = mean_metrics([run.metrics for run in cell])
             rows.append(
                 SummaryRow(
                     point={key: cell[0].point[key] for key in grid.compared},
                     runs=len(cell),
                     failed=sum(run.error is not None for run in cell),
                     accuracy=metrics.pop("test_accuracy", None),
-                    difference=paired_difference(cell, group[0]) if cell is not group[0] else None,
+                    difference=_difference(cell, group[0]) if cell is not group[0] else None,
                     mark=mark,
                     metrics=metrics,
                 )
@@ -84,24 +83,20 @@ def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
     return rows
 
 
-def paired_difference(runs: Sequence[RunResult], others: Sequence[RunResult]) -> Estimate | None:
-    """Return the mean over seeds of (accuracy of a run - accuracy of the other run of that seed)."""
-    theirs = _accuracies(others)
-    return estimate([value - theirs[seed] for seed, value in _accuracies(runs).items() if seed in theirs])
+def _difference(cell: Sequence[RunResult], other: Sequence[RunResult]) -> Estimate | None:
+    return paired_difference(_accuracies(cell), _accuracies(other))
 
 
 def _marks(group: list[list[RunResult]]) -> list[str]:
     complete = [cell for cell in group if all(run.error is None for run in cell)]
     if len(group) < 2 or not complete:
         return [""] * len(group)
-    best = max(complete, key=lambda cell: estimate(list(_accuracies(cell).values())).mean)
-    return [
-        BEST if cell is best else TIE if cell in complete and paired_difference(cell, best).includes(0.0) else ""
-        for cell in group
-    ]
+    best = max(complete, key=lambda cell: fmean(_accuracies(cell).values()))
+    ties = [cell for cell in complete if (gap := _difference(cell, best)) and gap.includes(0.0)]
+    return [BEST if cell is best else TIE if cell in ties else "" for cell in group]
 
 
-def _accuracies(runs: Sequence[RunResult]) -> dict[str, float]:
+def _accuracies(runs: Sequence[RunResult]) -> dict[Hashable, float]:
     """Return the accuracies of the runs that did not fail, by seed."""
     return {canonical(run.point.get(SEED)): run.test_accuracy for run in runs if run.error is None}
 
@@ -126,7 +121,7 @@ def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:
 
 def summary_table(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]) -> str:
     """Return the summary as aligned text, with the meaning of its marks and the runs that failed."""
-    columns = _columns(grid, summary, runs)
+    columns = _columns(grid, summary)
     table = [[heading for heading, _ in columns], *([text(row) for _, text in columns] for row in summary)]
     shown = [column for column in zip(*table, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in shown]
@@ -139,13 +134,11 @@ def summary_table(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunR
     return "\n".join([head, "\n\n".join(groups), "", *_notes(grid, summary, runs)])
 
 
-def _columns(
-    grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]
-) -> list[tuple[str, Callable[[SummaryRow], str]]]:
+def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[tuple[str, Callable[[SummaryRow], str]]]:
     """Return the heading of each column and the function that gives its text in a row."""
 
-    def metric(name: str, text: Callable[[Estimate], str]) -> Callable[[SummaryRow], str]:
-        return lambda row: text(row.metrics[name]) if row.metrics.get(name) else ""
+    def metric(name: str, text: Callable[[Estimate], str] = Estimate.amount) -> Callable[[SummaryRow], str]:
+        return lambda row: text(value) if (value := row.metrics.get(name)) else ""
 
     timed = any("virtual_seconds" in row.metrics for row in summary)
     columns: list[tuple[str, Callable[[SummaryRow], str]]] = [
@@ -156,21 +149,21 @@ def _columns(
     if grid.compared:
         first = label(grid.axes[grid.compared[0]][0])
         columns.append((f"difference to {first}", lambda row: row.difference.text(sign=True) if row.difference else ""))
-    columns += [
-        ("attack success", metric("attack_success", Estimate.text)),
-        ("virtual s", metric("virtual_seconds", Estimate.amount)),
-    ]
+    columns += [("attack success", metric("attack_success", Estimate.text)), ("virtual s", metric("virtual_seconds"))]
     if grid.target is not None:
-        scale = "virtual s" if timed else "rounds"
         columns += [
-            (f"{scale} to {_percent(grid.target)}", lambda row: _time_to_target(row, timed)),
-            ("updates", metric("updates_to_target", Estimate.amount)),
-            ("arrivals", metric("arrivals_to_target", Estimate.amount)),
+            (
+                f"{'virtual s' if timed else 'rounds'} to {_percent(grid.target)}",
+                lambda row: _time_to_target(row, timed),
+            ),
+            ("updates", metric("updates_to_target")),
+            ("arrivals", metric("arrivals_to_target")),
         ]
+    of_plugs = [name for name in names_in(row.metrics for row in summary) if name.startswith("metrics.")]
     return [
         *columns,
-        *((name, metric(name, Estimate.amount)) for name in names_in(run.declared for run in runs)),
-        ("highest", lambda row: fixed(row.metrics["best_accuracy"].mean) if row.accuracy else ""),
+        *((name, metric(name)) for name in of_plugs),
+        ("highest", metric("best_accuracy", lambda best: fixed(best.mean))),
         ("runs", lambda row: f"{row.runs - row.failed} of {row.runs}" if row.failed else str(row.runs)),
     ]
 
@@ -178,11 +171,11 @@ def _columns(
 def _time_to_target(row: SummaryRow, timed: bool) -> str:
     """The time to the target, and how many of the runs reached it if not all did."""
     finished = row.runs - row.failed
-    if not row.reached:
+    seconds, rounds = row.metrics.get("virtual_seconds_to_target"), row.metrics.get("rounds_to_target")
+    if not rounds:
         return "not reached" if finished else ""
-    seconds, rounds = row.metrics["virtual_seconds_to_target"], row.metrics["rounds_to_target"]
-    time = seconds.amount() if seconds else f"{rounds.amount()} rounds" if timed else rounds.amount()
-    return f"{time} ({row.reached} of {finished})" if row.reached < finished else time
+    time = (seconds or rounds).amount() + (" rounds" if timed and not seconds else "")
+    return f"{time} ({rounds.n} of {finished})" if rounds.n < finished else time
 
 
 def _percent(target: float) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fedsim.core.confidence import Estimate, estimate
 from fedsim.records.record import RoundRecord
 
 
@@ -64,30 +62,6 @@ def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequenc
     if not (record.samples and isinstance(epochs, int) and isinstance(batch, int) and epochs > 0 and batch > 0):
         return None
     return [epochs * -(-count // (epochs * batch)) for count in record.samples]  # an epoch ends with a smaller batch
-
-
-@dataclass(frozen=True)
-class ToTarget:
-    """The cost of reaching a test accuracy: progress at the first test with at least that accuracy, over several runs.
-
-    Attributes:
-        reached: number of runs that reached it.
-        rounds, virtual_seconds, updates, arrivals: means over these runs, since the start; None if no run reached it,
-            or runs have no such scale. If some runs did not reach it, these are means of the faster ones.
-    """
-
-    reached: int
-    rounds: Estimate | None
-    virtual_seconds: Estimate | None
-    updates: Estimate | None
-    arrivals: Estimate | None
-
-    @classmethod
-    def of(cls, runs: Iterable[Progress | None]) -> ToTarget:
-        """The means over runs, given their progress when they reached the target; None: it was not reached."""
-        found = [progress for progress in runs if progress is not None]
-        scales = zip(*found, strict=True) if found else [()] * len(Progress._fields)
-        return cls(len(found), *(estimate([value for value in scale if value is not None]) for scale in scales))
 
 
 def reached(accuracies: Iterable[float | None], progress: Iterable[Progress], target: float) -> Progress | None:

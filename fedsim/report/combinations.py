@@ -1,25 +1,34 @@
-"""The statistics of a grid: one summary per combination of its axes, over the seeds."""
+"""The combinations of the values on a grid's axes, with statistics over their seeds."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fedsim.core.confidence import Estimate, estimate
-from fedsim.records.progress import Progress, ToTarget, reached
 from fedsim.records.reader import SEED, GridRun, Run, StoredGrid
-from fedsim.records.record import Metric, RoundRecord, metrics_in
+from fedsim.records.record import RoundRecord
+from fedsim.records.run_metrics import mean_metrics, paired_difference, run_metrics
 
-ReadRun = Callable[[Run], float | None]
+ACCURACY = "test_accuracy"
 
 
 @dataclass(frozen=True)
 class Combination:
-    """The runs that differ in the seed alone; `place` holds the index of the value on each other axis."""
+    """The runs that differ in the seed alone.
+
+    Attributes:
+        place: the index of the value on each axis but the seed.
+        runs: of all seeds, finished or not.
+        target: the test accuracy whose time is reported, if any.
+    """
 
     place: tuple[int, ...]
     runs: list[GridRun]
+    target: float | None = None
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -27,138 +36,106 @@ class Combination:
         return self.place[1:]
 
     @property
-    def finished_runs(self) -> list[Run]:
-        return [entry.run for entry in self.runs if entry.finished and entry.run]
-
-    @property
     def begun(self) -> list[Run]:
         """Runs with at least one round, finished or not."""
         return [entry.run for entry in self.runs if entry.run and entry.run.rounds]
 
-    @property
-    def accuracy_by_seed(self) -> dict[int, float]:
-        """The final accuracy of each finished run."""
-        pairs = [(entry.place.get(SEED, 0), entry.run) for entry in self.runs if entry.finished and entry.run]
-        return {seed: value for seed, run in pairs if (value := final_accuracy(run)) is not None}
+    @cached_property
+    def finished(self) -> dict[Hashable, Run]:
+        """The finished runs by seed."""
+        return {entry.place.get(SEED, 0): entry.run for entry in self.runs if entry.finished and entry.run}
 
-    def interval(self, read: ReadRun) -> Estimate | None:
-        """A number of each finished run, as mean and interval over the seeds."""
-        return estimate([value for run in self.finished_runs if (value := read(run)) is not None])
+    @cached_property
+    def metrics_by_seed(self) -> dict[Hashable, dict[str, float | None]]:
+        """The metrics of each finished run, see `run_metrics`."""
+        return {seed: run_metrics(run.rounds, run.progress, self.target) for seed, run in self.finished.items()}
+
+    @cached_property
+    def metrics(self) -> dict[str, Estimate | None]:
+        """The mean of each metric over the seeds."""
+        return mean_metrics(list(self.metrics_by_seed.values()))
+
+    @property
+    def accuracy_by_seed(self) -> dict[Hashable, float]:
+        """The final accuracy of each finished run."""
+        accuracies = {seed: metrics.get(ACCURACY) for seed, metrics in self.metrics_by_seed.items()}
+        return {seed: accuracy for seed, accuracy in accuracies.items() if accuracy is not None}
+
+    @cached_property
+    def byzantine_weight(self) -> float | None:
+        """The mean of `byzantine_weight` over the runs with at least one round."""
+        return mean_or_none(byzantine_weight(run) for run in self.begun)
+
+    def mean_of(self, read: Callable[[Run], float | None]) -> Estimate | None:
+        """Return the mean over the finished runs of a number of each run."""
+        return estimate([value for run in self.finished.values() if (value := read(run)) is not None])
 
 
 @dataclass(frozen=True)
-class CombinationSummary:
-    """A line of the comparison's table."""
+class ComparedCombination:
+    """A combination beside the others of its group.
+
+    Attributes:
+        combination: the combination.
+        best: whether it has the highest mean accuracy of its group; true for several if they are equal.
+        difference: its accuracy minus that of the best, paired by seed; None for the best itself.
+    """
 
     combination: Combination
-    accuracy: Estimate | None
-    attack_success: Estimate | None
-    byzantine_weight: float | None
-    metrics: dict[str, Estimate | None]  # final values of the numbers that plugs record
-    seconds: float | None  # of a whole run
-    virtual_seconds: Estimate | None  # of a whole run
-    to_target: ToTarget | None  # None if the grid has no target
-    best: bool  # highest mean accuracy of the group; true for several if they are equal
-    difference: Estimate | None  # accuracy minus that of the best, over the seeds that both have finished
+    best: bool
+    difference: Estimate | None
 
 
 def other_axes(grid: StoredGrid) -> list[str]:
-    """The axes other than the seed."""
+    """Return the axes other than the seed."""
     return [axis for axis in grid.axes if axis != SEED]
 
 
 def combinations(grid: StoredGrid) -> list[Combination]:
-    """All combinations, in the order of the axes' values, the last axis fastest."""
+    """Return all combinations, in the order of the axes' values, the last axis fastest."""
     axes = other_axes(grid)
     groups: dict[tuple[int, ...], list[GridRun]] = {}
     for entry in grid.runs:
         groups.setdefault(tuple(entry.place[axis] for axis in axes), []).append(entry)
-    return [Combination(place, runs) for place, runs in sorted(groups.items())]
+    return [Combination(place, runs, grid.target) for place, runs in sorted(groups.items())]
 
 
-def summarise_combinations(combined: Sequence[Combination], target: float | None = None) -> list[CombinationSummary]:
-    """One summary per combination: its difference from the best of its group, and the effort to reach `target`."""
-    accuracies = [combination.interval(final_accuracy) for combination in combined]
-    best_of = _best_of_groups(combined, accuracies)
-    last_rounds = [run.rounds[-1] for combination in combined for run in combination.finished_runs]
-    of_plugs = [metric for metric in metrics_in(last_rounds) if metric.path[0] == "metrics"]
-    summaries = []
-    for combination, accuracy in zip(combined, accuracies, strict=True):
-        leader = best_of.get(combination.group)
-        best = leader is not None and accuracy is not None and accuracy.mean == accuracies[leader].mean
-        finished = combination.finished_runs
-        summaries.append(
-            CombinationSummary(
-                combination=combination,
-                accuracy=accuracy,
-                attack_success=combination.interval(lambda run: run.rounds[-1].attack_success),
-                byzantine_weight=mean_or_none(byzantine_weight(run) for run in combination.begun),
-                metrics={metric.label: combination.interval(final(metric)) for metric in of_plugs},
-                seconds=mean_or_none(sum(record.total_seconds or 0.0 for record in run.rounds) for run in finished),
-                virtual_seconds=combination.interval(lambda run: run.rounds[-1].virtual_seconds),
-                to_target=None if target is None else ToTarget.of(_reached(run, target) for run in finished),
-                best=best,
-                difference=None if best or leader is None else paired_difference(combination, combined[leader]),
-            )
-        )
-    return summaries
+def compare_groups(combined: Sequence[Combination]) -> list[list[ComparedCombination]]:
+    """Return the combinations by group, each compared with the best of its group."""
+    ordered = sorted(combined, key=lambda each: (each.group, each.place))
+    return [_compare(list(group)) for _, group in itertools.groupby(ordered, key=lambda each: each.group)]
 
 
-def _best_of_groups(
-    combined: Sequence[Combination], accuracies: Sequence[Estimate | None]
-) -> dict[tuple[int, ...], int]:
-    """The index of the best of each group of at least two, the first of equals."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, combination in enumerate(combined):
-        if accuracies[index]:
-            groups.setdefault(combination.group, []).append(index)
-    return {
-        group: max(members, key=lambda index: accuracies[index].mean)
-        for group, members in groups.items()
-        if len(members) > 1
-    }
+def _compare(group: list[Combination]) -> list[ComparedCombination]:
+    means = [accuracy.mean if (accuracy := each.metrics.get(ACCURACY)) else None for each in group]
+    known = [mean for mean in means if mean is not None]
+    if len(known) < 2:
+        return [ComparedCombination(each, False, None) for each in group]
+    leader = group[means.index(max(known))]
+    best = [mean == max(known) for mean in means]
+    return [
+        ComparedCombination(each, first, None if first else _difference(each, leader))
+        for each, first in zip(group, best, strict=True)
+    ]
 
 
-def paired_difference(one: Combination, other: Combination) -> Estimate | None:
-    """The final accuracy of `one` minus that of `other`, seed by seed, as mean and interval.
-
-    Runs of one seed share their start, cohorts and batches, so the difference varies less than either accuracy.
-    """
-    ours, theirs = one.accuracy_by_seed, other.accuracy_by_seed
-    return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
-
-
-def _reached(run: Run, target: float) -> Progress | None:
-    return reached([record.test_accuracy for record in run.rounds], run.progress, target)
-
-
-def final(metric: Metric) -> ReadRun:
-    """A function that reads a metric from the last round of a run."""
-    return lambda run: metric.read(run.rounds[-1])
-
-
-def final_accuracy(run: Run) -> float | None:
-    """The test accuracy after the last round."""
-    return run.rounds[-1].test_accuracy
-
-
-def best_accuracy(run: Run) -> float | None:
-    """The highest test accuracy of all rounds."""
-    return max((record.test_accuracy for record in run.rounds if record.test_accuracy is not None), default=None)
+def _difference(one: Combination, other: Combination) -> Estimate | None:
+    return paired_difference(one.accuracy_by_seed, other.accuracy_by_seed)
 
 
 def byzantine_weight(run: Run) -> float | None:
-    """The share of Byzantine workers in the sum of absolute weights, as the mean over rounds."""
+    """Return the share of Byzantine workers in the sum of absolute weights, as the mean over rounds."""
     return mean_or_none(_byzantine_share(record, run.byzantine) for record in run.rounds) if run.byzantine else None
 
 
 def _byzantine_share(record: RoundRecord, byzantine: frozenset[int]) -> float | None:
-    weights = [(worker, abs(weight or 0.0)) for worker, weight in record.weights]
-    total = sum(weight for _, weight in weights)
-    return sum(weight for worker, weight in weights if worker in byzantine) / total if total else None
+    total = sum(abs(weight or 0.0) for _, weight in record.weights)
+    return (
+        sum(abs(weight or 0.0) for worker, weight in record.weights if worker in byzantine) / total if total else None
+    )
 
 
 def mean_or_none(values: Iterable[float | None], digits: int = 8) -> float | None:
-    """The mean, to so many digits, of the values that are not None; None if all are."""
+    """Return the mean, to so many digits, of the values that are not None; None if all are."""
     known = [value for value in values if value is not None]
     return float(f"{statistics.fmean(known):.{digits}g}") if known else None

@@ -11,6 +11,7 @@ import numpy as np
 from fedsim.core.confidence import FEWEST_FOR_BAND, mean_and_half_width, on_common_grid
 from fedsim.records.reader import Run
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
+from fedsim.records.run_metrics import curve
 from fedsim.report.combinations import Combination, mean_or_none
 from fedsim.report.figure import FEW_ROUNDS, figure, label_axis, plain, round_axis, rounded, value_axis
 
@@ -72,7 +73,7 @@ def run_curves(run: Run) -> list[dict[str, Any]]:
     """One figure per chart and scale of a run."""
     figures = []
     for scale in (ROUNDS, *scales_of([run])):
-        places = {"x": [rounded(getattr(each, scale), "s") for each in run.progress]}
+        places = [rounded(getattr(each, scale), "s") for each in run.progress]
         for chart in charts_of([run], parts=True):
             traces = []
             for metric in chart.lines:
@@ -105,7 +106,8 @@ def grid_curves(combined: Sequence[Combination], names: Sequence[str]) -> list[d
 
 def _combination_traces(combination: Combination, metric: Metric, scale: str, name: str) -> list[dict[str, Any]]:
     """The line of a mean over the seeds, and before it its spread: a band, or a thin line for each of a few seeds."""
-    curves = [curve for run in combination.begun if (curve := _curve(run, metric, scale))[0].size]
+    curves = [curve(metric, scale, run.rounds, run.progress) for run in combination.begun]
+    curves = [(x, y) for x, y in curves if x.size]
     if not curves:
         return []
     meta = {f"axis{index}": str(value) for index, value in enumerate(combination.place)}
@@ -113,7 +115,9 @@ def _combination_traces(combination: Combination, metric: Metric, scale: str, na
     if not x.size:
         return []
     means, half_widths = mean_and_half_width(values)
-    line = _line(name, _places(x), [rounded(mean, metric.unit) for mean in means.tolist()])
+    line = _line(
+        name, [rounded(each, "s") for each in x.tolist()], [rounded(mean, metric.unit) for mean in means.tolist()]
+    )
     line |= {"meta": meta, "customdata": _spread_texts(values, half_widths), "hovertemplate": "%{y}%{customdata}"}
     if len(curves) == 1:
         return [line]
@@ -127,23 +131,8 @@ def _combination_traces(combination: Combination, metric: Metric, scale: str, na
     }
     if len(curves) >= FEWEST_FOR_BAND:
         return [{**spread, **_band(x, means, half_widths, metric.share), "opacity": 0.15, "line": {"width": 0}}, line]
-    seeds = [{**_places(x), "y": [rounded(value, metric.unit) for value in y.tolist()]} for x, y in curves]
+    seeds = [{"x": x.tolist(), "y": [rounded(value, metric.unit) for value in y.tolist()]} for x, y in curves]
     return [*({**spread, **seed, "opacity": 0.45, "line": {"width": 1}} for seed in seeds), line]
-
-
-def _curve(run: Run, metric: Metric, scale: str) -> tuple[np.ndarray, np.ndarray]:
-    """The places on a scale and the values there, of all rounds that have both."""
-    pairs = zip(run.progress, run.rounds, strict=True)
-    points = [(getattr(progress, scale), metric.read(record)) for progress, record in pairs]
-    known = np.array([point for point in points if None not in point], dtype=float).reshape(-1, 2)
-    return known[:, 0], known[:, 1]
-
-
-def _places(x: np.ndarray) -> dict[str, Any]:
-    """x for a trace: first and step where whole numbers follow each other, as rounds do, to keep the page small."""
-    if np.array_equal(x, x[0] + np.arange(len(x))):
-        return {"x0": float(x[0]), "dx": 1}
-    return {"x": [rounded(each, "s") for each in x.tolist()]}
 
 
 def _spread_texts(values: np.ndarray, half_widths: np.ndarray) -> list[str]:
@@ -167,13 +156,13 @@ def _band(x: np.ndarray, means: np.ndarray, half_widths: np.ndarray, share: bool
     return {"x": xs, "y": ys, "fill": "toself"}
 
 
-def _line(name: str, places: dict[str, Any], values: list[float | None]) -> dict[str, Any]:
+def _line(name: str, places: Sequence[float | None], values: list[float | None]) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(values) <= FEW_ROUNDS else "lines",
         "name": plain(name),
         "legendgroup": plain(name),
-        **places,
+        "x": places,
         "y": values,
         "line": {"width": 2},
         "marker": {"size": 5},
@@ -187,7 +176,7 @@ def _curve_figure(chart: Chart, scale: str, traces: list[dict[str, Any]], rounds
     if scale == ROUNDS:
         x_axis = round_axis(*rounds)
     else:
-        ends = [end for trace in traces if trace.get("name") and (end := _last_place(trace))]
+        ends = [end for trace in traces if trace.get("name") and (end := trace["x"][-1])]
         log = ends and max(ends) >= LOG_FROM * min(ends)
         kind = {"type": "log"} if log else {"type": "linear", "rangemode": "nonnegative"}
         title = SCALES[scale]
@@ -201,10 +190,6 @@ def _curve_figure(chart: Chart, scale: str, traces: list[dict[str, Any]], rounds
         "uirevision": f"{chart.label} {scale}",  # a zoom stays while these do
     }
     return figure(traces, layout, metric=chart.label, scale=scale)
-
-
-def _last_place(trace: dict[str, Any]) -> float | None:
-    return trace["x"][-1] if "x" in trace else trace["x0"] + len(trace["y"]) - 1
 
 
 def phases_of(runs: Sequence[Run]) -> list[str]:

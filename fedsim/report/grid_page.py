@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fedsim.core.confidence import FEWEST_FOR_BAND, Estimate, fixed
 from fedsim.records import formatting as fmt
-from fedsim.records.progress import ToTarget
 from fedsim.records.reader import SEED, GridRun, Run, StoredGrid
-from fedsim.report.combinations import (
-    CombinationSummary,
-    combinations,
-    other_axes,
-    summarise_combinations,
-)
+from fedsim.report.combinations import ACCURACY, ComparedCombination, combinations, compare_groups, other_axes
 from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices, scales_of
 from fedsim.report.heat_maps import columns_for, final_heat_maps, has_weights, partition_heat_map, weights_heat_map
 
 MINUS = "\N{MINUS SIGN}"
+PLUG = "metrics."  # before the name of a plug's metric
 FEW_LINES = 4  # up to this number, the page shows the spread of curves at first
 
 
@@ -48,7 +42,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "notes": notes(grid),
         "experiment": shared_settings(runs),
         "environment": list(fmt.flatten(runs[0].environment)),
-        "table": comparison_table(summarise_combinations(combined, grid.target), axes, grid.target),
+        "table": comparison_table(compare_groups(combined), axes, grid.target),
         "target": None if grid.target is None else fmt.percent(grid.target),
         "unfinished": [(entry.id, entry.state) for entry in grid.runs if not entry.finished],
         "run_names": [run_name(entry, labels) for entry, _ in begun],
@@ -118,23 +112,21 @@ class Cell:
 
 
 def comparison_table(
-    summaries: Sequence[CombinationSummary],
-    axes: Sequence[tuple[str, Sequence[str]]],
-    target: float | None,
+    groups: Sequence[Sequence[ComparedCombination]], axes: Sequence[tuple[str, Sequence[str]]], target: float | None
 ) -> dict[str, Any]:
-    """The table: its head, and its rows group by group, with the first axis after the others."""
-    columns = _columns(summaries, target)
-    ordered = sorted(summaries, key=lambda each: (each.combination.group, each.combination.place))
+    """Return the head of the table and its rows group by group, with the first axis after the others."""
+    everything = [each for group in groups for each in group]
+    columns = _columns(everything, target)
     rows = []
-    for group, members in itertools.groupby(ordered, key=lambda each: each.combination.group):
-        for index, summary in enumerate(members):
-            first, *others = _labels_at(axes, summary.combination.place) or [None]
+    for group in groups:
+        for compared in group:
+            labels = _labels_at(axes, compared.combination.place)
             rows.append(
                 {
-                    "labels": [*others, *([first] if axes else [])],
-                    "cells": [cell_of(summary) for _, cell_of in columns],
-                    "best": summary.best,
-                    "starts_group": index == 0 and bool(rows) and bool(group),
+                    "labels": [*labels[1:], *labels[:1]],
+                    "cells": [cell_of(compared) for _, cell_of in columns],
+                    "best": compared.best,
+                    "starts_group": compared is group[0] is not everything[0] and len(axes) > 1,
                 }
             )
     names = [name for name, _ in axes]
@@ -142,36 +134,35 @@ def comparison_table(
         "axes": [*names[1:], *names[:1]],
         "head": [name for name, _ in columns],
         "rows": rows,
-        "differences": any(summary.difference for summary in summaries),
+        "differences": any(each.difference for each in everything),
     }
 
 
 def _columns(
-    summaries: Sequence[CombinationSummary], target: float | None
-) -> list[tuple[str, Callable[[CombinationSummary], Cell]]]:
-    """The name of each column that holds something, and the function that makes its cells."""
-    timed = any(each.virtual_seconds for each in summaries)
-    columns: list[tuple[str, Callable[[CombinationSummary], Cell]]] = [
-        ("accuracy", lambda each: _interval(each.accuracy, "★" if each.best else ""))
+    compared: Sequence[ComparedCombination], target: float | None
+) -> list[tuple[str, Callable[[ComparedCombination], Cell]]]:
+    """Return the name of each column that holds something, and the function that makes its cells."""
+    metrics = dict.fromkeys(name for each in compared for name, value in each.combination.metrics.items() if value)
+    columns: list[tuple[str, Callable[[ComparedCombination], Cell]]] = [
+        ("accuracy", lambda each: _interval(each.combination.metrics.get(ACCURACY), "★" if each.best else ""))
     ]
-    if any(each.difference for each in summaries):
+    if any(each.difference for each in compared):
         columns.append(("difference", lambda each: _difference(each.difference)))
-    if any(each.attack_success for each in summaries):
-        columns.append(("attack success", lambda each: _interval(each.attack_success)))
-    if any(each.byzantine_weight is not None for each in summaries):
-        columns.append(("Byzantine weight", lambda each: _number(each.byzantine_weight, fmt.percent)))
-    for name in summaries[0].metrics:
-        columns.append((name, lambda each, name=name: _amount(each.metrics[name])))
+    if "attack_success" in metrics:
+        columns.append(("attack success", lambda each: _interval(each.combination.metrics.get("attack_success"))))
+    if any(each.combination.byzantine_weight is not None for each in compared):
+        columns.append(("Byzantine weight", lambda each: _number(each.combination.byzantine_weight, fmt.percent)))
+    columns += [(name.removeprefix(PLUG), _amount(name)) for name in metrics if name.startswith(PLUG)]
+    timed = "virtual_seconds" in metrics
     if timed:
-        columns.append(("virtual s", lambda each: _amount(each.virtual_seconds)))
+        columns.append(("virtual s", _amount("virtual_seconds")))
     if target is not None:
-        time = f"{'virtual s' if timed else 'rounds'} to {fmt.percent(target)}"
-        columns.append((time, lambda each: _to_target(each.to_target, len(each.combination.finished_runs), timed)))
-        columns.append(("updates", lambda each: _amount(each.to_target.updates)))
-        columns.append(("arrivals", lambda each: _amount(each.to_target.arrivals)))
-    columns.append(("time of a run", lambda each: _number(each.seconds, fmt.seconds)))
-    columns.append(("seeds", _seeds))
-    return columns
+        columns += [
+            (f"{'virtual s' if timed else 'rounds'} to {fmt.percent(target)}", lambda each: _to_target(each, timed)),
+            ("updates", _amount("updates_to_target")),
+            ("arrivals", _amount("arrivals_to_target")),
+        ]
+    return [*columns, ("time of a run", _seconds), ("seeds", _seeds)]
 
 
 def _interval(value: Estimate | None, mark: str = "") -> Cell:
@@ -186,23 +177,34 @@ def _difference(value: Estimate | None) -> Cell:
     return Cell(text, value.mean, mark, spread)
 
 
-def _amount(value: Estimate | None) -> Cell:
-    return Cell(value.amount(), value.mean) if value else Cell()
+def _amount(name: str) -> Callable[[ComparedCombination], Cell]:
+    def cell_of(compared: ComparedCombination) -> Cell:
+        value = compared.combination.metrics.get(name)
+        return Cell(value.amount(), value.mean) if value else Cell()
+
+    return cell_of
 
 
 def _number(value: float | None, show: Callable[[float | None], str]) -> Cell:
     return Cell(show(value), value)
 
 
-def _to_target(effort: ToTarget, finished: int, timed: bool) -> Cell:
-    if not effort.reached:
+def _seconds(compared: ComparedCombination) -> Cell:
+    value = compared.combination.metrics.get("seconds")
+    return _number(value.mean if value else None, fmt.seconds)
+
+
+def _to_target(compared: ComparedCombination, timed: bool) -> Cell:
+    finished, metrics = len(compared.combination.finished), compared.combination.metrics
+    rounds, seconds = (metrics.get(f"{name}_to_target") for name in ("rounds", "virtual_seconds"))
+    if not rounds:
         return Cell("not reached" if finished else fmt.MISSING)
-    time = effort.virtual_seconds or effort.rounds
-    unit = " rounds" if timed and not effort.virtual_seconds else ""
-    share = f" ({effort.reached} of {finished})" if effort.reached < finished else ""
+    time = seconds or rounds
+    unit = " rounds" if timed and not seconds else ""
+    share = f" ({rounds.n} of {finished})" if rounds.n < finished else ""
     return Cell(f"{time.amount()}{unit}{share}", time.mean)
 
 
-def _seeds(summary: CombinationSummary) -> Cell:
-    finished, planned = len(summary.combination.finished_runs), len(summary.combination.runs)
+def _seeds(compared: ComparedCombination) -> Cell:
+    finished, planned = len(compared.combination.finished), len(compared.combination.runs)
     return Cell(str(finished) if finished == planned else f"{finished} of {planned}", finished)

@@ -6,12 +6,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fedsim.core.confidence import Estimate, decimals_of, fixed
 from fedsim.records.reader import Run, StoredPartition
-from fedsim.records.record import RoundRecord, metrics_in
-from fedsim.report.combinations import Combination, best_accuracy, final, mean_or_none
+from fedsim.records.record import Metric, RoundRecord, metrics_in
+from fedsim.records.run_metrics import best_accuracy
+from fedsim.report.combinations import Combination, mean_or_none
 from fedsim.report.figure import BYZANTINE, EXCLUDED, FEW_ROUNDS, PALETTE, axis, figure, label_axis, plain, round_axis
 
 MOST_CELLS = 1_000_000  # of all heat maps of weights together; about 10 MB of page
@@ -72,7 +74,6 @@ def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> d
         "coloraxis": {"cmin": min(known, default=0) if min(known, default=0) < 0 else 0, "cmax": max(known, default=1)},
         "xaxis": round_axis(x[0], x[-1], title, showgrid=False, zeroline=False),
         "yaxis": _worker_axis(few, autorange="reversed"),
-        "shapes": _byzantine_strips("y", "x", workers, run.byzantine),
     }
     return figure(traces, _with_color_bar(layout, "weight"), **when)
 
@@ -131,36 +132,39 @@ def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, 
         "xaxis": _worker_axis(few, title, anchor="y"),
         "yaxis": axis("label", type="category", autorange="reversed", domain=[0, 0.78], showgrid=False, zeroline=False),
         "yaxis2": axis("samples", domain=[0.82, 1], nticks=3, automargin=True),
-        "shapes": _byzantine_strips("x", "y", workers, byzantine),
     }
     width = 26 * len(workers) + 140 if few else 0
     return figure([cells, sums], _with_color_bar(layout, "samples"), min_width=width, **when)
 
 
 def final_heat_maps(combined: Sequence[Combination], axes: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
-    """The first two axes against each other: one figure per final value and combination of the other axes.
+    """Return the first two axes against each other: one figure per final value and combination of the other axes.
 
     Args:
         combined: the combinations of the grid.
         axes: the name of each axis and the labels of its values.
     """
-    runs = [run for combination in combined for run in combination.finished_runs]
-    metrics = metrics_in(run.rounds[-1] for run in runs)
-    final_metrics = [metric for metric in metrics if metric.chart and metric.key not in LAST_ROUND_ONLY]
+    runs = [run for combination in combined for run in combination.finished.values()]
+    metrics = [metric for metric in metrics_in(run.rounds[-1] for run in runs) if metric.chart]
     values: list[tuple[str, Callable[[Run], float | None], int | None]] = [
-        (f"Final {metric.label.lower()}", final(metric), 4 if metric.unit == "" else None) for metric in final_metrics
+        (f"Final {metric.label.lower()}", partial(_final, metric), None if metric.unit else 4)
+        for metric in metrics
+        if metric.key not in LAST_ROUND_ONLY
     ]
-    if any(best_accuracy(run) is not None for run in runs):
-        values.insert(1, ("Best test accuracy", best_accuracy, 4))
+    if any(best_accuracy(run.rounds) is not None for run in runs):
+        values.insert(1, ("Best test accuracy", lambda run: best_accuracy(run.rounds), 4))
     figures = []
     for label, read, decimals in values:
-        cells = {combination.place: combination.interval(read) for combination in combined}
+        cells = {combination.place: combination.mean_of(read) for combination in combined}
         means = [cell.mean for cell in cells.values() if cell]
         limits = {"cmin": min(means), "cmax": max(means)} if means else {}
         for others in itertools.product(*(range(len(labels)) for _, labels in axes[2:])):
-            filters = {f"axis{index}": str(value) for index, value in enumerate(others, start=2)}
-            figures.append(_final_heat_map(label, cells, others, decimals, axes, limits, filters))
+            figures.append(_final_heat_map(label, cells, others, decimals, axes, limits))
     return figures
+
+
+def _final(metric: Metric, run: Run) -> float | None:
+    return metric.read(run.rounds[-1])
 
 
 def _final_heat_map(
@@ -170,18 +174,19 @@ def _final_heat_map(
     decimals: int | None,
     axes: Sequence[tuple[str, Sequence[str]]],
     limits: dict[str, float],
-    filters: dict[str, str],
 ) -> dict[str, Any]:
     (down, rows), (across, columns) = axes[:2]
     table = [[cells.get((i, j, *others)) for j in range(len(columns))] for i in range(len(rows))]
-    hover = [[f"{plain(row)}, {plain(column)}" for column in columns] for row in rows]
     trace = {
         "type": "heatmap",
         "z": [[cell and cell.mean for cell in line] for line in table],
         "text": [[_cell_text(cell, decimals) for cell in line] for line in table],
         "customdata": [
-            [[text, cell.n if cell else 0] for text, cell in zip(texts, line, strict=True)]
-            for texts, line in zip(hover, table, strict=True)
+            [
+                [f"{plain(row)}, {plain(column)}", cell.n if cell else 0]
+                for column, cell in zip(columns, line, strict=True)
+            ]
+            for row, line in zip(rows, table, strict=True)
         ],
         "texttemplate": "%{text}",
         "textfont": {"size": 12},
@@ -197,8 +202,9 @@ def _final_heat_map(
         "xaxis": label_axis(across, columns),
         "yaxis": label_axis(down, rows, autorange="reversed"),
     }
+    shown_for = {f"axis{index}": str(value) for index, value in enumerate(others, start=2)}
     width = 110 * len(columns) + 140
-    return figure([trace], _with_color_bar(layout, label.lower()), min_width=width, value=label, **filters)
+    return figure([trace], _with_color_bar(layout, label.lower()), min_width=width, value=label, **shown_for)
 
 
 def _cell_text(cell: Estimate | None, decimals: int | None) -> str:
@@ -219,19 +225,5 @@ def _worker_names(workers: Sequence[int], byzantine: frozenset[int]) -> list[str
 
 
 def _worker_axis(few: bool, title: str = "worker", **more: Any) -> dict[str, Any]:
-    """An axis of workers, with room for the strips of Byzantine ones."""
-    ticks = {"ticks": "outside", "ticklen": 10, "tickcolor": "rgba(0, 0, 0, 0)", **({"dtick": 1} if few else {})}
-    return axis(title, type="category", showgrid=False, zeroline=False, **ticks, **more)
-
-
-def _byzantine_strips(
-    along: str, across: str, workers: Sequence[int], byzantine: frozenset[int]
-) -> list[dict[str, Any]]:
-    """Strips beside an axis of workers, along the Byzantine ones: one for each series of neighbours."""
-    positions = [position for position, worker in enumerate(workers) if worker in byzantine]
-    neighbours = itertools.groupby(enumerate(positions), key=lambda pair: pair[1] - pair[0])
-    series = [[position for _, position in group] for _, group in neighbours]
-    pixels = {f"{across}ref": "paper", f"{across}sizemode": "pixel", f"{across}anchor": 0}
-    shape = {"type": "rect", "line": {"width": 0}, "fillcolor": BYZANTINE, f"{along}ref": along, **pixels}
-    ends = {f"{across}0": -2, f"{across}1": -8}
-    return [{**shape, **ends, f"{along}0": each[0] - 0.5, f"{along}1": each[-1] + 0.5} for each in series]
+    every = {"dtick": 1} if few else {}  # a label for each worker
+    return axis(title, type="category", showgrid=False, zeroline=False, **every, **more)

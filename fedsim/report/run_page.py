@@ -9,7 +9,8 @@ from fedsim.core.input_limits import leaves_of
 from fedsim.records import formatting as fmt
 from fedsim.records.reader import Run
 from fedsim.records.record import Metric, mean_staleness, metrics_in
-from fedsim.report.combinations import best_accuracy, byzantine_weight
+from fedsim.records.run_metrics import best_accuracy
+from fedsim.report.combinations import byzantine_weight
 from fedsim.report.curves import charts_of, line_name, run_curves, run_time, scale_choices, scales_of
 from fedsim.report.heat_maps import partition_heat_map, weights_heat_map
 
@@ -73,7 +74,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
 def tiles(run: Run) -> list[tuple[str, str, str]]:
     """The most important numbers: word, value, remark."""
     last = run.rounds[-1]
-    best = best_accuracy(run)
+    best = best_accuracy(run.rounds)
     best_round = next((record.round for record in run.rounds if record.test_accuracy == best), None)
     seconds = [record.total_seconds for record in run.rounds if record.total_seconds is not None]
     sent = [record.total_bytes for record in run.rounds if record.total_bytes is not None]

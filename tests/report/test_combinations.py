@@ -4,7 +4,7 @@ import pytest
 
 from fedsim.core.confidence import estimate
 from fedsim.records.reader import read_records
-from fedsim.report.combinations import byzantine_weight, combinations, summarise_combinations
+from fedsim.report.combinations import ACCURACY, byzantine_weight, combinations, compare_groups
 from tests.report.folders import add_to_rounds, invent_run, write_points
 
 # Final accuracy by (rule, attack), one per seed; None if the run has not begun.
@@ -34,18 +34,19 @@ def summaries(tmp_path):
 
 
 def summaries_of(folder):
-    summaries = summarise_combinations(combinations(read_records(folder)))
-    return {summary.combination.place: summary for summary in summaries}
+    groups = compare_groups(combinations(read_records(folder)))
+    return {each.combination.place: each for group in groups for each in group}
 
 
-def test_each_combination_has_a_summary_over_the_seeds_of_its_runs(summaries):
-    assert list(summaries) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-    assert summaries[0, 0].accuracy == estimate([0.9, 0.8, 0.7])
-    assert summaries[1, 1].accuracy == estimate([0.6, 0.5])  # one run is missing
-    assert summaries[2, 1].accuracy is None
-    assert summaries[0, 0].byzantine_weight == 0.75
-    assert summaries[0, 0].seconds == pytest.approx(2 * 0.231)
-    assert summaries[0, 0].metrics == {"norm": estimate([2.0, 2.0, 2.0])}
+def test_each_combination_has_statistics_over_the_seeds_of_its_runs(summaries):
+    found = {place: summary.combination for place, summary in summaries.items()}
+    assert sorted(found) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert found[0, 0].metrics[ACCURACY] == estimate([0.9, 0.8, 0.7])
+    assert found[1, 1].metrics[ACCURACY] == estimate([0.6, 0.5])  # one run is missing
+    assert found[2, 1].metrics == {}
+    assert found[0, 0].byzantine_weight == 0.75
+    assert found[0, 0].metrics["seconds"].mean == pytest.approx(2 * 0.231)
+    assert found[0, 0].metrics["metrics.norm"] == estimate([2.0, 2.0, 2.0])
 
 
 def test_the_best_of_each_group_is_marked_and_so_are_its_equals(summaries):
@@ -67,7 +68,7 @@ def test_unfinished_runs_are_not_counted(tmp_path):
         invent_run(path, [0.5, 0.6], rounds=2 if point["seed"] else 9)
 
     (summary,) = summaries_of(write_points(tmp_path / "grid", {"x": [1], "seed": [0, 1]}, make)).values()
-    assert summary.accuracy == estimate([0.6])
+    assert summary.combination.metrics[ACCURACY] == estimate([0.6])
     assert len(summary.combination.begun) == 2
     assert not summary.best  # there is no other combination
 
@@ -75,7 +76,7 @@ def test_unfinished_runs_are_not_counted(tmp_path):
 @pytest.mark.parametrize(("axes", "counts"), [({"seed": [0, 1]}, [2]), ({"x": ["u", "v"]}, [1, 1])])
 def test_a_grid_may_have_no_axis_but_the_seed_or_no_seed(tmp_path, axes, counts):
     folder = write_points(tmp_path / "grid", axes, lambda path, _: invent_run(path, [0.5]))
-    assert [summary.accuracy.n for summary in summaries_of(folder).values()] == counts
+    assert [summary.combination.metrics[ACCURACY].n for summary in summaries_of(folder).values()] == counts
 
 
 def test_the_share_of_byzantine_workers_is_a_mean_over_rounds_with_weights(tmp_path):

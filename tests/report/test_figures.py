@@ -26,8 +26,7 @@ def lines_of(figure):
     found = {}
     for trace in figure["data"]:
         if "name" in trace:
-            x = trace.get("x") or [trace["x0"] + index for index in range(len(trace["y"]))]
-            found[trace["name"]] = list(zip(x, trace["y"], strict=True))
+            found[trace["name"]] = list(zip(trace["x"], trace["y"], strict=True))
     return found
 
 
@@ -69,12 +68,6 @@ def test_many_rounds_share_the_columns_of_weights(tmp_path):
     assert figure["layout"]["xaxis"]["title"]["text"] == "round (each column is the mean of 2 rounds)"
     assert weights["z"] == [[pytest.approx(0.3), pytest.approx(0.3), None], [None, None, 1.0]]
     assert excluded["z"] == [[None, 1, None], [None, None, None]]  # excluded in one round of two
-
-
-def test_neighbouring_byzantine_workers_share_a_strip(tmp_path):
-    run = run_with(tmp_path / "run", [dict.fromkeys(range(5), 0.2)], byzantine=[0, 1, 4])
-    strips = weights_heat_map(run)["layout"]["shapes"]
-    assert [(strip["y0"], strip["y1"]) for strip in strips] == [(-0.5, 1.5), (3.5, 4.5)]
 
 
 def test_a_run_without_weights_has_no_heat_map_of_them(fresh_run):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 import fedsim
-from fedsim.records.progress import Progress, ToTarget, progress_of, reached
+from fedsim.records.progress import Progress, progress_of, reached
 from fedsim.records.record import AsyncRecord, RoundRecord, mean_staleness
 
 
@@ -80,13 +80,6 @@ def test_the_target_is_reached_at_the_first_test_with_that_accuracy():
     assert reached([0.91, 0.2, 0.95], progress, 0.9) == progress[0]
     assert reached([None, 0.2, 0.95], progress, 0.9) == progress[2]
     assert reached([0.1, 0.2, 0.8999], progress, 0.9) is None
-
-
-def test_the_cost_of_a_target_is_a_mean_over_the_runs_that_reached_it():
-    found = ToTarget.of([Progress(1, None, 4, 10), None, Progress(3, None, 8, 20)])
-    assert (found.reached, found.virtual_seconds) == (2, None)
-    assert [found.rounds.mean, found.updates.mean, found.arrivals.mean] == [2.0, 6.0, 15.0]
-    assert ToTarget.of([None, None]) == ToTarget(0, None, None, None, None)
 
 
 def test_post_local_sgd_averages_gradients_at_first(tiny_experiment):
