@@ -1,4 +1,4 @@
-"""Every rule once more, written from its definition in plain NumPy, as slow as it likes."""
+"""Slow reference implementations of all rules in NumPy, written from their definitions."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from fedsim.aggregation.numerics.columns import (
     distances_from,
     distances_to,
     products_with,
-    sampled_columns,
     squared_distances_to,
     wide_blocks,
 )
@@ -75,14 +74,6 @@ def test_distances_from_keeps_rows_that_are_not_finite(odd):
     for point in (None, torch.zeros(700)):
         found = distances_from(updates, point, 1.0)
         assert torch.equal(found, distances_to(updates, point)) or found[2].isnan()
-
-
-def test_sampled_columns_are_spread():
-    for d in (0, 1, 512, 513, 1_000, 50_000):
-        chosen = sampled_columns(torch.arange(d).expand(3, d))
-        assert torch.equal(chosen[0], chosen[2])
-        assert chosen.shape[1] == len(set(chosen[0].tolist())) == min(d, 512)
-        assert d <= 512 or int(chosen.max()) >= 0.9 * d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

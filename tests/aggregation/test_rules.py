@@ -24,22 +24,23 @@ def test_weights_are_normalised(updates, name, as_type):
     weights = [1.0, 2.0, 3.0, 0.0, 4.0]
     expected = sum(w / 10 * row for w, row in zip(weights, updates, strict=True))
     assert torch.allclose(fedsim.aggregate(updates, as_type(weights), name), expected, rtol=0, atol=1e-12)
-
-
-def test_weighted_mean_without_weights_is_the_mean(updates):
-    assert torch.allclose(fedsim.aggregate(updates, rule="weighted_mean"), updates.mean(0), rtol=0, atol=1e-12)
+    assert torch.allclose(fedsim.aggregate(updates, rule=name), updates.mean(0), rtol=0, atol=1e-12)
 
 
 def apply(plug, updates, **more):
     return fedsim.aggregate(updates, rule=plug.name, **{**parameters_of(plug, updates), **more})
 
 
+COLUMNWISE = [plug for plug in rule if getattr(plug.target, "columnwise", False)]
 every_rule = pytest.mark.parametrize("plug", list(rule), ids=lambda plug: plug.name)
 
 
+TOLERANCES = {torch.float64: 0, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
 @every_rule
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_every_rule_keeps_the_dtype_and_its_input(plug, dtype, updates):
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_every_rule_keeps_the_dtype_and_its_input_and_is_close_to_double(plug, dtype, updates):
     updates = torch.cat([updates, updates * 0.9, updates * 0.8]).to(dtype)
     before = updates.clone()
     result = apply(plug, updates)
@@ -47,15 +48,8 @@ def test_every_rule_keeps_the_dtype_and_its_input(plug, dtype, updates):
     assert result.shape == (33,)
     assert torch.equal(updates, before)
     assert result.data_ptr() not in {row.data_ptr() for row in updates}
-
-
-@every_rule
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_every_rule_in_low_precision_is_close_to_double(plug, dtype, updates):
-    updates = torch.cat([updates, updates * 0.9, updates * 0.8]).to(dtype)
-    tolerance = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     exact = apply(plug, updates.double())
-    assert torch.allclose(apply(plug, updates).double(), exact, rtol=0, atol=tolerance * float(exact.abs().max()))
+    assert torch.allclose(result.double(), exact, rtol=0, atol=TOLERANCES[dtype] * float(exact.abs().max()))
 
 
 @every_rule
@@ -70,18 +64,13 @@ def test_every_rule_accepts_one_row_or_states_its_constraint(plug, updates):
 
 
 @every_rule
-def test_every_rule_accepts_one_column(plug):
-    updates = torch.tensor([[1.0], [2.0], [4.0], [8.0], [1.5], [3.0], [2.5], [0.5]], dtype=torch.double)
-    assert apply(plug, updates).shape == (1,)
-
-
-@every_rule
-def test_every_rule_accepts_equal_rows_and_zero_rows(plug):
+def test_every_rule_accepts_equal_rows_zero_rows_and_one_column(plug):
     row = torch.tensor([0.5, -1.0, 0.0, 0.25], dtype=torch.double)
     assert torch.isfinite(apply(plug, row.repeat(8, 1))).all()
     assert not apply(plug, torch.zeros(8, 4, dtype=torch.double), root=row if "root" in plug.takes else None).any()
     if plug.name not in {"sign_vote", "foolsgold", "qfedavg"}:
         assert torch.allclose(apply(plug, row.repeat(8, 1)), row, rtol=0, atol=1e-12)
+    assert apply(plug, torch.tensor([[1.0], [2.0], [4.0], [8.0], [1.5], [3.0], [2.5], [0.5]])).shape == (1,)
 
 
 @every_rule
@@ -91,14 +80,6 @@ def test_every_rule_is_deterministic_and_leaves_global_generators(plug, updates)
     assert torch.equal(apply(plug, updates), apply(plug, updates))
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.array_equal(np.random.get_state()[1], states[1])
-
-
-@every_rule
-def test_columnwise_rules_are_columnwise(plug, updates):
-    if getattr(plug.target, "columnwise", False):
-        whole = apply(plug, updates)
-        parts = [apply(plug, part) for part in updates.split(10, dim=1)]
-        assert torch.allclose(torch.cat(parts), whole, rtol=0, atol=1e-12)
 
 
 @every_rule
@@ -132,21 +113,17 @@ def test_a_rule_can_be_an_import_path(updates):
         ([0.0] * 5, "not all zero"),
         ("abc", 'must be 5 numbers, not "abc"'),
         ([1, 1, 1, 1, -1], "must be finite, >= 0"),
-        ([1, 1, 1, 1, float("nan")], "must be finite, >= 0"),
         ([1, 1, 1, 1, float("inf")], "must be finite, >= 0"),
     ],
 )
-def test_impossible_weights_are_refused(updates, weights, message):
+def test_wrong_weights_are_an_error(updates, weights, message):
     with pytest.raises(ExperimentError, match=message):
         fedsim.aggregate(updates, weights)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [torch.zeros(3), torch.zeros(0, 3), torch.zeros(2, 3, dtype=torch.long), np.zeros((2, 3), int), [[1.0]], None],
-)
+@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(0, 3), np.zeros((2, 3), int), [[1.0]], None])
 def test_updates_must_be_a_floating_matrix(bad):
-    with pytest.raises(ExperimentError, match=r"must be a floating tensor \[n, d\]"):
+    with pytest.raises(ExperimentError, match=r"updates: must be a floating tensor \[n, d\]"):
         fedsim.aggregate(bad)
 
 
@@ -172,14 +149,12 @@ def test_blocks_cover_every_column_for_any_number_of_processes(d, count):
     assert len(blocks) <= 64
 
 
-@pytest.mark.parametrize("name", [plug.name for plug in rule if getattr(plug.target, "columnwise", False)])
-def test_one_block_gives_the_result_of_several_blocks(name):
-    params = {"f": 2} if "f" in rule.get(name).parameters.model_fields else {}
-    for d in (BLOCK + 5, 2 * BLOCK - 1, 2 * BLOCK):
-        updates = torch.randn(9, d, dtype=torch.double, generator=torch.Generator().manual_seed(d))
-        by_blocks = [fedsim.aggregate(updates[:, block], rule=name, **params) for block in column_blocks(d)]
-        found = fedsim.aggregate(updates, rule=name, **params)
-        assert torch.allclose(found, torch.cat(by_blocks), rtol=0, atol=1e-14)
+@pytest.mark.parametrize("plug", COLUMNWISE, ids=lambda plug: plug.name)
+@pytest.mark.parametrize(("d", "width"), [(33, 10), (BLOCK + 5, BLOCK), (2 * BLOCK, BLOCK)])
+def test_columnwise_rules_are_columnwise(plug, d, width):
+    updates = torch.randn(9, d, dtype=torch.double, generator=torch.Generator().manual_seed(d))
+    parts = [apply(plug, part) for part in updates.split(width, dim=1)]
+    assert torch.allclose(apply(plug, updates), torch.cat(parts), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("far", [0, 1, 5, 20])
