@@ -60,6 +60,7 @@ __all__ = [
     "policies",
     "pre_aggregate",
     "pre_aggregators",
+    "processors",
     "pull_down",
     "rules",
     "run",

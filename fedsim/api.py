@@ -7,7 +7,17 @@ from fedsim.byzantine import attack
 from fedsim.comparison import Comparison, compare
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
-from fedsim.config.plugs import attacks, noises, partitions, policies, pre_aggregators, rules, server_optimizers, speeds
+from fedsim.config.plugs import (
+    attacks,
+    noises,
+    partitions,
+    policies,
+    pre_aggregators,
+    processors,
+    rules,
+    server_optimizers,
+    speeds,
+)
 from fedsim.core.randomness import Draws
 from fedsim.core.rows import Layout, bind, new_rows, pull_down
 from fedsim.core.training import test, train_epoch

@@ -124,11 +124,16 @@ NOTES: dict[str, str] = _each(
         "test_step": "the model is tested after every round; there is no key for it",
         "scheduler lr_scheduler lr_schedule warmup cosine lr_step": "there is no learning-rate schedule",
         "grad_clip clip max_grad_norm clip_grad_norm gradient_clipping clip_norm": (
-            "there is no gradient clipping; aggregate.rule=norm_clipping clips the updates"
+            """write processors='[{name="clip",max_norm=1.0}]', which clips each update"""
         ),
-        "dp differential_privacy noise_multiplier target_epsilon": "there is no differential privacy",
+        "dp differential_privacy noise_multiplier target_epsilon": (
+            "no privacy budget is computed; "
+            """write processors='[{name="clip",max_norm=1.0},{name="gaussian_noise",std=0.01}]'"""
+        ),
         "secure_aggregation secagg encryption": "there is no secure aggregation",
-        "compression compressor quantization sparsification": "there is no compression of updates",
+        "compression compressor quantization sparsification": (
+            """write processors='["sign"]', or another of `fedsim list processors`"""
+        ),
         "wandb use_wandb mlflow": "in Python, fedsim.run(..., on_round=f) calls f after every round",
         "loss criterion loss_fn loss_function": "there is no key for the loss",
         "metric metrics": "there is no key for metrics; loss and accuracy are recorded",

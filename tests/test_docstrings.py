@@ -26,11 +26,12 @@ KINDS = (
     "attacks",
     "rules",
     "pre-aggregators",
+    "processors",
     "servers",
 )
 PLUGS_OF_KINDS = [(kind, plug) for kind in KINDS for plug in registry_of(kind)]
 WITHOUT_SOURCE = {"mean", "norm_clipping", "none", "nan", "inf", "contiguous", "iid"}
-PACKAGES = ("fedsim.aggregation", "fedsim.server", "fedsim.byzantine", "fedsim.data")
+PACKAGES = ("fedsim.aggregation", "fedsim.server", "fedsim.byzantine", "fedsim.data", "fedsim.processing")
 PUBLIC = [name for name in fedsim.__all__ if getattr(getattr(fedsim, name), "__module__", "").startswith(PACKAGES)]
 
 every_plug = pytest.mark.parametrize(("kind", "plug"), PLUGS_OF_KINDS, ids=[f"{k}-{p.name}" for k, p in PLUGS_OF_KINDS])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ class AggregationInputs:
         excluded: the number of rows that were excluded; they count as Byzantine.
         gram: the Gram of the updates if it is known.
         reduce: combines processes that have some columns of the updates each; see `Gram`.
+        metrics: receives numbers of the pre-aggregators and the rule.
 
     >>> inputs = fedsim.aggregation.AggregationInputs(torch.tensor([[1.0], [3.0]]))
     >>> pipeline = fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("mean", {}))
@@ -63,6 +64,7 @@ class AggregationInputs:
     excluded: int = 0
     gram: Gram | None = None
     reduce: Reduce = keep_own
+    metrics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.workers is None:

@@ -18,6 +18,8 @@ inputs by name; its keyword-only parameters are its configuration:
     last      [d], the last result, or None
     local_lr  the learning rate of the local solver, or None if it has none
     sync      "parameters" if the rows are updates, "gradients" if they are gradients at the global row
+    metrics   a dict, to which the rule may add numbers or tensors with one element: they are recorded for the round
+              under their names. A columnwise rule has none
 
 A rule returns a row [d] or a LinearCombination of the rows, whose coefficients are recorded. A pre-aggregator returns
 rows [m, d] or a LinearCombination with a matrix [m, n]. If it is also registered as a rule, it gives the mean of its
@@ -46,7 +48,10 @@ from torch import Tensor
 from fedsim.core.registry import Plug, Registry
 from fedsim.errors import ExperimentError
 
-GIVEN = ("updates", "weights", "gram", "rng", "draws", "state", "root", "losses", "workers", "last", "local_lr", "sync")
+GIVEN = (
+    *("updates", "weights", "gram", "rng", "draws", "state", "root", "losses", "workers", "last", "local_lr", "sync"),
+    "metrics",
+)
 
 Count = Annotated[int, Field(ge=0)]  # f, the number of Byzantine rows that a rule tolerates
 Positive = Annotated[float, Field(gt=0)]
@@ -115,7 +120,12 @@ class BoundRule:
 
 
 def bind_rule(plug: Plug, params: dict[str, Any]) -> BoundRule:
-    """The rule or pre-aggregator `plug` with checked parameters."""
+    """The rule or pre-aggregator `plug` with checked parameters.
+
+    Raises ExperimentError for a columnwise rule that accepts `metrics`: it would record numbers for every block.
+    """
+    if getattr(plug.target, "columnwise", False) and "metrics" in plug.takes:
+        raise ExperimentError(f"{plug.name}: a columnwise rule cannot record metrics")
     return BoundRule(
         function=plug.bind(params),
         name=plug.name,

@@ -34,6 +34,7 @@ from fedsim.config.schema import (
     Local,
     Model,
     Partition,
+    Processor,
     Race,
     Records,
     Server,
@@ -97,6 +98,7 @@ class Experiment(Table):
     sync: Literal["parameters", "gradients", "post_local"] = "parameters"
     gradient_rounds: NonNegativeInt | None = None  # of sync = "post_local": rounds before parameters are averaged
     buffers: Literal["average", "local", "server", "error"] = "average"
+    processors: Annotated[list[Processor], Field(max_length=100)] = Field(default=[])  # of each update, in this order
     model: Model = Model()
     data: Data = Data()
     partition: Partition = Partition()

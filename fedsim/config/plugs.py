@@ -24,6 +24,7 @@ PLUGS = {  # kind: the key that names a plug, and its registry, which is importe
     "attacks": ("attack.name", "fedsim.byzantine:attack_strategy"),
     "rules": ("aggregate.rule", "fedsim.aggregation:rule"),
     "pre-aggregators": ("aggregate.rule, before a rule", "fedsim.aggregation:pre_aggregator"),
+    "processors": ("processors", "fedsim.processing:processor"),
     "servers": ("server.optimizer", "fedsim.server:server_optimizer"),
     "policies": ("policy.name", "fedsim.asynchronous.policies:policy"),
     "speeds": ("clock.speed.name", "fedsim.asynchronous.clock.speeds:speed"),
@@ -71,6 +72,15 @@ def pre_aggregators() -> Signatures:
     True
     """
     return signatures("pre-aggregators")
+
+
+def processors() -> Signatures:
+    """The names of all processors of updates, each with its parameters.
+
+    >>> "max_norm" in processors()["clip"].parameters
+    True
+    """
+    return signatures("processors")
 
 
 def server_optimizers() -> Signatures:

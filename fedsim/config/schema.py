@@ -22,6 +22,7 @@ from fedsim.data.augmentation import ImageTransform, augmentation
 from fedsim.engines.distributed.hooks import BoundHook, bind_hook, hook
 from fedsim.errors import ExperimentError, show
 from fedsim.models import model
+from fedsim.processing import BoundProcessor, bind_processor, processor
 from fedsim.server import server_optimizer
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -172,6 +173,15 @@ class Aggregate(PlugTable):
 
 def _without_f(params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name != "f"}
+
+
+class Processor(PlugTable):
+    place, named_by, registry = "processors", "name", processor
+
+    name: Name
+
+    def bind(self) -> BoundProcessor:
+        return bind_processor(self.plug, self.params)
 
 
 class Server(PlugTable):

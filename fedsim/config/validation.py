@@ -138,6 +138,8 @@ def what_needs_rows(experiment: Experiment) -> str | None:
         return f"aggregate.rule = {show(rule.name)}"
     if experiment.attack.name != "none":
         return f"attack.name = {show(experiment.attack.name)}"
+    if experiment.processors:
+        return "processors"
     if experiment.aggregate.nonfinite == "exclude":
         return 'aggregate.nonfinite = "exclude"'
     if experiment.distributed.inner != "serial":
@@ -227,6 +229,7 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
     """Settings of synchronous rounds that an asynchronous policy does not use."""
     where = f"policy.name = {show(experiment.policy.name)}"
     unused = {"sync": "workers are not synchronised", "aggregate": "the policy applies updates itself"}
+    unused["processors"] = "they are applied to the updates of a cohort"
     if not policy.uses_server_optimizer:
         unused["server"] = "the policy updates the global row itself"
     for key, reason in unused.items():

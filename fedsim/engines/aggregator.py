@@ -6,7 +6,6 @@ The methods of `Aggregator` stand in the order in which a round calls them.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,39 +13,10 @@ from torch import Tensor
 from fedsim.aggregation import AggregationInputs, column_blocks, screened
 from fedsim.aggregation.rules.averages import mean
 from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.task import SharedState, Sync, TaskSpec
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import synchronize, to_device
-
-
-@dataclass
-class AggregationStats:
-    """Facts about an aggregation, or about all aggregations of a round.
-
-    Attributes:
-        shares: coefficient of each slot's row in the result, if the rule is a linear combination.
-        excluded: workers whose rows were left out, because they were not finite.
-    """
-
-    shares: list[float] | None = None
-    excluded: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class AggregationContext:
-    """Which rows one aggregation combines.
-
-    Attributes:
-        slots: their numbers.
-        workers: the worker of each.
-        weights: [n], float64 on the CPU; None for equal weights.
-        moment: (round,), or (round, step) if every step is a synchronisation: coordinates of random draws.
-    """
-
-    slots: Sequence[int]
-    workers: list[int]
-    weights: Tensor | None
-    moment: tuple[int, ...]
 
 
 class Aggregator:
@@ -115,6 +85,11 @@ class Aggregator:
         for rows, of_rows in zip(_views(self._shared.rows, slots), _runs(slots), strict=True):
             suspects = (~rows.sum(1).cpu().isfinite()).nonzero().flatten() + of_rows.start
             self._shared.unfit[suspects] = self._number
+
+    def rows_processed(self, slots: Sequence[int]) -> None:
+        """Processors have changed the rows at these slots, which this process has trained."""
+        if self._checks_now:
+            self._note_nonfinite(slots)
 
     def attack(self, context: AggregationContext) -> None:
         """Replace the rows of the Byzantine workers, once the rows of all processes are ready."""
@@ -237,7 +212,9 @@ class Aggregator:
         outcome = self._task.rule(cohort)
         self._state = outcome.state
         self._result = [(slice(None), outcome.update)]
-        return self._stats(context, bad, outcome.shares)
+        stats = self._stats(context, bad, outcome.shares)
+        stats.metrics.record(cohort.metrics)
+        return stats
 
     @staticmethod
     def _stats(context: AggregationContext, bad: list[int], shares: Tensor | None) -> AggregationStats:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedsim.core.snapshot import Snapshot
-from fedsim.engines.aggregator import AggregationStats
 from fedsim.engines.backend import Backend
 from fedsim.engines.executor import Executor, MakeTrainer
+from fedsim.engines.round_stats import AggregationStats, SentUpdates
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.system.devices import default_processes, resolve_device
@@ -85,6 +86,7 @@ class Engine:
     def __init__(self, backend: Backend, trainers: Trainers, threads: int) -> None:
         self._backend, self._trainers, self._threads = backend, trainers, threads
         self._trainer_facts: dict[str, Any] = {}
+        self._has_processors = False
 
     @property
     def shared(self) -> SharedState:
@@ -97,6 +99,7 @@ class Engine:
 
     def begin(self, task: TaskSpec, shared: SharedState) -> None:
         """Take on a task; the one before is left. Raises ExperimentError where the engine cannot do it."""
+        self._has_processors = bool(task.processors)
         make_trainer, self._trainer_facts = self._trainers(task, shared, self._backend.processes, self._threads)
         self._backend.begin(task, shared, make_trainer)
 
@@ -133,9 +136,9 @@ class Engine:
 
     # The lines of a round, see `fedsim.runs.loops.synchronous`.
 
-    def pull_down(self, cohort: Sequence[int], round: int) -> None:
-        """Give every member of the cohort the global model."""
-        self._backend.run(Executor.pull_down, cohort, round)
+    def pull_down(self, cohort: Sequence[int], round: int) -> int:
+        """Give every member of the cohort the global model, and buffers; the bytes that are sent."""
+        return self._backend.run(Executor.pull_down, cohort, round)[0]
 
     def train(self, cohort: Sequence[int], round: int) -> None:
         """Train every member of the cohort on its shard. The rows hold the members' updates afterwards."""
@@ -145,6 +148,12 @@ class Engine:
         """Replace the updates of the Byzantine members of the cohort."""
         self._backend.run(Executor.attack, cohort, round)
 
+    def process_updates(self, cohort: Sequence[int], round: int) -> SentUpdates:
+        """Apply the processors to the updates of the cohort."""
+        if not self._has_processors:
+            return SentUpdates(len(cohort), len(cohort) * self.shared.global_row.nbytes)
+        return SentUpdates.total(self._backend.run(Executor.process_updates, cohort, round))
+
     def aggregate(self, cohort: Sequence[int], round: int) -> AggregationStats:
         """Apply the rule to the updates of the cohort. The processes keep the result for `server_step`."""
         return self._backend.run(Executor.aggregate, cohort, round)[0]
@@ -153,14 +162,16 @@ class Engine:
         """Move the global row along the aggregated update, by the server optimizer."""
         self._backend.run(Executor.server_step)
 
-    def combine_buffers(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> None:
-        """Update the global buffers from those of the cohort, without the excluded workers."""
-        if self.shared.global_buffers.numel():
-            self._backend.run(Executor.combine_buffers, cohort, round, excluded)
+    def combine_buffers(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> int:
+        """Update the global buffers from those of the cohort, without the excluded workers; the bytes that are sent."""
+        if not self.shared.global_buffers.numel():
+            return 0
+        return self._backend.run(Executor.combine_buffers, cohort, round, excluded)[0]
 
     def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> AggregationStats:
         """Run a round of synchronous SGD: the cohort's gradients are aggregated at every step."""
-        return self._backend.run(Executor.train_on_averaged_gradients, cohort, round)[0]
+        stats = self._backend.run(Executor.train_on_averaged_gradients, cohort, round)
+        return replace(stats[0], sent=SentUpdates.total(each.sent for each in stats))
 
     def train_apart(self, members: Sequence[WorkItem]) -> None:
         """Train rows from their present values, each for a round or for one step."""

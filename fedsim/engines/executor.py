@@ -17,15 +17,17 @@ import torch
 from fedsim.core.randomness import seed_everything
 from fedsim.core.rows import index_of, new_rows, pull_down
 from fedsim.core.training import test
-from fedsim.engines.aggregator import AggregationContext, AggregationStats, Aggregator, meet
+from fedsim.engines.aggregator import Aggregator, meet
 from fedsim.engines.evaluation import Evaluation
 from fedsim.engines.out_of_memory import explain_oom
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import SharedState, TaskSpec, test_batch_size
+from fedsim.engines.round_stats import AggregationContext, AggregationStats, GradientRoundStats, SentUpdates
+from fedsim.engines.task import SharedState, TaskSpec, buffer_bytes, test_batch_size
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.capture import can_capture
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.engines.trainers.sequential import Trainer
+from fedsim.processing import apply_chain
 from fedsim.system.allocator import keep_freed_memory
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
@@ -33,27 +35,6 @@ from fedsim.system.precision import full_precision
 T = TypeVar("T")
 
 MakeTrainer = Callable[[ProcessContext, TaskSpec, SharedState, BatchSource], Trainer]
-
-
-class GradientRoundStats:
-    """Facts about all aggregations of a round: mean shares over its steps, and the workers left out of any."""
-
-    def __init__(self, cohort: Sequence[int]) -> None:
-        self._shares = [0.0] * len(cohort)
-        self._excluded: set[int] = set()
-        self._steps = self._with_shares = 0
-
-    def add(self, context: AggregationContext, stats: AggregationStats) -> None:
-        self._steps += 1
-        self._excluded.update(stats.excluded)
-        if stats.shares is not None:
-            self._with_shares += 1
-            for slot, share in zip(context.slots, stats.shares, strict=True):
-                self._shares[slot] += share
-
-    def total(self) -> AggregationStats:
-        linear = self._with_shares == self._steps > 0
-        return AggregationStats([s / self._steps for s in self._shares] if linear else None, sorted(self._excluded))
 
 
 class Executor:
@@ -82,18 +63,25 @@ class Executor:
         with explain_oom(self.task, self.process.count, self.trainer.width), full_precision(self.task.device):
             return method(self, *arguments)
 
-    def pull_down(self, cohort: Sequence[int], round: int) -> None:
-        """Give this process's members of the cohort the global model."""
+    def pull_down(self, cohort: Sequence[int], round: int) -> int:
+        """Give this process's members of the cohort the global model; return the bytes that the whole cohort is sent.
+
+        Where gradients are averaged there are no rows to give, and the bytes are those of buffers.
+        """
         task, shared = self.task, self.shared
+        nbytes = buffer_bytes(task, shared)
         members = self._mine(cohort)
         index = index_of([member.slot for member in members], task.device)
         if task.sync_in(round) == "parameters":
-            pull_down(self.aggregator.sent_row(), shared.rows, index)
+            row = self.aggregator.sent_row()
+            pull_down(row, shared.rows, index)
+            nbytes += row.nbytes
         if task.buffers == "local":
             shared.buffers[index] = shared.own_buffers[index_of([member.worker for member in members], task.device)]
         else:
             pull_down(shared.global_buffers, shared.buffers, index)
         synchronize(task.device)
+        return len(cohort) * nbytes
 
     def train(self, cohort: Sequence[int], round: int) -> None:
         """Train this process's members of the cohort, each on its own row and shard; their rows become updates."""
@@ -143,20 +131,28 @@ class Executor:
         self.aggregator.attack(self._whole_cohort(cohort, round))
         synchronize(self.task.device)
 
+    def process_updates(self, cohort: Sequence[int], round: int) -> SentUpdates:
+        """Apply the processors to the updates of this process's members of the cohort."""
+        sent = SentUpdates()
+        self._process(self._mine(cohort, round), self._whole_cohort(cohort, round), sent)
+        synchronize(self.task.device)
+        return self._total(sent.on_host())
+
     def aggregate(self, cohort: Sequence[int], round: int) -> AggregationStats:
         """Apply the rule to the cohort's updates. The result stays here for `server_step`."""
-        return self.aggregator.aggregate(self._whole_cohort(cohort, round))
+        return self.aggregator.aggregate(self._whole_cohort(cohort, round)).on_host()
 
     def server_step(self) -> None:
         """Move the global row along the aggregated update."""
         self.aggregator.server_step()
         synchronize(self.task.device)
 
-    def combine_buffers(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> None:
-        """Update the global buffers from those of the cohort, without the excluded workers."""
+    def combine_buffers(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> int:
+        """Update the global buffers from those of the cohort, without the excluded workers; the bytes that are sent."""
         if self.process.index == 0:
             self.aggregator.combine_buffers(self._whole_cohort(cohort, round), excluded)
             synchronize(self.task.device)
+        return len(cohort) * buffer_bytes(self.task, self.shared)
 
     def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> AggregationStats:
         """Synchronous SGD: at every step the cohort's gradients are aggregated and ONE optimizer step is taken.
@@ -169,6 +165,8 @@ class Executor:
             stats = self._steps_together(cohort, round)
         if round == self.task.gradient_rounds < self.task.rounds:
             self.aggregator.begin_with_parameters()
+        if self.task.processors:
+            stats.sent = self._total(stats.sent)
         return stats
 
     def _steps_together(self, cohort: Sequence[int], round: int) -> AggregationStats:
@@ -176,7 +174,7 @@ class Executor:
         of_round, members = GradientRoundStats(cohort), self._mine(cohort, round)
         self.trainer.begin_gradient_round(members)
         for step, context in enumerate(self._aggregations(cohort, round)):
-            of_round.add(context, self._step_together(step, context, members))
+            of_round.add(context, self._step_together(step, context, members, of_round.sent))
         self.trainer.part()
         return of_round.total()
 
@@ -259,10 +257,33 @@ class Executor:
                     return  # the workers that still have data have weight 0
             yield AggregationContext(active, workers, weights, (round, step))
 
-    def _step_together(self, step: int, context: AggregationContext, members: Sequence[WorkItem]) -> AggregationStats:
+    def _process(self, members: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
+        """Apply the processors to the rows of those members that take part in an aggregation."""
+        task, rows, active = self.task, self.shared.rows, set(context.workers)
+        members = [member for member in members if member.worker in active]  # the server's own row is not sent
+        for member in members:
+            metrics: dict[str, Any] = {}
+            with self.process.working_on(member.worker, context.moment[0]):
+                coordinates = (*context.moment, member.worker)
+                nbytes = apply_chain(task.processors, rows[member.slot], task.seed, coordinates, metrics)
+            sent.add(1, nbytes, metrics)
+        self.aggregator.rows_processed([member.slot for member in members])
+
+    def _total(self, sent: SentUpdates) -> SentUpdates:
+        """The updates that this process knows of: its own. A rank knows of those of all ranks."""
+        return sent
+
+    def _count_unprocessed(self, context: AggregationContext, sent: SentUpdates) -> None:
+        """Count the rows of an aggregation that are sent as they are, in one process for all."""
+        if self.process.index == 0:
+            sent.add(len(context.slots), len(context.slots) * self.shared.global_row.nbytes)
+
+    def _step_together(
+        self, step: int, context: AggregationContext, members: Sequence[WorkItem], sent: SentUpdates
+    ) -> AggregationStats:
         """A step of synchronous SGD: the same lines as a round of federated averaging, with gradients for updates.
 
-        All processes meet where one needs what another has written.
+        All processes wait for each other before one reads what another has written.
         """
         aggregator = self.aggregator
         with self.in_precision():
@@ -272,6 +293,11 @@ class Executor:
         if self.task.byzantine:
             aggregator.attack(context)
             self._meet()
+        if self.task.processors:
+            self._process(members, context, sent)
+            self._meet()
+        else:
+            self._count_unprocessed(context, sent)
         stats = aggregator.aggregate(context)
         aggregator.server_step()
         self._meet()

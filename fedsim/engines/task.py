@@ -21,6 +21,7 @@ from fedsim.data.partitions import Transform
 from fedsim.engines.distributed.hooks import BoundHook
 from fedsim.engines.pool.shared_memory import share
 from fedsim.errors import ExperimentError, show_bytes
+from fedsim.processing import BoundProcessor
 from fedsim.server import ServerStep
 from fedsim.system.devices import require_memory, wide_dtype
 from fedsim.system.limits import describe_os_error
@@ -100,6 +101,7 @@ class TaskSpec:
     nonfinite: NonFinite
     attack: BoundAttack
     byzantine: frozenset[int]
+    processors: tuple[BoundProcessor, ...]  # applied to each update before it is aggregated
     server: ServerStep
     buffers: BufferPolicy
     augment: tuple[ImageTransform, ...]
@@ -304,6 +306,11 @@ def _rows_of_a_cohort(n: int, d: int, task: TaskSpec) -> Tensor:
         if (reason := describe_os_error(error)) is None:
             raise
         raise ExperimentError(f"memory: {what} takes {show_bytes(nbytes)}; {reason}; use {instead}") from error
+
+
+def buffer_bytes(task: TaskSpec, shared: SharedState) -> int:
+    """Bytes of the buffers that are sent with a model; 0 unless buffers are averaged."""
+    return shared.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0
 
 
 def test_batch_size(device: torch.device) -> int:

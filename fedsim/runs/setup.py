@@ -23,7 +23,7 @@ from fedsim.engines import Engine, Schedule, SpawnEngine, TaskSpec
 from fedsim.engines import engine as engines
 from fedsim.engines.out_of_memory import explain_oom
 from fedsim.engines.pool.retry import Note, announce, retried
-from fedsim.engines.task import SharedState
+from fedsim.engines.task import SharedState, buffer_bytes
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.runs import checks
 from fedsim.runs.session import Session
@@ -167,7 +167,7 @@ def prepare(
             label_counts=label_counts(train.targets.cpu().numpy(), shards_described, shared.classes),
             byzantine=experiment.byzantine,
             row_bytes=shared.global_row.nbytes,
-            buffer_bytes=shared.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0,
+            buffer_bytes=buffer_bytes(task, shared),
         )
         del shared  # the engine must be the last to hold its memory when it leaves the task
         yield prepared, engine
@@ -191,6 +191,7 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         nonfinite=aggregate.nonfinite,
         attack=experiment.attack.bind(),
         byzantine=frozenset(experiment.byzantine),
+        processors=tuple(processor.bind() for processor in experiment.processors),
         server=experiment.server.bind(),
         buffers=experiment.buffers,
         augment=tuple(augment.bind() for augment in experiment.data.augment),

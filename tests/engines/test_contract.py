@@ -87,6 +87,20 @@ CASES = {
     "workers that see their samples differently": {"partition": {"strategy": "feature_noise", "sigma": 1.0}},
 }
 
+CHAIN = [{"name": "clip", "max_norm": 0.2}, {"name": "gaussian_noise", "std": 0.01}, {"name": "top_k", "k": 500}]
+PROCESSED = {
+    "processed updates": {"processors": CHAIN, "workers": 5, "cohort": 3, "partition": "tests.plugs:uneven"},
+    "processed gradients": {"processors": CHAIN, "partition": "tests.plugs:uneven"},
+    "updates quantized after an attack": {
+        **{**ATTACKED, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "krum"},
+        "processors": ["qsgd"],
+    },
+    "a rule with data of the server's own, and processed updates": {
+        **{"aggregate": {"rule": "fltrust", "root_samples": 20}, "processors": ["sign"]},
+    },
+}
+
+ALL_CASES = {**CASES, **PROCESSED}
 EXACT = {"spawn": 2}  # engines that give the very same bits on a CPU, with a number of processes that share the work
 CLOSE = {
     "batched": {"processes": 1, "batched": {"width": 3}}
@@ -133,7 +147,7 @@ def cases_and_syncs(shift):
     `shift`, 0 or 1, is the number of the sync of the first case.
     """
     pairs = []
-    for index, (case, tables) in enumerate(CASES.items()):
+    for index, (case, tables) in enumerate(ALL_CASES.items()):
         needs_parameters = "server" in tables or case == "fedprox"  # a server optimizer, or local steps
         for sync in SYNCS[:1] if needs_parameters else SYNCS:
             is_default = needs_parameters or sync == SYNCS[(index + shift) % 2]
@@ -144,7 +158,7 @@ def cases_and_syncs(shift):
 @pytest.mark.parametrize(("case", "sync"), cases_and_syncs(0))
 @pytest.mark.parametrize("engine", EXACT)
 def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_experiment, session):
-    tables = {**tiny_experiment, "sync": sync, **CASES[case]}
+    tables = {**tiny_experiment, "sync": sync, **ALL_CASES[case]}
     serial, other = run_both(engine, tables, session)
     assert not torch.equal(serial.global_row, torch.zeros_like(serial.global_row))
     assert torch.equal(serial.global_row, other.global_row)
@@ -169,7 +183,7 @@ def test_a_run_repeats_itself_and_follows_its_seed(engine, tiny_experiment, sess
 @pytest.mark.parametrize(("case", "sync"), cases_and_syncs(1))
 @pytest.mark.parametrize("engine", CLOSE)
 def test_the_engine_agrees_with_serial_up_to_rounding(engine, case, sync, tiny_experiment):
-    tables = {**tiny_experiment, "sync": sync, **CASES[case], "precision": "float64"}
+    tables = {**tiny_experiment, "sync": sync, **ALL_CASES[case], "precision": "float64"}
     if (engine, case) in REFUSED:
         with pytest.raises(fedsim.ExperimentError, match=REFUSED[engine, case]):
             fedsim.run({**tables, "engine": engine, **CLOSE[engine]})

@@ -18,7 +18,7 @@ import fedsim
 from fedsim.records.history import METRICS
 from fedsim.records.run_folder import MODEL
 from tests.commands import ROOT, ended, free_port, read_until, start, start_python, start_ranks
-from tests.engines.test_contract import CASES, ROUNDING, assert_close, without_times
+from tests.engines.test_contract import CASES, CHAIN, PROCESSED, ROUNDING, assert_close, without_times
 from tests.engines.torch_post_local import TABLES
 
 PROGRAM = ROOT / "tests" / "engines" / "rank_program.py"
@@ -47,6 +47,8 @@ FURTHER = {
     "draws at test time": {"model": "tests.plugs:AlwaysDropping", "data": "tests.plugs:tested_on_many"},
     "a forward pass that writes to parameters": {"model": "tests.plugs:Renormalised", "data": "tests.plugs:tokens"},
     "an empty part of the columns": {"model": "tests.plugs:Few", "data": "tests.plugs:few", "aggregate": "median"},
+    "processed updates": {"processors": CHAIN, "workers": 5, "partition": "tests.plugs:uneven"},
+    "updates quantized after an attack": PROCESSED["updates quantized after an attack"],
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
 }
 OF_TWO = (
@@ -102,6 +104,7 @@ ROWS_OF_GRADIENTS = {  # averaged, or aggregated otherwise, as rows of single wo
     },
     "a linear rule that draws": FURTHER["a linear rule that draws"],
     "stacked in each rank": FURTHER["stacked in each rank"],
+    "processed gradients": PROCESSED["processed gradients"],
 }
 LEARNING = {
     **{"rounds": 3, "workers": 4, "model": "2nn", "data": "tests.plugs:tiny", "sync": "gradients"},

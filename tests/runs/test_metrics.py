@@ -1,4 +1,4 @@
-"""A number that a plug adds to the record of a round reaches all outputs."""
+"""A number that a plug records in a round reaches all outputs."""
 
 from __future__ import annotations
 
@@ -13,38 +13,29 @@ from fedsim.records.record import RoundRecord, metrics_in
 from fedsim.records.tensorboard import scalars
 from fedsim.report.curves import run_curves
 from fedsim.report.run_page import rounds_table
-from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.text_table import columns_of, table_header
 
-
-@pytest.fixture
-def with_update_norm(monkeypatch):
-    """Add a number to each record where a loop makes it."""
-
-    def record(**fields):
-        return RoundRecord(**fields, metrics={"update_norm": 2.5 * fields["round"]})
-
-    monkeypatch.setitem(vars(__import__(SynchronousLoop.__module__, fromlist=["x"])), "RoundRecord", record)
+CLIPPED = {"processors": [{"name": "clip", "max_norm": 1e-3}]}
 
 
-def test_a_metric_of_a_plug_reaches_file_table_tensorboard_and_report(with_update_norm, tiny_experiment, tmp_path):
-    result = fedsim.run(tiny_experiment, tmp_path / "run")
+def test_a_metric_of_a_plug_reaches_file_table_tensorboard_and_report(tiny_experiment, tmp_path):
+    result = fedsim.run({**tiny_experiment, **CLIPPED}, tmp_path / "run")
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
-    assert line["metrics"] == {"update_norm": 5.0}
-    assert "update_norm" in table_header(columns_of(result.history[0]))
-    assert scalars(result.history[1])["metrics/update_norm"] == 5.0
+    assert line["metrics"] == {"clipped_share": 1.0}
+    assert "clipped_share" in table_header(columns_of(result.history[0]))
+    assert scalars(result.history[1])["metrics/clipped_share"] == 1.0
     stored = read_records(tmp_path / "run")
-    (figure,) = [figure for figure in run_curves(stored) if figure["when"]["metric"] == "update_norm"]
-    assert figure["data"][0]["y"] == [2.5, 5.0]
-    assert "update_norm" in rounds_table(stored)["head"]
+    (figure,) = [figure for figure in run_curves(stored) if figure["when"]["metric"] == "clipped_share"]
+    assert figure["data"][0]["y"] == [1.0, 1.0]
+    assert "clipped_share" in rounds_table(stored)["head"]
 
 
-def test_a_metric_of_a_plug_reaches_the_tables_of_a_comparison(with_update_norm, tiny_experiment, tmp_path):
-    fedsim.compare(tiny_experiment, {"seed": [0, 1]}, tmp_path / "grid", jobs=1)
+def test_a_metric_of_a_plug_reaches_the_tables_of_a_comparison(tiny_experiment, tmp_path):
+    fedsim.compare({**tiny_experiment, **CLIPPED}, {"seed": [0, 1]}, tmp_path / "grid", jobs=1)
     with (tmp_path / "grid" / "results.csv").open() as file:
-        assert [row["metrics.update_norm"] for row in csv.DictReader(file)] == ["5.0", "5.0"]
+        assert [row["metrics.clipped_share"] for row in csv.DictReader(file)] == ["1.0", "1.0"]
     with (tmp_path / "grid" / "curves.csv").open() as file:
-        assert [row["metrics.update_norm"] for row in csv.DictReader(file)] == ["2.5", "5.0"] * 2
+        assert [row["metrics.clipped_share"] for row in csv.DictReader(file)] == ["1.0"] * 4
 
 
 def test_a_record_is_a_dict_of_its_fields_and_is_read_as_it_was_written():

@@ -40,6 +40,7 @@ CASES = {
     "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 2, "server": "adam"},
     "own buffers": {"model": "tests.plugs:Normalised", "buffers": "local"},
     "averaged buffers": {"model": "tests.plugs:Normalised", "cohort": 2},
+    "processors": {"processors": ["qsgd", {"name": "gaussian_noise", "std": 0.1}]},
     "float64": {"precision": "float64"},
     "virtual shards": {"partition": "tests.plugs:some", "workers": 50, "cohort": 3},
     "rounds on the clock": TIMED,

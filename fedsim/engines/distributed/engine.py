@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fedsim.core.snapshot import Snapshot
 from fedsim.data import TensorData
-from fedsim.engines.aggregator import AggregationContext, AggregationStats
 from fedsim.engines.distributed import hook_state
 from fedsim.engines.distributed.ddp import ParallelTrainer, SharedModel
 from fedsim.engines.distributed.placement import RowPlacement
@@ -29,6 +28,7 @@ from fedsim.engines.executor import Executor, MakeTrainer, balance_load
 from fedsim.engines.in_process import InProcess
 from fedsim.engines.named import one_by_one
 from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.round_stats import AggregationContext, AggregationStats, SentUpdates
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.width import stack_width
 from fedsim.engines.task import SharedState, TaskSpec
@@ -117,9 +117,6 @@ class DistributedEngine(Engine):
 
     def train_loss(self, samples: Sequence[int]) -> float:
         return mean_loss(self._backend.run(RankExecutor.gather_train_losses)[0], samples)
-
-    def combine_buffers(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> None:
-        self._backend.run(RankExecutor.combine_buffers, cohort, round, excluded)
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
         return self._backend.run(RankExecutor.round_rows, cohort, round)[0]
@@ -284,9 +281,15 @@ class RankExecutor(Executor):
         self.aggregator.placement = RowPlacement(assignments)
         return [WorkItem(row, everyone[slot], round) for row, slot in enumerate(assignments[self._ranks.index])]
 
-    def _step_together(self, step: int, context: AggregationContext, members: Sequence[WorkItem]) -> AggregationStats:
+    def _total(self, sent: SentUpdates) -> SentUpdates:
+        return SentUpdates.total(self._ranks.tell_all(sent))
+
+    def _step_together(
+        self, step: int, context: AggregationContext, members: Sequence[WorkItem], sent: SentUpdates
+    ) -> AggregationStats:
         if self.task.hook is None:
-            return super()._step_together(step, context, members)
+            return super()._step_together(step, context, members, sent)
+        self._count_unprocessed(context, sent)
         aggregator, shares = self.aggregator, self.aggregator.shares(context)
         with self.in_precision():
             mean = self.trainer.mean_gradient(step, aggregator.of_mine(context, shares))
@@ -297,9 +300,6 @@ class RankExecutor(Executor):
 
     def _meet(self) -> None:
         """What the ranks send each other makes them wait for each other."""
-
-    def combine_buffers(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> None:
-        self.aggregator.combine_buffers(self._whole_cohort(cohort, round), excluded)
 
     def gather_train_losses(self) -> Tensor:
         """The training losses of all ranks' members, by slot."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fedsim.core.rows import ALIGNMENT
-from fedsim.engines.aggregator import AggregationContext, AggregationStats, Aggregator
+from fedsim.engines.aggregator import Aggregator
+from fedsim.engines.round_stats import AggregationContext, AggregationStats
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class RootAggregator(Aggregator):
         self._number += 1
         self._has_last = has_last
         self._shared.unfit[[context.slots[place] for place in bad]] = self._number
-        return self._aggregate_rows(context, *self._screened(context))
+        return self._aggregate_rows(context, *self._screened(context)).on_host()
 
     def forget(self) -> None:
         """Begin again, as before the first aggregation."""

@@ -21,10 +21,11 @@ from torch import Tensor
 from fedsim.aggregation import AggregationInputs, screened
 from fedsim.aggregation.numerics.columns import bad_rows, combine
 from fedsim.core.rows import new_rows
-from fedsim.engines.aggregator import AggregationContext, AggregationStats, Aggregator
+from fedsim.engines.aggregator import Aggregator
 from fedsim.engines.distributed.placement import Columns, RootAggregator, RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import synchronize
@@ -94,6 +95,9 @@ class RankAggregator(Aggregator):
         self._sync = self._task.sync_in(round)
         if self._sync == "parameters":
             self._rank_memory.rows -= self._sent
+
+    def rows_processed(self, slots: Sequence[int]) -> None:
+        self._collected = 0  # the first rank may have the rows as they were before
 
     def attack(self, context: AggregationContext) -> None:
         if any(worker in self._task.byzantine for worker in context.workers):

@@ -30,27 +30,31 @@ class RoundClock:
         now: virtual seconds since the start.
     """
 
-    def __init__(self, delays: Delays, schedule: Schedule, model_bytes: int) -> None:
-        self._delays, self._schedule, self._bytes = delays, schedule, 2 * model_bytes
+    def __init__(self, delays: Delays, schedule: Schedule, row_bytes: int, buffer_bytes: int) -> None:
+        self._delays, self._schedule = delays, schedule
+        self._other_bytes = row_bytes + 2 * buffer_bytes  # the model that a worker receives, and buffers both ways
         self._started: Counter[int] = Counter()  # work items, by worker
         self.now = 0.0
 
     @classmethod
     def of(cls, prepared: PreparedRun) -> RoundClock:
         """The clock of a run."""
-        return cls(delays_of(prepared.experiment), prepared.schedule, prepared.row_bytes + prepared.buffer_bytes)
+        return cls(delays_of(prepared.experiment), prepared.schedule, prepared.row_bytes, prepared.buffer_bytes)
 
-    def pass_round(self, cohort: Sequence[int], sizes: Sequence[int], *, in_step: bool) -> None:
+    def pass_round(self, cohort: Sequence[int], sizes: Sequence[int], *, update_bytes: float, in_step: bool) -> None:
         """Advance `now` by a round of these workers with shards of these sizes.
 
-        in_step: the workers wait for each other at each step, not only at the end of the round.
+        Args:
+            update_bytes: mean size of an update, or of a gradient, as it is sent.
+            in_step: the workers wait for each other at each step, not only at the end of the round.
         """
+        nbytes = self._other_bytes + update_bytes
         steps = [self._schedule.steps_for(size) for size in sizes]
         if not in_step:
-            self._pass(list(zip(cohort, steps, strict=True)))
+            self._pass(list(zip(cohort, steps, strict=True)), nbytes)
             return
         for step in range(max(steps)):
-            self._pass([(worker, 1) for worker, count in zip(cohort, steps, strict=True) if step < count])
+            self._pass([(worker, 1) for worker, count in zip(cohort, steps, strict=True) if step < count], nbytes)
 
     def state(self) -> dict[str, Any]:
         """The state between two rounds, in JSON types."""
@@ -61,8 +65,8 @@ class RoundClock:
         saved = RoundClockState.model_validate(state)
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
-    def _pass(self, work: Sequence[tuple[int, int]]) -> None:
+    def _pass(self, work: Sequence[tuple[int, int]], nbytes: float) -> None:
         """Advance by the longest of these (worker, local steps), which start at the same time."""
-        seconds = [self._delays.seconds(worker, self._started[worker], steps, self._bytes) for worker, steps in work]
+        seconds = [self._delays.seconds(worker, self._started[worker], steps, nbytes) for worker, steps in work]
         self._started.update(worker for worker, _ in work)
         self.now += max(seconds, default=0.0)

@@ -13,10 +13,10 @@ from fedsim.core.randomness import sample_cohort
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine
-from fedsim.engines.aggregator import AggregationStats
+from fedsim.engines.round_stats import MetricLog
 from fedsim.engines.task import FiniteCheck
-from fedsim.errors import FedsimWarning, show
-from fedsim.records.record import RoundRecord
+from fedsim.errors import ExperimentError, FedsimWarning, show
+from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.runs.loops.round_clock import RoundClock
 from fedsim.runs.setup import PreparedRun
 
@@ -40,61 +40,50 @@ class SynchronousLoop:
         engine, task, timer = self._engine, self._prepared.task, PhaseTimer()
         cohort = [worker for worker in self.cohort(round) if worker not in lost]
         with timer("pull_down"):
-            engine.pull_down(cohort, round)
+            bytes_down = engine.pull_down(cohort, round)
         if task.sync_in(round) == "parameters":
             with timer("train"):
                 engine.train(cohort, round)
             with timer("aggregate"):
                 if task.byzantine:
                     engine.attack(cohort, round)
+                sent = engine.process_updates(cohort, round)
                 stats = engine.aggregate(cohort, round)
                 engine.server_step()
         else:  # every step ends with the same lines, see `Executor.train_on_averaged_gradients`
             with timer("train"):
                 stats = engine.train_on_averaged_gradients(cohort, round)
-        engine.combine_buffers(cohort, round, stats.excluded)
+            sent = stats.sent
+            bytes_down += sent.count * self._prepared.row_bytes  # the global row, for each step
+        bytes_up = sent.nbytes + engine.combine_buffers(cohort, round, stats.excluded)
         self._check_finite(round)
         with timer("test"):
             results = engine.test(round)
         sizes = [engine.shared.shards.size(worker) for worker in cohort]
         if self._virtual:
-            self._virtual.pass_round(cohort, sizes, in_step=task.sync_in(round) == "gradients")
+            in_step = task.sync_in(round) == "gradients"
+            self._virtual.pass_round(cohort, sizes, update_bytes=sent.nbytes / sent.count, in_step=in_step)
         self._warn_of_attack_without_honest_rows(round, cohort, sizes)
-        return self._record(round, cohort, sizes, stats, results, timer, lost)
-
-    def _record(
-        self,
-        round: int,
-        cohort: list[int],
-        sizes: Sequence[int],
-        stats: AggregationStats,
-        results: tuple[float, float, float | None],
-        timer: PhaseTimer,
-        lost: Collection[int],
-    ) -> RoundRecord:
-        prepared, schedule = self._prepared, self._prepared.schedule
-        test_loss, test_accuracy, attack_success = results
-        rows_sent = sum(map(schedule.steps_for, sizes)) if prepared.task.sync_in(round) == "gradients" else len(cohort)
-        sent = rows_sent * prepared.row_bytes + len(cohort) * prepared.buffer_bytes
+        schedule = self._prepared.schedule
         samples = [schedule.samples_for(size) for size in sizes]
         counted = [0 if worker in stats.excluded else n for worker, n in zip(cohort, samples, strict=True)]
+        test_loss, test_accuracy, attack_success = results
         return RoundRecord(
             round=round,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
-            train_loss=self._engine.train_loss(counted),
+            train_loss=engine.train_loss(counted),
             seconds=timer.seconds,
             cohort=cohort,
             coefficients=stats.shares,
             excluded=stats.excluded,
             lost=sorted(lost),
             attack_success=attack_success,
-            bytes_up=sent,
-            bytes_down=sent,
+            bytes_up=bytes_up,
+            bytes_down=bytes_down,
             samples=samples,
             virtual_seconds=self._virtual.now if self._virtual else None,
-            asynchronous=None,
-            race=None,
+            metrics=_means(sent.metrics, stats.metrics),
         )
 
     def _warn_of_attack_without_honest_rows(self, round: int, cohort: Sequence[int], sizes: Sequence[int]) -> None:
@@ -128,3 +117,13 @@ class SynchronousLoop:
 
     def finish(self) -> None:
         """Do nothing."""
+
+
+def _means(*logs: MetricLog) -> dict[str, float]:
+    """The mean of each number that plugs have recorded. Raises ExperimentError if they have too many names."""
+    joined = MetricLog()
+    for log in logs:
+        joined.extend(log)
+    if len(joined) > MOST_NAMES:
+        raise ExperimentError(f"metrics: plugs recorded {len(joined)} names in a round; must be at most {MOST_NAMES}")
+    return joined.means()

@@ -1,0 +1,84 @@
+"""Compression of each update: sparse, quantized, or signs only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from fedsim.core.randomness import Draws
+from fedsim.processing.processor import processor
+
+INDEX_BYTES = 4  # of a position in an update of less than 2^32 numbers
+
+
+@processor("top_k")
+def top_k(update: Tensor, metrics: dict[str, Any], *, k: PositiveInt) -> tuple[Tensor, int]:
+    """Keep the k numbers of largest magnitude; all others become zero (Stich et al. 2018).
+
+    There is no error feedback: what is left out is not added to a later update.
+
+    Args:
+        update: [d]. If k >= d, the update is sent as it is.
+        metrics: gets `kept_energy`, the share of the squared norm that is kept.
+        k: >= 1.
+
+    Returns [d] and its bytes, those of k numbers and k indices. Cost: a partial sort of d numbers.
+
+    >>> fedsim.processing.compression.top_k(torch.tensor([1.0, -3.0, 2.0]), {}, k=1)
+    (tensor([ 0., -3.,  0.]), 8)
+    """
+    if k >= len(update):
+        return update, update.nbytes
+    positions = update.abs().topk(k, sorted=False).indices
+    sparse = torch.zeros_like(update)
+    sparse[positions] = update[positions]
+    metrics["kept_energy"] = sparse.square().sum() / update.square().sum()
+    return sparse, k * (update.element_size() + INDEX_BYTES)
+
+
+@processor("qsgd")
+def qsgd(update: Tensor, draws: Draws, *, levels: PositiveInt = 16) -> tuple[Tensor, int]:
+    """Round each number at random to one of `levels` fractions of the norm, without bias (QSGD; Alistarh et al. 2017).
+
+    x_i becomes sign(x_i) |x| floor(levels |x_i| / |x| + u_i) / levels, with u_i uniform in [0, 1).
+
+    Args:
+        update: [d].
+        draws: draws u.
+        levels: >= 1.
+
+    Returns [d] and its bytes: the norm, and ceil(log2(2 levels + 1)) bits for each number, without entropy coding.
+    Cost: d draws, and three passes over the update.
+
+    >>> quantized, nbytes = fedsim.processing.compression.qsgd(
+    ...     torch.tensor([0.0, -2.0]), fedsim.Draws.of(0, "example"), levels=1)
+    >>> quantized, nbytes
+    (tensor([ 0., -2.]), 5)
+    """
+    norm = torch.linalg.vector_norm(update)
+    scaled = levels * (update.abs() / norm.clamp(min=torch.finfo(update.dtype).tiny))
+    rounded = (scaled + draws.uniform(len(update), dtype=update.dtype)).floor()
+    bits = math.ceil(math.log2(2 * levels + 1))
+    return update.sign() * rounded * (norm / levels), update.element_size() + math.ceil(len(update) * bits / 8)
+
+
+@processor("sign")
+def sign(update: Tensor) -> tuple[Tensor, int]:
+    """Send one bit for each number: x becomes sign(x) times the mean of |x| (Karimireddy et al. 2019).
+
+    There is no error feedback.
+
+    Args:
+        update: [d]; the sign of zero is +1.
+
+    Returns [d] and its bytes: d bits and the mean. Cost: two passes over the update.
+
+    >>> fedsim.processing.compression.sign(torch.tensor([1.0, -3.0]))
+    (tensor([ 2., -2.]), 5)
+    """
+    scale = update.abs().mean()
+    return torch.where(update < 0, -scale, scale), math.ceil(len(update) / 8) + update.element_size()

@@ -1,0 +1,79 @@
+"""The registry of processors, and a chain of them applied to an update.
+
+A processor is a pure function from an update [d] to an update [d]. Its positional parameters receive these inputs by
+name, and must not be changed; its keyword-only parameters are its configuration:
+
+    update   [d], the update of one worker, or with sync = "gradients" its gradient
+    draws    Draws, a function of (seed, round, worker) and the place in the chain, on the device of the update; with
+             sync = "gradients" also of the step
+    metrics  a dict, to which the processor may add numbers or tensors with one element. The record of the round has
+             their means over all updates of the round, under their names
+
+It returns the new update [d], or (update, nbytes) with the number of bytes that a network would carry for it. A
+processor that returns no number leaves that of the processor before it; the first one gets d numbers of the update's
+type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fedsim.core.randomness import Draws
+from fedsim.core.registry import Plug, Registry
+from fedsim.errors import ExperimentError
+
+processor = Registry("processor", given=("update", "draws", "metrics"))
+
+
+@dataclass(frozen=True)
+class BoundProcessor:
+    """A processor with its parameters; it can be pickled.
+
+    Attributes:
+        accepts: the names of its inputs.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    accepts: tuple[str, ...]
+
+    def __call__(self, **inputs: Any) -> tuple[Tensor, int | None]:
+        """The new update and the bytes that the processor declares. Raises ExperimentError for another result."""
+        result = self.function(**{name: inputs[name] for name in self.accepts})
+        update, nbytes = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        d = len(inputs["update"])
+        if not isinstance(update, Tensor) or update.shape != (d,):
+            found = f"shape {list(update.shape)}" if isinstance(update, Tensor) else f"type {type(update).__name__}"
+            raise ExperimentError(f"processor {self.name}: must return an update of shape [{d}], not of {found}")
+        if nbytes is not None and (type(nbytes) is not int or nbytes < 0):
+            raise ExperimentError(f"processor {self.name}: the number of bytes must be an int >= 0, not {nbytes!r}")
+        return update, nbytes
+
+
+def bind_processor(plug: Plug, params: dict[str, Any]) -> BoundProcessor:
+    """The processor `plug` with checked parameters."""
+    return BoundProcessor(plug.bind(params), plug.name, tuple(plug.takes))
+
+
+def apply_chain(
+    chain: Sequence[BoundProcessor], row: Tensor, seed: int, coordinates: Sequence[int], metrics: dict[str, Any]
+) -> int:
+    """Apply processors to an update [d], in place, one after another.
+
+    Args:
+        coordinates: of random draws: (round, worker) or (round, step, worker).
+        metrics: receives the numbers of the processors.
+
+    Returns the bytes of the processed update.
+    """
+    update, nbytes = row, row.nbytes
+    for place, each in enumerate(chain):
+        draws = Draws.of(seed, "process", *coordinates, place, device=row.device)
+        update, declared = each(update=update, draws=draws, metrics=metrics)
+        nbytes = nbytes if declared is None else declared
+    row.copy_(update)
+    return nbytes

@@ -1,0 +1,140 @@
+"""Processors: the chain that is applied to each update before it is aggregated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedsim
+from fedsim import Draws, ExperimentError
+from fedsim.processing import apply_chain, bind_processor, processor
+from fedsim.processing.compression import qsgd
+
+D = 7850  # parameters of the model "logistic"
+SMALL = {"model": "logistic", "rounds": 1}
+CLIP = {"name": "clip", "max_norm": 0.1}
+TOP_5 = {"name": "top_k", "k": 5}
+NOISE = {"name": "gaussian_noise", "std": 0.1}
+
+
+def halved(update: Tensor, metrics: dict[str, Tensor], *, factor: float = 0.5) -> Tensor:
+    """A processor of a user, which records a tensor."""
+    metrics["norm"] = update.norm()
+    return factor * update
+
+
+def longer(update: Tensor) -> Tensor:
+    return torch.cat([update, update])
+
+
+def in_negative_bytes(update: Tensor) -> tuple[Tensor, int]:
+    return update, -1
+
+
+def chain_of(*names, **params):
+    return [bind_processor(processor.get(name), params) for name in names]
+
+
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_clipping_each_update_is_the_rule_that_clips(sync, tiny_experiment):
+    tables = {**tiny_experiment, **SMALL, "sync": sync, "precision": "float64"}
+    ours = fedsim.run({**tables, "processors": [CLIP], "aggregate": "mean"})
+    theirs = fedsim.run({**tables, "aggregate": {"rule": "norm_clipping", "c": 0.1}})
+    assert torch.allclose(ours.global_row, theirs.global_row, rtol=0, atol=1e-12)
+    assert ours.history[0].metrics["clipped_share"] == 1
+
+
+@pytest.mark.parametrize(
+    ("chain", "nbytes"),
+    [
+        ([], 4 * D),
+        ([CLIP], 4 * D),
+        ([TOP_5], 5 * 8),
+        ([TOP_5, CLIP], 5 * 8),
+        ([TOP_5, NOISE], 4 * D),
+        (["sign"], 982 + 4),  # 7850 bits
+        ([{"name": "qsgd", "levels": 1}], 1963 + 4),  # 2 bits each
+    ],
+)
+def test_the_last_declaration_of_a_chain_is_the_bytes_of_an_update(chain, nbytes, tiny_experiment):
+    history = fedsim.run({**tiny_experiment, **SMALL, "processors": chain}).history
+    assert (history[0].bytes_up, history[0].bytes_down) == (3 * nbytes, 3 * 4 * D)
+
+
+def test_the_row_of_the_server_is_neither_processed_nor_sent(tiny_experiment):
+    tables = {**tiny_experiment, **SMALL, "aggregate": {"rule": "fltrust", "root_samples": 20}}
+    assert fedsim.run({**tables, "processors": ["sign"]}).history[0].bytes_up == 3 * 986
+
+
+def test_compression_shortens_a_round_on_the_virtual_clock(tiny_experiment):
+    tables = {**tiny_experiment, **SMALL, "mode": "clock", "clock": {"bandwidth": 1000.0}}
+    plain, compressed = (fedsim.run({**tables, "processors": chain}).history[0] for chain in ([], [TOP_5]))
+    assert plain.virtual_seconds - compressed.virtual_seconds == pytest.approx((4 * D - 5 * 8) / 1000)
+
+
+def test_a_processor_of_a_user_records_the_mean_of_its_metric(tiny_experiment):
+    tables = {**tiny_experiment, **SMALL, "local": {"steps": 1, "batch_size": 16}, "sync": "gradients"}
+    chain = [{"name": "tests.test_processing:halved", "factor": 2.0}, "tests.test_processing:halved"]
+    history = fedsim.run({**tables, "processors": chain}).history
+    norms = fedsim.run({**tables, "processors": ["tests.test_processing:halved"]}).history
+    assert history[0].metrics == {"norm": pytest.approx(2 * norms[0].metrics["norm"])}  # the last in the chain
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("longer", r"must return an update of shape \[2\], not of shape \[4\]"), ("in_negative_bytes", "an int >= 0")],
+)
+def test_a_result_of_another_shape_or_with_wrong_bytes_is_an_error(name, error):
+    with pytest.raises(ExperimentError, match=error):
+        apply_chain(chain_of(f"tests.test_processing:{name}"), torch.ones(2), 0, (1, 0), {})
+
+
+def test_each_place_of_a_chain_worker_and_round_draws_other_numbers():
+    chain, row = chain_of("gaussian_noise", "gaussian_noise", std=1.0), torch.zeros(1000)
+    apply_chain(chain, row, 0, (1, 0), {})
+    assert row.std() == pytest.approx(2**0.5, rel=0.1)  # of independent numbers; 2 of equal ones
+    others = [torch.zeros(1000) for _ in range(3)]
+    for other, coordinates in zip(others, [(1, 0), (1, 1), (2, 0)], strict=True):
+        apply_chain(chain, other, 0, coordinates, {})
+    assert [torch.equal(row, other) for other in others] == [True, False, False]
+
+
+def test_qsgd_has_no_bias_and_gives_zero_for_zero():
+    update = torch.tensor([0.3, -0.5, 0.0, 2.0])
+    mean = torch.stack([qsgd(update, Draws.of(0, "test", k), levels=4)[0] for k in range(2000)]).mean(0)
+    assert torch.allclose(mean, update, atol=0.05)
+    assert torch.equal(qsgd(torch.zeros(3), Draws.of(0, "test"))[0], torch.zeros(3))
+
+
+def test_a_row_that_a_processor_makes_infinite_is_excluded(tiny_experiment):
+    tables = {**tiny_experiment, **SMALL, "aggregate": {"rule": "median", "nonfinite": "exclude"}}
+    chain = [{"name": "tests.test_processing:halved", "factor": 1e300}] * 2
+    with pytest.raises(ExperimentError, match="all 3 updates hold NaN or infinity"):
+        fedsim.run({**tables, "processors": chain})
+
+
+@pytest.mark.parametrize(
+    ("tables", "error"),
+    [
+        ({"processors": ["top_k"]}, r"processors\[0\].k: is required"),
+        ({"processors": ["clop"]}, 'did you mean "clip"?'),
+        ({"processors": ["sign"], "mode": "clock", "policy": "asgd"}, 'processors: is not used with policy.name = "as'),
+        (
+            {"processors": ["sign"], "engine": "distributed", "sync": "gradients", "distributed": {"hook": "fp16"}},
+            "processors needs the gradient of each worker",
+        ),
+    ],
+)
+def test_a_chain_that_cannot_be_applied_is_one_line(tables, error):
+    with pytest.raises(ExperimentError) as raised:
+        fedsim.Experiment(**tables)
+    (line,) = str(raised.value).splitlines()
+    assert error.replace("\\", "") in line
+
+
+def test_processors_reach_the_file_of_the_experiment(tiny_experiment, tmp_path):
+    result = fedsim.run({**tiny_experiment, **SMALL, "processors": [CLIP, "sign"]}, tmp_path / "run")
+    again = fedsim.load_experiment(tmp_path / "run" / "experiment.toml", allow_imports=True)
+    assert again == result.experiment
+    assert [each.name for each in again.processors] == ["clip", "sign"]
