@@ -41,7 +41,7 @@ def file(tmp_path):
         (["seed=0,1", "name=mine"], "mine"),
     ],
 )
-def test_a_grid_without_a_name_is_called_by_what_its_axes_leave_alone(words, name):
+def test_the_default_name_of_a_grid_depends_on_no_axis(words, name):
     grid = load_grid({"model": "logistic", "data": "tests.plugs:tiny"}, words=words)
     assert grid.name == name
     assert {run.experiment.name for run in grid.runs} == {name}
@@ -55,6 +55,9 @@ def test_the_last_axis_varies_fastest_and_the_seed_fastest_of_all(file):
     assert [tuple(run.point.values()) for run in grid.runs] == points
     assert [(e.aggregate.rule, e.local.params["lr"], e.seed) for e in (run.experiment for run in grid.runs)] == points
     assert [run.id for run in grid.runs][:2] == ["mean-lr0.1-seed0", "mean-lr0.1-seed1"]
+    base = dict(leaves_of(grid.base))
+    assert (base["rounds"], base["server.beta"], base["workers"]) == (7, 0.8, 4)
+    assert not {"seed", "aggregate.rule", "local.lr"} & base.keys()
 
 
 def test_a_list_of_stages_is_a_value_of_an_axis_that_takes_whole_tables(tmp_path):
@@ -67,15 +70,12 @@ def test_a_list_of_stages_is_a_value_of_an_axis_that_takes_whole_tables(tmp_path
         load_grid(path, words=["aggregate.rule=mean"])
 
 
-def test_words_replace_axes_and_single_values_drop_them(file):
+def test_words_and_axes_replace_those_of_the_source(file):
+    assert load_grid(file, {"local.lr": [0.5]}).axes["local.lr"] == [0.5]
     grid = load_grid(file, words=["seed=5,6,7", "local.lr=0.3", "rounds=2", "workers=2,3"])
     assert grid.axes == {"aggregate.rule": ["mean", "weighted_mean"], "workers": [2, 3], "seed": [5, 6, 7]}
     assert {run.experiment.local.params["lr"] for run in grid.runs} == {0.3}
     assert {run.experiment.rounds for run in grid.runs} == {2}
-
-
-def test_axes_given_by_themselves_replace_those_of_the_source(file):
-    assert load_grid(file, {"local.lr": [0.5]}).axes["local.lr"] == [0.5]
 
 
 def test_a_table_on_an_axis_updates_the_table_of_that_name():
@@ -92,7 +92,7 @@ def test_a_table_on_an_axis_updates_the_table_of_that_name():
 
 
 @pytest.mark.parametrize("axis", ["server", "server.optimizer"])
-def test_naming_another_plug_leaves_the_parameters_of_the_one_before_behind(file, axis):
+def test_another_plug_does_not_get_the_parameters_of_the_one_before(file, axis):
     grid = load_grid(file, {axis: ["sgd", "momentum"]})
     servers = {run.experiment.server.optimizer: run.experiment.server.params for run in grid.runs}
     assert servers["sgd"] == Experiment().server.params
@@ -104,16 +104,18 @@ def test_a_parameter_set_for_all_runs_belongs_to_the_plug_that_an_axis_names():
     assert [run.experiment.aggregate.params for run in grid.runs] == [{"c": 2.5}] * 2
 
 
-def test_model_and_curve_are_left_out_unless_they_are_asked_for():
-    for source, words, expected in (
+@pytest.mark.parametrize(
+    ("source", "words", "expected"),
+    [
         ({}, [], (False, False)),
         ({"records": {"curve": True}}, [], (False, True)),
         ({}, ["records.model=true"], (True, False)),
         (Experiment(records={"model": True}), [], (True, False)),
-        (Experiment(), [], (False, False)),
-    ):
-        records = load_grid(source, {"seed": [0, 1]}, words).runs[0].experiment.records
-        assert (records.model, records.curve) == expected
+    ],
+)
+def test_model_and_curve_are_written_only_on_request(source, words, expected):
+    records = load_grid(source, {"seed": [0, 1]}, words).runs[0].experiment.records
+    assert (records.model, records.curve) == expected
 
 
 @pytest.mark.parametrize(
@@ -133,20 +135,6 @@ def test_it_is_known_whether_the_experiment_names_its_engine(source, words, chos
     assert load_grid(source, {"seed": [0, 1]}, words).engine_chosen is chosen
 
 
-def test_the_base_is_what_all_runs_have_in_common_beside_the_axes(file):
-    base = dict(leaves_of(load_grid(file).base))
-    assert base["rounds"] == 7
-    assert base["server.beta"] == 0.8
-    assert base["workers"] == 4
-    assert not {"seed", "aggregate.rule", "local.lr"} & base.keys()
-
-
-def test_the_source_is_left_as_it_was():
-    source = {"rounds": 3, "grid": {"seed": [0, 1]}}
-    load_grid(source, words=["records.model=true"])
-    assert source == {"rounds": 3, "grid": {"seed": [0, 1]}}
-
-
 def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
     with pytest.raises(ExperimentError) as caught:
         load_grid(None, words=["aggregate.rule=mean,krumm", "local.lr=0.1,-1.0", "workers=2,0", "seed=0,1"])
@@ -158,14 +146,10 @@ def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
     assert all(line.endswith("more of 16 runs)") for line in lines)
 
 
-def test_a_problem_of_all_points_needs_no_point():
-    with pytest.raises(ExperimentError, match="^rounds = 0: must be greater than 0$"):
-        load_grid(None, words=["rounds=0", "seed=0,1"])
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["rounds=0", "seed=0,1"], "rounds = 0: must be greater than 0"),
         (["rounds=3"], "nothing to compare: every key has one value; write several with commas, such as seed=0,1,2"),
         (["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"], "set by two axes"),
         (["aggregate=mean", "aggregate.rule=mean,weighted_mean"], 'aggregate.rule = "mean": an axis sets that too'),
@@ -176,24 +160,19 @@ def test_a_problem_of_all_points_needs_no_point():
         (["rounds.x=1,2"], "rounds.x"),
     ],
 )
-def test_what_makes_no_sense_is_one_clear_line(words, message):
+def test_words_without_meaning_raise_an_error(words, message):
     with pytest.raises(ExperimentError) as caught:
         load_grid(None, words=words)
     assert message in str(caught.value)
 
 
-def test_ids_are_different_even_where_labels_are_not():
+def test_ids_differ_even_if_labels_do_not():
     axes = {"aggregate.rule": ["tests.plugs:clipped_mean"], "aggregate.c": [1.0, 2.0], "name": ["a_b", "A_b"]}
     ids = [run.id for run in load_grid(None, axes).runs]
     assert len({id.lower() for id in ids}) == 4
     long = load_grid(None, {"data.root": ["x" * 300, "x" * 299 + "y"]}).runs
     assert len({run.id for run in long}) == 2
     assert all(len(run.id) < 120 for run in long)
-
-
-def test_an_id_depends_on_its_point_alone():
-    small, large = load_grid(None, {"seed": [0, 1]}), load_grid(None, {"seed": [3, 1, 0, 2]})
-    assert {run.id for run in small.runs} <= {run.id for run in large.runs}
 
 
 ON_THE_CLOCK = """
@@ -233,15 +212,11 @@ def test_variants_differ_in_several_tables_at_once(variants):
 
 
 def test_a_policy_axis_takes_names_and_tables():
-    for grid in (
-        load_grid(
-            {"mode": "clock"}, {"policy": ["sync", "asgd", {"name": "ssp", "s": 1}, {"name": "fedbuff", "k": 2}]}
-        ),
-        load_grid({"mode": "clock"}, words=['policy=sync,asgd,{name="ssp",s=1},{name="fedbuff",k=2}']),
-    ):
-        assert [run.id for run in grid.runs] == ["sync", "asgd", "ssp,s=1", "fedbuff,k=2"]
-        assert [run.experiment.policy.name for run in grid.runs] == ["sync", "asgd", "ssp", "fedbuff"]
-        assert (grid.runs[2].experiment.policy.params["s"], grid.runs[3].experiment.policy.params["k"]) == (1, 2)
+    grid = load_grid({"mode": "clock"}, words=['policy=sync,{name="ssp",s=1},{name="fedbuff",k=2}'])
+    assert [run.id for run in grid.runs] == ["sync", "ssp,s=1", "fedbuff,k=2"]
+    policies = [run.experiment.policy for run in grid.runs]
+    assert [policy.name for policy in policies] == ["sync", "ssp", "fedbuff"]
+    assert (policies[1].params["s"], policies[2].params["k"]) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +229,7 @@ def test_a_policy_axis_takes_names_and_tables():
         ({"workers": 3}, "variant=b workers=2: workers: is set by two axes"),
     ],
 )
-def test_what_is_wrong_with_a_variant_is_one_clear_line(variant, message):
+def test_a_wrong_variant_raises_an_error_of_one_line(variant, message):
     axes = {"variant": [{"label": "a"}, {"label": "b", **variant}]}
     more = {"workers": [2]} if "workers" in variant else {}
     with pytest.raises(ExperimentError) as caught:
@@ -277,15 +252,12 @@ def test_a_target_is_an_accuracy(target):
         load_grid({}, {"seed": [0], "target": target})
 
 
-@pytest.mark.parametrize("dotted", [{}, {"local.lr": 0.1}])
-def test_dotted_keys_beside_a_grid_leave_its_keys_alone(dotted):
+def test_dotted_keys_beside_a_grid_are_kept_and_dotted_keys_of_a_grid_are_added_to_it():
     axes = {"attack": ["alie", "ipm"], "attack.fraction": [0.2, 0.4]}
-    assert len(load_grid({"rounds": 1, "workers": 5, "grid": axes, **dotted}).runs) == 4
-
-
-def test_dotted_keys_of_a_grid_are_added_to_it():
-    grid = load_grid({"grid": {"seed": [0, 1]}, "grid.local.lr": [0.1, 0.2]})
-    assert grid.axes == {"local.lr": [0.1, 0.2], "seed": [0, 1]}
+    assert len(load_grid({"rounds": 1, "workers": 5, "grid": axes, "local.lr": 0.1}).runs) == 4
+    source = {"grid": {"seed": [0, 1]}, "grid.local.lr": [0.1, 0.2]}
+    assert load_grid(source, words=["records.model=true"]).axes == {"local.lr": [0.1, 0.2], "seed": [0, 1]}
+    assert source == {"grid": {"seed": [0, 1]}, "grid.local.lr": [0.1, 0.2]}
     with pytest.raises(ExperimentError, match=r"^grid.seed: is given twice$"):
         load_grid({"grid": {"seed": [0, 1]}, "grid.seed": [2, 3]})
 
@@ -293,4 +265,3 @@ def test_dotted_keys_of_a_grid_are_added_to_it():
 def test_an_axis_can_be_a_tuple_of_objects():
     rules = (lambda updates: updates.mean(0), lambda updates: updates.median(0).values)
     assert len(load_grid({"workers": 3, "grid": {"aggregate.rule": rules}}).runs) == 2
-    assert len(load_grid({"workers": 3}, {"aggregate.rule": rules}).runs) == 2
