@@ -56,6 +56,13 @@ def nothing_stays_behind(request):
     assert left_behind(before) == set()
 
 
+@pytest.fixture(scope="module")
+def session():
+    """A session that keeps its engine and data for the runs of a test module."""
+    with fedsim.Session() as shared:
+        yield shared
+
+
 @pytest.fixture
 def tiny_experiment():
     """A quick experiment on a few real images, as nested tables."""

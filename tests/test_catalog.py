@@ -31,11 +31,6 @@ def test_an_experiment_is_found_by_its_name(cli):
     assert load_grid("diloco").name == "diloco"
 
 
-def test_a_file_of_that_name_comes_first(cli, tmp_path):
-    (tmp_path / "mnist_sync_sgd").write_text("rounds = 77\n")
-    assert "rounds = 77" in cli("run", "mnist_sync_sgd", "--dry-run").stdout
-
-
 @pytest.mark.parametrize("word", ["mnist_sync_sdg", "mnist_sync_sgd.toml", "experiments/mnist_sync_sgd.toml"])
 def test_a_wrong_name_suggests_the_nearest(cli, word):
     done = cli("run", word)

@@ -36,14 +36,6 @@ def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
     assert "tests.plugs:tiny (203 train, 90 test), 2nn (199,210 parameters)" in lines[0]
 
 
-def test_one_round_is_one_round(cli):
-    assert " after 1 round in " in cli("run", *QUICK, "rounds=1").stdout
-
-
-def test_the_version(cli):
-    assert cli("--version").stdout == f"fedsim {fedsim.__version__}\n"
-
-
 def test_nothing_but_the_result_is_printed_where_nobody_watches(cli):
     done = cli("run", *QUICK, "--quiet", "--out", "here")
     assert done.stdout == "here\n"
@@ -95,13 +87,6 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(cli, words, message):
     assert not Path("x").exists()
 
 
-def test_a_taken_folder_is_refused(cli):
-    assert cli("run", *QUICK, "--out", "x").exit_code == 0
-    done = cli("run", *QUICK, "--out", "x")
-    assert done.exit_code == 2
-    assert done.stderr.startswith("error: x: holds a run; name another folder, or continue that run with --resume")
-
-
 def test_missing_data_is_exit_code_2(cli, data_root, monkeypatch):
     from fedsim.system import vision
 
@@ -131,21 +116,6 @@ def test_list_shows_every_plug_with_parameters_and_description(cli):
             assert re.search(rf"^  {re.escape(plug.name)} +{re.escape(plug.summary)}$", done.stdout, re.M)
             for parameter in plug.parameters.model_fields:
                 assert re.search(rf"^ +{parameter}( = | \(required\))", done.stdout, re.M)
-
-
-@pytest.mark.parametrize(("kind", "name"), [("policies", "fedbuff"), ("speeds", "stragglers"), ("noises", "trace")])
-def test_list_knows_what_the_virtual_clock_needs(cli, kind, name):
-    done = cli("list", kind)
-    assert done.exit_code == 0
-    assert f"  {name} " in done.stdout
-    assert name in getattr(fedsim, kind)()
-
-
-def test_a_run_on_the_clock_says_how_long_it_took_there(cli):
-    done = cli("run", *QUICK, "mode=clock", "policy=asgd", "clock.noise=lognormal", "clock.noise.sigma=0.2")
-    assert done.exit_code == 0, done.output
-    assert "asgd (n_fetch = 1, n_push = 1) on the virtual clock (equal speeds, lognormal noise)" in done.stdout
-    assert re.search(r"accuracy 0\.\d{4} after 2 rounds and \d+\.\d virtual seconds in ", done.stdout)
 
 
 def test_list_takes_a_kind(cli):
@@ -274,25 +244,6 @@ def test_a_killed_program_leaves_no_process_and_nothing_in_the_temporary_folder(
         assert re.search(r"\d+ of 100000 rounds are in x; .* with --resume x\n$", out)
     assert_none_left(process.pid)
     assert list(temporary.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_process_is_replaced_after_the_temporary_folder_was_removed(tmp_path):
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "model=logistic", "rounds=200", "--out", "x"]
-    process = start_python(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
-    read_until(process, "    3")
-    temporary.rmdir()
-    (worker,) = (pid for pid in processes_of_group(process.pid) if b"spawn_main" in _command(pid))
-    os.kill(worker, signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert re.fullmatch("warning: process 0, .* was killed by SIGKILL .* done again .*", error.strip())
-
-
-def _command(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_the_front_door_runs_the_engine_spawn_to_its_end_even_if_it_was_suspended(tmp_path):

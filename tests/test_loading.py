@@ -60,10 +60,6 @@ def test_overrides_come_after_the_file_and_later_ones_win(file):
     assert (experiment.rounds, experiment.local.params["lr"], experiment.local.epochs) == (6, 0.3, 3)
 
 
-def test_a_bare_name_in_the_file_becomes_a_table_where_a_parameter_is_set(file):
-    assert load_experiment(file, ["model.classes=5"]).model.params["classes"] == 5
-
-
 @pytest.mark.parametrize("word", ["server.optimizer=sgd", "server=sgd"])
 def test_naming_another_plug_leaves_the_parameters_of_the_one_before_behind(file, word):
     assert load_experiment(file, [word]).server == Experiment().server
@@ -114,11 +110,6 @@ def test_a_tables_own_keys_stay_when_another_plug_is_named():
     assert experiment.aggregate.params == {}
 
 
-def test_steps_on_the_command_line_take_the_place_of_epochs(file):
-    local = load_experiment(file, ["local.steps=9"]).local
-    assert (local.steps, local.epochs, local.params["lr"]) == (9, None, 0.2)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -137,11 +128,6 @@ def test_alternatives_that_are_both_on_the_command_line_are_refused(file, words,
 def test_what_describes_no_experiment_is_one_clear_line(source):
     with pytest.raises(ExperimentError, match=": must be an Experiment, a table "):
         load_experiment(source)
-
-
-def test_the_order_of_a_plugs_name_and_its_parameters_does_not_matter():
-    words = ["server.beta=0.5", "server=momentum"]
-    assert load_experiment(None, words) == load_experiment(None, words[::-1])
 
 
 @pytest.mark.parametrize("source", [{}, {"clock": {"noise": "pareto"}}, {"clock": {"noise": {"name": "pareto"}}}])
@@ -212,13 +198,6 @@ def test_parameters_that_toml_has_no_type_for_survive_it(file):
     assert experiment.model.params["hidden"] == (8, 4)
     file.write_text(to_toml(experiment))
     assert load_experiment(file, allow_imports=True) == experiment
-
-
-def test_toml_and_back(file):
-    experiment = load_experiment(file, ["data.augment=['flip']", "aggregate.weights='samples'"])
-    again = file.with_name("again.toml")
-    again.write_text(to_toml(experiment))
-    assert load_experiment(again) == experiment
 
 
 @pytest.mark.parametrize(

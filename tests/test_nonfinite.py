@@ -27,13 +27,6 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module")
-def session():
-    """The processes of races."""
-    with fedsim.Session() as session:
-        yield session
-
-
 @pytest.fixture
 def tables(tiny_experiment):
     """Worker 0 has samples that are NaN."""

@@ -60,12 +60,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def session():
-    with fedsim.Session() as session:
-        yield session
-
-
 def world(shared):
     """What one round leaves to the next."""
     return [tensor.clone() for tensor in (shared.global_row, shared.global_buffers, shared.own_buffers)]

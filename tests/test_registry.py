@@ -16,13 +16,6 @@ from tests import plugs
 
 
 @dataclass(frozen=True)
-class Settings:
-    """A dataclass plug."""
-
-    rate: float = 0.1
-
-
-@dataclass(frozen=True)
 class Tamed(Hogwild):
     """A plug of one's own that derives from one of fedsim's."""
 
@@ -48,25 +41,6 @@ def test_keyword_only_parameters_are_the_configuration(registry):
     assert list(registry.get("double").parameters.model_fields) == ["times", "loud"]
     assert registry.get("double").check({"times": 2}) == {"times": 2, "loud": False}
     assert registry.get("double").bind({"times": 2, "loud": False})("ab") == "abab"
-
-
-def test_the_summary_is_the_first_line(registry):
-    assert registry.get("double").summary == "Says it again."
-
-
-def test_the_decorator_returns_the_function_unchanged():
-    registry = Registry("gadget", given=("value",))
-
-    def plain(value): ...
-
-    assert registry("plain")(plain) is plain
-
-
-def test_an_unknown_name_names_the_nearest():
-    registry = Registry("gadget", given=("value",))
-    registry("krum")(lambda value: value)
-    with pytest.raises(ExperimentError, match=r'aggregate.rule = "krumm": no such gadget; did you mean "krum"\?'):
-        registry.get("krumm", "aggregate.rule")
 
 
 @pytest.mark.parametrize(
@@ -116,12 +90,6 @@ def test_all_problems_are_told_at_once(registry):
     with pytest.raises(ExperimentError) as caught:
         registry.get("double").check({"times": 0, "a": 1, "b": 2}, "x")
     assert len(caught.value.lines) == 3
-
-
-def test_a_dataclass_becomes_an_instance_and_every_field_is_configuration():
-    registry = Registry("settings")
-    registry("s")(Settings)
-    assert registry.get("s").bind(registry.get("s").check({"rate": 0.5})) == Settings(0.5)
 
 
 def test_the_fields_of_a_base_are_known_by_the_names_of_the_module_it_is_from():

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from fedsim import ExperimentError
-from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.base_table import PlugTable
 from fedsim.core.registry import Registry
 
 oven = Registry("oven")
@@ -63,14 +63,3 @@ def hasty(*, minutes: int = 1):
 
 def vague(*, turns: int | None = 2):
     """Its parameter may be None, but is not so by itself."""
-
-
-@pytest.mark.parametrize("keys", [{"colour": "red"}, {"size": "3"}, {"size": float("nan")}])
-def test_a_table_is_strict(keys):
-    class Plain(Table):
-        size: float = 1.0
-
-    with pytest.raises(ValidationError):
-        Plain(**keys)
-    with pytest.raises(ValidationError, match="frozen"):
-        Plain().size = 2.0

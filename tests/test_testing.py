@@ -21,12 +21,6 @@ ENGINES = {
 }
 
 
-@pytest.fixture(scope="module")
-def session():
-    with fedsim.Session() as session:
-        yield session
-
-
 @pytest.fixture
 def tables(tiny_experiment):
     return {**tiny_experiment, "data": "tests.plugs:tested_on_many", "precision": "float64", "device": "cpu"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fedsim.core.suggestions import nearest
@@ -38,85 +38,41 @@ NAME_COLUMNS = 19
 Signatures = dict[str, inspect.Signature]
 
 
-def partitions() -> Signatures:
-    """The names of all partition strategies, each with its parameters.
+def _lister(name: str, kind: str, plugs: str, example: str) -> Callable[[], Signatures]:
+    """The public function `name`, which lists the plugs of a kind."""
 
-    >>> "alpha" in partitions()["dirichlet"].parameters
+    def lister() -> Signatures:
+        return signatures(kind)
+
+    lister.__name__ = lister.__qualname__ = name
+    lister.__doc__ = f"""The names of all {plugs}, each with its parameters.
+
+    >>> {example}
     True
     """
-    return signatures("partitions")
+    return lister
 
 
-def attacks() -> Signatures:
-    """The names of all attacks, each with its parameters.
-
-    >>> "sign_flipping" in attacks()
-    True
-    """
-    return signatures("attacks")
-
-
-def rules() -> Signatures:
-    """The names of all aggregation rules, each with its parameters.
-
-    >>> "f" in rules()["krum"].parameters
-    True
-    """
-    return signatures("rules")
-
-
-def pre_aggregators() -> Signatures:
-    """The names of all pre-aggregators, each with its parameters.
-
-    >>> "nnm" in pre_aggregators()
-    True
-    """
-    return signatures("pre-aggregators")
-
-
-def processors() -> Signatures:
-    """The names of all processors of updates, each with its parameters.
-
-    >>> "max_norm" in processors()["clip"].parameters
-    True
-    """
-    return signatures("processors")
-
-
-def server_optimizers() -> Signatures:
-    """The names of all server optimizers, each with its parameters.
-
-    >>> "lr" in server_optimizers()["adam"].parameters
-    True
-    """
-    return signatures("servers")
-
-
-def policies() -> Signatures:
-    """The names of all asynchronous policies, each with its parameters.
-
-    >>> "fedbuff" in policies()
-    True
-    """
-    return signatures("policies")
-
-
-def speeds() -> Signatures:
-    """The names of all distributions of worker speeds on the virtual clock, each with its parameters.
-
-    >>> "equal" in speeds()
-    True
-    """
-    return signatures("speeds")
-
-
-def noises() -> Signatures:
-    """The names of all distributions of the duration of work on the virtual clock, each with its parameters.
-
-    >>> "sigma" in noises()["lognormal"].parameters
-    True
-    """
-    return signatures("noises")
+partitions = _lister(
+    "partitions", "partitions", "partition strategies", '"alpha" in partitions()["dirichlet"].parameters'
+)
+attacks = _lister("attacks", "attacks", "attacks", '"sign_flipping" in attacks()')
+rules = _lister("rules", "rules", "aggregation rules", '"f" in rules()["krum"].parameters')
+pre_aggregators = _lister("pre_aggregators", "pre-aggregators", "pre-aggregators", '"nnm" in pre_aggregators()')
+processors = _lister(
+    "processors", "processors", "processors of updates", '"max_norm" in processors()["clip"].parameters'
+)
+server_optimizers = _lister(
+    "server_optimizers", "servers", "server optimizers", '"lr" in server_optimizers()["adam"].parameters'
+)
+policies = _lister("policies", "policies", "asynchronous policies", '"fedbuff" in policies()')
+speeds = _lister("speeds", "speeds", "distributions of worker speeds on the virtual clock", '"equal" in speeds()')
+noises = _lister(
+    "noises",
+    "noises",
+    "distributions of the duration of work on the virtual clock",
+    '"sigma" in noises()["lognormal"].parameters',
+)
 
 
 def registry_of(kind: str) -> Registry:

@@ -81,10 +81,16 @@ class Record(dict[str, Any]):
     def __post_init__(self) -> None:
         self.update({each.name: getattr(self, each.name) for each in fields(self)})
 
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(f"{key} is now called {RENAMED[key]}" if key in RENAMED else key)
 
-def _either(name: str, former: str) -> Any:
+
+RENAMED = {"trips": "arrivals", "held": "buffered", "wasted": "discarded"}  # fields of files of earlier versions
+
+
+def _renamed(former: str) -> Any:
     """A field that files of earlier versions have under a former name."""
-    return Field(validation_alias=AliasChoices(name, former))
+    return Field(validation_alias=AliasChoices(RENAMED[former], former))
 
 
 record_class = validated_dataclass(config=ConfigDict(extra="ignore"), eq=False, repr=False)
@@ -97,18 +103,16 @@ class AsyncRecord(Record):
     updates: Annotated[Count | None, Metric("Updates", decimals=0, column="updates", tag="asynchronous/updates")] = None
     """Updates of the global row since the start."""
     arrivals: Annotated[
-        Count | None, Metric("Arrivals", tag="asynchronous/arrivals", chart=False), _either("arrivals", "trips")
+        Count | None, Metric("Arrivals", tag="asynchronous/arrivals", chart=False), _renamed("trips")
     ] = None
     """Results of workers that the server has taken since the start."""
     staleness: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,18}$")], Count] = field(default_factory=dict)
     """How many results of each staleness were applied in the round."""
     buffered: Annotated[
-        Count | None, Metric("Buffered", tag="asynchronous/buffered", chart=False), _either("buffered", "held")
+        Count | None, Metric("Buffered", tag="asynchronous/buffered", chart=False), _renamed("held")
     ] = None
     """Results that the server has taken and no update has used yet."""
-    discarded: Annotated[
-        Count | None, Metric("Discarded", tag="asynchronous/discarded"), _either("discarded", "wasted")
-    ] = None
+    discarded: Annotated[Count | None, Metric("Discarded", tag="asynchronous/discarded"), _renamed("wasted")] = None
     """Results of the round that were cancelled, or too stale on arrival."""
 
 

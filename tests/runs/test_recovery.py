@@ -41,13 +41,6 @@ TABLES = {
 SPAWN = {"engine": "spawn", "processes": 2}
 
 
-@pytest.fixture(scope="module")
-def session():
-    """Shared, since starting processes takes long. (By this name the tests know that its processes are to stay.)"""
-    with fedsim.Session() as shared:
-        yield shared
-
-
 @pytest.fixture
 def mortal(tmp_path):
     """An experiment whose model obeys orders."""
@@ -304,24 +297,6 @@ def test_a_loss_before_the_first_or_after_the_last_round_repeats_no_round():
     assert [facts["round"] for _, facts in fake.notes] == [0, 0, 1]
 
 
-def test_losses_before_the_first_round_count():
-    fake = Fake("state", "start", "state")
-    line = r"^process 1 is gone; its processes have been started 3 times \(worker_retries = 2\)$"
-    with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match=line):
-        fake.loop().run_round(1)
-
-
-def test_losses_after_the_last_round_count():
-    fake = Fake()
-    loop = fake.loop()
-    loop.run_round(2)
-    fake.losses = ["finish"] * 3
-    line = r"^process 1 is gone; ending the run has been tried 3 times \(worker_retries = 2\)$"
-    with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match=line):
-        loop.finish()
-    assert [facts["round"] for _, facts in fake.notes] == [2, 2]
-
-
 @pytest.mark.parametrize("policy", ["retry", "drop", "abort"])
 def test_a_process_that_is_killed_while_it_starts(policy, tmp_path, monkeypatch):
     """The first time a pool of processes starts, one of them is killed at once."""
@@ -349,15 +324,32 @@ def test_a_process_that_is_killed_while_it_starts(policy, tmp_path, monkeypatch)
     assert (event["event"], event["round"], event["process"]) == ("worker replaced", 0, 1)
 
 
-def test_an_exception_of_the_loop_is_no_loss():
+@pytest.mark.parametrize(
+    ("losses", "call", "line", "rounds"),
+    [
+        (["state", "start", "state"], lambda loop: loop.run_round(1), "its processes have been started", [0, 0]),
+        (["finish"] * 3, lambda loop: loop.finish(), "ending the run has been tried", [2, 2]),
+    ],
+    ids=["before the first round", "after the last"],
+)
+def test_losses_outside_of_rounds_count(losses, call, line, rounds):
+    fake = Fake()
+    loop = fake.loop()
+    if rounds[0]:
+        loop.run_round(2)
+    fake.losses = losses
+    expected = rf"^process 1 is gone; {line} 3 times \(worker_retries = 2\)$"
+    with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match=expected):
+        call(loop)
+    assert [facts["round"] for _, facts in fake.notes] == rounds
+
+
+def test_only_losses_are_repeated_and_only_if_retries_are_allowed():
     fake = Fake()
     fake.run_round = lambda round: 1 / 0
     with pytest.raises(ZeroDivisionError):
         fake.loop().run_round(1)
     assert fake.replaced == 0
-
-
-def test_without_retries_the_error_is_raised_as_it_is():
     with pytest.raises(WorkerError, match="^process 1 is gone$"):
         Fake("run_round", retries=0).loop().run_round(1)
 
@@ -455,77 +447,6 @@ def test_the_row_of_the_server_is_used_when_a_worker_is_dropped():
         assert record["cohort"] == [0, 2, 3]
         assert record["lost"] == [1]
         assert torch.allclose(engine.shared.global_row.double(), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("tables", "line"),
-    [
-        (
-            {"mode": "clock", "policy": "fedbuff"},
-            'on_worker_failure = "drop": policy.name = "fedbuff" has no synchronous rounds',
-        ),
-        (
-            {"mode": "race", "policy": "hogwild"},
-            'on_worker_failure = "drop": policy.name = "hogwild" has no synchronous rounds',
-        ),
-    ],
-)
-def test_drop_is_refused_without_synchronous_rounds(tables, line):
-    with pytest.raises(fedsim.ExperimentError, match=re.escape(line)):
-        fedsim.Experiment(on_worker_failure="drop", **tables)
-
-
-LOSSES = [{"on_worker_failure": "abort"}, {"on_worker_failure": "drop"}, {"worker_retries": 0}]
-
-
-@pytest.mark.parametrize("given", LOSSES)
-@pytest.mark.parametrize(
-    ("tables", "why"),
-    [
-        ({"engine": "serial"}, 'the engine "serial" does not use it'),
-        ({"engine": "serial", "mode": "clock"}, 'the engine "serial" does not use it'),
-        ({"engine": "batched", "processes": 1}, 'the engine "batched" does not use it'),
-        ({"engine": "batched", "workers": 1}, 'the engine "batched" does not use it'),
-        ({"engine": "distributed"}, 'the engine "distributed" does not use it'),
-    ],
-)
-def test_keys_about_losses_are_refused_for_engines_without_processes(tables, why, given):
-    (key, value), *_ = given.items()
-    shown = f'"{value}"' if isinstance(value, str) else value
-    with pytest.raises(fedsim.ExperimentError, match=f"^{re.escape(f'{key} = {shown}: {why}; omit it')}$"):
-        fedsim.Experiment(**tables, **given)
-
-
-def test_each_refused_key_has_its_own_line():
-    with pytest.raises(fedsim.ExperimentError) as caught:
-        fedsim.Experiment(engine="serial", on_worker_failure="abort", worker_retries=5)
-    assert [line.partition(" = ")[0] for line in caught.value.lines] == ["on_worker_failure", "worker_retries"]
-
-
-@pytest.mark.parametrize("engine", ["auto", "spawn", "batched"])
-def test_abort_refuses_worker_retries(engine):
-    line = "worker_retries = 5: with on_worker_failure=abort no round is repeated; omit it"
-    with pytest.raises(fedsim.ExperimentError, match=f"^{re.escape(line)}$"):
-        fedsim.Experiment(engine=engine, on_worker_failure="abort", worker_retries=5)
-
-
-@pytest.mark.parametrize("given", [{"on_worker_failure": "drop", "worker_retries": 0}, {"on_worker_failure": "abort"}])
-@pytest.mark.parametrize(
-    "tables",
-    [
-        {},
-        {"processes": 1},  # which `auto` may be given, on a machine of one core
-        {"engine": "spawn", "processes": 1},
-        {"engine": "batched"},  # how many processes it has depends on the machine
-        {"engine": "batched", "processes": 2},
-    ],
-)
-def test_keys_about_losses_are_accepted_for_engines_with_processes(tables, given):
-    fedsim.Experiment(**tables, **given)
-
-
-def test_explicit_default_values_are_accepted():
-    fedsim.Experiment(engine="serial", on_worker_failure="retry", worker_retries=2)
 
 
 def test_a_grid_names_the_points_whose_keys_are_refused():

@@ -82,14 +82,6 @@ def test_rules_that_use_distances_share_one_gram_matrix(run, monkeypatch):
     assert made == [9]
 
 
-def test_rows_that_are_not_finite_are_excluded(tables, tmp_path):
-    change = {"attack": {"name": "nan", "workers": [3]}, "aggregate": {"rule": "mean", "nonfinite": "exclude"}}
-    fedsim.run({**tables, **change}, tmp_path / "run")
-    (krum,) = replay(load_round(tmp_path / "run", allow_imports=True), ["krum"])
-    assert krum.shares[3] == 0
-    assert krum.update.isfinite().all()
-
-
 def test_the_default_is_all_applicable_rules(run):
     names = applicable_rules(load_round(run.folder, allow_imports=True))
     assert {"mean", "median", "krum", "caf"} <= set(names)
