@@ -12,32 +12,15 @@ virtual clock and in a race, one work item of a worker goes through these steps:
 A policy is a frozen dataclass that derives from `Policy`; its fields are its configuration. A policy has no mutable
 state: `start` makes the tensors that it needs from one arrival to the next, and the server keeps them. So the same
 policy runs on the virtual clock and, with these tensors in shared memory, in racing processes.
-
-    policies                            paper
-    asgd                                Dean et al. 2012, Large scale distributed deep networks (Downpour SGD)
-    hogwild, locked                     Recht et al. 2011, Hogwild!
-    staleness_aware                     Zhang et al. 2016, Staleness-aware async-SGD
-    dc_asgd                             Zheng et al. 2017, Asynchronous SGD with delay compensation
-    ssp                                 Ho et al. 2013, Stale synchronous parallel parameter server
-    k_sync, k_async                     Dutta et al. 2018, Slow and stale gradients can win the race
-    backup                              Chen et al. 2016, Revisiting distributed synchronous SGD
-    easgd, eamsgd                       Zhang et al. 2015, Deep learning with elastic averaging SGD
-    ad_psgd                             Lian et al. 2018, Asynchronous decentralized parallel SGD
-    gossip                              Boyd et al. 2006, Randomized gossip algorithms
-    fedasync                            Xie et al. 2019, Asynchronous federated optimization
-    fedbuff                             Nguyen et al. 2022, Federated learning with buffered asynchronous aggregation
-    async_local_sgd                     Liu et al. 2024, Asynchronous local-SGD training for language modeling
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from fedsim.clients import State
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Registry
 
 if TYPE_CHECKING:
     from fedsim.asynchronous.server_state import ServerState
@@ -141,18 +124,9 @@ class Policy(ABC):
         return None
 
 
-class PolicyRegistry(Registry):
-    """A registry of dataclasses that derive from Policy."""
-
-    def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
-        kind = target if isinstance(target, type) else type(target)
-        if not (issubclass(kind, Policy) and is_dataclass(kind)):
-            raise TypeError("must be a dataclass that derives from fedsim.asynchronous.Policy")
-        return super()._plug(name, target)
-
-
-policy = PolicyRegistry(
+policy = Registry(
     "policy",
+    base=Policy,
     renamed={
         "held": "buffered",
         "left": "on_departure",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,8 +16,7 @@ from fedsim.asynchronous.race.sparse import Tables, step_where_touched
 from fedsim.clients import Solver, State
 from fedsim.core.rows import new_rows
 from fedsim.engines.pool.shared_memory import share
-from fedsim.engines.task import BufferPolicy, NonFinite, SharedState, TaskSpec
-from fedsim.server import ServerStep
+from fedsim.engines.task import SharedState, TaskSpec
 
 
 class GradientOnly:
@@ -33,15 +31,18 @@ class GradientOnly:
         rows.copy_(gradients)
 
 
-@dataclass
+VIEWS = ("shared", "rows", "global_row", "models", "_version", "read", "units", "alive_mask")
+
+
 class ServerState:
     """The state of an asynchronous run. All of it are tensors, in shared memory if processes race.
 
-    Attributes:
-        policy, solver, optimizer: the policy; the solver for steps along gradients; the optimizer for model updates.
+    Args:
+        policy, solver: the policy, and the solver for steps along gradients.
+        task: has the server optimizer, the seed, and what happens to buffers of models and to non-finite results.
         shared: the engine's memory; the server uses its `global_row` [d], `rows` [n, d] and buffers.
-        seed: the experiment's seed, for the draws of a policy.
-        buffers, nonfinite: what happens to buffers of models, and to results that hold NaN or infinity.
+
+    Attributes:
         replicas: [n, d], the start model of each worker, if the policy needs replicas; else [0, d].
         solver_state, worker_solver_states: solver state for the global row, of [d], and for each worker, of [n, d].
         counts: int64 [1 + 3 n] on the CPU: the version, and for each slot the version that its worker started from, the
@@ -51,56 +52,35 @@ class ServerState:
         tables: embeddings of which a step changes only the rows with a gradient.
     """
 
-    policy: Policy
-    solver: Solver
-    optimizer: ServerStep
-    shared: SharedState
-    seed: int
-    buffers: BufferPolicy
-    nonfinite: NonFinite
-    replicas: Tensor
-    solver_state: State
-    worker_solver_states: State
-    counts: Tensor
-    step_seconds: Tensor
-    policy_state: State = field(default_factory=dict)
-    tables: Tables = ()
-
-    @classmethod
-    def of(cls, policy: Policy, solver: Solver, task: TaskSpec, shared: SharedState) -> ServerState:
-        """The server at the start of a run, on the memory of an engine."""
-        n, d = len(shared.rows), len(shared.global_row)
-        counts = torch.zeros(1 + 3 * n, dtype=torch.int64)
-        counts[1 : 1 + n] = -1  # nothing read yet
-        counts[1 + 2 * n :] = 1  # alive
-        replicas = new_rows(n if policy.needs_replicas else 0, d, task.dtype, task.device)
-        replicas.copy_(shared.global_row.expand(len(replicas), -1))
+    def __init__(self, policy: Policy, solver: Solver, task: TaskSpec, shared: SharedState) -> None:
+        self.policy, self.solver, self.optimizer = policy, solver, task.server
+        self.seed, self.buffers, self.nonfinite = task.seed, task.buffers, task.nonfinite
+        self.n, d = shared.rows.shape
+        self.counts = torch.zeros(1 + 3 * self.n, dtype=torch.int64)
+        self.counts[1 : 1 + self.n] = -1  # nothing read yet
+        self.counts[1 + 2 * self.n :] = 1  # alive
+        self.replicas = new_rows(self.n if policy.needs_replicas else 0, d, task.dtype, task.device)
+        self.replicas.copy_(shared.global_row.expand(len(self.replicas), -1))
         shared.buffers[:] = shared.global_buffers
-        server = cls(
-            policy=policy,
-            solver=solver,
-            optimizer=task.server,
-            shared=shared,
-            seed=task.seed,
-            buffers=task.buffers,
-            nonfinite=task.nonfinite,
-            replicas=replicas,
-            solver_state=solver.start(shared.global_row) if "shared" in policy.state_scope else {},
-            worker_solver_states=solver.start(shared.rows) if "private" in policy.state_scope else {},
-            counts=counts,
-            step_seconds=torch.ones(n, dtype=torch.double),
-        )
-        server.policy_state = policy.start(server)
-        return server
+        self.has_buffers = shared.global_buffers.numel() > 0
+        self.solver_state = solver.start(shared.global_row) if "shared" in policy.state_scope else {}
+        self.worker_solver_states = solver.start(shared.rows) if "private" in policy.state_scope else {}
+        self.step_seconds = torch.ones(self.n, dtype=torch.double)
+        self.tables: Tables = ()
+        self.attach(shared)
+        self.policy_state = policy.start(self)
 
-    def __post_init__(self) -> None:
-        n, counts = len(self.shared.rows), self.counts.numpy()
-        self.n = n
-        self.rows, self.global_row = list(self.shared.rows), self.shared.global_row
+    def attach(self, shared: SharedState) -> None:
+        """Use the engine's memory, which another process has under other addresses."""
+        n, counts = self.n, self.counts.numpy()
+        self.shared = shared
+        self.rows, self.global_row = list(shared.rows), shared.global_row
         self.models = list(self.replicas) or self.rows  # start models
         self._version, self.read = counts[:1], counts[1 : 1 + n]
         self.units, self.alive_mask = counts[1 + n : 1 + 2 * n], counts[1 + 2 * n :]
-        self.has_buffers = self.shared.global_buffers.numel() > 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in VIEWS}
 
     def share(self) -> None:
         """Move the CPU tensors to memory that other processes can map.
@@ -108,16 +88,7 @@ class ServerState:
         Raises ExperimentError if there is not enough shared memory.
         """
         share(self.own_tensors.values())
-        self.__post_init__()  # the NumPy views must be of the new memory
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The fields without the engine's memory, which other processes have; `attach` sets it there."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "shared"}
-
-    def attach(self, shared: SharedState) -> None:
-        """Use the engine's memory in another process."""
-        self.shared = shared
-        self.__post_init__()
+        self.attach(self.shared)  # the NumPy views must be of the new memory
 
     @property
     def version(self) -> int:

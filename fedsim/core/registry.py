@@ -152,6 +152,7 @@ class Registry:
         kind: what the plugs are, for errors: `aggregation rule`.
         given: the names of the inputs that the simulator can pass.
         accepts: the objects that can be a plug, for errors.
+        base: the class that plugs must derive from, as dataclasses; None: any callable.
         renamed: attributes of plugs that had another name in earlier versions: the former name to the present one.
 
     >>> rule = Registry("aggregation rule", given=("updates", "weights"))
@@ -167,11 +168,13 @@ class Registry:
         *,
         given: tuple[str, ...] = (),
         accepts: str = "a function or a class",
+        base: type | None = None,
         renamed: Mapping[str, str] | None = None,
     ) -> None:
         self.kind = kind
         self._given = given
         self._accepts = accepts
+        self._base = base
         self._renamed = renamed or {}
         self._plugs: dict[str, Plug] = {}
 
@@ -236,6 +239,10 @@ class Registry:
             raise ExperimentError(f"{where}: no such {self.kind}; {hint}")
 
     def _plug(self, name: str, target: Any) -> Plug:
+        kind = target if isinstance(target, type) else type(target)
+        if self._base and not (issubclass(kind, self._base) and dataclasses.is_dataclass(kind)):
+            package = self._base.__module__.rpartition(".")[0]
+            raise TypeError(f"must be a dataclass that derives from {package}.{self._base.__name__}")
         is_dataclass = dataclasses.is_dataclass(target)
         if not callable(target) and (self._given or not is_dataclass):
             raise TypeError(f"a {type(target).__name__} is not {self._accepts}")

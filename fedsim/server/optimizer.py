@@ -8,15 +8,13 @@ of any shape [..., d], so a slice of columns can be stepped by itself. `fedsim.s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedsim.clients import Decay, NonNegative, Positive, State
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Registry
 
 
 class ServerStep(ABC):
@@ -41,17 +39,7 @@ class ServerStep(ABC):
         return rows
 
 
-class ServerRegistry(Registry):
-    """A Registry of dataclasses that derive from ServerStep."""
-
-    def _plug(self, name: str, target: Callable[..., Any]) -> Plug:
-        kind = target if isinstance(target, type) else type(target)
-        if not (issubclass(kind, ServerStep) and is_dataclass(kind)):
-            raise TypeError("must be a dataclass that derives from fedsim.server.ServerStep")
-        return super()._plug(name, target)
-
-
-server_optimizer = ServerRegistry("server optimizer")
+server_optimizer = Registry("server optimizer", base=ServerStep)
 
 
 @server_optimizer("sgd")

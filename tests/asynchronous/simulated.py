@@ -130,7 +130,7 @@ def simulate(
     task = SimpleNamespace(
         seed=seed, server=optimizer, buffers=buffers, nonfinite="error", dtype=dtype, device=torch.device("cpu")
     )
-    server = ServerState.of(chosen, solver or SGD(lr=0.1), task, shared)
+    server = ServerState(chosen, solver or SGD(lr=0.1), task, shared)
     schedule = schedule or Schedule(BATCH)
     scheduler = Scheduler(seed, n_workers, slots, chosen.work, schedule, lambda worker: size)
     result = SimulatedRun(server, None, scheduler)

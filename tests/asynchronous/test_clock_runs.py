@@ -88,10 +88,9 @@ def servers(monkeypatch):
     made = []
 
     class Watched(simulation.ServerState):
-        @classmethod
-        def of(cls, *arguments):
-            made.append(super().of(*arguments))
-            return made[-1]
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
 
     monkeypatch.setattr(simulation, "ServerState", Watched)
     return made

@@ -60,7 +60,7 @@ def race(session, name, out=None, **changes):
 @pytest.mark.parametrize("name", RACING)
 def test_every_policy_learns(session, name):
     local = {"batch_size": 40, "lr": 0.1, "momentum": 0.5 if name == "eamsgd" else 0.0}
-    result = race(session, name, data="mnist5k", rounds=2, local=local)
+    result = race(session, name, data="mnist5k", rounds=3, local=local)
     assert result.test_accuracy > 0.75
     for record in result.history:
         measured, asynchronous = record["race"], record["asynchronous"]
@@ -72,7 +72,7 @@ def test_every_policy_learns(session, name):
             assert measured["updates_lost"] == measured["torn_reads"] == 0
             assert measured["locks_taken"] > 0
     if not any(record["race"]["held_back"] for record in result.history):
-        assert [sum(record["samples"]) for record in result.history] == [4000, 4000]
+        assert [sum(record["samples"]) for record in result.history] == [4000] * 3
 
 
 def test_records_are_means_over_runs_and_the_model_is_of_the_first_run(session, tmp_path):
@@ -251,7 +251,7 @@ def test_a_policy_that_never_starts_a_worker_is_an_error():
 
 
 def test_lost_updates_are_counted():
-    race_state = RaceState.of(2, torch.device("cpu"))
+    race_state = RaceState(2, torch.device("cpu"))
     with ProcessPool(2) as crew:
         counts = crew.call(race_plugs.count_updates, race_state, 3000, True)
         assert race_state.lost() == 0

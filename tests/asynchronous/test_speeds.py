@@ -84,17 +84,22 @@ def too_few(n_workers):
     return np.ones(n_workers - 1)
 
 
-def not_positive(n_workers):
+def not_a_number(n_workers):
     return np.array([1.0, math.nan, 0.0])
+
+
+def zero(n_workers):
+    return np.array([1.0, 0.0, 1.0])
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("too_few", r'clock.speed.name = ".*": must return factors of shape \[3\], not \[2\]'),
-        ("not_positive", 'clock.speed.name = ".*": returned factor nan for worker 1; it must be positive and finite'),
+        ("too_few", r"must return factors of shape \[3\], not \[2\]"),
+        ("not_a_number", "returned factor nan for worker 1; it must be finite"),
+        ("zero", "returned a factor of 0; factors must be positive"),
     ],
 )
 def test_the_factors_of_an_imported_speed_are_checked(name, message):
-    with pytest.raises(ExperimentError, match=message):
+    with pytest.raises(ExperimentError, match=f'clock.speed.name = ".*": {message}'):
         speeds_of(3, f"{__name__}:{name}")

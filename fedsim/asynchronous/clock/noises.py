@@ -17,20 +17,20 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
-from fedsim.asynchronous.clock.speeds import ParetoShape, Sigma, pareto
+from fedsim.asynchronous.clock.speeds import ParetoShape, Sigma, check_factors, pareto
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Plug, Registry
 from fedsim.errors import ExperimentError, plural, show
 from fedsim.system.files import read_bounded
 
 MOST_TRACE_BYTES = 256 * 2**20
+BoundNoise = Callable[[int, int, int, int, int], np.ndarray]
 
 noise = Registry("noise", given=("rng", "size", "worker", "start", "n_workers"))
 
@@ -132,41 +132,19 @@ def _read_trace(path: str, folder: str) -> np.ndarray:
     return np.ascontiguousarray(rows.T)
 
 
-@dataclass(frozen=True)
-class BoundNoise:
-    """A plug of `noise` with its parameters.
-
-    Attributes:
-        takes: names of the arguments that the function takes.
-    """
-
-    function: Callable[..., np.ndarray]
-    name: str
-    takes: tuple[str, ...]
-
-    def __call__(self, seed: int, worker: int, start: int, size: int, n_workers: int) -> np.ndarray:
-        """The factors of the units start, ..., start + size - 1 of a worker, float64 [size].
-
-        `start` is a multiple of `size`: draws are of numpy_generator(seed, "delay", worker, start // size).
-
-        Raises ExperimentError unless the plug returns `size` finite factors of at least 0.
-        """
-        given: dict[str, Any] = {"size": size, "worker": worker, "start": start, "n_workers": n_workers}
-        if "rng" in self.takes:
-            given["rng"] = numpy_generator(seed, "delay", worker, start // size)
-        factors = np.asarray(self.function(**{name: given[name] for name in self.takes}), dtype=np.float64)
-        where = f"clock.noise.name = {show(self.name)}"
-        if factors.shape != (size,):
-            raise ExperimentError(f"{where}: must return factors of shape [{size}], not {list(factors.shape)}")
-        wrong = np.flatnonzero(~((factors >= 0) & (factors < math.inf)))
-        if len(wrong):
-            raise ExperimentError(
-                f"{where}: returned factor {factors[wrong[0]]} for unit {start + wrong[0]} of worker {worker}; "
-                "it must be finite and at least 0"
-            )
-        return factors
-
-
 def bind_noise(plug: Plug, params: dict[str, Any]) -> BoundNoise:
-    """The noise `plug` with checked `params`."""
-    return BoundNoise(function=plug.bind(params), name=plug.name, takes=tuple(plug.takes))
+    """The noise `plug` with checked `params`: a function of (seed, worker, start, size, n_workers).
+
+    It returns the factors of the units start, ..., start + size - 1 of a worker, float64 [size]. `start` is a multiple
+    of `size`: draws are of numpy_generator(seed, "delay", worker, start // size).
+
+    The function raises ExperimentError unless the plug returns `size` finite factors of at least 0.
+    """
+    function = plug.bind(params)
+
+    def factors(seed: int, worker: int, start: int, size: int, n_workers: int) -> np.ndarray:
+        rng = numpy_generator(seed, "delay", worker, start // size)
+        given = plug.given(rng=rng, size=size, worker=worker, start=start, n_workers=n_workers)
+        return check_factors(plug, function(**given), size, f"unit {{}} of worker {worker}", start)
+
+    return factors

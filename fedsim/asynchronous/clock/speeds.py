@@ -69,9 +69,7 @@ def linear(n_workers: int, rng: np.random.Generator, *, ratio: Ratio = 8.0, shuf
 def geometric(n_workers: int, rng: np.random.Generator, *, ratio: Ratio = 8.0, shuffle: bool = False) -> np.ndarray:
     """Geometrically spaced factors: worker i of n has ratio^(i / (n - 1)).
 
-    Args:
-        ratio: factor of the slowest worker, at least 1.
-        shuffle: permute the factors with one `rng.permutation`, so that speed does not depend on the worker's number.
+    The arguments are those of `linear`.
 
     >>> geometric(4, None, ratio=8.0)
     array([1., 2., 4., 8.])
@@ -135,13 +133,23 @@ def draw_speeds(plug: Plug, params: dict[str, Any], n_workers: int, seed: int) -
     Raises ExperimentError unless the plug returns one positive, finite factor for each worker.
     """
     given = {"n_workers": n_workers, "rng": numpy_generator(seed, "speed")}
-    speeds = np.asarray(plug.bind(params)(**plug.given(**given)), dtype=np.float64)
-    where = f"clock.speed.name = {show(plug.name)}"
-    if speeds.shape != (n_workers,):
-        raise ExperimentError(f"{where}: must return factors of shape [{n_workers}], not {list(speeds.shape)}")
-    wrong = np.flatnonzero(~((speeds > 0) & (speeds < math.inf)))
-    if len(wrong):
-        raise ExperimentError(
-            f"{where}: returned factor {speeds[wrong[0]]} for worker {wrong[0]}; it must be positive and finite"
-        )
+    speeds = check_factors(plug, plug.bind(params)(**plug.given(**given)), n_workers, "worker {}")
+    if not speeds.all():
+        raise ExperimentError(f"clock.speed.name = {show(plug.name)}: returned a factor of 0; factors must be positive")
     return speeds
+
+
+def check_factors(plug: Plug, values: Any, size: int, place: str, first: int = 0) -> np.ndarray:
+    """The factors that a plug returned, as float64 [size].
+
+    Raises ExperimentError for another shape, or a factor that is negative or not finite; `place` names its
+    position, with {} for its number, from `first`.
+    """
+    factors = np.asarray(values, dtype=np.float64)
+    where = f"clock.{plug.kind}.name = {show(plug.name)}"
+    if factors.shape != (size,):
+        raise ExperimentError(f"{where}: must return factors of shape [{size}], not {list(factors.shape)}")
+    for wrong in np.flatnonzero(~((factors >= 0) & (factors < math.inf))):
+        unit = place.format(first + wrong)
+        raise ExperimentError(f"{where}: returned factor {factors[wrong]} for {unit}; it must be finite and at least 0")
+    return factors

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policy import Arrival, Locking, Policy, StateScope, policy
 from fedsim.asynchronous.server_state import ServerState
-from fedsim.clients import NonNegative, State
+from fedsim.clients import Decay, NonNegative, State
 from fedsim.errors import ExperimentError
-
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 @policy("hogwild")

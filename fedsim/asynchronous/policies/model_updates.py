@@ -11,11 +11,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policy import Arrival, Policy, policy
 from fedsim.asynchronous.server_state import ServerState
-from fedsim.clients import NonNegative, State
+from fedsim.clients import Decay, NonNegative, State
 from fedsim.errors import ExperimentError
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 WEIGHTINGS: dict[str, Callable[[int, float, int], float]] = {
     "constant": lambda tau, a, b: 1.0,

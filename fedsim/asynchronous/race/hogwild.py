@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 import torch
@@ -11,14 +11,11 @@ from torch import Tensor
 
 from fedsim.asynchronous.dispatch import nonfinite_error
 from fedsim.asynchronous.policy import Arrival
-from fedsim.asynchronous.race.state import WRITES_BEGUN, RaceState
+from fedsim.asynchronous.race.state import WRITES_BEGUN
 from fedsim.asynchronous.race.worker import ProcessResult, RaceWorker
-from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.randomness import global_states, seed_everything
 from fedsim.core.training import Objective
-from fedsim.engines.executor import Executor
 from fedsim.engines.pool.barrier import SHARED_ROW
-from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.dropout import RowDropout
 from fedsim.engines.trainers.row_module import RowModule
@@ -31,18 +28,11 @@ class HogwildWorker(RaceWorker):
     Each worker has a module whose parameters are views of the global row, and whose gradients are views of its own row.
     """
 
-    def __init__(
-        self,
-        process: ProcessContext,
-        executor: Executor,
-        server: ServerState,
-        race_state: RaceState,
-        slots: Sequence[int],
-    ) -> None:
-        super().__init__(process, executor, server, race_state, slots)
-        self._writes_begun = race_state.column(WRITES_BEGUN)
+    def _set_up(self) -> None:
+        executor, server = self._executor, self._server
+        self._writes_begun = self._race_state.column(WRITES_BEGUN)
         self._dropout = RowDropout(executor.task, executor.shared, executor.batch_source)
-        self._modules = {slot: RowModule(self._dropout.new_module) for slot in slots}
+        self._modules = {slot: RowModule(self._dropout.new_module) for slot in self._slots}
         self._objective = Objective(executor.task.precision)
         self._pulls_buffers = server.has_buffers and server.buffers != "local"
         self._pushes_buffers = server.has_buffers and server.buffers != "server"

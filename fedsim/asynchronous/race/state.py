@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedsim.asynchronous.race.locks import Locks
 from fedsim.engines.pool.barrier import LINE
@@ -19,9 +18,8 @@ WRITES_BEGUN, WRITES_ENDED, ADDED, STATUS = range(4)  # columns of `RaceState.sl
 IDLE, BUSY, FINISHED, HELD_BACK = range(4)  # values of STATUS; the last two end a round
 
 
-@dataclass
 class RaceState:
-    """The shared state of one round of a race with n slots.
+    """The state that processes share in one round of a race with n slots.
 
     Attributes:
         loss_counters: float64 [n, COORDINATES] on the model's device. Each update adds 1 to one or two rows, by an
@@ -31,21 +29,12 @@ class RaceState:
         events: int64 [1], number of started and arrived work items, counted under the server's lock.
     """
 
-    loss_counters: Tensor
-    slots: Tensor
-    events: Tensor
-    locks: Locks = field(default_factory=Locks)
-
-    @classmethod
-    def of(cls, slots: int, device: torch.device) -> RaceState:
-        """The state in shared memory."""
-        race_state = cls(
-            loss_counters=torch.zeros(slots, COORDINATES, dtype=torch.double, device=device),
-            slots=torch.zeros(slots, LINE, dtype=torch.int64),
-            events=torch.zeros(1, dtype=torch.int64),
-        )
-        share([race_state.loss_counters, race_state.slots, race_state.events])
-        return race_state
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.loss_counters = torch.zeros(slots, COORDINATES, dtype=torch.double, device=device)
+        self.slots = torch.zeros(slots, LINE, dtype=torch.int64)
+        self.events = torch.zeros(1, dtype=torch.int64)
+        self.locks = Locks()
+        share([self.loss_counters, self.slots, self.events])
 
     def clear(self) -> None:
         """Set all to zero before a round."""
@@ -76,7 +65,7 @@ class Measures:
         overlapped: number of gradients during which another process wrote the row that they were computed at.
         locks_taken, locks_waited, lock_seconds: see `Locks`.
         held_back: number of times that a worker ended its round early because no other worker could let it start.
-        began, ended: earliest start and latest end, in seconds of `time.perf_counter`.
+        seconds: the longest time of a process.
     """
 
     updates: int = 0
@@ -85,15 +74,11 @@ class Measures:
     locks_waited: int = 0
     lock_seconds: float = 0.0
     held_back: int = 0
-    began: float = float("inf")
-    ended: float = 0.0
+    seconds: float = 0.0
 
     def add(self, other: Measures) -> None:
         """Add the measurements of another process or run."""
-        for name in ("updates", "overlapped", "locks_taken", "locks_waited", "lock_seconds", "held_back"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.began, self.ended = min(self.began, other.began), max(self.ended, other.ended)
-
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.began
+        longest = max(self.seconds, other.seconds)
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self.seconds = longest

@@ -34,12 +34,12 @@ class ProcessResult:
     """The result of one process in a round.
 
     Attributes:
-        entries: of the log, int64 [work items, fields], if the policy locks the server.
+        entries: of the log, if the policy locks the server.
     """
 
     stats: RoundStats = field(default_factory=RoundStats)
     measures: Measures = field(default_factory=Measures)
-    entries: np.ndarray = field(default_factory=lambda: np.zeros((0, len(LogEntry._fields)), dtype=np.int64))
+    entries: list[LogEntry] = field(default_factory=list)
 
 
 class RaceWorker(ABC):
@@ -61,6 +61,7 @@ class RaceWorker(ABC):
         self._server, self._policy, self._race_state = server, server.policy, race_state
         self._writes_ended = race_state.column(WRITES_ENDED)
         self._schedulers: dict[int, Scheduler] = {}  # by run
+        self._set_up()
 
     def race(self, run: int, round: int) -> ProcessResult:
         """Run this process's part of a round; all processes start together."""
@@ -69,9 +70,9 @@ class RaceWorker(ABC):
         locks.reset_counts()
         with full_precision(self._executor.task.device):
             self._process.barrier.wait()
-            measures.began = time.perf_counter()
+            start = time.perf_counter()
             self._run_round(run, round, result)
-            measures.ended = time.perf_counter()
+            measures.seconds = time.perf_counter() - start
         measures.locks_taken, measures.locks_waited, measures.lock_seconds = locks.taken, locks.waited, locks.seconds
         return result
 
@@ -95,6 +96,10 @@ class RaceWorker(ABC):
         return self._schedulers[run]
 
     @abstractmethod
+    def _set_up(self) -> None:
+        """Make what the rounds need."""
+
+    @abstractmethod
     def _run_round(self, run: int, round: int, result: ProcessResult) -> None:
         """Do all work of this process's workers in a round."""
 
@@ -107,26 +112,17 @@ class LockedRaceWorker(RaceWorker):
     the waiting ones; they do the rest of their work in the next round.
     """
 
-    def __init__(
-        self,
-        process: ProcessContext,
-        executor: Executor,
-        server: ServerState,
-        race_state: RaceState,
-        slots: Sequence[int],
-    ) -> None:
-        super().__init__(process, executor, server, race_state, slots)
-        self._status, self._events = race_state.column(STATUS), race_state.events.numpy()
+    def _set_up(self) -> None:
+        self._status, self._events = self._race_state.column(STATUS), self._race_state.events.numpy()
         self._pair = self._policy.locking == "pair"
         self._begun: dict[int, int] = {}  # by slot: number of the event with which its work item started
 
     def _run_round(self, run: int, round: int, result: ProcessResult) -> None:
-        self._round, self._measures, self._entries = round, result.measures, list[LogEntry]()
+        self._round, self._measures, self._entries = round, result.measures, result.entries
         self._dispatcher = Dispatcher(self._server, self._scheduler(run), self._executor.train_mine)
         self._dispatcher.start_round(round)
-        self._take_turns()
         result.stats = self._dispatcher.stats
-        result.entries = np.array(self._entries, dtype=np.int64).reshape(-1, len(LogEntry._fields))
+        self._take_turns()
 
     def _take_turns(self) -> None:
         active, sleep = list(self._slots), FIRST_SLEEP

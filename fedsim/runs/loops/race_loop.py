@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.asynchronous.dispatch import RoundStats
 from fedsim.asynchronous.race.hogwild import HogwildWorker
 from fedsim.asynchronous.race.log import to_csv
 from fedsim.asynchronous.race.sparse import tables_of
 from fedsim.asynchronous.race.state import Measures, RaceState
-from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult, Progress, RaceWorker
+from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult, RaceWorker
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.confidence import estimate
 from fedsim.core.snapshot import Snapshot
@@ -39,21 +39,16 @@ KeepLog = Callable[[bytes], object]
 
 
 @dataclass
-class RaceRoundResult:
-    """The result of a round of one run.
+class RaceRoundResult(ProcessResult):
+    """The result of a round of one run: sums over its processes, and the state after it.
 
     Attributes:
-        stats, measures: sums over the processes.
-        entries: of the log, from each process.
         lost: number of overwritten updates, as the loss counters tell.
         updates, arrivals: updates of the global row, and results taken, since the start of the run.
         buffered: number of results that no update has used yet.
         test: loss, accuracy, and the attacker's success.
     """
 
-    stats: RoundStats = field(default_factory=RoundStats)
-    measures: Measures = field(default_factory=Measures)
-    entries: list[np.ndarray] = field(default_factory=list)
     lost: float = 0.0
     updates: int = 0
     arrivals: int = 0
@@ -64,7 +59,7 @@ class RaceRoundResult:
         """Add the result of one process."""
         self.stats.add(result.stats)
         self.measures.add(result.measures)
-        self.entries.append(result.entries)
+        self.entries += result.entries
 
 
 class RaceLoop:
@@ -78,11 +73,11 @@ class RaceLoop:
         self._prepared, self._engine, self._shared = prepared, engine, engine.shared
         self._policy, solver = experiment.policy.bind(), experiment.local.bind()
         self._check_finite, self._timer = FiniteCheck(prepared.task, engine.shared), PhaseTimer()
-        self._server = ServerState.of(self._policy, solver, prepared.task, engine.shared)
+        self._server = ServerState(self._policy, solver, prepared.task, engine.shared)
         if self._policy.locking == "nothing":
-            self._server = replace(self._server, tables=tables_of(prepared.task.new_module(), solver))
+            self._server.tables = tables_of(prepared.task.new_module(), solver)
         self._server.share()
-        self._race_state = RaceState.of(self._server.n, engine.shared.global_row.device)
+        self._race_state = RaceState(self._server.n, engine.shared.global_row.device)
         engine.call(_set_up, self._server, self._race_state)
         self._runs = experiment.race.runs
         copies = self._runs if self._runs > 1 else 0
@@ -96,7 +91,9 @@ class RaceLoop:
         self._timer.reset()
         results = [self._run_round(run, round) for run in range(self._runs)]
         if self._keep_log:
-            self._log.extend((run, round, np.concatenate(result.entries)) for run, result in enumerate(results, 1))
+            self._log.extend(
+                (run, round, np.array(result.entries, dtype=np.int64)) for run, result in enumerate(results, 1)
+            )
         first = results[0]
         losses, accuracies, successes = zip(*(result.test for result in results), strict=True)
         return RoundRecord(
@@ -112,7 +109,9 @@ class RaceLoop:
         )
 
     def state(self) -> Snapshot:
-        state = Snapshot(facts={"arrivals": list(self._arrivals), "schedulers": self._engine.call(_progress)})
+        state = Snapshot(
+            facts={"arrivals": list(self._arrivals), "schedulers": self._engine.call(_call_worker, RaceWorker.progress)}
+        )
         for run in range(self._runs):
             self._switch_to(run)
             state.keep(self._tensors(), f"{run}.")
@@ -126,7 +125,8 @@ class RaceLoop:
             self._switch_to(run)
             state.put_back(self._tensors(), f"{run}.")
         self._arrivals = list(state.facts["arrivals"])
-        self._engine.call(_resume, [item for of_process in state.facts["schedulers"] for item in of_process])
+        progress = [item for of_process in state.facts["schedulers"] for item in of_process]
+        self._engine.call(_call_worker, RaceWorker.resume, progress)
         entries = state.under("log.")
         self._log = [(run, round, entries[str(k)].numpy()) for k, (run, round) in enumerate(state.facts["log"])]
 
@@ -142,7 +142,7 @@ class RaceLoop:
         server, timer, result = self._server, self._timer, RaceRoundResult()
         self._race_state.clear()
         with timer("train"):
-            for each in self._engine.call(_race, run, round):
+            for each in self._engine.call(_call_worker, RaceWorker.race, run, round):
                 result.add(each)
         if not result.measures.updates:
             raise ExperimentError(f"policy: in round {round} of the race no worker is busy and none may start")
@@ -215,16 +215,5 @@ def _set_up(process: ProcessContext, executor: Executor, server: ServerState, ra
     )
 
 
-def _race(process: ProcessContext, executor: Executor, run: int, round: int) -> ProcessResult:
-    racer: RaceWorker = process.state["racer"]
-    return racer.race(run, round)
-
-
-def _progress(process: ProcessContext, executor: Executor) -> Progress:
-    racer: RaceWorker = process.state["racer"]
-    return racer.progress()
-
-
-def _resume(process: ProcessContext, executor: Executor, progress: Progress) -> None:
-    racer: RaceWorker = process.state["racer"]
-    racer.resume(progress)
+def _call_worker(process: ProcessContext, executor: Executor, method: Callable[..., Any], *arguments: Any) -> Any:
+    return method(process.state["racer"], *arguments)
