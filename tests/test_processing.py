@@ -81,6 +81,28 @@ def test_a_processor_of_a_user_records_the_mean_of_its_metric(tiny_experiment):
     assert history[0].metrics == {"norm": pytest.approx(2 * norms[0].metrics["norm"])}  # the last in the chain
 
 
+@pytest.mark.parametrize("engine", ["serial", "spawn"])
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_a_rule_and_a_processor_record_metrics_side_by_side(sync, engine, tiny_experiment):
+    tables = {**tiny_experiment, **SMALL, "sync": sync, "engine": engine, "aggregate": "geometric_median"}
+    tables["processes"] = 2 if engine == "spawn" else None
+    metrics = fedsim.run({**tables, "processors": [CLIP]}).history[0].metrics
+    assert metrics.keys() == {"clipped_share", "weiszfeld_iterations"}
+    assert metrics["weiszfeld_iterations"] >= 2
+
+
+def columnwise(updates: Tensor, metrics: dict[str, float]) -> Tensor:
+    return updates.mean(0)
+
+
+columnwise.columnwise = True
+
+
+def test_a_columnwise_rule_that_takes_metrics_is_refused():
+    with pytest.raises(ExperimentError, match="a columnwise rule cannot record metrics"):
+        fedsim.Experiment(aggregate="tests.test_processing:columnwise")
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [("longer", r"must return an update of shape \[2\], not of shape \[4\]"), ("in_negative_bytes", "an int >= 0")],

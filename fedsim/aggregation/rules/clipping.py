@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -26,13 +26,18 @@ def clip_factors(lengths: Tensor, c: float) -> Tensor:
         return torch.from_numpy(np.fmin(c / values, 1.0))
 
 
+def _clipped_share(factors: Tensor) -> float:
+    return int((factors < 1).sum()) / len(factors)
+
+
 @rule("norm_clipping")
 @pre_aggregator("norm_clipping")
-def norm_clipping(updates: Tensor, *, c: Positive) -> LinearCombination:
+def norm_clipping(updates: Tensor, metrics: dict[str, Any], *, c: Positive) -> LinearCombination:
     """Each row x becomes x min(1, c / |x|); the rule is the mean of these rows (Sun et al. 2019).
 
     Args:
         updates: [n, d].
+        metrics: gets `clipped_share`, the share of rows that are clipped.
         c: the largest norm of a clipped row, > 0.
 
     Returns rows [n, d]; the rule [d]. Cost: two passes over the updates, or three if rows are clipped.
@@ -44,7 +49,9 @@ def norm_clipping(updates: Tensor, *, c: Positive) -> LinearCombination:
     >>> fedsim.aggregate(updates, rule="norm_clipping", c=1.0)
     tensor([0.3000, 0.4000])
     """
-    return LinearCombination(torch.diag(clip_factors(distances_from(updates, None, c), c)))
+    factors = clip_factors(distances_from(updates, None, c), c)
+    metrics["clipped_share"] = _clipped_share(factors)
+    return LinearCombination(torch.diag(factors))
 
 
 @rule("arc")
@@ -76,6 +83,7 @@ def arc(updates: Tensor, *, f: Count) -> LinearCombination:
 def centered_clipping(
     updates: Tensor,
     last: Tensor | None,
+    metrics: dict[str, Any],
     *,
     tau: Positive = 10.0,
     iterations: PositiveInt = 1,
@@ -88,6 +96,7 @@ def centered_clipping(
     Args:
         updates: [n, d].
         last: [d].
+        metrics: gets `clipped_share`, the share of rows that the last iteration clips.
         tau: the largest distance from v that a row keeps, > 0.
         iterations: >= 1.
         start: "zeros", or "mean" of the rows.
@@ -101,7 +110,9 @@ def centered_clipping(
     if centre is None and start == "mean":
         centre = updates.mean(0)
     for iteration in range(iterations):
-        factors = clip_factors(distances_from(updates, centre, tau), tau) / n
+        factors = clip_factors(distances_from(updates, centre, tau), tau)
+        metrics["clipped_share"] = _clipped_share(factors)
+        factors = factors / n
         result = LinearCombination(factors, None if centre is None else centre * float(1 - factors.sum()))
         if iteration < iterations - 1:
             centre = LazyRows(updates).row(result)
@@ -111,6 +122,7 @@ def centered_clipping(
 @rule("geometric_median")
 def geometric_median(
     gram: Gram,
+    metrics: dict[str, Any],
     weights: Tensor | None = None,
     *,
     nu: Positive = 1e-6,
@@ -125,6 +137,7 @@ def geometric_median(
 
     Args:
         gram: of the updates [n, d], n >= 1.
+        metrics: gets `weiszfeld_iterations`, the number of iterations.
         weights: [n]; None: equal weights.
         nu: smallest distance, > 0.
         iterations: the most iterations.
@@ -154,4 +167,5 @@ def geometric_median(
         if settled:
             break
         distances = gram.squared_distances_to(point).sqrt()
+    metrics["weiszfeld_iterations"] = iteration + 1
     return LinearCombination(point)
