@@ -26,7 +26,7 @@ def tables(tiny_experiment):
 
 
 def updates_of(tables):
-    """The global row, and each worker's update in the first round had everybody been honest, [workers, d]."""
+    """The global row, and each worker's update [workers, d] in the first round without an attack."""
     start = fedsim.run({**tables, "local": {"lr": 0.0}}).global_row
     rows = []
     for worker in range(tables["workers"]):
@@ -52,7 +52,7 @@ def test_a_round_is_attack_then_rule_then_step(attack, rule, tables):
     assert torch.allclose(fedsim.run({**tables, **change}).global_row, expected, rtol=0, atol=1e-9)
 
 
-def test_a_run_with_an_attack_that_does_nothing_warns_once(tables):
+def test_an_attack_without_effect_warns_once(tables):
     tables = {**tables, "workers": 5, "rounds": 2, "attack": {"name": "alie", "workers": [1]}}
     with pytest.warns(SettingWarning) as caught:
         fedsim.run(tables)
@@ -75,12 +75,12 @@ def test_attackers_are_the_same_under_every_rule_and_attack_and_follow_the_seed(
 
 def test_f_is_the_number_of_attackers_unless_it_is_given(tables):
     attacked = {**tables, "attack": {"name": "sign_flipping", "fraction": 0.3, "scale": 100.0}}
-    meant, told = (
+    default, given = (
         fedsim.run({**attacked, "aggregate": {"rule": "trimmed_mean", **f}}).global_row for f in ({}, {"f": 2})
     )
-    assert torch.equal(meant, told)
+    assert torch.equal(default, given)
     less = fedsim.run({**attacked, "aggregate": {"rule": "trimmed_mean", "f": 0}}).global_row
-    assert less.norm() > 10 * meant.norm()
+    assert less.norm() > 10 * default.norm()
 
 
 def test_coefficients_are_those_of_the_aggregate(tables):
@@ -95,11 +95,17 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("engine", ["serial", "spawn"])
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-@pytest.mark.parametrize("rule", DRAWN)
-def test_a_linear_rule_may_draw_its_coefficients(rule, sync, engine, tables):
-    """On a model of several blocks of columns, which processes share; a new draw for each aggregation."""
+@pytest.mark.parametrize(
+    ("rule", "sync", "engine"),
+    [
+        ("tests.plugs:drawn_mean", "parameters", "serial"),
+        ("tests.plugs:drawn_mean", "gradients", "spawn"),
+        ("tests.plugs:drawn_on_device", "parameters", "spawn"),
+        ("tests.plugs:drawn_on_device", "gradients", "serial"),
+    ],
+)
+def test_a_linear_rule_draws_its_coefficients_again_in_each_aggregation(rule, sync, engine, tables):
+    """The model has several blocks of columns, which processes share."""
     tables = {**tables, "workers": 3, "model": "2nn", "local": {"steps": 1, "batch_size": 16, "lr": 0.1}}
     start, updates = updates_of({**tables, "precision": "float64", "sync": sync})
     change = {"aggregate": rule, "precision": "float64", "sync": sync, "engine": engine}
@@ -114,7 +120,7 @@ def test_a_linear_rule_may_draw_its_coefficients(rule, sync, engine, tables):
 
 @pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
 def test_rows_of_noise_are_a_function_of_seed_and_round(engine, tables):
-    """Worker 1 counts for nothing, so the global row moves by the mean of two rows of noise in each round."""
+    """Worker 1 has weight 0, so the global row moves by the mean of two rows of noise in each round."""
     tables = {**tables, "workers": 3, "precision": "float64", "engine": engine, "processes": 1, "seed": 5}
     start = fedsim.run({**tables, "local": {"lr": 0.0}}).global_row
     noise = {"attack": {"name": "gaussian", "workers": [0, 2], "s": 0.5}}
@@ -125,7 +131,7 @@ def test_rows_of_noise_are_a_function_of_seed_and_round(engine, tables):
 
 
 @pytest.mark.parametrize("rule", ["mean", "median", "krum"])
-def test_rows_that_are_not_finite_stop_the_run_or_are_left_out(rule, tables):
+def test_rows_that_are_not_finite_stop_the_run_or_are_excluded(rule, tables):
     attacked = {**tables, "attack": {"name": "nan", "workers": [2, 5]}}
     with pytest.raises(ExperimentError, match=r"round 1: 2 of 7 updates hold NaN or infinity \(rows of workers 2, 5\)"):
         fedsim.run({**attacked, "aggregate": {"rule": rule}})
@@ -148,7 +154,7 @@ def test_rows_that_are_not_finite_stop_the_run_or_are_left_out(rule, tables):
     ],
 )
 def test_attacks_of_a_cohort_without_honest_workers(attack, expected, tables):
-    """Attacks on own rows take place; attackers that need honest rows send the rows that they have trained."""
+    """Attacks on own rows have an effect; attacks that need honest rows have none."""
     tables = {**tables, "precision": "float64"}
     start, updates = updates_of(tables)
     cohort = sample_cohort(0, 1, 7, 2).tolist()
@@ -161,8 +167,8 @@ def test_attacks_of_a_cohort_without_honest_workers(attack, expected, tables):
 
 @pytest.mark.filterwarnings("ignore:round 1. no honest")
 @pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
-def test_steps_at_which_only_attackers_have_data_left(engine, tables):
-    """ipm, where the attacker has the most data: at the last steps it sends its own gradient."""
+def test_an_attacker_with_more_steps_than_honest_workers_sends_its_own_gradient(engine, tables):
+    """At the last steps no honest worker takes part."""
     tables = {**tables, "workers": 3, "partition": "tests.plugs:uneven", "precision": "float64", "sync": "gradients"}
     tables |= {"local": {"batch_size": 16, "lr": 0.05}, "aggregate": "mean", "engine": engine}
     result = fedsim.run({**tables, "attack": {"name": "ipm", "eps": 0.5, "workers": [2]}})
@@ -188,7 +194,7 @@ def test_steps_at_which_only_attackers_have_data_left(engine, tables):
 
 
 @pytest.mark.parametrize("cohort", [None, 4])
-def test_a_rule_that_too_few_workers_with_data_break_is_refused_before_the_start(cohort, tables):
+def test_a_rule_with_too_few_workers_with_data_is_an_error_before_the_start(cohort, tables):
     tables = {**tables, "partition": "tests.plugs:uneven", "aggregate": {"rule": "krum"}, "cohort": cohort}
     started = []
     with pytest.raises(ExperimentError, match=r"krum: needs n >= 2f \+ 3; .* n = 1; in round 1 .* local.steps"):
@@ -230,12 +236,12 @@ def test_without_an_attack_there_is_no_success_to_measure(tables):
     assert fedsim.run(tables).history[0]["attack_success"] is None
 
 
-def test_fltrust_goes_by_the_servers_own_data_and_ignores_who_goes_the_other_way(tables):
+def test_fltrust_ignores_rows_opposite_to_the_update_on_the_servers_data(tables):
     change = {"attack": {"name": "sign_flipping", "workers": [0, 1, 2]}, "aggregate": {"rule": "fltrust"}}
     record = fedsim.run({**tables, **change}).history[0]
     assert record["coefficients"][:3] == [0.0, 0.0, 0.0]
     assert min(record["coefficients"][3:]) > 0
-    assert len(record["cohort"]) == 7  # the server is not among them
+    assert len(record["cohort"]) == 7  # without the server
 
 
 def test_root_samples_are_drawn_by_the_seed_and_bounded(tables):
@@ -245,7 +251,7 @@ def test_root_samples_are_drawn_by_the_seed_and_bounded(tables):
         fedsim.run({**tables, "aggregate": {"rule": "fltrust", "root_samples": 300}})
 
 
-def test_bmuf_with_nesterov_sends_workers_the_row_it_looks_ahead_to(tables):
+def test_bmuf_with_nesterov_sends_another_row(tables):
     tables = {**tables, "precision": "float64", "rounds": 3, "workers": 2}
     server = {"optimizer": "bmuf", "bm": 0.5, "nesterov": True}
     ours = fedsim.run({**tables, "server": server}).global_row
@@ -264,7 +270,6 @@ def test_bmuf_with_nesterov_sends_workers_the_row_it_looks_ahead_to(tables):
         ({"attack": {"name": "alie", "workers": [1, 1]}}, "must be different workers"),
         ({"attack": {"name": "alie", "workers": list(range(7))}}, "7 of 7 workers are Byzantine"),
         ({"attack": {"name": "alie", "fraction": 0.3, "workers": [1]}}, "give fraction or workers, not both"),
-        ({"attack": {"name": "ali", "fraction": 0.3}}, 'attack.name = "ali": no such attack; did you mean "alie"'),
         ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, "unknown key .*epsilon goes with mimic"),
         ({"attack": {"name": "ipm", "fraction": 1.5}}, "attack.fraction = 1.5: must be less than 1"),
         ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
@@ -272,16 +277,14 @@ def test_bmuf_with_nesterov_sends_workers_the_row_it_looks_ahead_to(tables):
         ({"aggregate": {"rule": ["krum", "mean"]}}, r'aggregate.rule\[0\] = "krum": a rule must be last'),
         ({"aggregate": {"rule": ["nnm", "weighted_mean"]}}, "needs weights, which pre-aggregated rows do not have"),
         ({"aggregate": {"rule": []}}, r"aggregate.rule = \[\]: needs a rule"),
-        ({"aggregate": {"rule": [{"name": "krum"}]}}, "a stage is a name or a table with the key rule"),
         ({"aggregate": {"rule": 3}}, "aggregate.rule = 3: must be a name, or a list"),
-        (
-            {"aggregate": {"rule": ["nnm", "krum"], "tau": 3}},
-            r"tau = 3: unknown key \(the rule is nnm \+ krum\); tau goes",
-        ),
-        ({"aggregate": {"f": -1}}, "aggregate.f = -1: must be greater than or equal to 0"),
+        ({"aggregate": {"rule": ["nnm", "mean"], "s": 2}}, r"\(the rule is nnm \+ mean\); s goes with bucketing$"),
+        ({"aggregate": {"rule": "krum", "m": 2}}, r"unknown key \(the rule is krum\); m goes with multi_krum$"),
+        ({"aggregate": {"rule": ["bucketing", "krum"], "s": 0}}, "^aggregate.s = 0: must be greater than 0$"),
+        ({"partition": ["iid"]}, r'^partition = \["iid"\]: must be a table'),
     ],
 )
-def test_what_is_impossible_is_one_clear_line(change, message, tables):
+def test_a_wrong_attack_or_rule_is_one_line(change, message, tables):
     with pytest.raises(ExperimentError, match=message):
         fedsim.Experiment(**{**tables, **change})
 
@@ -298,7 +301,7 @@ def test_what_is_impossible_is_one_clear_line(change, message, tables):
         (["nnm", 1], r"rule\[1\] = 1: a stage is a name or a table"),
     ],
 )
-def test_what_is_wrong_in_a_list_of_stages_names_the_stage(rule, line, tables, tmp_path):
+def test_an_error_in_a_list_of_stages_names_the_stage(rule, line, tables, tmp_path):
     changed = {**tables, "aggregate": {"rule": rule}}
     with pytest.raises(ExperimentError, match=f"^aggregate.{line}"):
         fedsim.Experiment(**changed)
@@ -312,24 +315,7 @@ def test_what_is_wrong_in_a_list_of_stages_names_the_stage(rule, line, tables, t
         fedsim.aggregate(torch.zeros(7, 3), rule=rule, f=1)
 
 
-def test_a_parameter_of_all_stages_is_named_by_its_own_place(tables):
-    with pytest.raises(ExperimentError, match="^aggregate.s = 0: must be greater than 0$"):
-        fedsim.Experiment(**{**tables, "aggregate": {"rule": ["bucketing", "krum"], "s": 0}})
-
-
-@pytest.mark.parametrize(
-    ("table", "other"),
-    [
-        ({"rule": "krum", "m": 2}, "m goes with multi_krum"),
-        ({"rule": ["nnm", "mean"], "s": 2}, "s goes with bucketing"),
-    ],
-)
-def test_a_parameter_of_another_rule_is_said_to_be_that_ones(table, other, tables):
-    with pytest.raises(ExperimentError, match=rf"^aggregate.. = 2: unknown key \(the rule is .*\); {other}$"):
-        fedsim.Experiment(**{**tables, "aggregate": table})
-
-
-def test_a_list_of_stages_may_stand_for_the_whole_table(tables):
+def test_a_list_of_stages_replaces_the_whole_table(tables):
     wanted = fedsim.Experiment(**{**tables, "aggregate": {"rule": ["bucketing", "mean"]}})
     assert fedsim.Experiment(**{**tables, "aggregate": ["bucketing", "mean"]}) == wanted
     assert fedsim.load_experiment(tables, ['aggregate=["bucketing", "mean"]']) == wanted
@@ -340,12 +326,7 @@ def test_a_list_of_stages_may_stand_for_the_whole_table(tables):
     assert with_s == fedsim.load_experiment(tables, ["aggregate.s=3", 'aggregate=["bucketing", "mean"]'])
 
 
-def test_only_where_a_list_can_be_a_name(tables):
-    with pytest.raises(ExperimentError, match=r'^partition = \["iid"\]: must be a table'):
-        fedsim.Experiment(**{**tables, "partition": ["iid"]})
-
-
-def test_an_experiment_with_a_pipeline_survives_its_own_file(tables, tmp_path):
+def test_an_experiment_with_a_pipeline_is_saved_and_loaded(tables, tmp_path):
     change = {"aggregate": {"rule": ["nnm", {"rule": "multi_krum", "m": 2}], "f": 1}, "attack": {"workers": [3]}}
     result = fedsim.run({**tables, **change}, tmp_path / "run")
     again = fedsim.load_experiment(tmp_path / "run" / "experiment.toml", allow_imports=True)

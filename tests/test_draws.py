@@ -1,4 +1,4 @@
-"""Draws: what each method makes of the words of its stream, and which stream that is."""
+"""The methods of Draws: the stream that each reads, and the numbers that it makes of its words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALLS = {
 
 
 def words_of(*coordinates, count, step=0, layer=0):
-    """The words of a stream by the definition, one block after another."""
+    """The words of a stream, computed block by block."""
     key = torch.tensor(draw_key(*coordinates))
     found = []
     for number in range(-(-count // 4)):
@@ -38,7 +38,7 @@ def pairs(words):
     return list(zip(words[::2], words[1::2], strict=True))
 
 
-def test_each_method_makes_the_next_stream_into_numbers():
+def test_each_method_reads_the_next_stream():
     draws = fedsim.Draws.of(3, "test", 1, 2)
     uniform = [(word >> 8) / 2**24 for word in words_of(3, "test", 1, 2, count=6, layer=0)]
     assert draws.uniform(2, 3).flatten().tolist() == uniform
@@ -77,7 +77,7 @@ def test_the_draws_of_a_step_do_not_depend_on_other_steps(call):
 
 
 @pytest.mark.parametrize("count", [1, 7, WORDS_AHEAD // 2 - 3, WORDS_AHEAD // 2, WORDS_AHEAD // 2 + 1, 3 * WORDS_AHEAD])
-def test_numbers_are_the_same_whether_drawn_ahead_or_not(count):
+def test_drawing_ahead_does_not_change_numbers(count):
     at = Draws.of(1, "x").steps()
     at(0).uniform(count)
     for step in (0, 1):
@@ -90,7 +90,7 @@ def test_more_numbers_begin_with_the_same():
     assert torch.equal(Draws.of(0, "x").normal(4, 5).flatten()[:10], Draws.of(0, "x").normal(2, 5).flatten())
 
 
-def test_copies_go_on_from_where_the_original_stood():
+def test_copies_continue_the_stream_of_the_original():
     draws = Draws.of(0, "x")
     draws.uniform(3)
     again = [copy.deepcopy(draws), pickle.loads(pickle.dumps(draws))]
@@ -107,9 +107,9 @@ def test_types_and_shapes_are_those_of_pytorch():
     assert [draws.integers(5, 3).dtype, draws.permutation(0).dtype, draws.choice(5, 0).dtype] == [torch.int64] * 3
 
 
-@pytest.mark.parametrize("n", [6, 128])
-def test_a_choice_is_distinct_ascending_and_uniform(n):
-    counts, draws, expected = np.zeros(n), Draws.of(0, "choice"), 100
+@pytest.mark.parametrize(("n", "expected"), [(6, 100), (128, 20)])
+def test_a_choice_is_distinct_ascending_and_uniform(n, expected):
+    counts, draws = np.zeros(n), Draws.of(0, "choice")
     for _ in range(expected * n // 2):
         chosen = draws.choice(n, 2).tolist()
         assert chosen == sorted(set(chosen))
@@ -119,7 +119,7 @@ def test_a_choice_is_distinct_ascending_and_uniform(n):
     assert draws.choice(n, n).tolist() == list(range(n))
 
 
-def test_a_choice_of_few_leaves_repeated_numbers_out():
+def test_a_choice_of_few_has_no_repeated_numbers():
     assert all(len(set(Draws.of(0, "x", k).choice(192, 3).tolist())) == 3 for k in range(200))
 
 
@@ -130,12 +130,12 @@ def test_a_choice_of_few_leaves_repeated_numbers_out():
         (lambda draws: draws.choice(3, 4), "count = 4: must be from 0 to n = 3"),
     ],
 )
-def test_impossible_ranges_are_refused(call, message):
+def test_a_wrong_range_is_an_error(call, message):
     with pytest.raises(ValueError, match=message):
         call(Draws.of(0, "x"))
 
 
-def test_nothing_global_is_drawn_from():
+def test_draws_leave_global_generators():
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     for call in CALLS.values():
         call(Draws.of(0, "x"))

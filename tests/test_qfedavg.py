@@ -1,4 +1,4 @@
-"""q-fair federated averaging in whole runs, against loops written from Li et al. 2020, Algorithms 1 and 2."""
+"""Runs with qfedavg, compared with loops written from Li et al. 2020, Algorithms 1 and 2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKERS, CLASSES, SIDE, LR = 3, 3, 4, 0.2
 
 
 def pictures(root):
-    """18 training images of 4 x 4, of which each class has a bright row or column; 6 of them to test."""
+    """18 training images of 4 x 4 pixels; 6 of them are the test images."""
     images = torch.randn(18, 1, SIDE, SIDE, generator=torch.Generator().manual_seed(5))
     targets = torch.arange(18) % CLASSES
     images[targets == 1, :, 0] += 1
@@ -37,12 +37,12 @@ EXPERIMENT = {
     "precision": "float64",
     "model": f"{__name__}:linear",
     "data": f"{__name__}:pictures",
-    "local": {"batch_size": 100, "lr": LR},  # one step of a round, on the whole shard
+    "local": {"batch_size": 100, "lr": LR},  # one step a round, on the whole shard
 }
 
 
 def start():
-    """The model with which the experiment begins."""
+    """The initial model of the experiment."""
     with torch.random.fork_rng():
         seed_everything(torch.device("cpu"), 0, "model")
         return linear().double()
@@ -61,9 +61,9 @@ def loss_and_gradient(model, inputs, targets):
 
 
 def fair_rounds(of_workers, q, lr=LR, seen=None, rounds=3):
-    """The row after rounds of q-FedSGD; with one local step of rate 1 / L those of q-FedAvg are the same.
+    """The row after rounds of q-FedSGD, which are those of q-FedAvg with one local step of rate 1 / L.
 
-    `seen` are the data of the losses F_k where they are not those of the gradients.
+    `seen` are the data of the losses F_k; None: the data of the gradients.
     """
     model = start()
     for _ in range(rounds):
@@ -85,19 +85,19 @@ def row_of(**changes):
 
 @pytest.mark.parametrize("q", [0.0, 1.0, 2.5])
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
-def test_a_run_is_the_algorithm_with_the_lipschitz_constant_of_the_local_rate(sync, q):
+def test_a_run_is_the_algorithm_with_the_local_learning_rate(sync, q):
     ours = row_of(sync=sync, aggregate={"rule": "qfedavg", "q": q})
     assert torch.allclose(ours, fair_rounds(shards(), q), rtol=0, atol=1e-12)
 
 
-def test_a_rate_of_the_rule_takes_the_place_of_that_of_the_solver():
+def test_the_rules_learning_rate_replaces_the_solvers():
     given = row_of(aggregate={"rule": "qfedavg", "lr": LR})
     assert torch.equal(given, row_of(aggregate={"rule": "qfedavg"}))
     assert not torch.allclose(given, row_of(aggregate={"rule": "qfedavg", "lr": 0.1}))
 
 
-def test_losses_are_of_the_samples_as_the_worker_sees_them():
-    """Worker k sees its images turned by k quarters of a circle; worker 2 trains on flipped labels."""
+def test_losses_are_of_transformed_and_poisoned_samples():
+    """Worker k has its images rotated by k times 90 degrees; worker 2 trains on flipped labels."""
     partition = {"strategy": "feature_rotation", "groups": 3, "angles": (0.0, 90.0, 180.0)}
     data = shards(**partition)
     seen = [(torch.rot90(inputs, k, (2, 3)), targets) for k, (inputs, targets) in enumerate(data)]
@@ -111,8 +111,8 @@ def test_losses_are_of_the_samples_as_the_worker_sees_them():
     assert not torch.allclose(ours, fair_rounds(seen, 2.0, seen=data), rtol=0, atol=1e-4)
 
 
-def test_what_the_losses_draw_does_not_change_what_training_draws():
-    """With q = 0 the losses do not count."""
+def test_random_transforms_for_losses_do_not_change_those_of_training():
+    """With q = 0 the result does not depend on the losses."""
     noisy = {"partition": {"strategy": "feature_noise", "sigma": 1.0}}
     fair = row_of(**noisy, aggregate={"rule": "qfedavg", "q": 0.0})
     assert torch.allclose(fair, row_of(**noisy, aggregate="mean"), rtol=0, atol=1e-14)

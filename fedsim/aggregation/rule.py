@@ -65,9 +65,11 @@ class RuleRegistry(Registry):
     ) -> Callable[[Callable[..., Any]], Any]:
         register = super().__call__(name)
 
-        def mark(target: Callable[..., Any]) -> Any:
-            for mark in ["columnwise"] * columnwise + ["linear"] * linear:
-                setattr(target, mark, True)  # an imported rule can set the attribute itself
+        def mark(target: Any) -> Any:  # an imported rule can set these attributes itself
+            if columnwise:
+                target.columnwise = True
+            if linear:
+                target.linear = True
             return register(target)
 
         return mark

@@ -23,21 +23,33 @@ def least_diameter(distances: Tensor, f: int) -> list[int]:
 
     Raises ExperimentError if the search could take more than 2^20 branches.
     """
-    n = len(distances)
+    n, size = len(distances), len(distances) - f
     subsets = math.comb(n, f)
     if min(2**f, subsets) > LARGEST_SEARCH:
         raise ExperimentError(
-            f"mda: {subsets:.3g} subsets of {n - f} of {n} rows are too many to search; use a smaller f, or multi_krum"
+            f"mda: {subsets:.3g} subsets of {size} of {n} rows are too many to search; use a smaller f, or multi_krum"
         )
+    everything = (1 << n) - 1
     candidates = sorted({0.0, *distances.flatten().tolist()})
     low, high = 0, len(candidates) - 1  # the largest diameter is always possible
     while low < high:
         middle = (low + high) // 2
-        if _coverable(_too_far(distances, candidates[middle]), f):
+        if _coverable(_too_far(distances, candidates[middle]), f, everything):
             high = middle
         else:
             low = middle + 1
-    return _first_set(_too_far(distances, candidates[low]), n - f)
+    edges, alive, chosen = _too_far(distances, candidates[low]), everything, []
+    for point in range(n):
+        if not alive >> point & 1:
+            continue
+        dropped = edges[point] & alive  # if the point is chosen
+        if _coverable(edges, f - dropped.bit_count(), alive & ~dropped):
+            chosen.append(point)
+        else:
+            dropped = 1 << point
+        alive &= ~dropped
+        f -= dropped.bit_count()
+    return chosen[:size]
 
 
 def _too_far(distances: Tensor, diameter: float) -> list[int]:
@@ -46,38 +58,15 @@ def _too_far(distances: Tensor, diameter: float) -> list[int]:
     return [sum(1 << j for j in row.nonzero().flatten().tolist()) for row in far]
 
 
-def _coverable(edges: list[int], budget: int, alive: int | None = None) -> bool:
+def _coverable(edges: list[int], budget: int, alive: int) -> bool:
     """Whether `budget` points touch every edge among the points `alive`."""
-    alive = (1 << len(edges)) - 1 if alive is None else alive
+    if budget < 0:
+        return False
     degrees = [((edges[i] & alive).bit_count(), i) for i in range(len(edges)) if alive >> i & 1]
     degree, point = max(degrees, default=(0, 0))
     if degree == 0:
         return True
-    if budget <= 0 or sum(d for d, _ in degrees) > 2 * budget * degree:  # each point covers at most `degree` edges
+    if sum(d for d, _ in degrees) > 2 * budget * degree:  # each point covers at most `degree` edges
         return False
     without = alive & ~(1 << point)
-    if _coverable(edges, budget - 1, without):
-        return True
-    others = edges[point] & without  # if the point stays, all points too far from it go
-    return degree <= budget and _coverable(edges, budget - degree, without & ~others)
-
-
-def _first_set(edges: list[int], size: int) -> list[int]:
-    """The lexicographically first `size` points without an edge among them, which must exist."""
-    chosen: list[int] = []
-    alive, budget = (1 << len(edges)) - 1, len(edges) - size
-    for point in range(len(edges)):
-        if len(chosen) == size:
-            break
-        if not alive >> point & 1:
-            continue
-        goes = edges[point] & alive
-        rest = alive & ~goes & ~(1 << point)
-        if goes.bit_count() <= budget and _coverable(edges, budget - goes.bit_count(), rest):
-            chosen.append(point)
-            budget -= goes.bit_count()
-            alive &= ~goes
-        else:
-            alive &= ~(1 << point)
-            budget -= 1
-    return chosen
+    return _coverable(edges, budget - 1, without) or _coverable(edges, budget - degree, without & ~edges[point])

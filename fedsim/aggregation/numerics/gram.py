@@ -32,7 +32,7 @@ class Gram:
     """Distances and inner products of all pairs of rows z_i = sum_j M_ij x_j of updates x.
 
     The rows are centred at the row of least norm and multiplied in float64, so a common offset or an outlier costs no
-    digits; distances that lose digits all the same are computed again from differences. Cost: one product
+    digits. Distances that lose digits nevertheless are computed again from differences. Cost: one product
     [n, d] x [d, n]. All results are float64 on the CPU.
 
     Args:
@@ -66,7 +66,7 @@ class Gram:
 
     @cached_property
     def _coordinates(self) -> Tensor:
-        """The rows in terms of the centred updates and the centre, [m, n + 1]."""
+        """The coefficients [m, n + 1] of the rows for the centred updates and the centre."""
         n = len(self._updates)
         mixing = torch.eye(n, dtype=torch.double) if self._mixing is None else self._mixing
         return torch.cat([mixing, mixing.sum(1, keepdim=True)], dim=1)
@@ -94,15 +94,17 @@ class Gram:
         """
         squares = self.squared_distances.numpy()
         nearness = np.sort(squares, axis=1)[:, (len(self) - 1) // 2]
-        middle = int(np.lexsort((self._reach, nearness))[0])  # of two rows the shorter one, which is no outlier
+        middle = int(
+            np.lexsort((self._reach, nearness))[0]
+        )  # of two rows the shorter one, since the other may be an outlier
         to_middle = squares[middle]
         reach = self._reach + self._reach[middle]
         with np.errstate(all="ignore"):
             from_distances = (to_middle + to_middle[:, None] - squares) / 2
-            spoilt = reach * reach[:, None] < np.maximum(to_middle, to_middle[:, None])
-        if not spoilt.any():
+            inexact = reach * reach[:, None] < np.maximum(to_middle, to_middle[:, None])
+        if not inexact.any():
             return torch.from_numpy(from_distances)
-        return torch.from_numpy(np.where(spoilt, self._products_from(middle), from_distances))
+        return torch.from_numpy(np.where(inexact, self._products_from(middle), from_distances))
 
     def _products_from(self, row: int) -> np.ndarray:
         """Inner products [m, m] of the rows less one of them, from the products of the centred updates."""
@@ -134,11 +136,11 @@ class Gram:
             scale = own + own[:, None]
             result = np.maximum(scale - 2 * offsets, 0)
             np.fill_diagonal(result, 0)
-            spoilt = result <= CANCELLED * scale
-        np.fill_diagonal(spoilt, False)
+            inexact = result <= CANCELLED * scale
+        np.fill_diagonal(inexact, False)
         squares = torch.from_numpy(result)
-        if spoilt.any():
-            self._recompute(squares, np.argwhere(np.triu(spoilt & (scale > 0))).tolist())
+        if inexact.any():
+            self._recompute(squares, np.argwhere(np.triu(inexact & (scale > 0))).tolist())
         return squares
 
     @cached_property
@@ -156,15 +158,15 @@ class Gram:
         return max(0.0, float(coefficients @ self.products @ coefficients))
 
     def _recompute(self, result: Tensor, pairs: list[list[int]]) -> None:
-        """Replace squared distances of these pairs by those of differences; equal rows get equal distances."""
-        twin: dict[int, int] = {}
+        """Compute the squared distances of these pairs from differences; equal rows get equal distances."""
+        first_equal: dict[int, int] = {}
         for i, of_one in groupby(pairs, lambda pair: pair[0]):
-            others = [] if i in twin else [j for _, j in of_one if j not in twin]
+            others = [] if i in first_equal else [j for _, j in of_one if j not in first_equal]
             for j, difference in zip(others, self._squared_differences(i, others), strict=True):
                 result[i, j] = result[j, i] = difference
                 if difference == 0:
-                    twin[j] = i
-        for j, i in twin.items():
+                    first_equal[j] = i
+        for j, i in first_equal.items():
             result[j] = result[i]
             result[:, j] = result[:, i]
             result[j, j] = result[i, j] = result[j, i] = 0

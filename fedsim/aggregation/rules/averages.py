@@ -52,7 +52,7 @@ def weighted_mean(updates: Tensor, weights: Tensor) -> Tensor:
     total = weights.sum()
     if total <= 0:
         raise ExperimentError("weighted_mean: all weights of this cohort are zero")
-    if (weights == 0).any():  # such a row does not count even where it is not finite
+    if (weights == 0).any():  # 0 times infinity would be NaN
         updates, weights = updates[weights > 0], weights[weights > 0]
     return to_device((weights / total).to(updates.dtype), updates.device) @ updates
 
@@ -94,7 +94,7 @@ def qfedavg(
         raise ExperimentError(f"qfedavg: losses must be >= 0; the least here is {float(losses.min()):g}")
     raised = torch.where(losses == 0, LEAST_LOSS, losses).cpu()
     steps = raised**q / lr
-    if q:  # or nothing depends on the squares, even where they overflow
+    if q:  # else the squares, which may overflow, are not needed
         squares = squared_norms(updates).cpu().double()
         steps += q * raised ** (q - 1) * (squares if sync == "gradients" else squares / lr**2)
     return LinearCombination(raised**q / lr / steps.sum())

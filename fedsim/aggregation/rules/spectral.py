@@ -18,10 +18,10 @@ from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
 
-ROUNDING = 1e-9  # 0.29 times 100 is 29
-PART = 512  # drawn columns of a block on a CPU
-ROUNDED = 8 * np.finfo(float).eps  # of an eigenvector's numbers
-SAME = 1e-7  # scikit-learn rounds the distance of equal points up to sqrt(eps); different shares differ by more
+MARGIN = 1e-9  # added before rounding down, since 0.29 times 100 is less than 29 in floating point
+SAMPLE_BLOCK = 512  # drawn columns of a block on a CPU
+EIGENVECTOR_ERROR = 8 * np.finfo(float).eps  # of its largest number
+EQUAL_POINTS = 1e-7  # scikit-learn rounds the distance of equal points up to sqrt(eps); different shares differ by more
 NORM_RANGE = (0.1, 3.0)  # SignGuard: of the median norm
 
 
@@ -57,11 +57,11 @@ def caf(gram: Gram, *, f: Count) -> LinearCombination:
             best, least = shares, top
         along = np.abs((torch.from_numpy(centred) @ torch.from_numpy(roots * vectors.numpy()[:, -1])).numpy())
         highest = along[c > 0].max()
-        if highest <= 0:  # all rows that count are the same
+        if highest <= 0:  # all rows with weight are equal
             break
-        with np.errstate(all="ignore"):  # a row without weight may be at any distance
+        with np.errstate(all="ignore"):  # a row with weight 0 may be at any distance
             c = c * (1 - (along / highest) ** 2)
-            c = np.where(c > TIED, c, 0)  # a weight that only rounding leaves is zero
+            c = np.where(c > TIED, c, 0)  # a smaller weight is a rounding error
         if c.sum() <= n - 2 * f:
             break
     return LinearCombination(torch.from_numpy(best))
@@ -98,7 +98,7 @@ def dnc(
     tensor([2.0000, 0.3333])
     """
     n, d = updates.shape
-    dropped = int(c * f + ROUNDING)
+    dropped = int(c * f + MARGIN)
     require(dropped < n, "dnc", "c f < n", c=c, f=f, n=n)
     kept = torch.ones(n, dtype=torch.bool)
     for _ in range(iterations):
@@ -129,20 +129,18 @@ def _centred_products(updates: Tensor, columns: Tensor) -> Tensor:
 
 
 def _parts(updates: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    """The columns in blocks."""
-    return columns.split(PART if updates.device.type == "cpu" else most_columns(len(updates), updates.device))
+    return columns.split(SAMPLE_BLOCK if updates.device.type == "cpu" else most_columns(len(updates), updates.device))
 
 
 def _ascending(along: Tensor) -> Tensor:
     """Positions of squared projections [n] in ascending order, ties to the lowest index.
 
-    The rounding error of an eigenvector depends on its largest number. Beside a huge outlier the other projections are
-    nearly equal, but they are no ties.
+    Projections that differ by no more than the rounding error of the eigenvector are ties.
     """
     values = along.numpy()
     order = values.argsort(kind="stable")
     ascending, top = values[order], values.max()
-    rounding = ROUNDED * np.sqrt(np.maximum(ascending[:-1], ROUNDED**2 * top)) * np.sqrt(top)
+    rounding = EIGENVECTOR_ERROR * np.sqrt(np.maximum(ascending[:-1], EIGENVECTOR_ERROR**2 * top)) * np.sqrt(top)
     rank = np.zeros(len(values), dtype=int)
     rank[order[1:]] = (np.diff(ascending) > rounding).cumsum()
     return torch.from_numpy(rank.argsort(kind="stable"))
@@ -174,7 +172,7 @@ def signguard(
     lengths = norms(updates)
     typical = float(lengths.quantile(0.5))
     ordinary = (lengths >= NORM_RANGE[0] * typical) & (lengths <= NORM_RANGE[1] * typical)
-    columns = draws.choice(d, max(1, int(fraction * d + ROUNDING)))
+    columns = draws.choice(d, max(1, int(fraction * d + MARGIN)))
     kept = (ordinary & _largest_cluster(_sign_shares(updates, columns))).nonzero().flatten()
     if not len(kept):
         raise ExperimentError(f"signguard: none of the {n} rows passes both filters")
@@ -198,7 +196,7 @@ def _largest_cluster(features: Tensor) -> Tensor:
 
     points = features.numpy()
     bandwidth = estimate_bandwidth(points, quantile=0.5)
-    if bandwidth < SAME:  # most rows are the same point
+    if bandwidth < EQUAL_POINTS:  # most rows are the same point
         _, labels = np.unique(points, axis=0, return_inverse=True)
     else:
         labels = MeanShift(bandwidth=bandwidth, bin_seeding=True, cluster_all=False).fit(points).labels_

@@ -40,7 +40,7 @@ def fltrust(updates: Tensor, root: Tensor) -> LinearCombination:
 def foolsgold(
     updates: Tensor, workers: list[int], state: dict[str, Tensor] | None
 ) -> tuple[LinearCombination, dict[str, Tensor]]:
-    """Workers whose updates have been alike over the rounds get a low weight (Fung et al. 2020).
+    """Workers whose updates have been similar over the rounds get a low weight (Fung et al. 2020).
 
     H_k is the sum of worker k's updates so far, cs_ij = cos(H_i, H_j) with cs_ii = 0, v_i = max_j cs_ij. Pardoning: if
     v_j > v_i, cs_ij is scaled by v_i / v_j. Then a_i = 1 - max_j cs_ij, clipped to [0, 1], is divided by the largest
@@ -67,7 +67,7 @@ def foolsgold(
     ratio = most.unsqueeze(1) / most.unsqueeze(0)
     alike = torch.where(most.unsqueeze(0) > most.unsqueeze(1), alike * ratio, alike)
     a = (1 - alike.amax(1)).clamp(0, 1)
-    a = torch.where(a > TIED, a, 0)  # a cosine of 1, but for rounding
+    a = torch.where(a > TIED, a, 0)  # the cosine is 1 up to rounding
     if not bool(a.any()):
         return LinearCombination(torch.zeros_like(a)), state
     a = ((a / a.max()).logit() + 0.5).clamp(0, 1)
