@@ -65,15 +65,11 @@ def _sources(folder: Path) -> list[Path]:
 def _find(run: PlannedRun, grids: dict[Path, GridFileSchema], besides: Path) -> Path | None:
     """Return the folder where a run is finished; else one where it failed."""
     point = canonical(run.point)
-    found = [
-        inner_folder(source, stored.id)
-        for source, grid in grids.items()
-        for stored in grid.runs
-        if canonical(stored.point) == point
-    ]
-    found = [folder for folder in found if folder.is_dir() and folder != besides]
-    complete = (folder for folder in found if is_complete(folder, run))
-    failed = (folder for folder in found if (folder / ERROR).is_file())
+    stored = [(source, each) for source, grid in grids.items() for each in grid.runs if canonical(each.point) == point]
+    folders = [inner_folder(source, each.id) for source, each in stored]
+    folders = [folder for folder in folders if folder.is_dir() and folder != besides]
+    complete = (folder for folder in folders if is_complete(folder, run))
+    failed = (folder for folder in folders if (folder / ERROR).is_file())
     return next(itertools.chain(complete, failed), None)
 
 

@@ -142,16 +142,21 @@ def test_the_controls_of_a_grid_choose_lines_cells_and_runs(show, grid_folder):
     assert page.evaluate(column) == falling[::-1]
 
 
-def test_a_comparison_on_the_clock_opens_with_virtual_seconds(show, tmp_path):
+def test_a_comparison_on_the_clock_opens_with_virtual_seconds_and_follows_the_colour_scheme(show, tmp_path):
     page = show(timed_grid(tmp_path / "grid"))
+    light = layout(page, "font.color")
+    page.emulate_media(color_scheme="dark")
+    wait_until(page, lambda: layout(page, "font.color") != light)
     assert layout(page, "xaxis.title.text") == "virtual seconds"
     page.get_by_label("Against").select_option(label="rounds")
     assert layout(page, "xaxis.title.text") == "round"
     assert lines(page)["sync"] == [0.2, 0.9, 0.95]
 
 
-def test_every_control_has_a_label_and_is_reached_by_keyboard(show, run_folder):
-    page = show(run_folder)
+@pytest.mark.parametrize("kind", ["run", "grid"])
+def test_the_page_fits_a_narrow_screen_and_its_controls_have_labels(show, run_folder, grid_folder, kind):
+    page = show(run_folder if kind == "run" else grid_folder, width=400)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
     reached = set()
     for _ in range(20):
         page.keyboard.press("Tab")
@@ -161,16 +166,7 @@ def test_every_control_has_a_label_and_is_reached_by_keyboard(show, run_folder):
     assert page.evaluate(f"{controls}.filter((control) => !control.labels.length).length") == 0
 
 
-@pytest.mark.parametrize("kind", ["run", "grid"])
-def test_the_page_fits_a_narrow_screen_and_follows_the_colour_scheme(show, run_folder, grid_folder, kind):
-    page = show(run_folder if kind == "run" else grid_folder, width=400)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 400
-    light = layout(page, "font.color")
-    page.emulate_media(color_scheme="dark")
-    wait_until(page, lambda: layout(page, "font.color") != light)
-
-
-@pytest.mark.parametrize("make", [evil_run, evil_grid])
+@pytest.mark.parametrize("make", [pytest.param(evil_run, marks=pytest.mark.slow), evil_grid])
 def test_names_with_markup_are_shown_as_text(show, tmp_path, make):
     page = show(make(tmp_path / "evil"))
     assert "</script><script>alert(1)" in page.locator("header").text_content()

@@ -70,10 +70,6 @@ def test_many_rounds_share_the_columns_of_weights(tmp_path):
     assert excluded["z"] == [[None, 1, None], [None, None, None]]  # excluded in one round of two
 
 
-def test_a_run_without_weights_has_no_heat_map_of_them(fresh_run):
-    assert weights_heat_map(read_records(fresh_run)) is None
-
-
 def test_the_curves_of_a_run_have_the_values_of_its_records(run_folder):
     figures = run_curves(read_records(run_folder))
     records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
@@ -168,7 +164,7 @@ def test_a_synchronous_run_has_no_scale_but_rounds(fresh_run):
     assert not {"Virtual seconds", "Updates", "Mean staleness"} & set(context["metrics"])
 
 
-def test_a_grid_on_the_clock_interpolates_and_shows_the_effort_to_the_target(tmp_path):
+def test_a_grid_on_the_clock_interpolates_and_shows_the_time_to_the_target(tmp_path):
     context, charts = grid_page(read_records(timed_grid(tmp_path / "grid")))
     lines = lines_of(find(charts["curves-chart"], metric="Test accuracy", scale="virtual_seconds"))
     assert lines["sync"] == [(10, 0.2), (20, 0.9), (30, 0.95)]
@@ -198,11 +194,14 @@ def made_up_grid(folder, axes, final):
     return read_records(write_points(folder, axes, lambda path, point: invent_run(path, [0.1, final(point)])))
 
 
-def test_two_seeds_have_a_line_each(tmp_path):
+def test_two_seeds_have_a_line_each_and_both_losses_are_in_one_chart(tmp_path):
     grid = made_up_grid(tmp_path / "grid", {"seed": [0, 1]}, lambda point: 0.5 + 0.1 * point["seed"])
-    figure = find(grid_page(grid)[1]["curves-chart"], metric="Test accuracy")
+    figures = grid_page(grid)[1]["curves-chart"]
+    figure = find(figures, metric="Test accuracy")
     assert values_of(figure) == {"all runs": [0.1, 0.55]}
     assert [trace["y"] for trace in spread_of(figure)] == [[0.1, 0.5], [0.1, 0.6]]
+    losses = values_of(find(figures, metric="Test and train loss"))
+    assert losses == {"all runs · test": [0.9, 0.45], "all runs · train": [1.9, 1.45]}
 
 
 def test_four_seeds_have_a_band_that_an_accuracy_can_have(tmp_path):
@@ -211,13 +210,6 @@ def test_four_seeds_have_a_band_that_an_accuracy_can_have(tmp_path):
     (band,) = spread_of(find(grid_page(grid)[1]["curves-chart"], metric="Test accuracy"))
     interval = estimate(finals)
     assert band["y"] == pytest.approx([0.1, 1.0, interval.mean - interval.half_width, 0.1])
-
-
-def test_both_losses_of_a_comparison_are_in_one_chart(tmp_path):
-    grid = made_up_grid(tmp_path / "grid", {"aggregate.rule": ["mean", "median"], "seed": [0]}, lambda point: 0.5)
-    lines = values_of(find(grid_page(grid)[1]["curves-chart"], metric="Test and train loss"))
-    assert set(lines) == {f"{rule} · {part}" for rule in ("mean", "median") for part in ("test", "train")}
-    assert (lines["mean · test"], lines["mean · train"]) == ([0.9, 0.5], [1.9, 1.5])
 
 
 def test_a_number_is_the_same_in_the_table_the_heat_map_and_the_hover_text(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedsim.cli.main import app
-from fedsim.errors import MissingPackageError, RecordError
+from fedsim.errors import MissingPackageError
 from fedsim.report import write_report
 from fedsim.report.page import to_script_json
 from tests.report.folders import add_to_rounds, invent_run, write_points
@@ -67,6 +67,8 @@ def test_the_page_of_a_run_shows_its_settings_and_results(run_folder, tmp_path):
     assert elements.count("tr") == 1 + 4
     charts = json.loads(elements.scripts["application/json"][0])["charts"]
     assert set(charts) == {"curves-chart", "time-chart", "weights-chart", "partition-chart"}
+    links = [value for _, a in elements.found for key, value in a.items() if key in ("src", "href")]
+    assert all(link.startswith(("#", "data:")) for link in links)
 
 
 def test_the_page_of_a_grid_has_a_row_per_combination(grid_folder, tmp_path):
@@ -84,11 +86,6 @@ def test_the_page_is_written_into_the_folder_by_default_and_replaces_an_older_on
     assert write_report(str(fresh_run)) == fresh_run / "report.html"
     assert (fresh_run / "report.html").stat().st_size > 1_000_000
     assert {path.name for path in fresh_run.iterdir()} == before
-
-
-def test_a_page_that_cannot_be_written_raises_an_error(fresh_run, tmp_path):
-    with pytest.raises(RecordError, match=r"nowhere/page\.html: cannot be written: No such file or directory"):
-        write_report(fresh_run, tmp_path / "nowhere" / "page.html")
 
 
 def evil_run(folder):
@@ -146,12 +143,6 @@ def test_the_content_security_policy_allows_only_the_scripts_of_the_page(fresh_r
     assert "unsafe-inline" not in policy.partition("script-src")[2].partition(";")[0]
 
 
-def test_the_page_links_no_other_file(run_folder, tmp_path):
-    elements = Elements(write_report(run_folder, tmp_path / "page.html").read_text())
-    links = [value for _, a in elements.found for key, value in a.items() if key in ("src", "href")]
-    assert all(link.startswith(("#", "data:")) for link in links)
-
-
 def test_text_that_utf8_cannot_encode_is_replaced(fresh_run):
     (fresh_run / "environment.json").write_text('{"device": "\\ud800"}')
     assert "?" in " ".join(page_of(fresh_run).texts)
@@ -170,14 +161,10 @@ def test_a_missing_package_raises_an_error_with_the_command_to_install_it(fresh_
     assert not (fresh_run / "report.html").exists()
 
 
-def test_the_command_prints_the_path_of_the_page(fresh_run, tmp_path):
+def test_the_command_prints_the_path_of_the_page_or_an_error(fresh_run, tmp_path):
     done = CliRunner().invoke(app, ["report", str(fresh_run), "--out", str(tmp_path / "x.html")])
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'x.html'}\n")
     assert (tmp_path / "x.html").is_file()
-
-
-def test_the_command_prints_an_error_in_one_line(tmp_path):
-    done = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert done.exit_code == 2
-    assert done.stderr.startswith(f"error: {tmp_path}: neither a run")
-    assert len(done.stderr.splitlines()) == 1
+    failed = CliRunner().invoke(app, ["report", str(fresh_run), "--out", str(tmp_path / "nowhere" / "x.html")])
+    assert failed.exit_code == 2
+    assert failed.stderr == f"error: {tmp_path}/nowhere/x.html: cannot be written: No such file or directory\n"

@@ -7,7 +7,7 @@ import pytest
 
 from fedsim.errors import ExperimentError, RecordError
 from fedsim.records.reader import Run, StoredGrid, read_records
-from tests.report.folders import ROUNDS, WORKERS, add_to_rounds, invent_run, write_points
+from tests.report.folders import ROUNDS, WORKERS, invent_run, write_points
 
 
 def test_a_run_is_read_as_it_was_written(run_folder):
@@ -90,16 +90,6 @@ def test_a_folder_without_a_run_or_a_grid_raises_an_error(tmp_path):
         read_records(tmp_path)
     with pytest.raises(RecordError, match=r"nowhere: no such folder"):
         read_records(tmp_path / "nowhere")
-
-
-def test_a_run_with_fewer_rounds_than_planned_is_not_finished(tmp_path):
-    run = read_records(invent_run(tmp_path / "run", [0.1, 0.2], rounds=5))
-    assert (run.finished, run.planned) == (False, 5)
-
-
-def test_rounds_may_have_no_weights(fresh_run):
-    add_to_rounds(fresh_run, lambda record: {"coefficients": None, "excluded": []})
-    assert [record.weights for record in read_records(fresh_run).rounds] == [[], [], []]
 
 
 def test_a_grid_is_read_with_its_runs(grid_folder):
