@@ -1,13 +1,15 @@
-"""Both ways of convolving a stack agree with one row after another."""
+"""All ways of convolving a stack agree with one row after another, and the table of the fastest ways is a good one."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fedsim.engines.stacking import convolution as module
-from fedsim.engines.stacking.convolution import WAYS, Options, stacked_convolution, way_for
+from fedsim.engines.stacking.convolution import WAYS, Options, Shape, fastest_way, nearest, stacked_convolution
 
 K, BATCH = 3, 4
 CASES = {  # convolution, channels, size, kernels, bias, options
@@ -54,13 +56,14 @@ def convolved(way, case, given):
     return way(convolution, inputs, weight, bias, options)
 
 
-@pytest.mark.parametrize("way", ["windows", "windows, sample by sample"])
+@pytest.mark.parametrize("way", [*WAYS, "as the table has it", "windows, sample by sample"])
 @pytest.mark.parametrize(("case", "channels_last"), [*((case, False) for case in CASES), *((c, True) for c in IMAGES)])
 def test_values_and_gradients_are_those_of_each_row_by_itself(case, channels_last, way, monkeypatch):
     if way == "windows, sample by sample":
         monkeypatch.setattr(module, "WINDOW_BYTES", 1)
+    way = WAYS.get(way.split(",")[0], stacked_convolution)
     given = tensors(case, channels_last)
-    found, expected = convolved(WAYS["windows"], case, given), row_by_row(case, *given)
+    found, expected = convolved(way, case, given), row_by_row(case, *given)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad(outputs.sin().sum(), given) for outputs in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
@@ -94,15 +97,46 @@ def test_windows_of_low_precision_are_multiplied_in_it():
     torch.testing.assert_close(*gradients, rtol=0.05, atol=0.3)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_shape_of_a_call_has_the_positions_of_its_output(case):
+    given = tensors(case)
+    inputs, weight = given[:2]
+    shape = Shape.of(inputs, weight, CASES[case][-1])
+    found = row_by_row(case, *given)
+    assert shape.positions == math.prod(found.shape[2:])
+    assert shape.groups * shape.inputs == inputs.shape[1]
+    assert shape.groups * shape.outputs == found.shape[1]
+    assert (shape.rows, shape.batch, shape.kernel) == (K, BATCH, math.prod(weight.shape[3:]))
+
+
+def test_the_table_names_ways_and_the_nearest_shape_decides():
+    tables = module._tables()
+    assert {"cpu", "cuda"} <= set(tables)
+    assert {way for known in tables.values() for _, way in known} <= set(WAYS)
+    for shape, way in tables["cuda"]:
+        assert fastest_way("cuda", shape) == way
+    near, far = Shape(4, 10, 1, 1, 32, 25, 784), Shape(4, 10, 1, 256, 256, 9, 784)
+    known = [(near, "windows"), (far, "one by one")]
+    assert nearest(known, near._replace(rows=5, outputs=16)) == "windows"
+    assert nearest(known, far._replace(inputs=100)) == "one by one"
+
+
 def test_a_cpu_convolves_one_row_after_another():
+    assert module.only_way("cpu") == "one by one"
+    assert module.only_way("a device without a table") == "grouped"
     given = tensors("plain")
     found = stacked_convolution(F.conv2d, *given, Options())
     assert torch.equal(found, row_by_row("plain", *given))
 
 
-def test_a_gpu_takes_windows_unless_one_row_fills_it(monkeypatch):
-    inputs, weight, _ = (tensor.to("meta") for tensor in tensors("plain"))
-    assert way_for(inputs, weight, Options()) == "windows"
-    assert way_for(inputs, weight[:1], Options()) == "one by one"
-    monkeypatch.setattr(module, "WINDOW_BYTES", 1000)
-    assert way_for(inputs, weight, Options()) == "one by one"
+def test_the_nearest_shape_is_looked_up_where_several_ways_are_known(monkeypatch):
+    used = []
+    for name in WAYS:
+        monkeypatch.setitem(WAYS, name, lambda *given, name=name: used.append(name))
+    monkeypatch.setattr(module, "only_way", lambda kind: None)
+    monkeypatch.setattr(module, "fastest_way", lambda kind, shape: f"{kind} {shape.rows}")
+    monkeypatch.setitem(WAYS, f"cpu {K}", lambda *given: used.append("by its shape"))
+    stacked_convolution(F.conv2d, *tensors("plain"), Options())
+    inputs, weight, bias = tensors("plain")
+    stacked_convolution(F.conv2d, inputs, weight[:1], bias[:1], Options())
+    assert used == ["by its shape", "one by one"]

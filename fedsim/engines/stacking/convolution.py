@@ -1,14 +1,16 @@
 """Convolutions of a stack of rows: each row's samples with that row's kernels.
 
-There are two ways, which agree up to rounding. `one_by_one` convolves one row after another, which is the fastest way
-on a CPU (docs/performance.md). `windows` multiplies the windows of all inputs by the kernels of their rows in one
-batched product, which launches few kernels on a GPU, where it has not been measured.
+There are three ways, which give the same up to rounding: `one_by_one`, `grouped` and `windows`. The file
+`convolutions.toml` says which is fastest for which shapes on which kind of device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +19,19 @@ from torch import Tensor
 
 from fedsim.system.precision import cast_for_autocast
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TABLE = Path(__file__).with_name("convolutions.toml")
 WINDOW_BYTES = 2**28  # of windows that exist at a time: they take kernel times the memory of the inputs
 
 Convolution = Callable[..., Tensor]
 
 
 class Options(NamedTuple):
-    """The arguments of F.conv1d, F.conv2d and F.conv3d after the bias."""
+    """What F.conv1d, F.conv2d and F.conv3d take behind the bias."""
 
     stride: Any = 1
     padding: Any = 0
@@ -31,29 +39,79 @@ class Options(NamedTuple):
     groups: int = 1
 
 
+class Shape(NamedTuple):
+    """What the fastest way depends on.
+
+    Attributes:
+        rows: of the stack.
+        batch: samples of a row.
+        groups: of the convolution.
+        inputs, outputs: channels of a group.
+        kernel: elements of a kernel for one channel.
+        positions: elements of an output for one channel.
+    """
+
+    rows: int
+    batch: int
+    groups: int
+    inputs: int
+    outputs: int
+    kernel: int
+    positions: int
+
+    @classmethod
+    def of(cls, input: Tensor, weight: Tensor, options: Options) -> Shape:
+        """The shape of a call of `stacked_convolution`."""
+        rows, outputs, inputs, *kernel = weight.shape
+        positions = math.prod(geometry(input, weight, options).outputs)
+        return cls(
+            rows, len(input) // rows, options.groups, inputs, outputs // options.groups, math.prod(kernel), positions
+        )
+
+    def distance(self, other: Shape) -> float:
+        """How much two shapes differ: the sum of the logarithms of their ratios."""
+        pairs = zip(self, other, strict=True)
+        return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
+
+
 def stacked_convolution(
     convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
-    """Convolve the samples of each row with the kernels of that row, in the way that suits device and shapes.
+    """input [k * batch, c, ...], weight [k, o, c / groups, ...], bias [k, o] -> [k * batch, o, ...].
 
-    Args:
-        convolution: F.conv1d, F.conv2d or F.conv3d.
-        input: [k * batch, c, ...], the samples of k rows one after another.
-        weight: [k, o, c / groups, ...].
-        bias: [k, o] or None.
-
-    Returns a tensor [k * batch, o, ...].
+    `convolution` is F.conv1d, F.conv2d or F.conv3d. The shape decides on the way.
     """
-    return WAYS[way_for(input, weight, options)](convolution, input, weight, bias, options)
+    name = "one by one" if len(weight) == 1 else only_way(input.device.type)
+    name = name or fastest_way(input.device.type, Shape.of(input, weight, options))
+    return WAYS[name](convolution, input, weight, bias, options)
 
 
-def way_for(input: Tensor, weight: Tensor, options: Options) -> str:
-    """The name of the way: windows on a GPU, unless the convolution of one row is large enough to fill it."""
-    k = len(weight)
-    if k == 1 or input.device.type == "cpu":
-        return "one by one"
-    of_a_row = len(input) // k * _window_bytes(input, geometry(input, weight, options))
-    return "windows" if of_a_row <= WINDOW_BYTES else "one by one"
+@cache
+def only_way(kind: str) -> str | None:
+    """The name of the way for all shapes on a kind of device; None where it depends on the shape."""
+    ways = {way for _, way in _tables().get(kind, [])} or {"grouped"}
+    return ways.pop() if len(ways) == 1 else None
+
+
+@cache
+def fastest_way(kind: str, shape: Shape) -> str:
+    """The name of the way of the nearest shape in the table of a kind of device."""
+    return nearest(_tables()[kind], shape)
+
+
+def nearest(known: Sequence[tuple[Shape, str]], shape: Shape) -> str:
+    """The way that goes with the nearest of some shapes; with the first of several that are as near."""
+    return min(known, key=lambda pair: shape.distance(pair[0]))[1]
+
+
+@cache
+def _tables() -> dict[str, list[tuple[Shape, str]]]:
+    """For each kind of device shapes with their fastest ways."""
+    tables = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    return {
+        kind: [(Shape(**{name: entry[name] for name in Shape._fields}), entry["way"]) for entry in table["shapes"]]
+        for kind, table in tables.items()
+    }
 
 
 def one_by_one(
@@ -66,24 +124,33 @@ def one_by_one(
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
+def grouped(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """One convolution whose channels are those of all rows side by side, in groups that do not see each other."""
+    k = len(weight)
+    side_by_side = input.unflatten(0, (k, -1)).transpose(0, 1).flatten(1, 2)
+    offsets = None if bias is None else bias.flatten()
+    found = convolution(side_by_side, weight.flatten(0, 1), offsets, *options._replace(groups=k * options.groups))
+    return found.unflatten(1, (k, -1)).transpose(0, 1).flatten(0, 1)
+
+
 def windows(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """One batched product of all windows of the inputs with the kernels of their rows.
 
-    Windows are copied from a strided view of the inputs. They are copied again in the backward pass, and for as many
+    Windows are copied from a strided view of the inputs. They are made again for the backward pass, and of as many
     samples at a time as fit into `WINDOW_BYTES`.
     """
+    input, weight, bias = cast_for_autocast(input, weight, bias)
     form = geometry(input, weight, options)
+    found = _Windows.apply(input.unflatten(0, (len(weight), -1)), weight, bias, form, options.groups).flatten(0, 1)
     last = input.ndim == 4 and not input.is_contiguous() and input.is_contiguous(memory_format=torch.channels_last)
-    operands = cast_for_autocast(input.unflatten(0, (len(weight), -1)), weight, bias)
-    found = _Windows.apply(*operands, form, options.groups).flatten(0, 1)
     return found.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
-WAYS: dict[str, Callable[..., Tensor]] = {"one by one": one_by_one, "windows": windows}
+WAYS: dict[str, Callable[..., Tensor]] = {"one by one": one_by_one, "grouped": grouped, "windows": windows}
 
 
 class Geometry(NamedTuple):
-    """The sizes of a convolution, one number for each of its dimensions.
+    """A convolution's sizes, one number for each of its dimensions.
 
     Attributes:
         kernel, stride, dilation: as of the convolution.
@@ -117,14 +184,11 @@ def _each(value: Any, count: int) -> tuple[int, ...]:
     return values * count if len(values) == 1 else values
 
 
-def _window_bytes(x: Tensor, form: Geometry) -> int:
-    """Bytes of the windows of one sample of x [..., c, *sizes]."""
-    channels = x.shape[-1 - len(form.kernel)]
-    return channels * math.prod(form.kernel) * math.prod(form.outputs) * x.element_size()
-
-
 class _Windows(torch.autograd.Function):
-    """x [k, batch, c, ...], weight [k, o, c / groups, ...], bias [k, o] or None -> [k, batch, o, ...]."""
+    """x [k, batch, c, ...], weight [k, o, c / groups, ...], bias [k, o] or None -> [k, batch, o, ...].
+
+    The derivative by the inputs is the adjoint of the windows, dimension by dimension, without atomic operations.
+    """
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: Geometry, groups: int) -> Tensor:
@@ -133,7 +197,7 @@ class _Windows(torch.autograd.Function):
         kernels = _matrices(weight, groups)
         products = []
         for part in x.split(_samples_at_a_time(x, form), 1):
-            columns = _columns(_padded(part, form), form, groups)
+            columns = _columns(part, form, groups)
             if bias is None:
                 found = torch.bmm(columns, kernels.mT)
             else:
@@ -150,16 +214,10 @@ class _Windows(torch.autograd.Function):
         of_x, of_weight = list[Tensor](), list[Tensor]()
         for part, of_part in zip(x.split(step, 1), gradient.split(step, 1), strict=True):
             of_products = _products(of_part, groups)
-            with torch.set_grad_enabled(for_x):
-                padded = _padded(part, form).detach().requires_grad_(for_x)
-                columns = _columns(padded, form, groups)
             if for_weight:
-                of_weight.append(torch.bmm(of_products.mT, columns.detach()))
+                of_weight.append(torch.bmm(of_products.mT, _columns(part, form, groups)))
             if for_x:
-                (of_padded,) = torch.autograd.grad(columns, padded, torch.bmm(of_products, kernels))
-                for place, before in enumerate(reversed(form.padding[::2]), start=3):
-                    of_padded = of_padded.narrow(place, before, x.shape[place])
-                of_x.append(of_padded)
+                of_x.append(_collected(torch.bmm(of_products, kernels), part.shape, form, groups))
         return (
             _whole(of_x) if for_x else None,
             sum(of_weight[1:], of_weight[0]).view(weight.shape) if for_weight else None,
@@ -176,23 +234,42 @@ def _whole(parts: list[Tensor]) -> Tensor:
 
 def _samples_at_a_time(x: Tensor, form: Geometry) -> int:
     """How many samples of each row have windows at a time."""
-    return max(1, WINDOW_BYTES // max(1, len(x) * _window_bytes(x, form)))
+    of_one = x.shape[0] * x.shape[2] * math.prod(form.kernel) * math.prod(form.outputs) * x.element_size()
+    return max(1, WINDOW_BYTES // max(1, of_one))
 
 
-def _padded(x: Tensor, form: Geometry) -> Tensor:
-    return F.pad(x, form.padding) if any(form.padding) else x
-
-
-def _columns(padded: Tensor, form: Geometry, groups: int) -> Tensor:
-    """Windows of [k, batch, c, ...] as rows of matrices: [k * groups, batch * positions, c / groups * kernel]."""
-    seen, dimensions = padded, len(form.kernel)
+def _columns(x: Tensor, form: Geometry, groups: int) -> Tensor:
+    """The windows of x [k, batch, c, ...] as rows of matrices: [k * groups, batch * positions, c / groups * kernel]."""
+    seen, dimensions = F.pad(x, form.padding) if any(form.padding) else x, len(form.kernel)
     for place, (size, stride, step) in enumerate(zip(form.kernel, form.stride, form.dilation, strict=True)):
-        seen = seen.unfold(3 + place, step * (size - 1) + 1, stride)
-        seen = seen[..., ::step] if step > 1 else seen  # a slice costs two kernels in the backward pass
+        seen = seen.unfold(3 + place, step * (size - 1) + 1, stride)[..., ::step]
     seen = seen.unflatten(2, (groups, -1))  # [k, batch, groups, c / groups, *positions, *kernel]
     positions, kernel = (tuple(range(start, start + dimensions)) for start in (4, 4 + dimensions))
-    rows = padded.shape[1] * math.prod(form.outputs)
-    return seen.permute(0, 2, 1, *positions, 3, *kernel).reshape(len(padded) * groups, rows, -1)
+    return seen.permute(0, 2, 1, *positions, 3, *kernel).reshape(
+        len(x) * groups, x.shape[1] * math.prod(form.outputs), -1
+    )
+
+
+def _collected(columns: Tensor, shape: torch.Size, form: Geometry, groups: int) -> Tensor:
+    """The adjoint of `_columns`: each number of an x of this shape is the sum of its copies in the windows."""
+    k, samples, _, *sizes = shape
+    dimensions = len(sizes)
+    seen = columns.view(k, groups, samples, *form.outputs, -1, *form.kernel)
+    positions, kernel = (tuple(range(start, start + dimensions)) for start in (3, 4 + dimensions))
+    seen = seen.permute(0, 2, 1, 3 + dimensions, *positions, *kernel).flatten(2, 3)
+    for place in reversed(range(dimensions)):  # the last dimension of `seen` is the kernel's of this place
+        stride, step, size = form.stride[place], form.dilation[place], form.kernel[place]
+        span = step * (size - 1) + 1
+        if step > 1:
+            spread = seen.new_zeros(*seen.shape[:-1], span)
+            spread[..., ::step] = seen
+            seen = spread
+        before, after = form.padding[2 * (dimensions - 1 - place) :][:2]
+        wanted = [*seen.shape[:-1]]
+        wanted[3 + place] = sizes[place] + before + after
+        seen = torch.ops.aten.unfold_backward(seen, wanted, 3 + place, span, stride)
+        seen = seen.narrow(3 + place, before, sizes[place])
+    return seen
 
 
 def _matrices(weight: Tensor, groups: int) -> Tensor:
