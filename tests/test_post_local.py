@@ -60,9 +60,10 @@ CASES = {
 }
 
 
-def world(shared):
+def world(engine):
     """What one round leaves to the next."""
-    return [tensor.clone() for tensor in (shared.global_row, shared.global_buffers, shared.own_buffers)]
+    shared = engine.shared
+    return [tensor.clone() for tensor in (shared.global_row, shared.global_buffers)], engine.worker_states.tensors()
 
 
 def worlds(tables, session):
@@ -71,7 +72,7 @@ def worlds(tables, session):
         loop, after = SynchronousLoop(prepared, engine), []
         for round in range(1, prepared.experiment.rounds + 1):
             loop.run_round(round)
-            after.append(world(engine.shared))
+            after.append(world(engine))
         return after
 
 
@@ -80,8 +81,10 @@ def continued(tables, start, session):
     experiment, after = fedsim.Experiment(**tables), []
     with prepare(experiment, session) as (prepared, engine):
         shared = engine.shared
-        for tensor, value in zip((shared.global_row, shared.global_buffers, shared.own_buffers), start, strict=True):
+        rows, kept = start
+        for tensor, value in zip((shared.global_row, shared.global_buffers), rows, strict=True):
             tensor.copy_(value)
+        engine.worker_states.resume(kept)
         for name, value in prepared.task.server.start(shared.global_row).items():
             shared.states["parameters"][name].copy_(value)
         for round in range(SWITCH + 1, ROUNDS + 1):
@@ -92,12 +95,14 @@ def continued(tables, start, session):
             stats = engine.aggregate(cohort, round)
             engine.server_step()
             engine.combine_buffers(cohort, round, stats.excluded)
-            after.append(world(shared))
+            engine.receive(cohort, round, stats.excluded)
+            after.append(world(engine))
     return after
 
 
 def same(ours, theirs):
-    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    tensors = ([*rows, *kept.values()] for rows, kept in (ours, theirs))
+    return all(torch.equal(one, other) for one, other in zip(*tensors, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

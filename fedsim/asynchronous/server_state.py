@@ -13,19 +13,17 @@ from fedsim.aggregation import column_blocks
 from fedsim.aggregation.rules.averages import mean
 from fedsim.asynchronous.policy import Policy
 from fedsim.asynchronous.race.sparse import Tables, step_where_touched
-from fedsim.clients import Solver, State
+from fedsim.clients import ClientAlgorithm, Solver, State
 from fedsim.core.rows import new_rows
 from fedsim.engines.pool.shared_memory import share
 from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.worker_states import WorkerStates
 
 
-class GradientOnly:
+class GradientOnly(ClientAlgorithm):
     """The local solver of workers that send gradients: the row becomes the gradient."""
 
     single_steps: ClassVar = True  # workers take one step at a time
-
-    def start(self, rows: Tensor) -> State:
-        return {}
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         rows.copy_(gradients)
@@ -41,6 +39,7 @@ class ServerState:
         policy, solver: the policy, and the solver for steps along gradients.
         task: has the server optimizer, the seed, and what happens to buffers of models and to non-finite results.
         shared: the engine's memory; the server uses its `global_row` [d], `rows` [n, d] and buffers.
+        worker_states: what workers keep between their rounds.
 
     Attributes:
         replicas: [n, d], the start model of each worker, if the policy needs replicas; else [0, d].
@@ -52,9 +51,12 @@ class ServerState:
         tables: embeddings of which a step changes only the rows with a gradient.
     """
 
-    def __init__(self, policy: Policy, solver: Solver, task: TaskSpec, shared: SharedState) -> None:
+    def __init__(
+        self, policy: Policy, solver: Solver, task: TaskSpec, shared: SharedState, worker_states: WorkerStates
+    ) -> None:
         self.policy, self.solver, self.optimizer = policy, solver, task.server
         self.seed, self.buffers, self.nonfinite = task.seed, task.buffers, task.nonfinite
+        self.algorithm, self.worker_states = task.solver, worker_states
         self.n, d = shared.rows.shape
         self.counts = torch.zeros(1 + 3 * self.n, dtype=torch.int64)
         self.counts[1 : 1 + self.n] = -1  # nothing read yet
@@ -87,7 +89,9 @@ class ServerState:
 
         Raises ExperimentError if there is not enough shared memory.
         """
-        share(self.own_tensors.values())
+        self.worker_states.reserve(range(self.n))
+        kept = [*self.worker_states.rows.values(), *self.worker_states.initial.values()]
+        share([*self.own_tensors.values(), *kept])
         self.attach(self.shared)  # the NumPy views must be of the new memory
 
     @property
@@ -113,6 +117,8 @@ class ServerState:
     def pull(self, slot: int) -> None:
         """Copy the global model, or what the server optimizer sends in its place, to a worker."""
         self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.shared.states["parameters"]))
+        for name, sent in self.algorithm.send(self.shared.server_state).items():
+            self.shared.received[name][slot] = sent
         if self.has_buffers and self.buffers == "average":
             self.shared.buffers[slot] = self.shared.global_buffers
         self.read[slot] = self._version[0]
@@ -123,18 +129,20 @@ class ServerState:
             self.read[slot] = self._version[0]
 
     def begin(self, slot: int, worker: int) -> None:
-        """Copy a worker's start model and buffers to its row."""
+        """Copy a worker's start model and its own state to its row."""
         if self.models is not self.rows:
             self.rows[slot].copy_(self.models[slot])
-        if self.has_buffers and self.buffers == "local":
-            self.shared.buffers[slot] = self.shared.own_buffers[worker]
-        elif self.has_buffers and self.buffers == "server":
+        self.worker_states.load([worker], self.shared.worker_rows, [slot])
+        if self.has_buffers and self.buffers == "server":
             self.shared.buffers[slot] = self.shared.global_buffers
 
     def end(self, slot: int, worker: int) -> None:
-        """Store a worker's own buffers after its work."""
-        if self.has_buffers and self.buffers == "local":
-            self.shared.own_buffers[worker] = self.shared.buffers[slot]
+        """Store what a worker keeps after its work, and take its messages."""
+        shared = self.shared
+        self.worker_states.save([worker], shared.worker_rows, [slot])
+        if shared.messages:
+            messages = {name: messages[slot] for name, messages in shared.messages.items()}
+            self.algorithm.receive(shared.server_state, messages, 1, len(shared.shards))
 
     def staleness(self, slot: int) -> int:
         """Number of updates of the global row since a worker last read it."""
@@ -202,6 +210,8 @@ class ServerState:
         """All tensors that a checkpoint needs beyond those that an engine saves itself."""
         shared = self.shared
         in_flight = {"rows": shared.rows, "buffers": shared.buffers, "train_loss": shared.train_loss}
+        for of, state in (("kept", shared.kept), ("messages", shared.messages), ("received", shared.received)):
+            in_flight |= {f"{of}.{name}": tensor for name, tensor in state.items()}
         return {**in_flight, **{f"server.{name}": tensor for name, tensor in self.own_tensors.items()}}
 
     def _worker_state(self, slot: int) -> State:

@@ -1,6 +1,7 @@
-"""Local solvers: how a worker's row moves along its gradients."""
+"""Client algorithms: how a worker's row moves along its gradients, and what it keeps and sends."""
 
 from fedsim.clients.adaptive import Adagrad, Adam, AdamW
+from fedsim.clients.algorithm import ClientAlgorithm, WorkerRound, as_algorithm, exchanges, step_along
 from fedsim.clients.sgd import SGD, FedProx
 from fedsim.clients.solver import (
     Decay,
@@ -11,7 +12,6 @@ from fedsim.clients.solver import (
     Solver,
     State,
     solver,
-    step_along,
 )
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "ClientAlgorithm",
     "Decay",
     "FedProx",
     "NonNegative",
@@ -27,6 +28,9 @@ __all__ = [
     "RowOptimizer",
     "Solver",
     "State",
+    "WorkerRound",
+    "as_algorithm",
+    "exchanges",
     "solver",
     "step_along",
 ]

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedsim.clients.algorithm import ClientAlgorithm
 from fedsim.clients.solver import Decay, NonNegative, Positive, State, solver
 
 
 @solver("adam")
 @dataclass(frozen=True)
-class Adam:
+class Adam(ClientAlgorithm):
     """Adam with L2 regularisation, as `torch.optim.Adam`. Kingma and Ba 2015.
 
     g = gradient + weight_decay w;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
@@ -101,7 +102,7 @@ def averaged_weight(weight: Tensor, beta: float) -> Tensor:
 
 @solver("adagrad")
 @dataclass(frozen=True)
-class Adagrad:
+class Adagrad(ClientAlgorithm):
     """Steps over the root of the sum of all squared gradients, as `torch.optim.Adagrad`. Duchi et al. 2011.
 
     g = gradient + weight_decay w;  s += g^2;  w -= lr_t g / (sqrt(s) + eps), with lr_t = lr / (1 + (t - 1) lr_decay) at

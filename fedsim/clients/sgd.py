@@ -8,13 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedsim.clients.algorithm import ClientAlgorithm
 from fedsim.clients.solver import Decay, NonNegative, OuterProductGrad, State, solver
 from fedsim.errors import ExperimentError
 
 
 @solver("sgd")
 @dataclass(frozen=True)
-class SGD:
+class SGD(ClientAlgorithm):
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, as in `torch.optim.SGD`.
 
     g = gradient + weight_decay w;  v = momentum v + g;  w -= lr v  (Nesterov: w -= lr (g + momentum v)).

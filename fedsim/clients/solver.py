@@ -1,9 +1,8 @@
 """Local solvers: how a worker's row moves along its gradient.
 
-A solver is a frozen dataclass; its fields are its configuration. `start` returns the state for the first step, `step`
-moves rows in place. Both are element-wise over tensors of any shape [..., d], so the same code works on a row, a stack
-of rows and a slice of columns. For that reason a number of a whole row, such as a count of steps, is a tensor of the
-row's shape. State is made again in every round.
+A solver is a frozen dataclass; its fields are its configuration. `start` returns the state of the steps, `step` moves
+rows in place. Both are element-wise over tensors of any shape [..., d], so the same code works on a row, a stack of
+rows and a slice of columns. A count of steps is therefore a tensor of the row's shape. Each round makes a new state.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class OuterProductGrad(NamedTuple):
 
 
 class Solver(Protocol):
-    """The interface of local solvers."""
+    """The least that a local solver has; `fedsim.clients.ClientAlgorithm` has all that it may have."""
 
     def start(self, rows: Tensor) -> State:
         """The state for rows [..., d] that have not moved: tensors of the same shape."""
@@ -53,30 +52,19 @@ class Solver(Protocol):
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         """Move `rows` one step in place; `gradients` and `state` may change too."""
 
-    # A solver may also have `step_fused(rows, product, state)`: the same step for weights [k, o, i], which does not
-    # compute their gradients, so these are neither written to memory nor read again. A solver that measures from the
-    # row at `start` sets `uses_start_row = True`; it cannot be used where gradients are aggregated.
-
-
-def step_along(solver: Solver, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:
-    """A solver's step along gradients [..., d], or along factors of them."""
-    if isinstance(gradients, Tensor):
-        solver.step(rows, gradients, state)
-    elif hasattr(solver, "step_fused"):
-        solver.step_fused(rows, gradients, state)
-    else:
-        solver.step(rows, gradients.computed(), state)
-
 
 class RowOptimizer:
     """A solver of one row, with the methods `zero_grad` and `step` of a `torch.optim.Optimizer`.
 
     The module must be bound to `row` and `gradient` (see `fedsim.core.rows.bind`).
+
+    Args:
+        state: of the solver; by default `solver.start(row)`.
     """
 
-    def __init__(self, solver: Solver, row: Tensor, gradient: Tensor) -> None:
+    def __init__(self, solver: Solver, row: Tensor, gradient: Tensor, state: State | None = None) -> None:
         self._solver, self._row, self._gradient = solver, row, gradient
-        self._state = solver.start(row)
+        self._state = solver.start(row) if state is None else state
 
     def zero_grad(self) -> None:
         self._gradient.zero_()

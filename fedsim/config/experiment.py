@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from fedsim.aggregation import Pipeline
+from fedsim.clients import as_algorithm, exchanges
 from fedsim.config.plugs import keys_of_plug
 from fedsim.config.schema import (
     Aggregate,
@@ -163,9 +164,14 @@ class Experiment(Table):
         return self.aggregate.pipeline(self.f)
 
     @property
-    def uses_start_row(self) -> bool:
-        """Whether the local solver goes by the row that a worker was sent; see `fedsim.clients.Solver`."""
-        return getattr(self.local.plug.target, "uses_start_row", False)
+    def needs_local_steps(self) -> bool:
+        """Whether the client algorithm uses the row it was sent, keeps worker state, or exchanges more than rows."""
+        return getattr(self.local.plug.target, "uses_start_row", False) or self.exchanges
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the client algorithm keeps worker state or exchanges more than rows with the server."""
+        return exchanges(as_algorithm(self.local.bind()))
 
     @property
     def local_lr(self) -> float | None:

@@ -171,7 +171,7 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
             f"server.optimizer = {show(experiment.server.optimizer)}: with sync=gradients the local solver takes the "
             "step (local.*); omit [server]"
         )
-    if experiment.rounds_of_gradients and experiment.uses_start_row:
+    if experiment.rounds_of_gradients and experiment.needs_local_steps:
         yield _needs_local_steps(experiment, f"sync={sync}")
 
 
@@ -254,7 +254,7 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
             )
     if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
         yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers work; omit it"
-    if policy.work == "gradient" and experiment.uses_start_row:
+    if policy.work == "gradient" and experiment.needs_local_steps:
         yield _needs_local_steps(experiment, where)
     if policy.needs_momentum and not experiment.local.bind().start(torch.zeros(1)):
         yield f"{where}: needs momentum; set local.momentum"
@@ -269,3 +269,8 @@ def _check_race(experiment: Experiment, engine_class: type[Engine]) -> Iterator[
         yield f"engine = {show(experiment.engine)}: mode=race needs engine=spawn or engine=auto"
     elif experiment.batched.width is not None:
         yield f"batched.width = {experiment.batched.width}: a race does not stack rows; omit it"
+    if experiment.exchanges:
+        yield (
+            f"local.solver = {show(experiment.local.solver)}: keeps worker state or exchanges more than rows with the "
+            "server, which a race does not support; use mode=clock"
+        )

@@ -285,7 +285,7 @@ class Aggregator:
         return self._shared.global_buffers.numel() > 0 and self._task.buffers != "server"
 
     def _take_buffers(self, context: AggregationContext, excluded: Collection[int], buffers: Tensor) -> None:
-        """The global buffers become the mean of `buffers` [n, b], weighted as rows are; workers may keep their own.
+        """The global buffers become the mean of `buffers` [n, b], weighted as rows are.
 
         Where no worker is left that counts, they stay as they are.
         """
@@ -294,8 +294,6 @@ class Aggregator:
             kept = [place for place, worker in enumerate(workers) if worker not in excluded]
             workers, buffers = [workers[place] for place in kept], buffers[kept]
             weights = None if weights is None else weights[kept]
-        if self._task.buffers == "local":
-            shared.own_buffers[workers] = buffers
         if workers and (weights is None or weights.any()):
             shared.global_buffers.copy_(mean(buffers, weights))
 

@@ -121,6 +121,7 @@ class AutoEngine(Engine):
         return self._pool is None or self._pool.at_work
 
     def leave(self) -> None:
+        self._worker_states = None
         self._here.leave()
         if self._pool is not None:
             self._pool.leave()

@@ -18,8 +18,9 @@ from fedsim.core.snapshot import Snapshot
 from fedsim.engines.backend import Backend
 from fedsim.engines.executor import Executor, MakeTrainer
 from fedsim.engines.round_stats import AggregationStats, SentUpdates
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import SharedState, TaskSpec, message_bytes
 from fedsim.engines.trainers.batches import WorkItem
+from fedsim.engines.worker_states import WorkerStates
 from fedsim.system.devices import default_processes, resolve_device
 
 # Top-level keys of an experiment that only some engines use; see `Engine.settings`.
@@ -87,6 +88,7 @@ class Engine:
         self._backend, self._trainers, self._threads = backend, trainers, threads
         self._trainer_facts: dict[str, Any] = {}
         self._has_processors = False
+        self._worker_states: WorkerStates | None = None
 
     @property
     def shared(self) -> SharedState:
@@ -102,6 +104,16 @@ class Engine:
         self._has_processors = bool(task.processors)
         make_trainer, self._trainer_facts = self._trainers(task, shared, self._backend.processes, self._threads)
         self._backend.begin(task, shared, make_trainer)
+        self._task, self._worker_states = task, self._new_worker_states(task, shared)
+
+    def _new_worker_states(self, task: TaskSpec, shared: SharedState) -> WorkerStates:
+        return WorkerStates.of(task, shared)
+
+    @property
+    def worker_states(self) -> WorkerStates:
+        """What workers keep between their rounds, while there is a task."""
+        assert self._worker_states is not None
+        return self._worker_states
 
     @property
     def at_work(self) -> bool:
@@ -128,6 +140,7 @@ class Engine:
 
     def leave(self) -> None:
         """Release the task and its memory in every process; do nothing without a task."""
+        self._worker_states = None
         self._backend.leave()
 
     def close(self) -> None:
@@ -137,8 +150,10 @@ class Engine:
     # The lines of a round, see `fedsim.runs.loops.synchronous`.
 
     def pull_down(self, cohort: Sequence[int], round: int) -> int:
-        """Give every member of the cohort the global model, and buffers; the bytes that are sent."""
-        return self._backend.run(Executor.pull_down, cohort, round)[0]
+        """Give every member of the cohort the global model, and what it keeps from its rounds; the bytes sent."""
+        self.worker_states.load_cohort(cohort, self.shared.worker_rows)
+        received = message_bytes(self._task, self.shared)[0]
+        return self._backend.run(Executor.pull_down, cohort, round)[0] + len(cohort) * received
 
     def train(self, cohort: Sequence[int], round: int) -> None:
         """Train every member of the cohort on its shard. The rows hold the members' updates afterwards."""
@@ -173,6 +188,19 @@ class Engine:
         stats = self._backend.run(Executor.train_on_averaged_gradients, cohort, round)
         return replace(stats[0], sent=SentUpdates.total(each.sent for each in stats))
 
+    def receive(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> int:
+        """Store what the workers keep, and give the server their messages; the bytes of these.
+
+        The state and the messages of the excluded workers are dropped.
+        """
+        left_out = set(excluded)
+        slots = [slot for slot, worker in enumerate(cohort) if worker not in left_out]
+        self.worker_states.save([cohort[slot] for slot in slots], self.shared.worker_rows, slots)
+        if self.shared.messages:
+            sums = self.worker_states.sums(self.shared.messages, slots)
+            self._task.solver.receive(self.shared.server_state, sums, len(slots), len(self.shared.shards))
+        return len(cohort) * message_bytes(self._task, self.shared)[1]
+
     def train_apart(self, members: Sequence[WorkItem]) -> None:
         """Train rows from their present values, each for a round or for one step."""
         self._backend.run(Executor.train_apart, members)
@@ -200,6 +228,7 @@ class Engine:
         state = Snapshot(facts={"has_last": has_last, "syncs": list(self.shared.states)})
         state.keep(self._lasting())
         state.keep({name: torch.from_numpy(array) for name, array in rule.items()}, "rule.")
+        state.keep(self.worker_states.tensors(), "worker_state.")
         return state
 
     def resume(self, state: Snapshot) -> None:
@@ -209,6 +238,7 @@ class Engine:
             raise ValueError("is of another run")
         yet_to_come = tuple(f"{sync}." for sync in self.shared.states if sync not in begun)
         state.put_back({name: tensor for name, tensor in lasting.items() if not name.startswith(yet_to_come)})
+        self.worker_states.resume(state.under("worker_state."))
         self._remember(lasting, state.under("rule."), has_last)
         if yet_to_come:  # it ended with the last round of gradients, and now there are more rounds
             self._backend.run(Executor.begin_with_parameters)

@@ -66,7 +66,8 @@ class Executor:
     def pull_down(self, cohort: Sequence[int], round: int) -> int:
         """Give this process's members of the cohort the global model; return the bytes that the whole cohort is sent.
 
-        Where gradients are averaged there are no rows to give, and the bytes are those of buffers.
+        Where gradients are averaged there are no rows to give, and the bytes are those of buffers. The engine has
+        loaded what the workers keep.
         """
         task, shared = self.task, self.shared
         nbytes = buffer_bytes(task, shared)
@@ -76,9 +77,7 @@ class Executor:
             row = self.aggregator.sent_row()
             pull_down(row, shared.rows, index)
             nbytes += row.nbytes
-        if task.buffers == "local":
-            shared.buffers[index] = shared.own_buffers[index_of([member.worker for member in members], task.device)]
-        else:
+        if task.buffers != "local":
             pull_down(shared.global_buffers, shared.buffers, index)
         synchronize(task.device)
         return len(cohort) * nbytes
@@ -185,13 +184,14 @@ class Executor:
         a rule fail: after any error the round is to be done again with a check at each step, which repeats an error
         that has another reason.
         """
+        buffers = self.shared.buffers.clone()
         self.aggregator.check_later()
         try:
             stats = self._steps_together(cohort, round)
         except Exception:
             stats = None
         if not self.aggregator.check(undo=stats is None):
-            self.pull_down(cohort, round)
+            self.shared.buffers.copy_(buffers)
             return None
         return stats
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedsim.aggregation import Pipeline
 from fedsim.byzantine import BoundAttack
-from fedsim.clients import Solver, State
+from fedsim.clients import ClientAlgorithm, State
 from fedsim.core.randomness import preserve_random_state, seed_everything
 from fedsim.core.rows import Layout, new_rows, require_finite, require_finite_buffers
 from fedsim.data import Shards, TensorData
@@ -95,7 +95,7 @@ class TaskSpec:
     gradient_rounds: int  # in so many, the first, gradients are aggregated at every step; else parameters, once
     model: Callable[[], nn.Module]
     schedule: Schedule
-    solver: Solver
+    solver: ClientAlgorithm
     rule: Pipeline
     weights: Literal["uniform", "samples"] | tuple[float, ...]
     nonfinite: NonFinite
@@ -114,6 +114,7 @@ class TaskSpec:
     hook: BoundHook | None = None  # how ranks average gradients; None: by the rule, of single rows
     rows_for: str | None = None  # what that needs single rows for
     local_lr: float | None = None  # of the local solver, if it has one
+    in_rounds: bool = True  # whether all workers of a cohort start together; else on a virtual clock, or in a race
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,7 +140,7 @@ class TaskSpec:
         """Whether there are rows of single workers in any round."""
         return self.hook is None or "parameters" in self.syncs
 
-    def stepper(self, sync: Sync) -> Solver | ServerStep:
+    def stepper(self, sync: Sync) -> ClientAlgorithm | ServerStep:
         """What moves the global row: the server optimizer along updates, or the solver along gradients."""
         return self.server if sync == "parameters" else self.solver
 
@@ -168,7 +169,10 @@ class SharedState:
         rows: [cohort, d], one row for each member of the cohort (its gradient where gradients are aggregated), and one
             more for the server's own where the rule compares with it; [0, d] where nobody asks for any.
         global_buffers, buffers: the same for buffers, float64 [b] and [cohort, b].
-        own_buffers: [workers, b], where workers keep their own (policy "local"), else [0, b].
+        kept: the cohort's worker state, tensors [cohort, w]; see `fedsim.clients.ClientAlgorithm` and `WorkerStates`.
+        messages: what the workers of the cohort send besides their rows, tensors [cohort, w].
+        server_state: what the server keeps for the client algorithm, tensors [w].
+        received: what each worker was sent besides its row, tensors [cohort, w], if workers do not start together.
         states: what the server optimizer ("parameters") and the solver ("gradients") keep of the global row, tensors
             [d]; of those two that ever move it.
         last: [d], the last aggregated update, where somebody asks for it, else [0].
@@ -188,7 +192,10 @@ class SharedState:
     rows: Tensor
     global_buffers: Tensor
     buffers: Tensor
-    own_buffers: Tensor
+    kept: State
+    messages: State
+    server_state: State
+    received: State
     states: dict[Sync, State]
     last: Tensor
     unfit: Tensor
@@ -220,8 +227,12 @@ class SharedState:
         wide = wide_dtype(task.device)
         global_buffers = torch.zeros(layout.n_buffer_values, dtype=wide, device=task.device)
         layout.read_buffers(module, out=global_buffers)
-        own = len(shards) if task.buffers == "local" else 0
         n_rows = -(-(cohort if root is None else cohort + 1) // ranks)
+        server_state = task.solver.server_state(global_row)
+
+        def for_each(state: State) -> State:
+            return {name: new_rows(n_rows, len(row), row.dtype, task.device).copy_(row) for name, row in state.items()}
+
         return cls(
             train=train,
             test=test,
@@ -232,7 +243,10 @@ class SharedState:
             rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, layout.d, task),
             global_buffers=global_buffers,
             buffers=new_rows(n_rows, layout.n_buffer_values, wide, task.device),
-            own_buffers=global_buffers.repeat(own + (own > 0 and root is not None), 1),
+            kept=for_each(task.solver.worker_state(global_row)),
+            messages=for_each(task.solver.message(global_row)),
+            server_state=server_state,
+            received={} if task.in_rounds else for_each(task.solver.send(server_state)),
             states={sync: task.stepper(sync).start(global_row) for sync in task.syncs if ranks == 1},
             last=torch.zeros_like(global_row) if task.keeps_last else global_row.new_zeros(0),
             unfit=torch.zeros(n_rows, dtype=torch.int64),
@@ -245,9 +259,15 @@ class SharedState:
     def lasting(self) -> dict[str, Tensor]:
         """What one round leaves to the next, by name."""
         named = {"global_row": self.global_row, "last": self.last}
-        named |= {"global_buffers": self.global_buffers, "own_buffers": self.own_buffers}
+        named |= {"global_buffers": self.global_buffers}
+        named |= {f"algorithm.{name}": tensor for name, tensor in self.server_state.items()}
         states = {f"{sync}.{name}": tensor for sync, state in self.states.items() for name, tensor in state.items()}
         return named | states
+
+    @property
+    def worker_rows(self) -> State:
+        """The cohort's rows that a worker may keep until its next round."""
+        return {"buffers": self.buffers, **self.kept}
 
     @property
     def state_names(self) -> set[str]:
@@ -260,7 +280,8 @@ class SharedState:
         Raises ExperimentError where there is not enough of it.
         """
         tensors = [value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)]
-        tensors += [tensor for state in self.states.values() for tensor in state.values()]
+        named = [*self.states.values(), self.kept, self.messages, self.server_state, self.received]
+        tensors += [tensor for state in named for tensor in state.values()]
         share([*self.train.tensors, *self.test.tensors])  # by themselves, since a workshop keeps them for later runs
         share([*tensors, *self.shards.tensors])
         return self
@@ -311,6 +332,12 @@ def _rows_of_a_cohort(n: int, d: int, task: TaskSpec) -> Tensor:
 def buffer_bytes(task: TaskSpec, shared: SharedState) -> int:
     """Bytes of the buffers that are sent with a model; 0 unless buffers are averaged."""
     return shared.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0
+
+
+def message_bytes(task: TaskSpec, shared: SharedState) -> tuple[int, int]:
+    """Bytes that a worker receives and sends in its round besides the model."""
+    received, sent = task.solver.numbers_sent(len(shared.global_row))
+    return received * task.dtype.itemsize, sent * task.dtype.itemsize
 
 
 def test_batch_size(device: torch.device) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fedsim.asynchronous.server_state import GradientOnly
+from fedsim.clients import as_algorithm
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import what_needs_rows
 from fedsim.core.objects import names_in, why_unsendable
@@ -185,7 +186,8 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         gradient_rounds=experiment.rounds_of_gradients,
         model=experiment.model.bind(),
         schedule=Schedule(local.batch_size, local.epochs, local.steps, local.drop_last),
-        solver=GradientOnly() if _sends_gradients(experiment) else local.bind(),
+        solver=GradientOnly() if _sends_gradients(experiment) else as_algorithm(local.bind()),
+        in_rounds=experiment.policy.bind().in_rounds and experiment.mode != "race",
         rule=rule,
         weights=tuple(weights) if isinstance(weights, list) else weights,
         nonfinite=aggregate.nonfinite,

@@ -18,10 +18,11 @@ from fedsim.asynchronous.clock.noises import bind_noise, noise
 from fedsim.asynchronous.clock.virtual_clock import VirtualClock
 from fedsim.asynchronous.policies import Policy, policy
 from fedsim.asynchronous.scheduler import Scheduler
-from fedsim.asynchronous.server_state import ServerState
+from fedsim.asynchronous.server_state import GradientOnly, ServerState
 from fedsim.clients import SGD
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
+from fedsim.engines.worker_states import WorkerStates
 from fedsim.server.optimizer import ServerSGD
 
 SIZE, BATCH = 10, 4  # samples of a worker, so 3 steps of a round
@@ -123,14 +124,25 @@ def simulate(
         rows=torch.zeros(slots, len(global_row), dtype=dtype),
         global_buffers=torch.tensor(global_buffers, dtype=wide),
         buffers=torch.zeros(slots, len(global_buffers), dtype=wide),
-        own_buffers=torch.tensor([list(global_buffers)] * n_workers, dtype=wide).reshape(n_workers, -1),
+        kept={},
+        messages={},
+        server_state={},
+        received={},
         states={"parameters": optimizer.start(global_row)},
         train_loss=torch.zeros(slots, dtype=wide),
     )
     task = SimpleNamespace(
-        seed=seed, server=optimizer, buffers=buffers, nonfinite="error", dtype=dtype, device=torch.device("cpu")
+        seed=seed,
+        server=optimizer,
+        buffers=buffers,
+        nonfinite="error",
+        dtype=dtype,
+        device=torch.device("cpu"),
+        solver=GradientOnly(),
     )
-    server = ServerState(chosen, solver or SGD(lr=0.1), task, shared)
+    shared.worker_rows = {"buffers": shared.buffers}
+    states = WorkerStates({"buffers": shared.global_buffers.clone()} if buffers == "local" else {})
+    server = ServerState(chosen, solver or SGD(lr=0.1), task, shared, states)
     schedule = schedule or Schedule(BATCH)
     scheduler = Scheduler(seed, n_workers, slots, chosen.work, schedule, lambda worker: size)
     result = SimulatedRun(server, None, scheduler)

@@ -115,7 +115,7 @@ def test_buffers_move_by_the_fraction_of_the_workers():
 )
 def test_work_starts_with_the_buffers_of_the_buffer_policy(policy, began_with, globally):
     server = server_of(n=4, global_buffers=[8.0], buffers=policy)
-    server.shared.own_buffers[:] = 5.0
+    server.worker_states.save([2], {"buffers": torch.full((4, 1), 5.0, dtype=torch.double)}, [0])
     server.pull(0)
     server.begin(0, 2)
     assert server.shared.buffers[0].item() == began_with
@@ -123,7 +123,8 @@ def test_work_starts_with_the_buffers_of_the_buffer_policy(policy, began_with, g
     server.end(0, 2)
     server.mix_buffers([0])
     assert server.shared.global_buffers.item() == globally
-    assert server.shared.own_buffers[:, 0].tolist() == [5.0, 5.0, 0.0 if policy == "local" else 5.0, 5.0]
+    kept = server.worker_states.tensors()
+    assert [tensor.flatten().tolist() for tensor in kept.values()] == ([[2], [0.0]] if policy == "local" else [])
 
 
 def test_own_tensors_hold_all_state():

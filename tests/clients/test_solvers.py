@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from fedsim.clients import SGD, OuterProductGrad, solver, step_along
+from fedsim.clients import SGD, ClientAlgorithm, OuterProductGrad, solver, step_along
 from fedsim.errors import ExperimentError
 from tests.clients.variants import VARIANTS, every_variant, made
 
@@ -55,7 +55,7 @@ def test_step_along_uses_step_fused_if_a_solver_has_it(monkeypatch):
 
 
 def test_a_solver_without_step_fused_gets_gradients():
-    class Plain:
+    class Plain(ClientAlgorithm):
         def step(self, rows, gradients, state):
             rows -= gradients
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedsim.core.randomness import draw_key, preserve_random_state, seed_everything
 from fedsim.core.training import Objective
+from fedsim.data import TensorData
 from fedsim.engines.distributed.hooks import Mean
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.pool.process_context import ProcessContext
@@ -27,9 +28,10 @@ from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.engines.trainers.sequential import RowTrainer, SyncParticipant
-from fedsim.errors import one_line
+from fedsim.errors import ExperimentError, one_line, show
 from fedsim.system.devices import synchronize
 
+SAMPLES = 8  # on which it is found out whether copies of a model can share its parameters
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest number, by the type of rows
 
 
@@ -73,6 +75,24 @@ class SharedModel:
         if any(not _alike(one, other, task.dtype) for one, other in zip(found, expected, strict=True)):
             return "copies of the model that share its parameters train otherwise"
         return None
+
+
+def model_to_share(task: TaskSpec, train: TensorData, ranks: RankGroup) -> tuple[SharedModel | None, str | None]:
+    """The model for DistributedDataParallel, or why it cannot have that; then ranks average rows of single workers.
+
+    Raises ExperimentError where those would not give what the hook gives.
+    """
+    assert task.hook is not None
+    model, refusal = None, None
+    if not ranks.sums_where_rows_lie:
+        refusal = f"{ranks.backend} sums no tensors of {ranks.device.type}"
+    else:
+        model = SharedModel(task.new_module)
+        samples = train.to(task.device, task.dtype).gather(torch.arange(min(SAMPLES, len(train))))
+        refusal = model.refusal(task, *samples)
+    if refusal and not task.hook.exact:
+        raise ExperimentError(f"distributed.hook = {show(task.hook.name)}: {refusal}")
+    return (None, refusal) if refusal else (model, None)
 
 
 class PrecomputedLoss(nn.Module):

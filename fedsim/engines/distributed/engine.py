@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from fedsim.core.snapshot import Snapshot
-from fedsim.data import TensorData
 from fedsim.engines.distributed import hook_state
-from fedsim.engines.distributed.ddp import ParallelTrainer, SharedModel
+from fedsim.engines.distributed.ddp import ParallelTrainer, model_to_share
 from fedsim.engines.distributed.placement import RowPlacement
 from fedsim.engines.distributed.preflight import Preflight
 from fedsim.engines.distributed.process_group import RankGroup, no_beats
 from fedsim.engines.distributed.rank_aggregator import RankAggregator
+from fedsim.engines.distributed.rank_worker_states import RankWorkerStates
 from fedsim.engines.distributed.rendezvous import RankInfo
 from fedsim.engines.distributed.watchdog import TERMINATED
 from fedsim.engines.engine import Engine, mean_loss
@@ -34,9 +34,8 @@ from fedsim.engines.stacking.width import stack_width
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.stacked import StackTrainer
-from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, WorkerError, one_line, show
-
-SAMPLES = 8  # on which it is found out whether copies of a model can share its parameters
+from fedsim.engines.worker_states import WorkerStates, initial_worker_state
+from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
 
 
 class DistributedEngine(Engine):
@@ -101,7 +100,7 @@ class DistributedEngine(Engine):
 
     def allocate(self, task: TaskSpec, cohort: int, *data: Any) -> SharedState:
         self._backend.rows = cohort + task.rule.accepts("root")
-        self._model, self._refusal = _model_to_share(task, data[0], self._ranks) if task.hook else (None, None)
+        self._model, self._refusal = model_to_share(task, data[0], self._ranks) if task.hook else (None, None)
         return SharedState.allocate(self._settled(task), cohort, *data, ranks=self._ranks.count)
 
     def begin(self, task: TaskSpec, shared: SharedState) -> None:
@@ -111,6 +110,14 @@ class DistributedEngine(Engine):
         for row in (shared.global_row, shared.global_buffers):  # a model that one machine makes otherwise than another
             self._ranks.broadcast(row, "start")
         super().begin(task, shared)
+
+    def _new_worker_states(self, task: TaskSpec, shared: SharedState) -> WorkerStates:
+        placement = self._backend.placement
+        return RankWorkerStates(initial_worker_state(task, shared), self._ranks, placement)
+
+    def pull_down(self, cohort: Sequence[int], round: int) -> int:
+        self._backend.run(RankExecutor.place, cohort)
+        return super().pull_down(cohort, round)
 
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), **self._ranks.facts(), **self._how_gradients_are_averaged()}
@@ -209,6 +216,11 @@ class InRank(InProcess):
         self._process = self._executor.process
         self._ranks.beats = self._executor.seat_beats
 
+    def placement(self) -> RowPlacement:
+        """The placement of the current cohort."""
+        assert isinstance(self._executor, RankExecutor)
+        return self._executor.aggregator.placement
+
     def _describe_failure(self) -> str:
         worker, index = self._process.table.worker(0), self._ranks.index
         return f"{worker} failed (rank {index})" if worker else f"rank {index} failed"
@@ -281,6 +293,10 @@ class RankExecutor(Executor):
         self.aggregator.placement = RowPlacement(assignments)
         return [WorkItem(row, everyone[slot], round) for row, slot in enumerate(assignments[self._ranks.index])]
 
+    def place(self, cohort: Sequence[int]) -> None:
+        """Decide which rank trains which members of a cohort."""
+        self._mine(cohort)
+
     def _total(self, sent: SentUpdates) -> SentUpdates:
         return SentUpdates.total(self._ranks.tell_all(sent))
 
@@ -307,24 +323,6 @@ class RankExecutor(Executor):
         assignment = self.aggregator.placement.assignments[self._ranks.index]
         losses[assignment] = self.shared.train_loss[: len(assignment)]
         return self._ranks.all_reduce(losses, "facts")
-
-
-def _model_to_share(task: TaskSpec, train: TensorData, ranks: RankGroup) -> tuple[SharedModel | None, str | None]:
-    """The model for DistributedDataParallel, or why it cannot have that; then ranks average rows of single workers.
-
-    Raises ExperimentError where those would not give what the hook gives.
-    """
-    assert task.hook is not None
-    model, refusal = None, None
-    if not ranks.sums_where_rows_lie:
-        refusal = f"{ranks.backend} sums no tensors of {ranks.device.type}"
-    else:
-        model = SharedModel(task.new_module)
-        samples = train.to(task.device, task.dtype).gather(torch.arange(min(SAMPLES, len(train))))
-        refusal = model.refusal(task, *samples)
-    if refusal and not task.hook.exact:
-        raise ExperimentError(f"distributed.hook = {show(task.hook.name)}: {refusal}")
-    return (None, refusal) if refusal else (model, None)
 
 
 def _how_to_meet(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.stacking.vmap_operations import Dropout
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.capture import GraphPool, Run, can_capture
+from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import FactorsAhead
 from fedsim.engines.trainers.stack import Block, Stack
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather
@@ -94,7 +95,9 @@ class CapturedSteps:
         module: StackedModule,
         dropouts: Sequence[Dropout],
         sizes: Sequence[int],
+        client_rounds: ClientRounds,
     ) -> None:
+        self._client_rounds = client_rounds
         self._task, self._shared, self._module = task, shared, module
         self._dropouts, self._sizes = dropouts, sizes
         device, batch, wide, width = task.device, task.schedule.batch_size, shared.buffers.dtype, sizes[-1]
@@ -138,6 +141,7 @@ class CapturedSteps:
                 self._graphs[graph]()
         stack.add_losses(self._loss_sums[: len(stack)])
         state = self._state.of(slice(0, len(stack)))
+        self._client_rounds.finish(state.rows, state.solver_state, stack.index, stack.members)
         self._shared.rows[stack.index] = state.rows
         return self._module.pack_buffers(state.buffers, torch.empty_like(self._shared.buffers[: len(stack)]))
 
@@ -162,7 +166,7 @@ class CapturedSteps:
         """Make rows, states, buffers and sums those of the start of a round."""
         shared, state = self._shared, self._state.of(slice(0, len(stack)))
         state.rows.copy_(shared.rows[stack.index])
-        for name, fresh in self._task.solver.start(state.rows).items():
+        for name, fresh in self._client_rounds.start(state.rows, stack.index, stack.members).items():
             state.solver_state[name].copy_(fresh)
         for buffer, fresh in zip(state.buffers, self._module.unpack_buffers(shared.buffers[stack.index]), strict=True):
             buffer.copy_(fresh)
@@ -228,6 +232,7 @@ class CUDAGraphCache:
         *,
         width: int,
         usual: Sequence[int],
+        client_rounds: ClientRounds,
         refusal: str | None,
         warns: bool,
     ) -> None:
@@ -235,7 +240,8 @@ class CUDAGraphCache:
         self._steps: CapturedSteps | None = None
         if refusal is None:
             with self._refusing_after_failures():
-                self._steps = CapturedSteps(task, shared, module, dropouts, sizes_of_stacks(width, usual))
+                sizes = sizes_of_stacks(width, usual)
+                self._steps = CapturedSteps(task, shared, module, dropouts, sizes, client_rounds)
                 self._steps.prepare(usual)
 
     def train(self, stack: Stack, heartbeat: Callable[[], None]) -> Tensor | None:

@@ -18,6 +18,7 @@ from fedsim.core.training import Loss, Objective, train_epoch
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
+from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import RoundDropout, RowDropout
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.system.devices import wide_dtype
@@ -74,6 +75,7 @@ class RowTrainer:
         self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source
         self._rows = list(shared.rows)
         self._gradient = new_rows(1, shared.rows.shape[1], task.dtype, task.device)[0]
+        self._client_rounds = ClientRounds(task, shared, batch_source)
         self._objective = Objective(task.precision)
         self._dropout = RowDropout(task, shared, batch_source)
         self._modules = [RowModule(self._dropout.new_module)]  # where gradients are aggregated, one for each member
@@ -89,13 +91,15 @@ class RowTrainer:
             with self._process.working_on(member.worker, member.round):
                 module.take(self._rows[slot], self._gradient, shared.buffers[slot])
                 self._seed_layers(member, *member.moment)
-                optimizer = RowOptimizer(task.solver, self._rows[slot], self._gradient)
+                state = self._client_rounds.start(self._rows[slot], slot, [member])
+                optimizer = RowOptimizer(task.solver, self._rows[slot], self._gradient, state)
                 tallies[slot] = train_epoch(
                     module.module,
                     with_heartbeats(self._process, self._batch_source.batches_of(member)),
                     optimizer,
                     backward=partial(self._backward, self._dropout_of(member), count(member.step or 0)),
                 )
+                self._client_rounds.finish(self._rows[slot], state, slot, [member])
                 module.give(shared.buffers[slot])
         for slot, tally in tallies.items():  # only now, because reading a number waits for the device
             shared.train_loss[slot] = tally.loss

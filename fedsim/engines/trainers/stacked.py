@@ -15,6 +15,7 @@ from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
+from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.cuda_graphs import CUDAGraphCache, unsafe
 from fedsim.engines.trainers.dropout import FactorsAhead
 from fedsim.engines.trainers.stack import Stack, StepBatch
@@ -53,6 +54,7 @@ class StackTrainer:
         self._module = StackedModule(task.new_module, task.precision, merged=probe.merged)
         self._step = StackStep(task, self._module)
         refusal = "they are off" if task.cuda_graphs is False else unsafe(task, probe)
+        self._client_rounds = ClientRounds(task, shared, batch_source)
         self.replays = CUDAGraphCache(
             task,
             shared,
@@ -60,6 +62,7 @@ class StackTrainer:
             probe.dropouts,
             width=min(width, max(1, len(shared.rows))),
             usual=self._usual_sizes(),
+            client_rounds=self._client_rounds,
             refusal=refusal,
             warns=process.index == 0,
         )
@@ -115,13 +118,14 @@ class StackTrainer:
         return [Stack(members[start:stop], self._task, self._batch_source) for start, stop in pairwise(cuts)]
 
     def _train(self, stack: Stack) -> None:
-        shared, solver = self._shared, self._task.solver
+        shared, rounds = self._shared, self._client_rounds
         if (buffers := self.replays.train(stack, self._process.heartbeat)) is not None:
             shared.buffers[stack.index] = buffers
             return
         in_place = isinstance(stack.index, slice)
         rows = shared.rows[stack.index] if in_place else self._copies(stack)
-        state = StackState(self._module, rows, solver.start(rows), self._buffers(stack))
+        solver_state = rounds.start(rows, stack.index, stack.members)
+        state = StackState(self._module, rows, solver_state, self._buffers(stack))
         ahead = stack.dropout_factors(self._probe.dropouts)
         for whole in stack.step_batches():
             factors = ahead.of(whole.step, len(whole.members))
@@ -130,6 +134,7 @@ class StackTrainer:
                 losses = self._step(theirs, self._batch(stack, step_batch, factors))
                 state.take_back(theirs)
                 stack.count(step_batch, losses)
+        rounds.finish(rows, state.solver_state, stack.index, stack.members)
         if not in_place:
             shared.rows[stack.index] = rows
         self._give_buffers(stack, state)

@@ -32,7 +32,8 @@ class ClockLoop:
         experiment, shared = prepared.experiment, engine.shared
         self._prepared, self._engine = prepared, engine
         self._policy = experiment.policy.bind()
-        self._server = ServerState(self._policy, experiment.local.bind(), prepared.task, shared)
+        solver = experiment.local.bind()
+        self._server = ServerState(self._policy, solver, prepared.task, shared, engine.worker_states)
         self._check_finite = FiniteCheck(prepared.task, shared)
         self._timer = PhaseTimer()
         scheduler = Scheduler(

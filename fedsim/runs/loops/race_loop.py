@@ -73,7 +73,7 @@ class RaceLoop:
         self._prepared, self._engine, self._shared = prepared, engine, engine.shared
         self._policy, solver = experiment.policy.bind(), experiment.local.bind()
         self._check_finite, self._timer = FiniteCheck(prepared.task, engine.shared), PhaseTimer()
-        self._server = ServerState(self._policy, solver, prepared.task, engine.shared)
+        self._server = ServerState(self._policy, solver, prepared.task, engine.shared, engine.worker_states)
         if self._policy.locking == "nothing":
             self._server.tables = tables_of(prepared.task.new_module(), solver)
         self._server.share()
@@ -171,7 +171,8 @@ class RaceLoop:
         self._current = run
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {**self._shared.lasting, **self._server.tensors}
+        of_workers = {f"worker_state.{name}": rows for name, rows in self._server.worker_states.rows.items()}
+        return {**self._shared.lasting, **self._server.tensors, **of_workers}
 
 
 def caveat(runs: int) -> str:

@@ -56,6 +56,7 @@ class SynchronousLoop:
             sent = stats.sent
             bytes_down += sent.count * self._prepared.row_bytes  # the global row, for each step
         bytes_up = sent.nbytes + engine.combine_buffers(cohort, round, stats.excluded)
+        bytes_up += engine.receive(cohort, round, stats.excluded)
         self._check_finite(round)
         with timer("test"):
             results = engine.test(round)

@@ -1,0 +1,92 @@
+"""Worker state in ranks: rank k % P owns the state of worker k, and lends it to the rank that trains the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedsim.clients import State
+from fedsim.engines.distributed.placement import RowPlacement
+from fedsim.engines.distributed.process_group import RankGroup
+from fedsim.engines.worker_states import WorkerStates
+
+PURPOSE = "worker state"  # of what travels, in the count of bytes sent
+
+
+class RankWorkerStates(WorkerStates):
+    """The worker states that one rank owns. All ranks call each method at the same time.
+
+    Args:
+        placement: gives the placement of the current cohort.
+    """
+
+    def __init__(self, initial: State, ranks: RankGroup, placement: Callable[[], RowPlacement]) -> None:
+        super().__init__(initial)
+        self._ranks, self._placement = ranks, placement
+
+    def load_cohort(self, cohort: Sequence[int], rows: State) -> None:
+        mine, sent, received = self._places_of(cohort, range(len(cohort)))
+        self.reserve([cohort[slot] for of_rank in sent for slot in of_rank])
+        for name, initial in self.initial.items():
+            parts = [self.rows[name][self._indices(cohort, of_rank)] for of_rank in sent]
+            got = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in received], PURPOSE)
+            rows[name][:] = initial
+            for slots, part in zip(received, got, strict=True):
+                rows[name][[mine[slot] for slot in slots]] = part.view(-1, len(initial))
+
+    def save(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
+        cohort = dict(zip(slots, workers, strict=True))
+        mine, received, sent = self._places_of(cohort, slots)
+        for name, initial in self.initial.items():
+            parts = [rows[name][[mine[slot] for slot in of_rank]] for of_rank in sent]
+            got = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in received], PURPOSE)
+            for of_rank, part in zip(received, got, strict=True):
+                self.rows[name][self._indices(cohort, of_rank)] = part.view(-1, len(initial))
+
+    def sums(self, messages: State, slots: Sequence[int]) -> State:
+        placed = self._placement().rows
+        mine = [row for rank, row in (placed[slot] for slot in slots) if rank == self._ranks.index]
+        return {name: self._ranks.all_reduce(rows[mine].sum(0), PURPOSE) for name, rows in messages.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state of all ranks in the first one; in the others, what they own."""
+        own = super().tensors()
+        if not own:
+            return own
+        counts = self._ranks.tell_all(len(self))
+        whole = {}
+        for name, tensor in own.items():
+            sizes = [count * tensor[:1].numel() if self._ranks.first else 0 for count in counts]
+            parts = [tensor] + [tensor[:0]] * (self._ranks.count - 1)
+            whole[name] = torch.cat(self._ranks.exchange(parts, sizes, "checkpoint")).view(-1, *tensor.shape[1:])
+        if not self._ranks.first:
+            return own
+        ascending = whole["workers"].argsort()
+        return {name: tensor[ascending.to(tensor.device)] for name, tensor in whole.items()}
+
+    def resume(self, saved: Mapping[str, Tensor]) -> None:
+        workers = saved.get("workers")
+        if workers is not None and workers.ndim == 1 and all(len(kept) == len(workers) for kept in saved.values()):
+            own = workers % self._ranks.count == self._ranks.index
+            saved = {name: kept[own] for name, kept in saved.items()}
+        super().resume(saved)
+
+    def _places_of(
+        self, workers: Sequence[int] | Mapping[int, int], slots: Sequence[int]
+    ) -> tuple[dict[int, int], list[list[int]], list[list[int]]]:
+        """This rank's row by slot; by rank, the slots trained there and owned here; by rank, the reverse."""
+        here, count, placed = self._ranks.index, self._ranks.count, self._placement().rows
+        owned: list[list[int]] = [[] for _ in range(count)]
+        trained: list[list[int]] = [[] for _ in range(count)]
+        for slot in slots:
+            owner, (trainer, _) = workers[slot] % count, placed[slot]
+            if owner == here:
+                owned[trainer].append(slot)
+            if trainer == here:
+                trained[owner].append(slot)
+        return {slot: row for slot, (rank, row) in placed.items() if rank == here}, owned, trained
+
+    def _indices(self, workers: Sequence[int] | Mapping[int, int], slots: Sequence[int]) -> list[int]:
+        return [self._places[workers[slot]] for slot in slots]

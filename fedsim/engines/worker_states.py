@@ -1,0 +1,115 @@
+"""What workers keep between their rounds: one row for each worker that has taken part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedsim.clients import State
+from fedsim.core.rows import new_rows
+from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.errors import RecordError
+
+
+class WorkerStates:
+    """Named rows by worker, made on a worker's first use, so memory follows the workers that have taken part.
+
+    The process that runs the loop holds them. Before a round it copies those of the cohort to the rows of the
+    `SharedState`, where all processes reach them, and afterwards back. A round that is repeated begins from here.
+
+    Args:
+        initial: the state of a worker before its first round, tensors [w].
+    """
+
+    def __init__(self, initial: State) -> None:
+        self.initial = initial
+        self.rows = {name: _room(0, row) for name, row in initial.items()}
+        self._places: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, task: TaskSpec, shared: SharedState) -> WorkerStates:
+        """For a task at its start."""
+        return cls(initial_worker_state(task, shared))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def load(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
+        """Copy the workers' state to these slots of `rows`, tensors [n, w] by name."""
+        places = self.reserve(workers)
+        for name, kept in self.rows.items():
+            rows[name][slots] = kept[places]
+
+    def load_cohort(self, cohort: Sequence[int], rows: State) -> None:
+        """Copy the state of a cohort to the first of `rows` [n, w]; the others get that of a first round."""
+        self.load(cohort, rows, range(len(cohort)))
+        for name, row in self.initial.items():
+            rows[name][len(cohort) :] = row
+
+    def save(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
+        """Copy the state from these slots of `rows` back."""
+        places = self.reserve(workers)
+        for name, kept in self.rows.items():
+            kept[places] = rows[name][slots]
+
+    def sums(self, messages: State, slots: Sequence[int]) -> State:
+        """The sums [w] of the messages [n, w] at these slots."""
+        return {name: rows[slots].sum(0) for name, rows in messages.items()}
+
+    def reserve(self, workers: Sequence[int]) -> list[int]:
+        """Make the state of workers that have none; the places of all of these workers."""
+        if not self.initial:
+            return []
+        new = [worker for worker in workers if worker not in self._places]
+        begin, end = len(self._places), len(self._places) + len(new)
+        for name, row in self.initial.items():
+            if end > len(self.rows[name]):
+                grown = _room(max(end, 2 * begin), row)
+                grown[:begin] = self.rows[name][:begin]
+                self.rows[name] = grown
+            self.rows[name][begin:end] = row
+        self._places |= {worker: place for place, worker in enumerate(new, begin)}
+        return [self._places[worker] for worker in workers]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state for a checkpoint: `workers` int64 [t], ascending, and rows [t, w] by name; empty without any."""
+        if not self.initial:
+            return {}
+        workers = sorted(self._places)
+        places = [self._places[worker] for worker in workers]
+        return {"workers": torch.tensor(workers, dtype=torch.int64)} | {
+            f"rows.{name}": kept[places] for name, kept in self.rows.items()
+        }
+
+    def resume(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue from such tensors. Raises RecordError if they do not fit."""
+        self._places = {}
+        if not self.initial:
+            return
+        workers, rows = saved.get("workers"), {name: saved.get(f"rows.{name}") for name in self.initial}
+        if workers is None or workers.dtype != torch.int64 or workers.ndim != 1:
+            raise RecordError("lacks the workers that have kept state")
+        numbers = workers.tolist()
+        if len(set(numbers)) != len(numbers):
+            raise RecordError("names a worker twice in its worker state")
+        for name, row in self.initial.items():
+            kept = rows[name]
+            if kept is None or kept.shape != (len(numbers), len(row)) or kept.dtype != row.dtype:
+                raise RecordError(f"the worker state {name} is missing or of another run")
+        self.reserve(numbers)
+        for name, kept in rows.items():
+            assert kept is not None
+            self.rows[name][: len(numbers)] = kept
+
+
+def initial_worker_state(task: TaskSpec, shared: SharedState) -> State:
+    """What a worker has before its first round: the algorithm's state, and buffers where workers keep their own."""
+    own_buffers = task.buffers == "local" and shared.global_buffers.numel()
+    buffers = {"buffers": shared.global_buffers.clone()} if own_buffers else {}
+    return buffers | task.solver.worker_state(shared.global_row)
+
+
+def _room(n: int, row: Tensor) -> Tensor:
+    return new_rows(n, len(row), row.dtype, row.device)
