@@ -1,4 +1,4 @@
-"""Comparisons: a grid of runs that are paired by seed, and what they come to."""
+"""Comparisons: a grid of runs that are paired by seed, and their statistics."""
 
 from fedsim.comparison.grid import Grid, PlannedRun, load_grid
 from fedsim.comparison.grid_terminal import Callback

@@ -125,35 +125,30 @@ def readable_id(point: Mapping[str, Any]) -> str:
 
 
 def _checked(key: str, values: Any, place: str) -> list[Any]:
-    """The values of an axis as JSON has them. Raises ExperimentError for anything else, and for repeated values."""
+    """Return the values of an axis as JSON values. Raises ExperimentError for other and for repeated values."""
     if not all(part.strip() for part in key.split(".")):
         raise ExperimentError(f"{place}: is no key of an experiment")
     values = plain(list(values) if isinstance(values, tuple) else values)
     if not isinstance(values, list) or not values:
         raise ExperimentError(f"{place} = {show(values)}: must be a list of one or more values, such as [1, 2]")
-    seen: set[str] = set()
+    names = set()
     for index, value in enumerate(values):
         where = f"{place}[{index}]"
         if not _is_json(value):
             raise ExperimentError(f"{where} = {show(value)}: must be a string, a number, a list or a table")
-        if key == VARIANT and not (isinstance(value, dict) and LABEL in value):
+        labelled = isinstance(value, dict) and LABEL in value
+        if key == VARIANT and not labelled:
             raise ExperimentError(
                 f'{where} = {show(value)}: must be a table with a label, such as {{label = "b", local = {{steps = 5}}}}'
             )
-        if isinstance(value, dict) and not _is_label(value.get(LABEL, "none")):
-            raise ExperimentError(f"{where}.{LABEL} = {show(value[LABEL])}: must be a text")
-        labelled = isinstance(value, dict) and LABEL in value
-        name = f"{LABEL} {value[LABEL]}" if labelled else canonical(value)
-        if name in seen:
-            raise ExperimentError(
-                f"{place}: {f'the label {show(value[LABEL])}' if labelled else show(value)} is repeated"
-            )
-        seen.add(name)
+        own = value[LABEL] if labelled else None
+        if labelled and not (isinstance(own, str) and own.strip()):
+            raise ExperimentError(f"{where}.{LABEL} = {show(own)}: must be a text")
+        name = (labelled, own if labelled else canonical(value))
+        if name in names:
+            raise ExperimentError(f"{place}: {f'the label {show(own)}' if labelled else show(value)} is repeated")
+        names.add(name)
     return values
-
-
-def _is_label(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
 
 
 def _is_json(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The folder of a comparison: its grid, its runs, which of them are finished, and the results.
+"""The folder of a comparison: its grid, its runs and its results.
 
 grid.json       the axes, what all runs have in common, and the list of runs
 runs/ID/        a run folder each; `error.txt` says why a run failed
@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +27,6 @@ from fedsim.core.objects import ObjectName, names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.history import read_history
 from fedsim.records.reader import MOST_ERROR_BYTES, MOST_GRID_BYTES
-from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import CURVE, ERROR, EXPERIMENT, MODEL
 from fedsim.runs.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.runs.differences import differences_of
@@ -62,9 +61,9 @@ class Shard:
 
 
 class GridFolder:
-    """The folder of a grid, locked: new, empty, or left by an earlier comparison of the same grid. A context manager.
+    """The locked folder of a grid: new, empty, or that of an earlier comparison of the same grid. A context manager.
 
-    Values may have been added to the axes since.
+    The axes may have more values than in the earlier comparison.
 
     Attributes:
         path: of the folder.
@@ -75,23 +74,15 @@ class GridFolder:
 
     def __init__(self, path: Path, grid: Grid) -> None:
         self.path, self.grid = path, grid
-        with contextlib.ExitStack() as stack:
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-                stored = path / GRID_FILE
-                if not stored.is_file() and any(each.name != SHARDS for each in path.iterdir()):
-                    raise RecordError(
-                        f"{path}: is not empty, and not a comparison (no {GRID_FILE}); name another folder"
-                    )
-                stack.enter_context(locked(path, "another comparison"))
-                if stored.is_file():
-                    self._continue(
-                        read_grid(stored, path, names_in([run.experiment.model_dump() for run in grid.runs]))
-                    )
-                self.write(GRID_FILE, to_json(self._content(), indent=2).encode())
-            except OSError as error:
-                problem = f"{error.strerror}{remedy(path, error)}"
-                raise RecordError(f"{path}: cannot be the folder of a comparison: {problem}") from error
+        with contextlib.ExitStack() as stack, _os_errors_as_record_errors(path, "cannot be the folder of a comparison"):
+            path.mkdir(parents=True, exist_ok=True)
+            stored = path / GRID_FILE
+            if not stored.is_file() and any(each.name != SHARDS for each in path.iterdir()):
+                raise RecordError(f"{path}: is not empty, and not a comparison (no {GRID_FILE}); name another folder")
+            stack.enter_context(locked(path, "another comparison"))
+            if stored.is_file():
+                self._continue(read_grid(stored, path, names_in([run.experiment.model_dump() for run in grid.runs])))
+            self.write(GRID_FILE, to_json(self._content(), indent=2).encode())
             self._lock = stack.pop_all()
 
     def run_folder(self, run: PlannedRun) -> Path:
@@ -102,22 +93,15 @@ class GridFolder:
         """Whether all records of a run are there."""
         return is_complete(self.run_folder(run), run)
 
-    def history(self, run: PlannedRun) -> list[RoundRecord]:
-        """Return the recorded rounds of a run."""
-        return read_history(self.run_folder(run))
-
     def error(self, run: PlannedRun) -> str | None:
         """Return why a run failed, with details; None if it did not fail."""
         folder = self.run_folder(run)
-        try:
+        with _os_errors_as_record_errors(folder / ERROR, "cannot be read"), contextlib.suppress(FileNotFoundError):
             return read_bounded(folder / ERROR, MOST_ERROR_BYTES, folder).decode(errors="replace")
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise RecordError(f"{folder / ERROR}: cannot be read: {error.strerror}") from None
+        return None
 
     def make_ready(self, run: PlannedRun) -> None:
-        """Remove what a run has left, unless it was interrupted and can be resumed."""
+        """Remove the records of a run, unless it was interrupted and can be resumed."""
         folder = self.run_folder(run)
         if self.error(run) is None and (folder / CHECKPOINTS).is_dir():
             with contextlib.suppress(ExperimentError):
@@ -126,23 +110,18 @@ class GridFolder:
         self.clear(run)
 
     def clear(self, run: PlannedRun) -> None:
-        """Remove what a run has left."""
+        """Remove the records of a run."""
         folder = self.run_folder(run)
-        try:
+        with _os_errors_as_record_errors(folder, "cannot be removed"), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise RecordError(f"{folder}: cannot be removed: {error.strerror}") from error
 
     def note_failure(self, run: PlannedRun, error: str) -> None:
-        """Write down why a run failed. Raises RecordError, with both reasons, if that is impossible."""
+        """Write why a run failed. Raises RecordError, with both reasons, if that is impossible."""
         folder = self.run_folder(run)
-        try:
+        with _os_errors_as_record_errors(folder, "cannot be made"):
             folder.mkdir(parents=True, exist_ok=True)
+        try:
             write_atomically(folder / ERROR, error.encode())
-        except OSError as problem:
-            raise RecordError(f"{folder}: cannot be made: {problem.strerror}{remedy(folder, problem)}") from problem
         except RecordError as problem:
             raise RecordError(f"{run.id}: failed: {error.partition(chr(10))[0]}\n{problem}") from problem
 
@@ -177,6 +156,14 @@ class GridFolder:
                     lines = [f"{run.id}: {line}" for line in _differences_of_run(there, run)]
         if lines:
             raise RecordError(f"{self.path}: holds another grid; name a new folder\n" + "\n".join(lines))
+
+
+@contextlib.contextmanager
+def _os_errors_as_record_errors(path: Path, problem: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(f"{path}: {problem}: {error.strerror}{remedy(path, error)}") from error
 
 
 def is_complete(folder: Path, run: PlannedRun) -> bool:
@@ -221,7 +208,7 @@ class GridFileSchema(BaseModel):
 
 
 def read_grid(path: Path, inside: Path, objects: Iterable[ObjectName] = ()) -> GridFileSchema:
-    """Read a grid.json, with `objects` for the notes that stand for them. Raises RecordError if it cannot be read."""
+    """Read a grid.json and put `objects` in the place of their names. Raises RecordError if it cannot be read."""
     try:
         content = json.loads(read_bounded(path, MOST_GRID_BYTES, inside))
         if problem_with_words(content, any_text=True) is None:
@@ -243,7 +230,7 @@ def _differences_of_run(there: dict[str, Any], run: PlannedRun) -> list[str]:
 
 
 def _differences_of_axes(there: Axes, here: Axes) -> list[str]:
-    """Return the differences between axes; values that are only here do not count."""
+    """Return a line for each axis or value that only one grid has; more values here are no difference."""
     lines = [f"{key}: is an axis there, and not here" for key in there if key not in here]
     lines += [f"{key}: is an axis here, and not there" for key in here if key not in there]
     for key in filter(here.__contains__, there):

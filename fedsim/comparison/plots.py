@@ -27,9 +27,7 @@ Scale = Literal["round", "virtual_seconds", "updates"]
 MOST_INCHES = 100  # of a heat map
 CELL = (1.15, 0.52)  # inches
 MOST_PANELS = 30
-LOG_FROM = 20  # times as far as the shortest line the longest goes, where the axis is logarithmic
-
-
+LOG_FROM = 20  # the x axis is logarithmic if the longest line is so many times as long as the shortest
 X_LABELS = {"round": "round", "virtual_seconds": "virtual seconds", "updates": "updates of the global model"}
 
 

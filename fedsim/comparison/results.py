@@ -14,6 +14,7 @@ from fedsim.comparison.axes import label
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.config.experiment import Experiment
+from fedsim.records.history import read_history
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_metrics import LAST_ROUND, plug_metrics, run_metrics
@@ -46,12 +47,12 @@ class RunResult:
         if error is None and not folder.is_finished(run):
             error = "its records are not complete"
         line = error.strip().partition("\n")[0] if error is not None else None
-        path, history = folder.run_folder(run), folder.history(run)
-        return cls(run.id, run.point, run.experiment, history, line, path if kept else None, folder.grid.target)
+        path, target = folder.run_folder(run), folder.grid.target
+        return cls(run.id, run.point, run.experiment, read_history(path), line, path if kept else None, target)
 
     @property
     def test_accuracy(self) -> float:
-        """Accuracy after the last round."""
+        """The test accuracy after the last round."""
         return self.history[-1]["test_accuracy"]
 
     @property

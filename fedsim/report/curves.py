@@ -31,7 +31,7 @@ class Chart:
 
 
 def records_of(runs: Sequence[Run]) -> list[RoundRecord]:
-    """The records of all runs."""
+    """Return the records of all runs."""
     return [record for run in runs for record in run.rounds]
 
 
@@ -192,15 +192,14 @@ def _curve_figure(chart: Chart, scale: str, traces: list[dict[str, Any]], rounds
     return figure(traces, layout, metric=chart.label, scale=scale)
 
 
-def phases_of(runs: Sequence[Run]) -> list[str]:
-    """The names of the phases, in order."""
-    return list(dict.fromkeys(phase for record in records_of(runs) for phase in record.seconds))
+def _phases_of(records: Sequence[RoundRecord]) -> list[str]:
+    return list(dict.fromkeys(phase for record in records for phase in record.seconds))
 
 
 def run_time(run: Run) -> dict[str, Any]:
     """The seconds of each phase, stacked, against rounds."""
     traces: list[dict[str, Any]] = []
-    for phase in phases_of([run]):
+    for phase in _phases_of(run.rounds):
         seconds = [rounded(record.seconds.get(phase), "s") for record in run.rounds]
         bars = len(run.rounds) <= FEW_ROUNDS
         kind = {"type": "bar"} if bars else {"type": "scatter", "mode": "none", "stackgroup": "phases"}
@@ -213,8 +212,8 @@ def run_time(run: Run) -> dict[str, Any]:
 def grid_time(combined: Sequence[Combination], names: Sequence[str]) -> dict[str, Any]:
     """The mean seconds of each phase: one bar per combination, the first on top."""
     traces = []
-    for phase in phases_of([run for combination in combined for run in combination.begun]):
-        records = [records_of(combination.begun) for combination in combined]
+    records = [records_of(combination.begun) for combination in combined]
+    for phase in _phases_of([record for each in records for record in each]):
         means = [rounded(mean_or_none(record.seconds.get(phase) for record in each), "s") for each in records]
         bar = {"type": "bar", "orientation": "h", "name": plain(phase.replace("_", " ")), "hovertemplate": "%{x}"}
         traces.append({**bar, "x": means, "y": list(range(len(names)))})

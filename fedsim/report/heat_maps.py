@@ -52,21 +52,13 @@ def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> d
     few = len(workers) <= FEW_WORKERS
     gap = 1 if few and len(parts) <= FEW_ROUNDS else 0
     hover = f"worker %{{y}}, {'rounds from' if per_column > 1 else 'round'} %{{x}}<br>"
-    cells = {
-        "type": "heatmap",
-        "x": x,
-        "y": _worker_names(workers, run.byzantine),
-        "xgap": gap,
-        "ygap": gap,
-        "hoverongaps": False,
-    }
+    places = {"x": x, "y": _worker_names(workers, run.byzantine)}
     z = [[column.get(worker) for column in weights] for worker in workers]
-    shown = {**cells, "z": z, "coloraxis": "coloraxis", "hovertemplate": f"{hover}weight %{{z:.4~g}}<extra></extra>"}
-    traces = [shown]
+    traces = [_cells(z, f"{hover}weight %{{z:.4~g}}", gap, coloraxis="coloraxis", **places)]
     if any(excluded):
         z = [[1 if worker in column else None for column in excluded] for worker in workers]
-        scale = {"colorscale": [[0, EXCLUDED], [1, EXCLUDED]], "showscale": False}
-        traces.append({**cells, **scale, "z": z, "hovertemplate": f"{hover}excluded<extra></extra>"})
+        color = {"colorscale": [[0, EXCLUDED], [1, EXCLUDED]], "showscale": False}
+        traces.append(_cells(z, f"{hover}excluded", gap, **color, **places))
     known = [weight for column in weights for weight in column.values() if weight is not None]
     title = "round" if per_column == 1 else f"round (each column is the mean of {per_column} rounds)"
     layout = {
@@ -105,17 +97,9 @@ def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, 
     if partition.workers is not None:
         population = f"{partition.population:,}" if partition.population else "many"
         title += f" (a random sample of {len(workers)} of the {population} workers)"
-    cells = {
-        "type": "heatmap",
-        "x": names,
-        "y": labels,
-        "z": list(zip(*counts, strict=True)),
-        "xgap": int(few),
-        "ygap": int(few),
-        "texttemplate": "%{z}" if few else "",
-        "coloraxis": "coloraxis",
-        "hovertemplate": "worker %{x}, label %{y}<br>%{z} samples<extra></extra>",
-    }
+    shown = {"x": names, "y": labels, "texttemplate": "%{z}" if few else "", "coloraxis": "coloraxis"}
+    z = list(zip(*counts, strict=True))
+    cells = _cells(z, "worker %{x}, label %{y}<br>%{z} samples", int(few), **shown)
     sums = {
         "type": "bar",
         "x": names,
@@ -177,25 +161,22 @@ def _final_heat_map(
 ) -> dict[str, Any]:
     (down, rows), (across, columns) = axes[:2]
     table = [[cells.get((i, j, *others)) for j in range(len(columns))] for i in range(len(rows))]
-    trace = {
-        "type": "heatmap",
-        "z": [[cell and cell.mean for cell in line] for line in table],
-        "text": [[_cell_text(cell, decimals) for cell in line] for line in table],
-        "customdata": [
+    trace = _cells(
+        [[cell.mean if cell else None for cell in line] for line in table],
+        "%{customdata[0]}<br>%{text}<br>seeds: %{customdata[1]}",
+        gap=2,
+        text=[[_cell_text(cell, decimals) for cell in line] for line in table],
+        customdata=[
             [
                 [f"{plain(row)}, {plain(column)}", cell.n if cell else 0]
                 for column, cell in zip(columns, line, strict=True)
             ]
             for row, line in zip(rows, table, strict=True)
         ],
-        "texttemplate": "%{text}",
-        "textfont": {"size": 12},
-        "coloraxis": "coloraxis",
-        "xgap": 2,
-        "ygap": 2,
-        "hoverongaps": False,
-        "hovertemplate": "%{customdata[0]}<br>%{text}<br>seeds: %{customdata[1]}<extra></extra>",
-    }
+        texttemplate="%{text}",
+        textfont={"size": 12},
+        coloraxis="coloraxis",
+    )
     layout = {
         "height": 46 * len(rows) + 104,
         "coloraxis": limits,
@@ -212,6 +193,12 @@ def _cell_text(cell: Estimate | None, decimals: int | None) -> str:
         return ""
     digits = decimals_of(cell.mean) if decimals is None else decimals
     return "<br>".join(filter(None, [fixed(cell.mean, digits), cell.spread(digits)]))
+
+
+def _cells(z: Sequence[Sequence[float | None]], hover: str, gap: int, **more: Any) -> dict[str, Any]:
+    """Return the trace of a heat map with values z [rows, columns]."""
+    hidden = {"hoverongaps": False, "hovertemplate": f"{hover}<extra></extra>"}
+    return {"type": "heatmap", "z": z, "xgap": gap, "ygap": gap, **hidden, **more}
 
 
 def _with_color_bar(layout: dict[str, Any], title: str) -> dict[str, Any]:

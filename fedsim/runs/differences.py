@@ -1,4 +1,4 @@
-"""The differences between two experiments that change their results."""
+"""Compare the settings of two experiments."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import show
 
-# Keys that do not change results.
-HOW = (
+NO_EFFECT = (  # keys that do not change results
     *("name", "engine", "processes", "timeout", "batched.width", "cuda_graphs"),
     *("distributed.backend", "distributed.timeout", "distributed.init", "distributed.inner"),
     *("checkpoint.every", "checkpoint.keep", "on_worker_failure", "worker_retries", "records.figures"),
 )
 
 
-def differences_of(there: Mapping[str, Any], here: Mapping[str, Any], but: Collection[str] = HOW) -> list[str]:
-    """A line for each key in which two resolved experiments differ, except `but`: `rounds: 5 there, 10 here`."""
+def differences_of(
+    there: Mapping[str, Any], here: Mapping[str, Any], ignored: Collection[str] = NO_EFFECT
+) -> list[str]:
+    """Return a line for each key with different values in two resolved experiments: `rounds: 5 there, 10 here`."""
     one, other = dict(leaves_of(there)), dict(leaves_of(here))
-    keys = [key for key in {**one, **other} if one.get(key) != other.get(key) and key not in but]
+    keys = [key for key in {**one, **other} if one.get(key) != other.get(key) and key not in ignored]
     return [f"{key}: {_shown(one, key)} there, {_shown(other, key)} here" for key in keys]
 
 

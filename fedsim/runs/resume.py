@@ -18,7 +18,7 @@ from fedsim.records.history import read_history
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT, RunFolder, describe_environment
 from fedsim.runs.checkpoints import Checkpoints
-from fedsim.runs.differences import HOW, differences_of
+from fedsim.runs.differences import NO_EFFECT, differences_of
 from fedsim.runs.loops.loop import Loop
 from fedsim.runs.setup import PreparedRun
 
@@ -127,7 +127,7 @@ def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: 
     file, own = folder.path / EXPERIMENT, experiment.resolved()
     with untrusted_config(file, [own]):
         there = experiment_of(with_objects(describe(file), names_in(experiment.model_dump())))
-    lines = differences_of(there.resolved(), own, (*HOW, "rounds"))
+    lines = differences_of(there.resolved(), own, (*NO_EFFECT, "rounds"))
     if experiment.rounds < max(rounds, there.rounds):
         lines.append(f"rounds: {there.rounds} there, {experiment.rounds} here; a resumed run can only have more")
     if lines:

@@ -68,7 +68,6 @@ def test_a_run_is_finished_when_all_its_rounds_are_recorded(finished, grid):
         assert folder.error(run) == "something\nwent wrong"
         folder.clear(run)
         assert not folder.run_folder(run).exists()
-        assert folder.history(run) == []
 
 
 def test_a_run_without_its_model_file_is_not_finished(serial, tmp_path):
