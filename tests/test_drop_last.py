@@ -43,14 +43,14 @@ def zero() -> nn.Module:
 
 
 def batches(size, worker, round):
-    """Positions in the shard: two epochs, each in an order of its own, without the batch that is not whole."""
+    """Positions in the shard of the whole batches of two epochs."""
     for epoch in range(2):
         order = batch_order(0, round, worker, epoch, size).numpy()
         yield from (order[start : start + BATCH] for start in range(0, size - BATCH + 1, BATCH))
 
 
 def expected_row(workers, *, each_step):
-    """Federated averaging, or synchronous SGD, on those batches."""
+    """The global row of federated averaging, or of synchronous SGD, on these batches."""
     train = points(None)[0].to(torch.device("cpu"), torch.float64)
     shards = [subset.indices.numpy() for subset in fedsim.dataset_split(train, workers, "iid", 0)]
     row = torch.zeros(21, dtype=torch.float64)
@@ -122,9 +122,8 @@ LAST_BATCH = (
 )
 
 
-@pytest.mark.parametrize("engine", [{}, STACKED], ids=["serial", "batched"])
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-def test_a_last_batch_of_one_sample_with_batchnorm_is_refused_before_the_run(normalised, engine, sync):
+@pytest.mark.parametrize(("engine", "sync"), [({}, "parameters"), (STACKED, "gradients")], ids=["serial", "batched"])
+def test_a_last_batch_of_one_sample_with_batchnorm_is_an_error_before_the_run(normalised, engine, sync):
     tables = {**normalised, **engine, "sync": sync}
     with pytest.raises(ExperimentError, match=LAST_BATCH):
         fedsim.run(tables)
@@ -132,12 +131,12 @@ def test_a_last_batch_of_one_sample_with_batchnorm_is_refused_before_the_run(nor
     assert result.history[0]["samples"] == [64, 80, 48]
 
 
-def test_the_last_batch_does_not_matter_where_it_is_not_reached(normalised):
+def test_a_last_batch_of_one_sample_is_no_error_without_batchnorm_or_if_it_is_not_used(normalised):
     fedsim.run({**normalised, "local": {"batch_size": 16, "steps": 3}})
     fedsim.run({**normalised, "model": "logistic"})
 
 
-def test_a_shard_of_one_sample_with_batchnorm_is_refused_by_name(normalised):
+def test_a_shard_of_one_sample_with_batchnorm_is_an_error_that_names_the_worker(normalised):
     tables = {**normalised, "partition": "tests.plugs:ending_in_one", "local": {"batch_size": 16, "drop_last": True}}
     with pytest.raises(
         ExperimentError, match=r"^partition.strategy = .*: worker 2 has one sample, on which the model "

@@ -17,7 +17,7 @@ from tests.textbook import train_on_joint_batches
 
 
 def start_of(factory, seed=0, dtype=torch.float64):
-    """The model at the start of a run with this seed, made independently of the engines."""
+    """The initial model of a run with this seed, made without the engines."""
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(draw_key(seed, "model"))
         return factory().to(dtype)
@@ -56,7 +56,7 @@ def test_model_averaging_is_the_textbook_loop(tiny_experiment, shards):
 
 
 def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experiment):
-    """Momentum and weight decay included; uneven shards, so that some workers finish an epoch before others."""
+    """With momentum and weight decay; shards are uneven, so some workers finish an epoch before others."""
     local = {"batch_size": 16, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
     tables = {**tiny_experiment, "precision": "float64", "partition": "tests.plugs:uneven", "local": local}
     result = fedsim.run({**tables, "sync": "gradients"})
@@ -70,18 +70,11 @@ def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experi
     assert torch.allclose(result.global_row, Layout.of(model).read(model), rtol=0, atol=1e-12)
 
 
-def test_one_worker_is_plain_sgd(tiny_experiment):
-    result = fedsim.run({**tiny_experiment, "workers": 1, "rounds": 1, "precision": "float64"})
-    train, _ = plugs.tiny(None)
-    (shard,) = fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), 1, "iid", seed=0)
-    model = start_of(two_nn)
-    local_epoch(model, shard, 1, 0, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), 16)
-    assert torch.allclose(result.global_row, Layout.of(model).read(model), rtol=0, atol=1e-12)
-
-
-def test_a_worker_does_not_feel_what_others_do(tiny_experiment):
-    """Its update, the only one with a weight here, is the same whoever trains before it and for how long."""
-    tables = {**tiny_experiment, "aggregate": {"weights": [0.0, 0.0, 1.0]}, "rounds": 1, "model": "net"}
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+@pytest.mark.parametrize("model", ["net", "tests.plugs:Stateful"])
+def test_workers_do_not_influence_each_other(model, sync, tiny_experiment):
+    """Only the last worker has a weight; the shards of the others change."""
+    tables = {**tiny_experiment, "aggregate": {"weights": [0.0, 0.0, 1.0]}, "model": model, "sync": sync}
     rows = [
         fedsim.run({**tables, "partition": {"strategy": "tests.plugs:same_last", "first": first}}).global_row
         for first in (10, 140)
@@ -106,7 +99,7 @@ def test_the_history_has_one_complete_record_per_round(tiny_experiment):
     assert result.test_accuracy == result.history[-1]["test_accuracy"]
 
 
-def test_synchronous_gradients_cost_bytes_at_every_step(tiny_experiment):
+def test_averaged_gradients_send_bytes_at_every_step(tiny_experiment):
     tables = {**tiny_experiment, "sync": "gradients", "rounds": 1, "local": {"steps": 4}}
     assert fedsim.run(tables).history[0]["bytes_up"] == 3 * 4 * 4 * 199_210
 
@@ -114,9 +107,9 @@ def test_synchronous_gradients_cost_bytes_at_every_step(tiny_experiment):
 def test_losses_and_accuracy_are_those_of_the_returned_model(tiny_experiment):
     result = fedsim.run(tiny_experiment)
     _, test = plugs.tiny(None)
-    tally = fedsim.test(result.model, fedsim.CustomSubset(test, range(len(test))).batches(1000))
-    assert tally.loss == pytest.approx(result.history[-1]["test_loss"], rel=1e-5)
-    assert tally.accuracy == pytest.approx(result.test_accuracy)
+    metrics = fedsim.test(result.model, fedsim.CustomSubset(test, range(len(test))).batches(1000))
+    assert metrics.loss == pytest.approx(result.history[-1]["test_loss"], rel=1e-5)
+    assert metrics.accuracy == pytest.approx(result.test_accuracy)
 
 
 def test_the_model_is_the_global_row_on_the_cpu_in_evaluation_mode(tiny_experiment):
@@ -128,7 +121,7 @@ def test_the_model_is_the_global_row_on_the_cpu_in_evaluation_mode(tiny_experime
 
 
 def test_train_loss_is_the_mean_per_sample_seen(tiny_experiment):
-    """At a learning rate of 0 nothing moves, so it is the loss of the starting model on all training samples."""
+    """With learning rate 0 it is the loss of the initial model on all training samples."""
     local = {"lr": 0.0, "batch_size": 16}
     for sync in ("parameters", "gradients"):
         tables = {**tiny_experiment, "local": local, "rounds": 1, "sync": sync, "partition": "tests.plugs:uneven"}
@@ -206,7 +199,7 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
         ),
     ],
 )
-def test_what_cannot_run_is_one_clear_error(tiny_experiment, change, message):
+def test_a_wrong_plug_or_size_is_one_line(tiny_experiment, change, message):
     with pytest.raises(fedsim.ExperimentError, match=message):
         fedsim.run({**tiny_experiment, "workers": 3, **change})
 
@@ -219,41 +212,23 @@ def test_what_cannot_run_is_one_clear_error(tiny_experiment, change, message):
         ("tests.plugs:int32_labels", "targets must be int64"),
     ],
 )
-def test_data_that_is_no_data_set_is_one_clear_error(tiny_experiment, data, message):
+def test_wrong_data_are_one_line(tiny_experiment, data, message):
     with pytest.raises(fedsim.DataError, match=f'data.dataset = "{data}": .*{message}'):
         fedsim.run({**tiny_experiment, "data": data})
 
 
-def test_a_model_may_have_state_that_is_no_tensor(tiny_experiment, tmp_path):
+def test_a_model_may_have_extra_state(tiny_experiment, tmp_path):
     result = fedsim.run({**tiny_experiment, "model": "tests.plugs:WithExtraState"}, tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
     assert result.model.get_extra_state() == {"version": 2}
 
 
-def test_workers_find_nothing_of_each_other_in_the_module(tiny_experiment):
-    """With a weight for the last worker alone, nothing that the others do may show."""
-    tables = {
-        **tiny_experiment,
-        "aggregate": {"weights": [0.0, 0.0, 1.0]},
-        "rounds": 2,
-        "model": "tests.plugs:Stateful",
-    }
-    for sync in ("parameters", "gradients"):
-        rows = [
-            fedsim.run(
-                {**tables, "sync": sync, "partition": {"strategy": "tests.plugs:same_last", "first": first}}
-            ).global_row
-            for first in (10, 140)
-        ]
-        assert torch.equal(*rows)
-
-
-def test_a_worker_of_weight_zero_does_not_count_even_when_it_diverges():
+def test_a_diverged_worker_of_weight_zero_has_no_effect():
     updates = torch.tensor([[1.0, 2.0], [float("nan"), float("-inf")], [3.0, 4.0]])
     assert fedsim.aggregate(updates, [1.0, 0.0, 1.0]).tolist() == [2.0, 3.0]
 
 
-def test_an_experiment_comes_as_tables_file_or_object(tiny_experiment, tmp_path):
+def test_an_experiment_is_tables_a_file_or_an_object(tiny_experiment, tmp_path):
     from fedsim.config.toml import to_toml
 
     experiment = fedsim.Experiment(**{**tiny_experiment, "rounds": 1})
@@ -264,11 +239,11 @@ def test_an_experiment_comes_as_tables_file_or_object(tiny_experiment, tmp_path)
     assert all(torch.equal(rows[0], row) for row in rows)
 
 
-def test_callbacks_see_the_setting_and_every_round(tiny_experiment):
-    settings, rounds = [], []
-    result = fedsim.run(tiny_experiment, on_start=settings.append, on_round=rounds.append)
+def test_callbacks_get_the_prepared_run_and_every_round(tiny_experiment):
+    starts, rounds = [], []
+    result = fedsim.run(tiny_experiment, on_start=starts.append, on_round=rounds.append)
     assert rounds == result.history
-    (prepared,) = settings
+    (prepared,) = starts
     assert sum(prepared.shard_sizes) == prepared.train_samples == 203
     assert prepared.parameters == 199_210
     assert prepared.how == {"processes": 1}

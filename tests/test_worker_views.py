@@ -1,4 +1,4 @@
-"""What workers train on when they see their samples differently, or poisoned: whole runs against plain loops."""
+"""Runs whose workers transform or poison their samples, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def noisy(inputs, targets, worker, round):
 
 
 def rotated(inputs, targets, worker, round):
-    """Rotated MNIST: each worker a group of its own, turned by 0, 90 and 180 degrees."""
+    """Rotated MNIST: worker k rotates its images by k times 90 degrees."""
     return torch.rot90(inputs, worker, (2, 3)), targets
 
 
@@ -46,7 +46,7 @@ def patched(inputs, targets, worker, round):
     if worker != 1:
         return inputs, targets
     draws = Draws.of(0, "poison", round, worker)
-    draws.uniform()  # whether half a sample more is poisoned
+    draws.uniform()  # rounds the number of poisoned samples
     inputs, targets = inputs.clone(), targets.clone()
     for place, rank in enumerate(draws.permutation(len(targets)).tolist()):
         if rank < len(targets) // 2:
@@ -68,7 +68,7 @@ VIEWS = {
 
 
 def averaged_gradient_descent(view):
-    """A step a round on each worker's whole shard, in the order in which it draws it; the mean of the models."""
+    """One step a round on the whole shard of each worker, in drawn order; then the mean of the models."""
     with torch.random.fork_rng():
         seed_everything(torch.device("cpu"), 0, "model")
         model = linear().double()
@@ -86,10 +86,9 @@ def averaged_gradient_descent(view):
     return row
 
 
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-@pytest.mark.parametrize("engine", ["serial", "batched"])
+@pytest.mark.parametrize(("engine", "sync"), [("serial", "parameters"), ("batched", "gradients")])
 @pytest.mark.parametrize("name", VIEWS)
-def test_workers_train_on_what_they_see(name, engine, sync):
+def test_workers_train_on_transformed_or_poisoned_samples(name, engine, sync):
     view, tables = VIEWS[name]
     result = fedsim.run(
         {

@@ -7,7 +7,7 @@ import torch
 
 @pytest.fixture
 def case():
-    """A row [7] and six updates [6, 7] of sizes from 0.001 to 1000, a zero and a repeated one among them."""
+    """A row [7] and updates [6, 7] of sizes from 0.001 to 1000, with a zero and two equal rows."""
     rng = np.random.default_rng(0)
     updates = rng.standard_normal((6, 7)) * 10.0 ** np.arange(-3, 4)
     updates[2, 3] = 0

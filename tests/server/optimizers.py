@@ -1,4 +1,4 @@
-"""Every server optimizer, with the parameters that matter, and its definition once more, a number at a time."""
+"""Every server optimizer with its main parameters, and its definition for single numbers."""
 
 from __future__ import annotations
 

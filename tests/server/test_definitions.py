@@ -1,4 +1,4 @@
-"""What every server optimizer does: by its definition, by hand, and as torch.optim does it."""
+"""Every server optimizer compared with its definition, with numbers by hand, and with torch.optim."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADAGRAD = {"lr": 0.1, "beta1": 0.9, "tau": 1e-3}
         ("diloco", {}, {"lr": 0.7, "beta": 0.9}),
         ("diloco", {"lr": 0.4, "beta": 0.8}, {"lr": 0.4, "beta": 0.8}),
         ("slowmo", {}, {"alpha": 1.0, "beta": 0.5, "lr": 1.0}),
-        ("slowmo", {"alpha": 0.8, "beta": 0.7, "lr": 0.05}, {"alpha": 0.8, "beta": 0.7, "lr": 0.05}),
+        ("slowmo", {"alpha": 0.8, "beta": 0.7, "lr": 1e-4}, {"alpha": 0.8, "beta": 0.7, "lr": 1e-4}),
         ("bmuf", {}, {"bm": 0.9, "zeta": 1.0}),
         ("bmuf", {"bm": 0.75, "zeta": 0.9}, {"bm": 0.75, "zeta": 0.9}),
         ("adam", {}, ADAM),
@@ -32,7 +32,6 @@ ADAGRAD = {"lr": 0.1, "beta1": 0.9, "tau": 1e-3}
         ("adam", {"v0": "tau^2"}, {**ADAM, "v0": 1e-6}),
         ("adam", {"v0": 2.0}, {**ADAM, "v0": 2.0}),
         ("adam", {"bias_correction": True}, {**ADAM, "bias_correction": True}),
-        ("adam", {"bias_correction": True, "beta1": 0.0}, {**ADAM, "bias_correction": True, "beta1": 0.0}),
         ("yogi", {}, ADAM),
         ("yogi", {"lr": 1, "beta1": 0.5, "beta2": 0.6, "tau": 0.1}, {"lr": 1, "beta1": 0.5, "beta2": 0.6, "tau": 0.1}),
         ("yogi", {"v0": "tau^2", "tau": 0.1}, {**ADAM, "tau": 0.1, "v0": 0.01}),
@@ -51,7 +50,7 @@ def test_every_optimizer_is_its_definition(name, params, meaning, case):
 
 
 def by_torch(optimizer, row, updates, **params):
-    """Where an optimizer of PyTorch takes the row, given the negated updates as gradients."""
+    """The row after steps of an optimizer of PyTorch on the negated updates as gradients."""
     parameter = torch.nn.Parameter(row.clone())
     theirs = optimizer([parameter], **params)
     for update in updates:
@@ -68,25 +67,18 @@ def by_torch(optimizer, row, updates, **params):
         ("diloco", {"lr": 0.5}, True),
     ],
 )
-def test_momentum_is_torch_optim_sgd_on_the_negated_update(name, params, nesterov, case):
+def test_momentum_is_torch_optim_sgd(name, params, nesterov, case):
     row, updates = case
     theirs = by_torch(torch.optim.SGD, row, updates, lr=0.5, momentum=0.9, nesterov=nesterov)
     assert torch.allclose(path(name, row, updates, **params)[-1], theirs, rtol=1e-13, atol=1e-12)
 
 
 @pytest.mark.parametrize("bias_correction", [False, True])
-def test_adam_with_bias_correction_is_torch_optim_adam_and_without_it_is_not(bias_correction, case):
+def test_only_adam_with_bias_correction_is_torch_optim_adam(bias_correction, case):
     row, updates = case
     theirs = by_torch(torch.optim.Adam, row, updates, lr=0.1, betas=(0.9, 0.99), eps=1e-3)
     ours = path("adam", row, updates, lr=0.1, bias_correction=bias_correction)[-1]
     assert torch.allclose(ours, theirs, **EXACT) is bias_correction
-
-
-@pytest.mark.parametrize("lr", [1e-4, 0.05, 3.0])
-def test_slowmo_is_momentum_for_any_learning_rate(lr, case):
-    row, updates = case
-    ours = path("slowmo", row, updates, alpha=0.8, beta=0.7, lr=lr)
-    assert torch.allclose(ours, path("momentum", row, updates, lr=0.8, beta=0.7), rtol=1e-12, atol=1e-12)
 
 
 def test_bmuf_with_nesterov_broadcasts_a_row_ahead():

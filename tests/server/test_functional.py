@@ -1,4 +1,4 @@
-"""A server optimizer by itself, without an experiment."""
+"""ServerOptimizer, which needs no experiment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Halfway(ServerStep):
 
 @dataclass(frozen=True)
 class Stray:
-    """Not a server optimizer, though it looks like one."""
+    """The methods of a server optimizer without its base class."""
 
     def start(self, rows):
         return {}
@@ -98,7 +98,7 @@ def test_an_optimizer_can_be_an_import_path():
 
 
 @pytest.mark.parametrize("name", [f"{__name__}:Stray", f"{__name__}:steps"])
-def test_other_classes_are_refused(name):
+def test_other_classes_are_an_error(name):
     with pytest.raises(ExperimentError, match="must be a dataclass that derives from fedsim.server.ServerStep"):
         ServerOptimizer(name)
     with pytest.raises(ExperimentError, match="must be a dataclass that derives from fedsim.server.ServerStep"):
@@ -131,7 +131,7 @@ def test_row_and_update_must_match(update):
     server = ServerOptimizer("momentum")
     with pytest.raises(ExperimentError, match=r"^update: must be torch.float32 \[3\] on cpu like global_row, not "):
         server.step(torch.zeros(3), update)
-    assert server.state == {}  # a refused step is no first step
+    assert server.state == {}  # the step did not take place
 
 
 @pytest.mark.parametrize("row", [torch.zeros(3).int(), None])
@@ -140,7 +140,7 @@ def test_a_row_must_be_a_floating_tensor(row):
         ServerOptimizer("momentum").step(row, torch.zeros(3))
 
 
-@pytest.mark.parametrize("row", [torch.zeros(4), torch.zeros(1, 3), torch.zeros(3).double()], ids=str)
+@pytest.mark.parametrize("row", [torch.zeros(1, 3), torch.zeros(3).double()], ids=str)
 def test_later_rows_must_be_like_the_first(row):
     server = ServerOptimizer("momentum")
     server.step(torch.zeros(3), torch.ones(3))

@@ -1,4 +1,4 @@
-"""What engines and experiments rely on, whichever the server optimizer."""
+"""Properties of every server optimizer that engines rely on."""
 
 from __future__ import annotations
 
