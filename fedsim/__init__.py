@@ -5,17 +5,17 @@
 
 `fedsim.run` runs an experiment; the other names are the pieces it is made of, for use by themselves.
 
-
 A name is imported when it is first used: PyTorch takes a second or more, and `fedsim --help` does not need it.
 """
 
-# ruff: noqa: F403, F405
+# ruff: noqa: F403
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fedsim.api import MODULE_OF
 from fedsim.system.openmp import wait_passively
 from fedsim.version import __version__
 
@@ -24,59 +24,14 @@ wait_passively()  # before PyTorch is imported
 if TYPE_CHECKING:
     from fedsim.api import *
 
-__all__ = [
-    "Comparison",
-    "CustomSubset",
-    "DataError",
-    "Draws",
-    "Experiment",
-    "ExperimentError",
-    "FedsimError",
-    "Heterogeneity",
-    "Layout",
-    "RecordError",
-    "Result",
-    "ServerOptimizer",
-    "Session",
-    "TensorData",
-    "WorkerError",
-    "__version__",
-    "aggregate",
-    "attack",
-    "attacks",
-    "bind",
-    "compare",
-    "dataset_split",
-    "draw_partition",
-    "heterogeneity",
-    "label_counts",
-    "load_dataset",
-    "load_experiment",
-    "new_rows",
-    "noises",
-    "partition",
-    "partition_transforms",
-    "partitions",
-    "policies",
-    "pre_aggregate",
-    "pre_aggregators",
-    "processors",
-    "pull_down",
-    "rules",
-    "run",
-    "server_optimizers",
-    "speeds",
-    "test",
-    "train_epoch",
-]
+__all__ = ["__version__", *sorted(MODULE_OF)]
 
-
-RENAMED = {"Workshop": "Session"}  # public names of versions before, and what they are called now
+RENAMED = {"Workshop": "Session"}  # public names of earlier versions
 
 
 def __getattr__(name: str) -> Any:
     """A public name, or a module of the package, imported on first use."""
-    if name in __all__:
+    if name in MODULE_OF:
         value = getattr(importlib.import_module("fedsim.api"), name)
         globals()[name] = value
         return value

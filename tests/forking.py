@@ -26,7 +26,7 @@ from fedsim.engines.pool import shared_memory
 from fedsim.system import child_process
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["tests.forking", "tests.plugs", "fedsim.api", "fedsim.cli.main", "matplotlib.figure", "pytest"]
+PRELOADED = ["tests.forking", "tests.plugs", "fedsim.comparison", "fedsim.cli.main", "matplotlib.figure", "pytest"]
 
 
 def fork_workers():

@@ -51,7 +51,7 @@ def test_an_override_sets_one_key(word, read):
 
 @pytest.mark.parametrize("name", ["nan", "inf"])
 @pytest.mark.parametrize("key", ["attack", "attack.name"])
-def test_nan_and_inf_are_the_attacks_so_called_where_a_name_belongs(key, name):
+def test_nan_and_inf_are_names_of_attacks(key, name):
     assert load_experiment(None, [f"{key}={name}", "attack.fraction=0.25"]).attack.name == name
 
 
@@ -125,7 +125,7 @@ def test_alternatives_that_are_both_on_the_command_line_are_refused(file, words,
 
 
 @pytest.mark.parametrize("source", [[1], 3, {1, 2}])
-def test_what_describes_no_experiment_is_one_clear_line(source):
+def test_a_source_that_is_no_experiment_is_one_line(source):
     with pytest.raises(ExperimentError, match=": must be an Experiment, a table "):
         load_experiment(source)
 

@@ -274,7 +274,7 @@ def locked_model():
     return model
 
 
-def test_what_cannot_be_pickled_stays_in_one_process_and_says_so(short):
+def test_objects_that_cannot_be_pickled_stay_in_one_process(short):
     model = {"model": locked_model()}
     by_auto = {**short, **model, "engine": "auto", "processes": 2}
     with pytest.warns(FedsimWarning, match=r'^"<model.*>" cannot be sent .*cannot pickle.*; the run uses one process$'):

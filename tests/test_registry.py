@@ -75,7 +75,7 @@ class Patterned:
     ) -> None: ...
 
 
-def test_what_pydantic_asks_for_fits_the_sentence():
+def test_requirements_of_pydantic_are_sentences():
     registry = Registry("patterned")
     registry("p")(Patterned)
     with pytest.raises(ExperimentError) as caught:
@@ -86,7 +86,7 @@ def test_what_pydantic_asks_for_fits_the_sentence():
     )
 
 
-def test_all_problems_are_told_at_once(registry):
+def test_all_problems_are_reported_together(registry):
     with pytest.raises(ExperimentError) as caught:
         registry.get("double").check({"times": 0, "a": 1, "b": 2}, "x")
     assert len(caught.value.lines) == 3
@@ -106,7 +106,7 @@ def test_a_name_with_a_colon_imports(registry):
     assert pickle.loads(pickle.dumps(plug.bind({"factor": 2.0})))(value=3) == 6
 
 
-def test_a_plug_takes_what_it_wants_of_what_is_given():
+def test_a_plug_takes_only_the_inputs_that_it_declares():
     registry = Registry("gadget", given=("value", "other", "third"))
     registry("two")(lambda third, value=1, *, c=2: (value, third, c))
     plug = registry.get("two")
@@ -114,7 +114,7 @@ def test_a_plug_takes_what_it_wants_of_what_is_given():
     assert plug.target(**plug.given(value=5, other=6, third=7)) == (5, 7, 2)
 
 
-def test_a_dataclass_takes_what_it_is_given_when_it_is_called():
+def test_a_dataclass_takes_inputs_when_it_is_called():
     registry = Registry("gadget", given=("value", "other"))
 
     @registry("scaled")
@@ -130,7 +130,7 @@ def test_a_dataclass_takes_what_it_is_given_when_it_is_called():
     assert plug.bind({"by": 3.0})(**plug.given(value=2, other=0)) == 6
 
 
-def test_what_is_given_by_position_has_its_names(registry):
+def test_unknown_positional_parameters_are_refused(registry):
     with pytest.raises(ExperimentError, match=r"the argument factor is not one that fedsim passes \(value\)"):
         registry.get("tests.plugs:misplaced", "x")
 

@@ -50,7 +50,7 @@ def shared_bytes():
     return total
 
 
-def test_runs_in_one_workshop_give_what_each_gives_by_itself_and_no_shared_memory_of_a_run_stays(spawned):
+def test_runs_in_one_session_give_the_results_of_single_runs_and_free_their_memory(spawned):
     variants = [
         spawned,
         {**spawned, "seed": 1},
@@ -99,7 +99,7 @@ def test_data_are_loaded_once_and_moved_to_shared_memory_once(spawned, loads):
     assert loads == [("tests.plugs:tiny", 203)]
 
 
-def test_a_few_data_sets_are_kept_and_the_one_used_longest_ago_goes(loads):
+def test_the_least_recently_used_data_set_is_dropped(loads):
     sizes = range(10, 10 + MOST_DATA_SETS)
     with Session() as session:
         for size in (*sizes, sizes[0], 99, sizes[0], sizes[1]):
@@ -108,7 +108,7 @@ def test_a_few_data_sets_are_kept_and_the_one_used_longest_ago_goes(loads):
 
 
 @pytest.mark.gpu
-def test_on_a_card_runs_in_one_workshop_agree_with_single_ones_and_leave_no_memory(spawned):
+def test_on_a_gpu_runs_in_one_session_agree_with_single_runs_and_free_their_memory(spawned):
     tables = {**spawned, "device": "cuda", "precision": "float64"}
     used = []
     with Session() as session:
@@ -120,7 +120,7 @@ def test_on_a_card_runs_in_one_workshop_agree_with_single_ones_and_leave_no_memo
     assert used[1] == used[2]
 
 
-def test_a_run_that_fails_harms_none_after_it(spawned):
+def test_a_failed_run_does_not_change_later_runs(spawned):
     spawned = {**spawned, "processes": 1, "on_worker_failure": "abort"}
     with Session() as session:
         for how in ("raise", "kill"):

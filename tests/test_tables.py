@@ -51,7 +51,7 @@ def test_the_parameters_are_checked_and_filled_in_with_the_plugs_defaults():
         ({"oven": f"{__name__}:vague", "turns": None}, "bake.turns = None: TOML cannot express None"),
     ],
 )
-def test_what_does_not_go_with_the_plug_is_one_line(keys, line):
+def test_wrong_keys_of_a_plug_table_are_one_line(keys, line):
     with pytest.raises((ExperimentError, ValidationError)) as caught:
         Bake(**keys)
     assert line in str(caught.value)

@@ -26,7 +26,7 @@ def errors_as_lines() -> Iterator[None]:
     """Run the block, and turn errors into lines on stderr and an exit code."""
     try:
         with warnings_as_lines():
-            import fedsim.api  # noqa: F401  # before signals raise exceptions; not earlier, so that `--help` is fast
+            import fedsim.comparison  # noqa: F401  # before signals raise exceptions; not earlier: `--help` is fast
 
             with signals_as_exceptions():
                 yield

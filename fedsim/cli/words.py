@@ -79,7 +79,6 @@ def _refuse_spaces(words: list[str]) -> None:
 
 
 def _is_open(word: str) -> bool:
-    """Whether a list or table in the word is not closed."""
     return sum(word.count(each) for each in "[{") > sum(word.count(each) for each in "]}")
 
 

@@ -88,7 +88,6 @@ def _check_sizes(experiment: Experiment) -> Iterator[str]:
 
 
 def _check_engine(experiment: Experiment, engine_class: type[Engine]) -> Iterator[str]:
-    """Settings that the engine does not use."""
     name, distributed = show(experiment.engine), experiment.distributed
     processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
     used = engine_class.settings(processes)

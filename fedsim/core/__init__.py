@@ -1,1 +1,1 @@
-"""The pieces that all else builds on: rows, the training step, random draws, the registry of plugs."""
+"""Rows, the training step, random draws, and the registry of plugs."""

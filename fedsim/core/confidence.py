@@ -11,16 +11,14 @@ from statistics import fmean
 import numpy as np
 
 CONFIDENCE = 0.95
-FEWEST_FOR_BAND = 4  # values: the interval of fewer is so wide that its band would fill a chart
-
-
-DIGITS = 12  # that count when a number is rounded: the error of a float sum lies beyond them
+FEWEST_FOR_BAND = 4  # values from which charts show an interval; that of fewer is too wide
+DIGITS = 12  # digits of a number before it is rounded; the error of a float sum is smaller
 EXACT = decimal.Context(prec=350, rounding=decimal.ROUND_HALF_UP)  # for every float and its decimals
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of `values`, and the half width of its interval; infinite for one value, which tells no spread."""
+    """A mean of `values`, and the half width of its interval, which is infinite for one value."""
 
     mean: float
     half_width: float
@@ -31,11 +29,11 @@ class Estimate:
         return len(self.values)
 
     def includes(self, value: float) -> bool:
-        """Whether the interval includes a value; that of a single value includes itself alone."""
+        """Whether the interval includes a value; the interval of a single value includes only that value."""
         return abs(self.mean - value) <= (self.half_width if self.n > 1 else 0.0)
 
     def spread(self, decimals: int = 4, *, sign: bool = False) -> str:
-        """The text beside the mean: `± 0.0031`; of two values both, since their interval says little; of one, ""."""
+        """The text beside the mean: `± 0.0031`; both of two values, since their interval is wide; "" for one."""
         if self.n == 2:
             return f"({', '.join(fixed(value, decimals, sign=sign) for value in self.values)})"
         return f"± {fixed(self.half_width, decimals)}" if self.n > 2 else ""
@@ -73,7 +71,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     if not len(values):
         return None
     _, half_width = mean_and_half_width(np.asarray(values, dtype=float)[:, None])
-    return Estimate(fmean(values), float(half_width[0]), tuple(map(float, values)))  # the same mean in whatever order
+    return Estimate(fmean(values), float(half_width[0]), tuple(map(float, values)))  # fmean ignores the order
 
 
 def mean_and_half_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +91,7 @@ def student_quantile(degrees_of_freedom: int) -> float:
 
 
 def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolate n curves (x ascending, y) at every x that any of them has: x [points], values [n, points].
+    """Interpolate n curves (x ascending, y) at the x of all of them: x [points], values [n, points].
 
     From the latest first x to the earliest last x, where all curves are known.
     """

@@ -1,13 +1,13 @@
 """Philox 4x32-10, a counter-based random number generator, in integer arithmetic of PyTorch.
 
 Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". A block of four 32-bit words is a
-function of a 64-bit key and a 128-bit counter, and of nothing else: any block can be computed at any time, on any
-device, and is the same there. Words are kept in int64 tensors, since PyTorch multiplies no unsigned integers of 32
-bits. A key stands for (seed, purpose, coordinates), see `fedsim.core.randomness.draw_key`; the counter is
+function of a 64-bit key and a 128-bit counter alone: any block can be computed at any time, with the same result on
+every device. Words are kept in int64 tensors, since PyTorch does not multiply unsigned integers of 32 bits. A key
+stands for (seed, purpose, coordinates), see `fedsim.core.randomness.draw_key`; the counter is
 
     (number of the block, step, layer, 0)
 
-`step` and `layer` are two numbers below 2^32 that tell streams of one key apart; what they count is up to the caller.
+`step` and `layer` are two numbers below 2^32 that distinguish streams of one key; the caller chooses their meaning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Stream(NamedTuple):
-    """Which streams of random words are meant. All fields broadcast against each other.
+    """The addresses of streams of random words. All fields broadcast against each other.
 
     Attributes:
         keys: int64 [...], 64 bits each.
@@ -63,10 +63,10 @@ def words(stream: Stream, count: int) -> Tensor:
 
 
 def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `convert` makes of the first words of each stream, at least `count` of them: a multiple of four.
+    """The result of `convert` on the first words of each stream, at least `count` of them: a multiple of four.
 
-    `convert` maps words [..., 4 m] to numbers [..., m k], with k the same for all m. It is called for one part of the
-    words after another, so that the words of a long stream never exist all at once.
+    `convert` maps words [..., 4 m] to numbers [..., m k], with k the same for all m. It is called on one part of the
+    words after another, so that the words of a long stream are never all in memory.
     """
     numbers = torch.arange(-(-count // 4), device=stream.keys.device)
     parts = [convert(torch.stack(part, -1).flatten(-2)) for _, part in _in_parts(stream, numbers)]
@@ -76,7 +76,7 @@ def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -
 def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[float]) -> list[Tensor]:
     """Booleans that are true with a probability, [..., count]: one tensor for each count, from consecutive layers.
 
-    The first is drawn from `stream.layer`, the next from the layer after it. A boolean is true where its word is below
+    The first is drawn from `stream.layer`, the next from the layer after it. A boolean is true if its word is below
     round(probability * 2^32), so 0 and 1 are exact. Nothing is copied from the host.
     """
     sizes, device = [-(-count // 4) for count in counts], stream.keys.device
@@ -123,8 +123,7 @@ def normal(stream: Stream, count: int, dtype: torch.dtype = torch.float32) -> Te
 def to_normal(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Two standard normal numbers of two words, by the method of Box and Muller; at most 6.7 in size.
 
-    Computed in float64 for float64, else in float32. The same on every device but for the rounding of logarithm, sine
-    and cosine.
+    Computed in float64 for float64, else in float32. Devices differ only in the rounding of logarithm, sine and cosine.
     """
     first, second = (word.to(torch.promote_types(dtype, torch.float32)) for word in _pairs(words))
     radius = first.add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
@@ -159,9 +158,9 @@ def _pairs(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shuffles(stream: Stream, sizes: Tensor, begins: Tensor, n_blocks: int) -> tuple[Tensor, Tensor]:
-    """Permutations of range(size), one for each stream, one after another: the same as those of `permutations`.
+    """Permutations of range(size), one for each stream, in one tensor: the same as those of `permutations`.
 
-    Unlike there, little is computed in vain where sizes differ. All that is done is on the device of the keys.
+    If sizes differ, this computes fewer unused words. All work is done on the device of the keys.
 
     Args:
         stream: its keys and steps are [streams].
@@ -169,8 +168,8 @@ def shuffles(stream: Stream, sizes: Tensor, begins: Tensor, n_blocks: int) -> tu
         begins: the sum of ceil(size / 2) over the streams before each, int64 [streams], on the same device.
         n_blocks: that sum over all streams.
 
-    Returns the permutations, int64 [2 n_blocks], and the number of the stream of each of their entries. Behind a
-    permutation of odd size stands one more entry, the size.
+    Returns the permutations, int64 [2 n_blocks], and the number of the stream of each of their entries. A permutation
+    of odd size is followed by one more entry, the size.
     """
     device, keys, step, layer = sizes.device, *(_tensor(part, sizes.device).expand(sizes.shape) for part in stream)
     numbers = torch.arange(n_blocks, device=device)

@@ -1,4 +1,4 @@
-"""How all figures look that matplotlib draws, and their files."""
+"""The style and the files of all matplotlib figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLOURS = (
 )
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-MARKS = 8  # about so many on a line; lines have theirs at different points
+MARKS = 8  # about this number of markers on a line; lines have them at different points
 DPI = 130
 UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same figure is the same file
 

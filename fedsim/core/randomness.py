@@ -1,11 +1,11 @@
 """Random draws that are pure functions of (seed, purpose, coordinates).
 
-`Draws` makes whole tensors, on any device and everywhere the same; `numpy_generator` few numbers, on the host.
+`Draws` makes tensors that are the same on every device; `numpy_generator` makes a few numbers on the host.
 
 Nothing in fedsim draws from a shared stream. Every draw has a purpose ("cohort", "batches", "dropout", ...) and
-coordinates (usually round and worker), and its generator is seeded by a hash of these alone. So the order in which
-workers run cannot matter, a worker can be run again with the same result, and two runs that differ in one setting
-meet the same cohorts, the same batches and the same start.
+coordinates (usually round and worker), and its generator is seeded by a hash of these alone. So the order of workers
+does not matter, a worker can be run again with the same result, and two runs that differ in one setting have the same
+cohorts, batches and initial model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fedsim.core import philox
 
 STEPS_AHEAD = 32  # drawn at once, since a call for few words takes as long as one for 2^15
 WORDS_AHEAD = 1 << 15  # at most
-SPARSE = 64  # times as many numbers as are chosen: then those are found one by one
-LARGEST = 1 << 31  # for which `Draws.integers` and `Draws.choice` are made
+SPARSE = 64  # n / count from which `choice` draws the chosen numbers themselves
+LARGEST = 1 << 31  # range of `Draws.integers` and `Draws.choice`
 
 
 def draw_key(seed: int, purpose: str, *coordinates: int) -> int:
@@ -36,12 +36,12 @@ def draw_key(seed: int, purpose: str, *coordinates: int) -> int:
 
 
 def numpy_generator(seed: int, purpose: str, *coordinates: int) -> np.random.Generator:
-    """A fresh NumPy generator for one draw (or one short sequence of draws)."""
+    """A new NumPy generator for one draw, or for a short sequence of draws."""
     return np.random.default_rng(draw_key(seed, purpose, *coordinates))
 
 
 def torch_generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
-    """A fresh CPU torch generator; draws from it are the same whatever device they are moved to."""
+    """A new PyTorch generator on the CPU."""
     return torch.Generator().manual_seed(draw_key(seed, purpose, *coordinates))
 
 
@@ -54,7 +54,7 @@ class Draws:
     Each call of a method takes the next stream of random words, so two calls give independent numbers, and the same
     calls in the same order give the same numbers: on every device and in every process, but for rounding in `normal`.
     The words are those of `fedsim.core.philox` for the key (seed, purpose, coordinates), the step, and the number of
-    the call as layer. Nothing that is drawn makes the host wait for the device.
+    the call as layer. No draw makes the host wait for the device.
     """
 
     def __init__(self, key: Tensor, step: int = 0, ahead: dict[int, tuple[int, Tensor]] | None = None) -> None:
@@ -67,7 +67,7 @@ class Draws:
         return cls(torch.full((), draw_key(seed, purpose, *coordinates), dtype=torch.int64, device=device))
 
     def on(self, device: torch.device) -> Draws:
-        """A copy of these draws on a device, which goes on with the next call."""
+        """A copy of these draws on a device; it continues with the next call."""
         other = Draws(self._key.to(device), self._step)
         other._calls = self._calls
         return other
@@ -75,8 +75,8 @@ class Draws:
     def steps(self) -> Callable[[int], Draws]:
         """A function that gives the draws of a step >= 0, from the first call on.
 
-        They do not depend on other steps. Few numbers are drawn for the steps that follow too, since a call for many
-        words takes little longer than a call for few.
+        They do not depend on other steps. If few words are needed, those of the next steps are drawn in the same call,
+        since a call for many words takes little longer.
         """
         ahead: dict[int, tuple[int, Tensor]] = {}
         return lambda step: Draws(self._key, step, ahead)
@@ -117,16 +117,16 @@ class Draws:
             raise ValueError(f"count = {count}: must be from 0 to n = {n}, and n at most 2^31")
         if count == n:
             return torch.arange(n, device=self._key.device)
-        if count * SPARSE <= n:  # fewer distinct ones than `count` have a probability below 64^-64
+        if count * SPARSE <= n:  # the probability of fewer distinct numbers than `count` is below 64^-64
             values, places = self.integers(n, 2 * count + SPARSE).sort(stable=True)
-            places[1:].masked_fill_(values[1:] == values[:-1], len(places))  # numbers that were drawn before
+            places[1:].masked_fill_(values[1:] == values[:-1], len(places))  # repeated numbers
             return values[places.topk(count, largest=False, sorted=False).indices].sort().values
         keys = self._drawn(n, lambda words: words * LARGEST, (n,))
-        keys += torch.arange(n, device=keys.device)  # so no two are equal, and each says whose it is
+        keys += torch.arange(n, device=keys.device)  # so no two are equal, and each holds its number
         return (keys.topk(count, largest=False, sorted=False).values % LARGEST).sort().values
 
     def _drawn(self, count: int, convert: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """What `convert` makes of the next stream's first `count` words, in this shape."""
+        """The result of `convert` on the first `count` words of the next stream, in this shape."""
         layer, self._calls = self._calls, self._calls + 1
         if self._ahead is None or 2 * count > WORDS_AHEAD:
             numbers = philox.converted(philox.Stream(self._key, self._step, layer), count, convert)
@@ -145,7 +145,7 @@ class Draws:
 
 
 def batch_order(seed: int, round: int, worker: int, epoch: int, size: int) -> Tensor:
-    """In which order a worker goes through its shard in an epoch (from 0) of a round: a permutation, int64 [size]."""
+    """The order of the samples of a worker in an epoch (from 0) of a round: a permutation, int64 [size]."""
     stream = philox.Stream(torch.tensor(draw_key(seed, "batches", round, worker)), epoch)
     return philox.permutations(stream, torch.tensor(size), size)
 
@@ -153,7 +153,7 @@ def batch_order(seed: int, round: int, worker: int, epoch: int, size: int) -> Te
 def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates: int) -> None:
     """Seed all global generators that a model may draw from: PyTorch's on `device`, NumPy's and Python's.
 
-    `torch.manual_seed` does PyTorch's part for every backend, and takes a hundred times longer: too long for each step.
+    `torch.manual_seed` seeds every backend, which takes a hundred times longer: too long for each step.
     """
     key = draw_key(seed, purpose, *coordinates)
     random.seed(key)
@@ -162,7 +162,7 @@ def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates:
 
 
 def global_states(device: torch.device) -> list[object]:
-    """Where those generators are, in values that can be compared: equal before and after what draws from none."""
+    """The states of these generators as values that can be compared: equal before and after code that draws nothing."""
     numpy_state = np.random.get_state(legacy=False)
     generators = torch.default_generator, _default_generator(device)
     torch_states = [generator.get_state().tolist() for generator in generators]
@@ -175,12 +175,12 @@ def _default_generator(device: torch.device) -> torch.Generator:
     backend = torch.get_device_module(device)
     if hasattr(backend, "default_generators"):
         return backend.default_generators[device.index]
-    return backend._get_default_mps_generator()  # the one kind of device that has a single generator
+    return backend._get_default_mps_generator()  # MPS has a single generator
 
 
 @contextlib.contextmanager
 def preserve_random_state(device: torch.device) -> Iterator[None]:
-    """Put the global generators back, when the block ends, to where they were."""
+    """Restore the states of the global generators at the end of the block."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     if device.type == "cpu":
         torch_state = torch.random.fork_rng(devices=[])
@@ -200,9 +200,9 @@ def sample_cohort(seed: int, round: int, n_workers: int, size: int) -> np.ndarra
 
 
 def sample_workers(rng: np.random.Generator, n_workers: int, size: int) -> np.ndarray:
-    """`size` of `n_workers` without replacement, ascending, int64 [size]; nothing is drawn where that is all of them.
+    """`size` of `n_workers` without replacement, ascending, int64 [size]; nothing is drawn if size = n_workers.
 
-    Cost: O(size log size), however many workers: `choice` makes a list of them only if a twentieth or more is drawn.
+    Cost: O(size log size); from size = n_workers / 20 on, `choice` makes a list of all workers.
     """
     if size == n_workers:
         return np.arange(n_workers)

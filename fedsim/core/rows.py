@@ -62,12 +62,12 @@ class Layout:
         return _length(self.buffers)
 
     def read(self, module: nn.Module) -> Tensor:
-        """A new row [d] with the module's present parameters."""
+        """A new row [d] with the module's parameters."""
         values = dict(module.named_parameters())
         return _flat([values[entry.name] for entry in self.parameters])
 
     def write(self, row: Tensor, module: nn.Module) -> None:
-        """Copy a row [d] into the module's own parameters, which stay the module's own."""
+        """Copy a row [d] into the module's parameters, which do not become views of it."""
         values = dict(module.named_parameters())
         with torch.no_grad():
             for entry in self.parameters:
@@ -98,7 +98,7 @@ class Layout:
     def bind(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> None:
         """Make the module's parameters views of `row` [d] and their `.grad` views of `grad_row` [d]: no copies.
 
-        Backward then ADDS to `grad_row`, which the caller sets to zero. Binding again moves the module to other rows.
+        Backward adds to `grad_row`, so the caller sets it to zero. A second call binds the module to other rows.
         """
         for row_or_grad in (row, grad_row):
             if row_or_grad.shape != (self.d,):
@@ -106,7 +106,7 @@ class Layout:
         values = dict(module.named_parameters())
         for entry in self.parameters:
             parameter = values[entry.name]
-            parameter.grad = None  # a gradient of another dtype or device would refuse the new data
+            parameter.grad = None  # otherwise PyTorch refuses data of another dtype or device
             parameter.data = row[entry.span].view(entry.shape)
             parameter.grad = grad_row[entry.span].view(entry.shape)
 
@@ -123,7 +123,7 @@ class Layout:
 
 
 def bind(module: nn.Module, row: Tensor, grad_row: Tensor) -> Layout:
-    """`Layout.of(module).bind(...)` in one call, for use by hand; returns the layout."""
+    """Bind a module to rows, as `Layout.bind`; returns the layout."""
     layout = Layout.of(module)
     layout.bind(module, row, grad_row)
     return layout
@@ -137,7 +137,7 @@ def new_rows(n: int, d: int, dtype: torch.dtype, device: torch.device | str = "c
 
 
 def require_finite(global_row: Tensor, round: int) -> None:
-    """Raise ExperimentError, with the round, where the global row has come to hold NaN or infinity."""
+    """Raise ExperimentError, with the round, if the global row holds NaN or infinity."""
     finite = global_row.isfinite()
     if not bool(finite.all()):
         lost = f"{int((~finite).sum()):,} of its {len(finite):,} numbers are NaN or infinite"
@@ -164,7 +164,7 @@ def require_finite_buffers(global_buffers: Tensor, finite_at_start: Tensor, roun
 
 
 def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(None)) -> None:
-    """Give workers the global model: rows[index] = global_row, a copy and never an alias, in one operation.
+    """Copy the global row to the rows of workers: rows[index] = global_row, in one operation.
 
     Args:
         global_row: [d].
@@ -175,9 +175,9 @@ def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(No
 
 
 def index_of(slots: Sequence[int], device: torch.device) -> slice | Tensor:
-    """What selects these rows of a matrix on `device`: a slice, which selects a view, if they ascend in equal steps.
+    """The index of these rows of a matrix on `device`: a slice, which selects a view, if they ascend in equal steps.
 
-    Otherwise int64 [n] on the device, because an index on the host would have to be copied there at each use.
+    Otherwise int64 [n] on the device, because an index on the host would be copied there at each use.
     """
     if not slots:
         return slice(0, 0)

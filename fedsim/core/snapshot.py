@@ -1,4 +1,4 @@
-"""A run between two rounds: all that the rounds to come depend on, beyond the experiment itself."""
+"""The state of a run between two rounds: all that later rounds depend on, except the experiment."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from fedsim.system.devices import has_room
 
 @dataclass
 class Snapshot:
-    """Copies, which no later round changes.
+    """Copies of tensors and other values; later rounds do not change them.
 
     Attributes:
         tensors: by dotted name, contiguous; each on the device of its original or on the CPU.
-        facts: what else there is, in the types that JSON has.
+        facts: all other values, of JSON types.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def keep(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Add copies of tensors: on their own device, or on the CPU where that device has little memory left."""
+        """Add copies of tensors: on their own device, or on the CPU if that device has little free memory."""
         for name, tensor in tensors.items():
             device = tensor.device if has_room(tensor.device, tensor.nbytes) else "cpu"
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             self.tensors[prefix + name] = copy.copy_(tensor.detach())
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names begin so, by the rest of their names."""
+        """The tensors whose names have this prefix, by names without it."""
         return {name.removeprefix(prefix): kept for name, kept in self.tensors.items() if name.startswith(prefix)}
 
     def put_back(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Give tensors the values that were kept under their names.
+        """Copy the stored values to tensors of the same names.
 
-        Raises RecordError where it holds none, or some of another shape or dtype: it is of another run then.
+        Raises RecordError if a value is missing, or has another shape or dtype: the snapshot is of another run.
         """
         for name, tensor in tensors.items():
             kept = self.tensors.get(prefix + name)
             if kept is None:
                 raise RecordError(f"lacks the tensor {prefix + name}")
             if kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                raise RecordError(f"{prefix + name} is {_said(kept)}, and should be {_said(tensor)}")
+                raise RecordError(f"{prefix + name} is {_described(kept)}, and should be {_described(tensor)}")
             tensor.copy_(kept)
 
 
-def _said(tensor: Tensor) -> str:
+def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""Where the seconds of a round go."""
+"""The seconds of each phase of a round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PhaseTimer:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was measured; whoever was given the seconds keeps them."""
+        """Start again from zero, with a new dict: an earlier `seconds` keeps its values."""
         self.seconds = {"pull_down": 0.0, "train": 0.0, "aggregate": 0.0, "test": 0.0}
 
     @contextlib.contextmanager

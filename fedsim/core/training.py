@@ -1,4 +1,4 @@
-"""The training step and the test, shared by every engine and usable by hand with any PyTorch module."""
+"""The training step and the test, for every engine and for any PyTorch module."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 Backward = Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
 
-# For logits and for log-probabilities alike: log-softmax leaves log-probabilities as they are, so on them this is the
-# negative log-likelihood, gradients included.
+# For logits and log-probabilities: log-softmax does not change log-probabilities, so on them this is the negative
+# log-likelihood, with the same gradients.
 DEFAULT_LOSS: Loss = F.cross_entropy
 
 
 class Optimizer(Protocol):
-    """What a training step needs: any `torch.optim.Optimizer` has it, and so has `fedsim.clients.RowOptimizer`."""
+    """The methods that a training step calls: any `torch.optim.Optimizer`, or `fedsim.clients.RowOptimizer`."""
 
     def zero_grad(self) -> None: ...
 
@@ -34,7 +34,7 @@ class Optimizer(Protocol):
 class MetricSums(NamedTuple):
     """Sums over samples: of the loss, of correct answers (counted by `test` only), and of samples.
 
-    The sums are 0-dimensional tensors where the model is, so that adding one up never waits for the device.
+    The sums are 0-dimensional tensors on the device of the model, so that the host never waits for the device.
     """
 
     loss_sum: Tensor
@@ -59,7 +59,7 @@ class MetricSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """What training minimises: the mean loss of a model on a batch, its outputs computed in a precision."""
+    """The objective of training: the mean loss of a model on a batch, with outputs computed in a precision."""
 
     precision: Precision = FULL
     loss: Loss = DEFAULT_LOSS
@@ -91,9 +91,9 @@ def train_epoch(
         batches: (inputs, targets) pairs on the model's device: a DataLoader, or `CustomSubset.batches(...)`.
         optimizer: any `torch.optim.Optimizer` over the model's parameters.
         loss: mean loss of (outputs, targets); the default fits logits and log-probabilities.
-        backward: makes the gradients, as the function `backward` does.
+        backward: computes the gradients, as the function `backward` does.
 
-    Returns the sum of the losses seen on the way, before each step; `.loss` is their mean.
+    Returns the sum of the losses before each step; `.loss` is their mean.
     """
     model.train()
     loss_sum, correct, samples = MetricSums.zero(_device_of(model))
@@ -119,15 +119,15 @@ def test(model: nn.Module, batches: Batches, loss: Loss = DEFAULT_LOSS) -> Metri
     return MetricSums(loss_sum, correct, samples)
 
 
-test.__test__ = False  # type: ignore[attr-defined]  # pytest: this is not one of your tests
+test.__test__ = False  # type: ignore[attr-defined]  # so that pytest does not collect it
 
 
 @torch.no_grad()
 def check_outputs(model: nn.Module, inputs: Tensor) -> int:
-    """The number of classes that `model` tells apart, found out on a few `inputs` in evaluation mode.
+    """The number of classes of `model`, from its outputs on a few `inputs` in evaluation mode.
 
-    Raises ExperimentError where it does not return [batch, classes], and for probabilities, on which the loss would
-    train something else without a word.
+    Raises ExperimentError if it does not return [batch, classes], or returns probabilities, on which the loss would be
+    wrong without an error.
     """
     was_training = model.training
     model.eval()

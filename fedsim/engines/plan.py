@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines.task import Schedule, SharedState, TaskSpec
@@ -182,6 +181,8 @@ def _flops_of_a_sample(task: TaskSpec, shared: SharedState, default: float) -> f
     """Of a forward and a backward pass; `default` for a model that does not run on a few samples."""
     count = min(SAMPLES, len(shared.train))
     inputs, targets = shared.train.gather(torch.arange(count))
+    from torch.utils.flop_counter import FlopCounterMode  # takes a tenth of a second, and only this function needs it
+
     with preserve_random_state(task.device), contextlib.suppress(Exception):  # training will report what is wrong
         module = task.new_module().train()
         with FlopCounterMode(display=False) as counter:

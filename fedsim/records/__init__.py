@@ -1,1 +1,1 @@
-"""What a run writes, and how it is read again: the run folder, its rounds, TensorBoard files."""
+"""Writing and reading the files of a run: the run folder, its rounds, TensorBoard files."""

@@ -236,13 +236,11 @@ def _canonical(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value from a file, shortened for an error line."""
     text = _canonical(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _inner(folder: str, where: str) -> PurePosixPath:
-    """A relative path inside the grid's folder."""
     path = PurePosixPath(folder)
     if path.is_absolute() or ".." in path.parts or "\0" in folder:
         raise RecordError(f"{where}.folder = {_short(folder)}: must lie in the grid's folder")
@@ -253,7 +251,6 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def _validated(model: type[Model], text: bytes, where: str) -> Model:
-    """The object that JSON text holds. Raises RecordError with its first problem."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
@@ -261,7 +258,6 @@ def _validated(model: type[Model], text: bytes, where: str) -> Model:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object with any keys."""
     try:
         value = json.loads(read_file(path, MOST_OBJECT_BYTES))
     except (ValueError, RecursionError) as error:

@@ -241,7 +241,6 @@ def _describe_process() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of the installed packages by name."""
     found = {"torch": str(torch.__version__)}
     for name in ("torchvision", "numpy", "pydantic", "safetensors"):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -22,6 +22,8 @@ from fedsim.runs.setup import PreparedRun
 
 T = TypeVar("T")
 
+STARTED = "its processes have been started"
+
 
 def recovering(loop: Loop, prepared: PreparedRun, engine: Engine, note: Note | None = None) -> Loop:
     """The loop with the recovery that `on_worker_failure` asks for; the loop itself if its engine has no processes.
@@ -53,42 +55,35 @@ class RecoveringLoop:
         """Run one round. Raises WorkerError if it loses more processes than it may be repeated."""
         before = self.state()
 
-        def attempt(number: int) -> RoundRecord:
-            if number > 1:
-                self._engine.replace_processes()
-                self._loop.resume(before)
-            record = self._attempt(round)
-            self._before = self._loop.state()  # inside the attempt, since processes may be lost between rounds too
+        def call() -> RoundRecord:
+            record = self._run_once(round)
+            self._before = self._loop.state()  # repeated too, since processes may be lost between rounds
             return record
 
         report = functools.partial(self._report, round)
-        return retried(attempt, self._retries, report, f"round {round} has been tried")
+        return self._repeated(call, lambda: self._loop.resume(before), report, f"round {round} has been tried")
 
     def state(self) -> Snapshot:
         if self._before is None:  # before the first round
-            self._before = self._between_rounds(self._loop.state)
+            self._before = self._repeated(self._loop.state, lambda: None, self._report_between(0), STARTED)
         return self._before
 
     def resume(self, state: Snapshot) -> None:
-        self._between_rounds(lambda: self._loop.resume(state))
+        self._repeated(lambda: self._loop.resume(state), lambda: None, self._report_between(0), STARTED)
         self._before = state
 
     def finish(self) -> None:
-        before = self.state()
-        restore = functools.partial(self._loop.resume, before)
-        self._between_rounds(self._loop.finish, restore, self._rounds, "ending the run has been tried")
+        restore = functools.partial(self._loop.resume, self.state())
+        self._repeated(self._loop.finish, restore, self._report_between(self._rounds), "ending the run has been tried")
 
-    def _between_rounds(
+    def _repeated(
         self,
         call: Callable[[], T],
-        restore: Callable[[], object] = lambda: None,
-        round: int = 0,
-        what: str = "its processes have been started",
+        restore: Callable[[], object],
+        report: Callable[[ProcessLostError, int], object],
+        what: str,
     ) -> T:
-        """The result of `call`, which is repeated after a loss, on new processes that `restore` prepares.
-
-        `round` is the last round before the call, for the record of a loss; `what` is an argument of `retried`.
-        """
+        """The result of `call`, repeated after a loss on new processes that `restore` prepares; see `retried`."""
 
         def attempt(number: int) -> T:
             if number > 1:
@@ -96,9 +91,9 @@ class RecoveringLoop:
                 restore()
             return call()
 
-        return retried(attempt, self._retries, functools.partial(self._report_between, round), what)
+        return retried(attempt, self._retries, report, what)
 
-    def _attempt(self, round: int) -> RoundRecord:
+    def _run_once(self, round: int) -> RoundRecord:
         return self._loop.run_round(round)
 
     def _report(self, round: int, loss: ProcessLostError, attempt: int) -> None:
@@ -106,8 +101,9 @@ class RecoveringLoop:
         then = f", and round {round} is done again"
         announce(loss, attempt, self._retries, self._note, round=round, then=then)
 
-    def _report_between(self, round: int, loss: ProcessLostError, attempt: int) -> None:
-        announce(loss, attempt, self._retries, self._note, round=round)
+    def _report_between(self, round: int) -> Callable[[ProcessLostError, int], None]:
+        """The report of a loss between rounds, after this one."""
+        return lambda loss, attempt: announce(loss, attempt, self._retries, self._note, round=round)
 
 
 class DroppingLoop(RecoveringLoop):
@@ -128,7 +124,7 @@ class DroppingLoop(RecoveringLoop):
         self._lost = []
         return super().run_round(round)
 
-    def _attempt(self, round: int) -> RoundRecord:
+    def _run_once(self, round: int) -> RoundRecord:
         return self._loop.run_round(round, self._lost)
 
     def _report(self, round: int, loss: ProcessLostError, attempt: int) -> None:

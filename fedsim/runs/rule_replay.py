@@ -30,14 +30,16 @@ from fedsim.system.files import is_file, require_regular, to_json
 FILE = re.compile(r"updates-(\d+)\.safetensors$")
 MOST_BYTES = 2**40  # of a file of updates, which is memory-mapped
 FLOATS, WHOLE = (torch.float32, torch.float64), (torch.int64,)
-STORED = {  # name: dtypes and shape
+STORED = {  # name: dtypes and shape; `root` and `losses` only for rules that take them
     "updates": (FLOATS, "nd"),
     "workers": (WHOLE, "n"),
     "samples": (WHOLE, "n"),
     "byzantine": ((torch.bool,), "n"),
+    "root": (FLOATS, "d"),
+    "losses": (FLOATS, "n"),
 }
-STORED_FOR_SOME_RULES = {"root": (FLOATS, "d"), "losses": (FLOATS, "n")}
-COUNTS = 1e-6  # a row counts as chosen from this fraction of the largest coefficient on
+OPTIONAL = {"root", "losses"}
+CHOSEN = 1e-6  # a row is chosen if its coefficient is more than this fraction of the largest
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Replayed:
         if self.shares is None:
             return None
         most = max((abs(share) for share in self.shares.values()), default=0.0)
-        return [worker for worker, share in self.shares.items() if abs(share) > COUNTS * most]
+        return [worker for worker, share in self.shares.items() if abs(share) > CHOSEN * most]
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,6 @@ class StoredRound:
     def byzantine(self) -> list[int]:
         """The Byzantine workers among them."""
         return self.tensors["workers"][self.tensors["byzantine"]].tolist()
-
-    @property
-    def f(self) -> int:
-        """The number of Byzantine rows that the experiment's rule tolerates."""
-        return self.experiment.f
 
     @property
     def honest_mean(self) -> Tensor:
@@ -136,16 +133,14 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
 
 def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
     """The first difference from the tensors that `RunFolder.updates` writes; None if there is none."""
-    missing = set(STORED) - set(tensors)
-    if missing:
+    if missing := set(STORED) - OPTIONAL - set(tensors):
         return f"lacks {', '.join(sorted(missing))}"
     n, d = (*tensors["updates"].shape, 0, 0)[:2]
     if tensors["updates"].ndim != 2 or not n or not d:
-        return f"updates: must be [n, d] with a row at least, not {list(tensors['updates'].shape)}"
-    for name, (kinds, shape) in {**STORED, **STORED_FOR_SOME_RULES}.items():
+        return f"updates: must be [n, d] with at least one row, not {list(tensors['updates'].shape)}"
+    for name in (name for name in STORED if name in tensors):
+        kinds, shape = STORED[name]
         wanted = [{"n": n, "d": d}[size] for size in shape]
-        if name not in tensors:
-            continue
         if tensors[name].dtype not in kinds or list(tensors[name].shape) != wanted:
             found = f"{str(tensors[name].dtype).removeprefix('torch.')} {list(tensors[name].shape)}"
             return f"{cut(name)}: must be {kinds[0]} {wanted}, not {found}".replace("torch.", "")
@@ -169,7 +164,7 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
 
     Raises ExperimentError for an unknown rule, or one whose constraint does not hold, before any rule runs.
     """
-    pipelines = [_pipeline(rule, stored.f) for rule in rules]
+    pipelines = [_pipeline(rule, stored.experiment.f) for rule in rules]
     for pipeline in pipelines:
         pipeline.dry_run(len(stored.workers))
     gram: Gram | None = None
@@ -188,10 +183,10 @@ def applicable_rules(stored: StoredRound) -> list[str]:
     names = []
     for plug in rules_by_name:
         required = {name for name, field in plug.parameters.model_fields.items() if field.is_required()}
-        lacking = {"root", "losses"} & set(plug.takes) - set(stored.tensors)
+        lacking = OPTIONAL & set(plug.takes) - set(stored.tensors)
         if required <= {"f"} and not lacking:
             with contextlib.suppress(ExperimentError):
-                _pipeline(plug.name, stored.f).dry_run(len(stored.workers))
+                _pipeline(plug.name, stored.experiment.f).dry_run(len(stored.workers))
                 names.append(plug.name)
     return names
 
@@ -217,17 +212,16 @@ def _label(rule: Any) -> str:
 
 def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
     tensors, experiment = stored.tensors, stored.experiment
-    weights = experiment.aggregate.weights or ("samples" if pipeline.needs_weights else "uniform")
-    values: Tensor | None = torch.ones(len(tensors["updates"]), dtype=torch.double)
-    if weights == "samples":
-        values = tensors["samples"].double()
-    elif isinstance(weights, list):
-        values = torch.tensor([weights[worker] for worker in stored.workers], dtype=torch.double)
-    elif not pipeline.needs_weights:
-        values = None
+    given, weights = experiment.aggregate.weights, None
+    if isinstance(given, list):
+        weights = torch.tensor([given[worker] for worker in stored.workers], dtype=torch.double)
+    elif given == "samples" or (given is None and pipeline.needs_weights):
+        weights = tensors["samples"].double()
+    elif pipeline.needs_weights:
+        weights = torch.ones(len(tensors["updates"]), dtype=torch.double)
     return AggregationInputs(
         updates=tensors["updates"],
-        weights=values if pipeline.accepts_weights else None,
+        weights=weights if pipeline.accepts_weights else None,
         root=tensors.get("root"),
         losses=tensors.get("losses"),
         workers=stored.workers,
@@ -290,7 +284,7 @@ def _described(result: Replayed) -> str:
     if not result.chosen:
         return "none"
     values = [result.shares[worker] for worker in result.chosen]
-    if max(values) - min(values) <= COUNTS * abs(max(values)):
+    if max(values) - min(values) <= CHOSEN * abs(max(values)):
         return ("all" if len(values) == len(result.shares) else ", ".join(map(str, result.chosen))) + ", equally"
     return ", ".join(f"{worker} ({result.shares[worker]:.3f})" for worker in result.chosen)
 

@@ -131,9 +131,12 @@ def run(
         loop = loop_of(prepared, engine, folder.race_log if folder else None)
         loop = recovering(loop, prepared, engine, note)
         prepared = replace(prepared, done=past.restore(loop, engine) if resume else 0)
-        recorder = stack.enter_context(RunRecorder(experiment, prepared, folder))
-        history = past.records
-        recorder.begin(history)
+        history, board = past.records, None
+        if folder and experiment.records.tensorboard:
+            board = TensorBoardWriter(folder.path, experiment.resolved(), after=prepared.done)
+            stack.enter_context(board)
+        if folder:
+            _write_first_files(folder, experiment, prepared, history)
         for line in warnings_about(experiment) if host.leads() else ():
             warnings.warn(line, SettingWarning, stacklevel=2)
         display.start(prepared)
@@ -143,17 +146,24 @@ def run(
             record = loop.run_round(round)
             history.append(record)
             if out is not None and round in experiment.records.updates:  # all ranks take part
-                recorder.updates(round, kept_updates(prepared, engine, record))
-            recorder.round(record)
+                kept = kept_updates(prepared, engine, record)
+                if folder:
+                    folder.updates(round, kept)
+            if folder:
+                folder.round(record)
+            if board:
+                board.round(record)
             display.round(record)
             if on_round:
                 on_round(record)
             if out is not None and engine.agree(past.checkpoints.due(round, experiment.rounds)):
-                recorder.settle()
+                if folder:
+                    folder.settle()
                 past.checkpoints.write(round, loop.state, way=choices_of(prepared))
         loop.finish()
         model = finished_model(prepared, engine)
-        recorder.end(history, model)
+        if folder:
+            _write_last_files(folder, experiment, history, model)
         global_row = engine.shared.global_row.cpu().clone()
         del loop  # the engine must be the last to hold its memory when it leaves the task
     result = Result(experiment, history, model, global_row, folder.path if folder else None)
@@ -161,51 +171,24 @@ def run(
     return result
 
 
-class RunRecorder(contextlib.ExitStack):
-    """Writes the records of a run to its folder and to TensorBoard; without a folder it writes nothing."""
+def _write_first_files(
+    folder: RunFolder, experiment: Experiment, prepared: PreparedRun, history: Sequence[RoundRecord]
+) -> None:
+    """Write the files of a run before its first round, or before the rounds of a resumed run."""
+    require_space(folder.path, prepared.record_bytes, "what this run keeps")
+    folder.begin(experiment, history, **prepared.facts())
+    folder.partition(prepared.label_counts, prepared.byzantine, prepared.sampled_workers, experiment.workers)
 
-    def __init__(self, experiment: Experiment, prepared: PreparedRun, folder: RunFolder | None) -> None:
-        super().__init__()
-        self._experiment, self._prepared, self._folder = experiment, prepared, folder
-        wanted = folder is not None and experiment.records.tensorboard
-        board = (
-            TensorBoardWriter(folder.path, experiment.resolved(), after=prepared.done) if folder and wanted else None
-        )
-        self._board = self.enter_context(board) if board else None
 
-    def begin(self, history: Sequence[RoundRecord]) -> None:
-        """Write the files of a run before its first round, or before the rounds of a resumed run."""
-        prepared = self._prepared
-        if self._folder:
-            require_space(self._folder.path, prepared.record_bytes, "what this run keeps")
-            self._folder.begin(self._experiment, history, **prepared.facts())
-            of_some = prepared.sampled_workers, self._experiment.workers
-            self._folder.partition(prepared.label_counts, prepared.byzantine, *of_some)
-
-    def updates(self, round: int, kept: dict[str, Tensor]) -> None:
-        """Write the inputs of the rule in a round."""
-        if self._folder:
-            self._folder.updates(round, kept)
-
-    def round(self, record: RoundRecord) -> None:
-        """Write the record of a round."""
-        if self._folder:
-            self._folder.round(record)
-        if self._board:
-            self._board.round(record)
-
-    def settle(self) -> None:
-        """Flush the recorded rounds to the disk: before a checkpoint, which needs them, and at the end of the run."""
-        if self._folder:
-            self._folder.settle()
-
-    def end(self, history: Sequence[RoundRecord], model: nn.Module) -> None:
-        """Write the files of a finished run."""
-        self.settle()
-        if self._folder and self._experiment.records.model:
-            self._folder.model(model)
-        records = self._experiment.records
-        if self._folder and records.curve and records.figures:
-            figure = draw_curve(history, self._experiment.name)
-            for format in records.figures:
-                self._folder.curve(encode(figure, format), format)
+def _write_last_files(
+    folder: RunFolder, experiment: Experiment, history: Sequence[RoundRecord], model: nn.Module
+) -> None:
+    """Write the files of a finished run."""
+    records = experiment.records
+    folder.settle()
+    if records.model:
+        folder.model(model)
+    if records.curve and records.figures:
+        figure = draw_curve(history, experiment.name)
+        for format in records.figures:
+            folder.curve(encode(figure, format), format)

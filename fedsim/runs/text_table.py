@@ -77,7 +77,6 @@ def _algorithm(experiment: Experiment) -> str:
 
 
 def _aggregated(experiment: Experiment) -> str:
-    """The name of the rows that are aggregated."""
     if experiment.sync != "post_local":
         return experiment.sync
     return f"gradients, of parameters after round {experiment.gradient_rounds}"

@@ -21,7 +21,7 @@ NO_CURVE = ["records.curve=false"]
 NO_MODEL = ["records.model=false", *NO_CURVE]
 
 
-def test_a_full_disk_is_one_line_and_costs_nothing_that_was_recorded(tmp_path):
+def test_a_full_disk_is_one_line_and_keeps_the_records(tmp_path):
     run, keep = ["run", *QUICK], tmp_path / "kept"
     small = {name: tmp_path / name for name in ("metrics", "board", "model", "updates", "grid", "curve")}
     commands = [
@@ -117,7 +117,7 @@ def test_a_file_that_may_not_grow_further_keeps_its_whole_lines(tiny_experiment,
     assert len(read_history(tmp_path / "run")) == content.count("\n")
 
 
-def test_what_cannot_be_appended_whole_is_not_appended_at_all(tmp_path):
+def test_lines_are_appended_completely_or_not_at_all(tmp_path):
     path = tmp_path / "lines"
 
     class FillsUp(io.FileIO):
@@ -153,7 +153,7 @@ def test_an_event_file_that_cannot_be_written_is_a_record_error(tiny_experiment,
         assert [path.stat().st_size < 100 for path in tmp_path.glob("events*")] == [True]
 
 
-def test_room_is_asked_for_with_both_figures_and_only_where_it_is_known(tmp_path, monkeypatch):
+def test_a_lack_of_space_is_reported_with_both_sizes(tmp_path, monkeypatch):
     require_space(tmp_path / "not" / "there" / "yet", 10, "this")
     with pytest.raises(RecordError, match=rf"^{tmp_path}: .* are free there, and this needs 1e\+03 PB; make room, or"):
         require_space(tmp_path, 10**18, "this")

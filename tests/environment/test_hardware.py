@@ -39,7 +39,7 @@ def test_on_one_core_four_processes_race_to_the_end(one_core, tiny_experiment):
     assert len(fedsim.run({**tiny_experiment, **race, "local": {"batch_size": 16}}).history) == 2
 
 
-def test_a_card_where_there_is_none_is_one_line_and_auto_does_without(monkeypatch):
+def test_a_missing_gpu_is_one_line_and_auto_uses_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert devices.resolve_device("auto") == torch.device("cpu")
@@ -54,7 +54,7 @@ def test_a_card_where_there_is_none_is_one_line_and_auto_does_without(monkeypatc
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_an_experiment_for_a_card_that_is_not_there_ends_with_one_line(cli):
+def test_an_experiment_for_a_missing_gpu_ends_with_one_line(cli):
     result = cli("run", "device=cuda")
     assert result.exit_code == 2
     assert result.stderr.startswith('error: device = "cuda": this PyTorch sees no such device')

@@ -91,19 +91,19 @@ def test_too_few_processes_are_one_line(tmp_path):
         (ZeroDivisionError(), None),
     ],
 )
-def test_what_the_system_refuses_is_told_in_one_line_and_mistakes_are_not(error, line):
+def test_errors_of_the_system_are_described_in_one_line(error, line):
     told = limits.describe_os_error(error)
     assert told is None if line is None else told.startswith(line)
 
 
-def test_a_limit_that_is_reached_is_told_with_its_value():
+def test_a_limit_is_reported_with_its_value():
     with limited(resource.RLIMIT_NOFILE, 333):
         too_many = OSError(errno.EMFILE, "Too many open files")
         assert limits.limit_hint(too_many) == "; this process may have 333 files open (ulimit -n raises that)"
     assert limits.limit_hint(OSError(errno.ENOENT, "No such file")) == ""
 
 
-def test_what_the_system_refuses_unforeseen_ends_a_program_with_one_line(cli, monkeypatch):
+def test_an_unexpected_error_of_the_system_is_one_line(cli, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(errno.EIO, "Input/output error", "/some/where")
 

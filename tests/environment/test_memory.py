@@ -27,9 +27,7 @@ SERIAL = {"workers": 4, "model": "logistic", "data": "tests.plugs:tiny", "engine
         ({"aggregate": "fltrust"}, False, 5 + 1 + 3 + 1),
     ],
 )
-def test_all_that_has_the_size_of_a_model_is_counted_before_the_first_round(
-    tables, recorded, rows, tmp_path, monkeypatch
-):
+def test_the_memory_of_all_rows_is_checked_before_the_first_round(tables, recorded, rows, tmp_path, monkeypatch):
     out = tmp_path / "run" if recorded else None
     monkeypatch.setattr(checks, "free_memory", lambda: rows * ROW - 1.0)
     with pytest.raises(ExperimentError, match=r"^cohort = 4: .* needs about .* of memory \(rows .* are free; use a s"):

@@ -19,7 +19,7 @@ needs_files_in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reas
 
 @pytest.mark.slow
 @needs_files_in_memory
-def test_no_room_in_shared_memory_is_no_matter(tmp_path):
+def test_a_full_shared_memory_folder_changes_nothing(tmp_path):
     """/dev/shm has 4 kB, and can only be read; results are those of a run that shares nothing."""
     words = [*QUICK, "rounds=2", "records.curve=false"]
     commands = [
@@ -96,7 +96,7 @@ def test_a_filter_of_system_calls_is_no_error(monkeypatch):
 
 
 @needs_files_in_memory
-def test_memory_that_cannot_be_had_is_one_line():
+def test_a_failed_allocation_is_one_line():
     with limited(resource.RLIMIT_FSIZE, 4096):
         message = r"shared memory: 40 kB cannot be had: File too large; a file may have 4.1 kB here \(ulimit -f raises"
         with pytest.raises(ExperimentError, match=message):
@@ -115,7 +115,7 @@ def _address_space():
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def test_more_than_what_is_free_is_refused_with_both_figures(tmp_path, monkeypatch):
+def test_shared_memory_beyond_the_free_memory_is_refused(tmp_path, monkeypatch):
     machine = tmp_path / "meminfo"
     machine.write_text("MemAvailable: 30 kB\n")
     monkeypatch.setattr(devices, "MEMORY", machine)

@@ -19,7 +19,7 @@ NO_PICTURES = ["records.curve=false", "records.model=false"]
 
 
 @pytest.mark.slow
-def test_odd_surroundings_are_no_matter(tmp_path):
+def test_odd_surroundings_change_nothing(tmp_path):
     """All at once: no home, an empty PATH, no such TMPDIR, ASCII alone, and a terminal without columns."""
     ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     programs = {
@@ -51,7 +51,7 @@ def test_odd_surroundings_are_no_matter(tmp_path):
 @pytest.mark.parametrize(
     "closed", ["<&- >&- 2>&-", *(pytest.param(each, marks=pytest.mark.slow) for each in (">&-", "2>&-"))]
 )
-def test_closed_streams_are_no_matter_and_no_record_takes_their_place(closed, tmp_path):
+def test_closed_streams_change_nothing(closed, tmp_path):
     words = f"{sys.executable} {' '.join(RUN)} {' '.join(NO_PICTURES)} --out x {closed}"
     program = start_python("-c", "import os, sys; os.execv('/bin/sh', ['sh', '-c', sys.argv[1]])", words, cwd=tmp_path)
     _, error = program.communicate(timeout=120)
@@ -59,7 +59,7 @@ def test_closed_streams_are_no_matter_and_no_record_takes_their_place(closed, tm
     assert len(read_history(tmp_path / "x")) == (tmp_path / "x" / "metrics.jsonl").read_text().count("\n") == 2
 
 
-def test_a_user_without_a_home_or_an_entry_among_the_users_is_no_matter(monkeypatch):
+def test_a_user_without_a_home_folder_can_load_data(monkeypatch):
     for name in ("HOME", "FEDSIM_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
@@ -69,13 +69,13 @@ def test_a_user_without_a_home_or_an_entry_among_the_users_is_no_matter(monkeypa
     assert len(fedsim.load_dataset("mnist5k")[0]) == 4000
 
 
-def test_a_system_without_proc_is_no_matter(tmp_path):
+def test_a_system_without_proc_runs_experiments(tmp_path):
     found, _ = outcomes(["run", *QUICK, "rounds=1", *NO_PICTURES], mounts=[(Path("/proc"), "size=4k")], cwd=tmp_path)
     assert found[0][0] == 0, found
     assert found[0][2] == ""
 
 
-def test_a_reader_that_has_seen_enough_ends_a_program_quietly(tmp_path):
+def test_a_closed_pipe_gives_no_error(tmp_path):
     command = f"{sys.executable} -m fedsim list | head -n 1"
     done = subprocess.run(
         ["sh", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120
@@ -83,7 +83,8 @@ def test_a_reader_that_has_seen_enough_ends_a_program_quietly(tmp_path):
     assert (done.stdout, done.stderr) == ("models (model.name)\n", "")
 
 
-@pytest.mark.parametrize("folder", ["does/not/exist", pytest.param("x" * 120, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["does/not/exist", "x" * 120])
 def test_processes_need_no_temporary_folder(folder, tmp_path):
     if len(folder) > 100:  # too long for the name of a socket
         (tmp_path / folder).mkdir()

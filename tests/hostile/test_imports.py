@@ -65,7 +65,7 @@ def write(path, tables, name="NAME"):
     return path
 
 
-def test_no_kind_of_plug_is_forgotten_here():
+def test_every_kind_of_plug_is_tested():
     assert NAMED.keys() == PLUGS.keys()
 
 
@@ -82,7 +82,7 @@ def test_a_file_names_no_import_path(here, kind, name):
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_so_it_is_in_grids_and_in_folders_of_comparisons(here, kind):
+def test_a_grid_names_no_import_path(here, kind):
     path = write(here / "sub" / "x.toml", {**NAMED[kind], "grid": {"seed": [0, 1]}}, "canary:boom")
     with pytest.raises(ExperimentError, match="--allow-imports"):
         load_grid(path)
@@ -96,7 +96,7 @@ def test_so_it_is_in_grids_and_in_folders_of_comparisons(here, kind):
 @pytest.mark.parametrize(
     "axes", [{"model": ["net", "canary:boom"]}, {"variant": [{"label": "a"}, {"label": "b", "model": "canary:boom"}]}]
 )
-def test_so_it_is_for_values_on_axes(here, axes):
+def test_values_on_axes_name_no_import_path(here, axes):
     with pytest.raises(ExperimentError, match="--allow-imports"):
         load_grid(write(here / "sub" / "x.toml", {"grid": axes}))
 
@@ -107,7 +107,7 @@ def test_a_file_of_the_working_directory_names_what_its_own_modules_define(here,
     assert fedsim.load_experiment("x.toml", ["rounds=3"]).rounds == 3
 
 
-def test_a_package_of_the_working_directory_is_its_own_too(here):
+def test_a_package_of_the_working_directory_is_local(here):
     (here / "own_package").mkdir()
     (here / "own_package" / "deep.py").write_text(PLUGS_OF_ONES_OWN)
     path = write(here / "x.toml", NAMED["models"], "own_package.deep:perceptron")
@@ -124,19 +124,19 @@ def test_a_package_of_the_working_directory_is_its_own_too(here):
         *("own_plugs", "own_plugs:__builtins__", "__main__:x", ".own_plugs:perceptron", "own_plugs:", ":perceptron"),
     ],
 )
-def test_nothing_leads_from_ones_own_modules_to_others(here, name):
+def test_a_local_module_gives_no_access_to_other_modules(here, name):
     (here / "json.py").write_text("def loads(): ...")  # Python's own comes first
     with pytest.raises(ExperimentError, match=r"--allow-imports|no such model"):
         fedsim.load_experiment(write(here / "x.toml", NAMED["models"], name))
 
 
 @pytest.mark.parametrize("place", ["sub/x.toml", "runs/one/experiment.toml", "../elsewhere/x.toml"])
-def test_a_file_elsewhere_does_not_name_them(here, place):
+def test_a_file_elsewhere_imports_no_local_module(here, place):
     with pytest.raises(ExperimentError, match="--allow-imports"):
         fedsim.load_experiment(write(here / place, NAMED["models"], "own_plugs:perceptron"))
 
 
-def test_links_are_where_they_lead(here):
+def test_links_count_as_their_targets(here):
     write(here / "sub" / "x.toml", NAMED["models"], "own_plugs:perceptron")
     (here / "x.toml").symlink_to(here / "sub" / "x.toml")
     with pytest.raises(ExperimentError, match="--allow-imports"):
@@ -147,7 +147,7 @@ def test_links_are_where_they_lead(here):
         fedsim.load_experiment(write(here / "y.toml", NAMED["models"], "linked:perceptron"))
 
 
-def test_what_the_user_says_himself_needs_no_leave(here):
+def test_import_paths_of_the_user_are_always_allowed(here):
     file = write(here / "sub" / "x.toml", {"rounds": 2})
     for experiment in (
         fedsim.load_experiment(file, ["model=own_plugs:perceptron"]),
@@ -160,20 +160,20 @@ def test_what_the_user_says_himself_needs_no_leave(here):
         assert experiment.model.name == "own_plugs:perceptron"
 
 
-def test_his_word_for_one_path_is_none_for_another(here):
+def test_an_import_path_of_the_user_allows_no_other(here):
     file = write(here / "sub" / "x.toml", {"aggregate": "canary:boom"})
     with pytest.raises(ExperimentError, match="canary:boom"):
         fedsim.load_experiment(file, ["model=own_plugs:perceptron"])
 
 
-def test_his_leave_is_for_all(here):
+def test_allow_imports_allows_every_import(here):
     file = write(here / "sub" / "x.toml", {**NAMED["models"], "grid": {"seed": [0, 1]}}, "own_plugs:perceptron")
     assert load_grid(file, allow_imports=True).runs
     with pytest.raises(SystemExit, match="imported"):
         fedsim.load_experiment(write(file, NAMED["models"], "canary:boom"), allow_imports=True)
 
 
-def test_leave_is_over_when_the_file_is_read(here):
+def test_untrusted_values_end_with_the_file(here):
     with pytest.raises(ExperimentError, match="--allow-imports"):
         fedsim.load_experiment(write(here / "sub" / "x.toml", NAMED["models"], "own_plugs:perceptron"))
     assert fedsim.load_experiment({"model": "own_plugs:perceptron"})
@@ -183,7 +183,7 @@ LINES = {"rounds": 1, "workers": 2, "model": "own_plugs:perceptron", "data": "te
 
 
 @pytest.mark.parametrize("engine", ["serial", "spawn"])
-def test_the_command_carries_leave_to_where_the_work_is_done(cli, here, engine):
+def test_allow_imports_reaches_the_processes(cli, here, engine):
     processes = {"processes": 1} if engine == "spawn" else {}
     write(here / "sub" / "x.toml", {**LINES, "engine": engine, **processes})
     words = ["run", "sub/x.toml", "--out", "run", "-q"]
@@ -194,7 +194,7 @@ def test_the_command_carries_leave_to_where_the_work_is_done(cli, here, engine):
     assert cli("report", "run").exit_code == 0  # which imports nothing
 
 
-def test_the_jobs_of_a_comparison_have_it_too_and_so_has_one_that_goes_on(cli, here):
+def test_allow_imports_reaches_jobs_and_resumed_comparisons(cli, here):
     tables = {**LINES, "grid": {"seed": [0, 1], "aggregate.rule": ["mean"]}}
     write(here / "sub" / "x.toml", tables)
     words = ["compare", "sub/x.toml", "--out", "grid", "--jobs", "2", "-q"]
@@ -207,7 +207,7 @@ def test_the_jobs_of_a_comparison_have_it_too_and_so_has_one_that_goes_on(cli, h
     assert cli("compare", "grid", "-q", "--allow-imports").exit_code == 0
 
 
-def test_a_run_folder_is_a_strangers_too(cli, here):
+def test_a_run_folder_is_untrusted(cli, here):
     fedsim.run({**LINES, "engine": "serial", "records": {"updates": [1]}}, here / "run")
     with pytest.raises(ExperimentError, match="--allow-imports"):
         load_round(here / "run")
@@ -215,7 +215,7 @@ def test_a_run_folder_is_a_strangers_too(cli, here):
     assert cli("replay", "run", "--rules", "mean", "--allow-imports").exit_code == 0
 
 
-def test_a_file_does_not_have_data_put_elsewhere(here, tmp_path_factory):
+def test_a_file_downloads_no_data_to_other_folders(here, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     file = write(here / "x.toml", {"data": {"dataset": "mnist", "root": str(elsewhere)}})
     with pytest.raises(ExperimentError, match="has no mnist, and a file may not download data to a folder outside the"):
@@ -229,7 +229,7 @@ def test_a_file_does_not_have_data_put_elsewhere(here, tmp_path_factory):
     assert fedsim.load_experiment(file).data.root == str(elsewhere)
 
 
-def test_a_file_does_not_say_with_whom_ranks_meet(here):
+def test_a_file_sets_no_address_of_ranks(here):
     tables = {"engine": "distributed", "distributed": {"init": "tcp://example.org:80"}}
     with pytest.raises(ExperimentError, match="distributed.init = .*: a file may not set this address"):
         fedsim.load_experiment(write(here / "x.toml", tables))

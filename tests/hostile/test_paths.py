@@ -64,7 +64,7 @@ def test_pipes_and_devices_are_not_read(tmp_path, name):
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/", "a\0b", "a" * 5000, "\x1b[2J", "/proc/self/mem"])
-def test_what_is_no_file_of_an_experiment_is_one_short_line(path):
+def test_a_path_that_is_no_experiment_is_one_short_line(path):
     with pytest.raises(ExperimentError) as caught:
         fedsim.load_experiment(path)
     (line,) = caught.value.lines
@@ -95,7 +95,7 @@ def test_a_report_shows_no_file_that_a_link_in_the_folder_leads_to(tmp_path, nam
         render(folder)
 
 
-def test_nor_a_run_outside_of_the_grid(tmp_path):
+def test_a_report_shows_no_run_outside_of_the_grid(tmp_path):
     invent_run(tmp_path / "private", [0.5])
     axes = {"seed": [0, 1]}
     grid = write_points(tmp_path / "grid", axes, lambda path, point: invent_run(path, [0.5]))
@@ -152,7 +152,7 @@ def test_nothing_is_copied_from_where_a_comparisons_folder_points(compared, tmp_
 
 
 @pytest.mark.parametrize("id", ["x" * 256, "../x", "/etc", "..", "", ".x", "a/b", "a\0b", 5, None, ["a"]])
-def test_the_names_of_runs_lead_nowhere(compared, tmp_path, id):
+def test_names_of_runs_with_paths_are_refused(compared, tmp_path, id):
     _, folder = compared
     held = json.loads((folder / "grid.json").read_text())
     held["runs"][0]["id"] = id

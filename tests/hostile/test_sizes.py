@@ -43,7 +43,7 @@ DEEP = 5_000
         ('"local[" = 1', "local[ = 1: unknown key"),
     ],
 )
-def test_what_no_experiment_holds_is_one_short_line(tmp_path, text, message):
+def test_values_beyond_the_limits_are_one_short_line(tmp_path, text, message):
     (tmp_path / "x.toml").write_text(text)
     started = time.perf_counter()
     with pytest.raises(ExperimentError) as caught:
@@ -66,7 +66,7 @@ def test_what_no_experiment_holds_is_one_short_line(tmp_path, text, message):
         "mode = 'clock'\npolicy = 'asgd'\n[clock.departures]\n" + "".join(f"k{n} = 1.0\n" for n in range(5_000)),
     ],
 )
-def test_of_very_many_problems_some_are_told_and_soon(tmp_path, text):
+def test_of_very_many_problems_the_first_are_reported(tmp_path, text):
     (tmp_path / "x.toml").write_text(text)
     started = time.perf_counter()
     with pytest.raises(ExperimentError) as caught:
@@ -76,7 +76,7 @@ def test_of_very_many_problems_some_are_told_and_soon(tmp_path, text):
     assert time.perf_counter() - started < 20
 
 
-def test_so_it_is_with_words_of_the_command_line(cli):
+def test_words_beyond_the_limits_are_one_short_line(cli):
     for word in ("seed=" + "9" * 5000, ".".join(["a"] * DEEP) + "=1", "a=" + "[" * DEEP, "x" * 10_000, "a\udcff=1"):
         done = cli("run", word, "--dry-run")
         assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
@@ -102,20 +102,20 @@ def test_a_long_list_is_a_word_like_any_other(cli):
         ),
     ],
 )
-def test_lists_are_not_made_that_have_no_room(tables, message):
+def test_lists_that_do_not_fit_into_memory_are_refused(tables, message):
     with pytest.raises(ExperimentError) as caught:
         fedsim.load_experiment(tables)
     assert any(line.startswith(message) and "GB of memory are free" in line for line in caught.value.lines)
 
 
 @pytest.mark.parametrize("hidden", [10**6, 10**9, 10**18])
-def test_a_model_is_not_made_that_has_no_room(hidden):
+def test_a_model_that_does_not_fit_into_memory_is_refused(hidden):
     with pytest.raises(ExperimentError, match=r'model.name = "2nn": (has [0-9,]+ parameters|cannot be made)') as caught:
         fedsim.run({"engine": "serial", "model": {"name": "2nn", "hidden": hidden}})
     assert len(caught.value.lines) == 1
 
 
-def test_nor_are_rows_for_a_cohort(monkeypatch):
+def test_rows_that_do_not_fit_into_memory_are_refused(monkeypatch):
     monkeypatch.setattr(checks, "free_memory", lambda: 1e6)
     line = (
         r"^cohort = 40: with a model of 7,850 parameters this run needs about .* \(rows 1.26 MB, .* and 1 MB are free; "
@@ -152,7 +152,7 @@ def test_a_page_does_not_grow_with_phases(tmp_path):
         read_records(metrics(folder, [{**invent_round(1, 0.5), "seconds": {f"p{n}": 1.0 for n in range(99)}}]))
 
 
-def test_nor_with_workers_times_rounds(tmp_path):
+def test_a_page_does_not_grow_with_workers_times_rounds(tmp_path):
     workers, rounds = 30_000, 300
     folder = invent_run(tmp_path / "run", [0.5])
     shares = {"cohort": list(range(workers)), "coefficients": [1.0] * workers}
@@ -170,7 +170,7 @@ def test_deep_json_is_one_clear_line(tmp_path, name):
         read_records(folder)
 
 
-def test_errors_hold_nothing_that_a_terminal_obeys(cli, tmp_path):
+def test_errors_contain_no_control_characters(cli, tmp_path):
     (tmp_path / "\x1b[2J").mkdir()
     done = cli("report", "\x1b[2J")
     assert done.exit_code == 2

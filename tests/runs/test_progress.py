@@ -96,3 +96,5 @@ def test_records_of_earlier_versions_keep_their_arrivals():
     old = {"updates": 2, "trips": 3, "staleness": {}, "held": 1, "wasted": 4}
     assert progress_of([RoundRecord(round=1, asynchronous=old)], {}) == [(1, None, 2, 3)]
     assert AsyncRecord(**old) == AsyncRecord(updates=2, arrivals=3, buffered=1, discarded=4)
+    with pytest.raises(KeyError, match="trips is now called arrivals"):
+        AsyncRecord(**old)["trips"]

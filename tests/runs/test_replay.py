@@ -132,7 +132,7 @@ def test_a_rule_that_cannot_be_applied_is_one_clear_line(run, rules, error, mess
         replay(load_round(run.folder, allow_imports=True), rules)
 
 
-def test_what_is_no_run_folder_or_keeps_nothing_is_one_clear_line(run, tables, tmp_path):
+def test_a_folder_without_stored_updates_is_one_line(run, tables, tmp_path):
     with pytest.raises(RecordError, match="is not a run folder"):
         load_round(tmp_path, allow_imports=True)
     with pytest.raises(RecordError, match="has the updates of rounds 1, 2, not of 9"):
