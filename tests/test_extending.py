@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md and of the README, run as they stand there."""
+"""The examples of docs/extending.md and of the README run."""
 
 from __future__ import annotations
 
@@ -35,19 +35,15 @@ def commands():
     return [shlex.split(line)[1:] for line in text.replace("\\\n", " ").splitlines()]
 
 
-def command():
-    return commands()[0]
-
-
 def test_the_command_of_the_document_runs_and_learns(my_plugs):
-    done = CliRunner().invoke(app, [*command(), "--out", "run"])
+    done = CliRunner().invoke(app, [*commands()[0], "--out", "run"])
     assert done.exit_code == 0, done.output
     experiment = fedsim.load_experiment("run/experiment.toml", allow_imports=True)
     assert experiment.aggregate.params == {"c": 0.5}
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 
 
-def test_the_comparison_of_the_document_shows_which_rule_is_deaf_to_shouting(my_plugs):
+def test_the_comparison_of_the_document_shows_the_robust_rule(my_plugs):
     done = CliRunner().invoke(app, [*commands()[1], "--jobs", "1", "engine=serial", "--out", "grid"])
     assert done.exit_code == 0, done.output
     with Path("grid/summary.csv").open() as file:
@@ -75,8 +71,8 @@ def test_the_policy_of_the_document_runs_beside_others_on_the_clock(my_plugs):
     assert float(asgd["accuracy"]) > 0.5
 
 
-def test_parameters_of_ones_own_plugs_are_checked(my_plugs):
-    done = CliRunner().invoke(app, [*command(), "aggregate.c=-1", "model.hiden=3"])
+def test_parameters_of_own_plugs_are_checked(my_plugs):
+    done = CliRunner().invoke(app, [*commands()[0], "aggregate.c=-1", "model.hiden=3"])
     assert done.exit_code == 2
     assert "aggregate.c = -1: must be greater than 0" in done.stderr
     assert 'did you mean "hidden"?' in done.stderr
@@ -103,22 +99,19 @@ def test_the_objects_of_the_document_run(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Result(MyNet-TensorDataset")
 
 
-def test_the_readme_counts_the_plugs_right():
+def test_the_readme_has_the_right_numbers_of_plugs():
     text = (ROOT / "README.md").read_text()
     counts = re.search(
         r"(\d+) aggregation rules, (\d+) pre-aggregators, (\d+) attacks, (\d+) server optimizers and (\d+) part", text
     )
     kinds = (fedsim.rules, fedsim.pre_aggregators, fedsim.attacks, fedsim.server_optimizers, fedsim.partitions)
     assert [int(number) for number in counts.groups()] == [len(kind()) for kind in kinds]
-
-
-def test_the_readme_counts_what_the_virtual_clock_has_right():
-    counts = re.search(r"(\d+) policies, (\d+) speeds, (\d+) noises", (ROOT / "README.md").read_text())
+    counts = re.search(r"(\d+) policies, (\d+) speeds, (\d+) noises", text)
     kinds = (fedsim.policies, fedsim.speeds, fedsim.noises)
     assert [int(number) for number in counts.groups()] == [len(kind()) for kind in kinds]
 
 
-def test_the_grids_of_the_readme_are_right(tmp_path):
+def test_the_grids_of_the_readme_can_be_loaded(tmp_path):
     for number, text in enumerate(blocks("README.md", "toml")):
         path = tmp_path / f"{number}.toml"
         path.write_text(text)
@@ -127,7 +120,7 @@ def test_the_grids_of_the_readme_are_right(tmp_path):
     assert [label(value) for value in load_grid(path).axes["variant"]] == ["sync", "asgd", "ssp", "fedbuff"]
 
 
-def test_the_document_on_asynchronous_runs_has_every_policy_with_its_parameters_and_defaults():
+def test_the_document_on_asynchronous_runs_lists_every_policy_with_its_defaults():
     lines = (ROOT / "docs/asynchronous.md").read_text().splitlines()
     for name, signature in fedsim.policies().items():
         (line,) = [line for line in lines if re.match(rf"\|.*`{name}`", line) and line.count("|") == 5]
@@ -139,7 +132,7 @@ def test_the_document_on_asynchronous_runs_has_every_policy_with_its_parameters_
         assert all(f"`{name}`" in "\n".join(lines) for name in kind())
 
 
-def test_the_commands_of_the_document_on_asynchronous_runs_are_right(tmp_path, monkeypatch):
+def test_the_commands_of_the_document_on_asynchronous_runs_are_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     for line in "".join(blocks("docs/asynchronous.md", "bash")).splitlines():
@@ -148,7 +141,7 @@ def test_the_commands_of_the_document_on_asynchronous_runs_are_right(tmp_path, m
         assert done.exit_code == 0, done.output
 
 
-def test_the_readmes_first_two_commands_are_the_promised_ones():
+def test_the_first_two_commands_of_the_readme():
     install_and_run, test = blocks("README.md", "bash")[0].splitlines()
     assert install_and_run == "python -m pip install -e . && python run_experiment.py"
     assert test == "python -m pip install -e '.[test]' && python -m pytest"

@@ -22,7 +22,7 @@ def test_every_model_maps_images_to_ten_classes(plug):
 
 
 def test_net_is_the_hogwild_example():
-    """The same numbers as the example's forward pass written out."""
+    """The outputs equal those of the example's forward pass."""
     torch.manual_seed(0)
     net = Net().eval()
     x = torch.randn(5, 1, 28, 28)

@@ -1,4 +1,4 @@
-"""A long run: nothing grows from round to round."""
+"""Memory, descriptors and processes do not grow in a long run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MODES = {"rounds": {}, "clock": {"mode": "clock", "policy": "fedbuff", "clock": 
 
 
 def family():
-    """This process and those that it has started."""
+    """This process and its descendants."""
     parents = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             try:
                 parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has gone
+            except OSError:  # it has ended
                 continue
     own = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in own} - own:
@@ -32,13 +32,13 @@ def family():
 
 
 def resident(pid):
-    """Bytes that a process has in memory for itself, what it shares with others left out."""
+    """Bytes of memory that a process does not share with others."""
     _, everything, shared, *_ = (int(number) for number in Path(f"/proc/{pid}/statm").read_text().split())
     return (everything - shared) * os.sysconf("SC_PAGESIZE")
 
 
-def held():
-    """Bytes in memory, file descriptors and segments of shared memory, of all processes of the run."""
+def resources():
+    """Bytes of memory, file descriptors, segments of shared memory, and processes of the run."""
     pids = family()
     handles = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
     return sum(map(resident, pids)), handles, len(segments()), len(pids)
@@ -48,12 +48,12 @@ def held():
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_thousand_rounds_of_256_workers_leave_nothing_behind(engine, mode, tmp_path, capsys):
+def test_a_thousand_rounds_of_256_workers_leak_nothing(engine, mode, tmp_path, capsys):
     found = {}
 
     def look(record):
         if record["round"] in (EARLY, LATE):
-            found[record["round"]] = held()
+            found[record["round"]] = resources()
 
     tables = {
         **{"name": "soak", "rounds": LATE, "workers": 256, "model": "logistic", "engine": engine, **ENGINES[engine]},
@@ -70,7 +70,7 @@ def test_a_thousand_rounds_of_256_workers_leave_nothing_behind(engine, mode, tmp
 
 
 def _bytes_of(thing):
-    """Of nested lists and dicts; numbers that Python keeps once do not count."""
+    """Of nested lists and dicts, without small integers, which Python shares."""
     inner = 0
     if isinstance(thing, dict):
         inner = sum(map(_bytes_of, thing.values()))

@@ -12,13 +12,17 @@ from fedsim.models import Net, logistic, two_nn
 from tests.plugs import Normalised
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def batches():
-    torch.manual_seed(0)
     return [(torch.randn(n, 1, 28, 28), torch.randint(0, 10, (n,))) for n in (8, 8, 3)]
 
 
-def test_the_default_loss_is_nll_on_log_probabilities_and_cross_entropy_on_logits_gradients_included():
+def test_the_default_loss_and_its_gradient_are_nll_or_cross_entropy():
     logits = torch.randn(6, 10, dtype=torch.double, requires_grad=True)
     targets = torch.arange(6)
     for outputs, loss in ((logits, F.cross_entropy), (logits.log_softmax(1), F.nll_loss)):
@@ -28,8 +32,8 @@ def test_the_default_loss_is_nll_on_log_probabilities_and_cross_entropy_on_logit
         assert torch.allclose(*gradients, rtol=0, atol=1e-14)
 
 
-def test_logits_that_look_like_log_probabilities_at_the_start_are_trained_as_logits():
-    """A last layer of zeros with the log of the class prior for its bias."""
+def test_logits_that_are_log_probabilities_at_first_are_trained_as_logits():
+    """The bias of a last layer of zeros is the log of the class prior."""
     model = logistic()
     torch.nn.init.constant_(model[1].bias, -2.302585)
     batches = [(torch.randn(50, 784), torch.randint(0, 10, (50,)))] * 20
@@ -48,7 +52,7 @@ def test_logits_that_look_like_log_probabilities_at_the_start_are_trained_as_log
     ],
     ids=["probabilities", "logits", "log-probabilities", "flat", "tuple"],
 )
-def test_outputs_that_no_classifier_returns_are_refused(model, message):
+def test_outputs_other_than_logits_or_log_probabilities_are_an_error(model, message):
     if message is None:
         assert check_outputs(model, torch.randn(6, 10)) == 10
     else:
@@ -56,7 +60,7 @@ def test_outputs_that_no_classifier_returns_are_refused(model, message):
             check_outputs(model, torch.randn(6, 10))
 
 
-def test_trying_a_model_out_changes_nothing_of_it():
+def test_checking_outputs_does_not_change_the_model():
     model = Normalised()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     check_outputs(model, torch.randn(6, 1, 28, 28))
@@ -66,11 +70,10 @@ def test_trying_a_model_out_changes_nothing_of_it():
 
 @pytest.mark.parametrize("factory", [lambda: Net(dropout=0.0), two_nn])
 def test_train_epoch_is_the_plain_loop(factory, batches):
-    torch.manual_seed(1)
     ours = factory()
     plain = factory()
     plain.load_state_dict(ours.state_dict())
-    tally = fedsim.train_epoch(ours, batches, torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9))
+    metrics = fedsim.train_epoch(ours, batches, torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for x, y in batches:
@@ -80,18 +83,18 @@ def test_train_epoch_is_the_plain_loop(factory, batches):
         optimizer.step()
         losses.append(loss.item() * len(y))
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
-    assert tally.samples == 19
-    assert tally.loss == pytest.approx(sum(losses) / 19, rel=1e-6)
+    assert metrics.samples == 19
+    assert metrics.loss == pytest.approx(sum(losses) / 19, rel=1e-6)
 
 
 def test_train_epoch_takes_a_data_loader():
     data = TensorDataset(torch.randn(20, 1, 28, 28), torch.randint(0, 10, (20,)))
     model = two_nn()
-    tally = fedsim.train_epoch(model, DataLoader(data, batch_size=6), torch.optim.Adam(model.parameters()))
-    assert tally.samples == 20
+    metrics = fedsim.train_epoch(model, DataLoader(data, batch_size=6), torch.optim.Adam(model.parameters()))
+    assert metrics.samples == 20
 
 
-def test_test_gives_the_mean_loss_and_the_fraction_of_hits(batches):
+def test_test_gives_the_mean_loss_and_the_accuracy(batches):
     model = two_nn()
     result = fedsim.test(model, batches)
     x, y = torch.cat([b[0] for b in batches]), torch.cat([b[1] for b in batches])
@@ -100,7 +103,7 @@ def test_test_gives_the_mean_loss_and_the_fraction_of_hits(batches):
         assert result.accuracy == pytest.approx((model(x).argmax(1) == y).float().mean().item())
 
 
-def test_test_trains_nothing(batches):
+def test_test_does_not_change_the_model(batches):
     model = Normalised()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fedsim.test(model, batches)
@@ -108,7 +111,7 @@ def test_test_trains_nothing(batches):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_nothing_to_do_is_not_a_number():
+def test_without_batches_the_loss_is_nan():
     model = logistic()
     assert torch.tensor(fedsim.test(model, []).loss).isnan()
     assert torch.tensor(fedsim.train_epoch(model, [], torch.optim.SGD(model.parameters(), lr=1)).loss).isnan()
@@ -116,8 +119,8 @@ def test_nothing_to_do_is_not_a_number():
 
 def test_a_custom_loss_is_used(batches):
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    tally = fedsim.train_epoch(
+    metrics = fedsim.train_epoch(
         model, batches, torch.optim.SGD(model.parameters(), lr=0.0), loss=lambda out, y: out.sum() * 0 + 2.0
     )
-    assert tally.loss == pytest.approx(2.0)
+    assert metrics.loss == pytest.approx(2.0)
     assert fedsim.test(model, batches, nn.CrossEntropyLoss()).loss == pytest.approx(fedsim.test(model, batches).loss)
