@@ -57,11 +57,13 @@ def scales_of(runs: Sequence[Run]) -> list[str]:
 
 
 def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
-    """(value, text, whether selected) for the menu of scales: virtual seconds if all runs have them, else rounds."""
+    """Return (value, text, whether selected) for the menu of scales; no choices if there are only rounds.
+
+    Virtual seconds are selected if all runs have them, else rounds.
+    """
     timed = all(run.progress[-1].virtual_seconds is not None for run in runs)
-    found = scales_of(runs)
-    named = [(scale, SCALES[scale], timed and scale == "virtual_seconds") for scale in found]
-    return [(ROUNDS, "rounds", not (timed and found)), *named]
+    found = [(scale, SCALES[scale], timed and scale == "virtual_seconds") for scale in scales_of(runs)]
+    return [(ROUNDS, "rounds", not timed), *found] if found else []
 
 
 def line_name(metric: Metric) -> str:

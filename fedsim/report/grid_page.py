@@ -8,9 +8,9 @@ from typing import Any
 
 from fedsim.core.confidence import FEWEST_FOR_BAND, Estimate, fixed
 from fedsim.records import formatting as fmt
-from fedsim.records.reader import SEED, GridRun, Run, StoredGrid
+from fedsim.records.reader import SEED, GridRun, Run, StoredGrid, StoredPartition
 from fedsim.report.combinations import ACCURACY, ComparedCombination, combinations, compare_groups, other_axes
-from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices, scales_of
+from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices
 from fedsim.report.heat_maps import columns_for, final_heat_maps, has_weights, partition_heat_map, weights_heat_map
 
 MINUS = "\N{MINUS SIGN}"
@@ -47,7 +47,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "unfinished": [(entry.id, entry.state) for entry in grid.runs if not entry.finished],
         "run_names": [run_name(entry, labels) for entry, _ in begun],
         "metrics": [chart.label for chart in charts_of(runs)],
-        "scales": scale_choices(runs) if scales_of(runs) else [],
+        "scales": scale_choices(runs),
         "spread_shown": not axes or len(axes[0][1]) <= FEW_LINES,
         "values": list(dict.fromkeys(figure["when"]["value"] for figure in charts.get("heat-map-chart", ()))),
         "has_weights": "weights-chart" in charts,
@@ -68,15 +68,14 @@ def weights_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def partitions_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The heat map of every partition, with the runs that share it."""
-    partitions: list[Any] = []
-    sharing: list[list[str]] = []
+    """Return the heat map of every partition, with the runs that share it."""
+    sharing: list[tuple[StoredPartition, list[str]]] = []
     for index, run in enumerate(runs):
-        if run.partition not in partitions:
-            partitions.append(run.partition)
-            sharing.append([])
-        sharing[partitions.index(run.partition)].append(str(index))
-    figures = [partition_heat_map(each, run=indices) for each, indices in zip(partitions, sharing, strict=True)]
+        shared = next((indices for partition, indices in sharing if partition == run.partition), None)
+        if shared is None:
+            sharing.append((run.partition, shared := []))
+        shared.append(str(index))
+    figures = [partition_heat_map(partition, run=indices) for partition, indices in sharing]
     return [figure for figure in figures if figure]
 
 

@@ -11,7 +11,7 @@ from fedsim.records.reader import Run
 from fedsim.records.record import Metric, mean_staleness, metrics_in
 from fedsim.records.run_metrics import best_accuracy
 from fedsim.report.combinations import byzantine_weight
-from fedsim.report.curves import charts_of, line_name, run_curves, run_time, scale_choices, scales_of
+from fedsim.report.curves import charts_of, line_name, run_curves, run_time, scale_choices
 from fedsim.report.heat_maps import partition_heat_map, weights_heat_map
 
 MOST_ROWS = 1_000  # of the table of rounds
@@ -50,7 +50,7 @@ def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "environment": list(fmt.flatten(run.environment)),
         "table": rounds_table(run),
         "metrics": [chart.label for chart in charts_of([run])],
-        "scales": scale_choices([run]) if scales_of([run]) else [],
+        "scales": scale_choices([run]),
         "weights_note": _weights_note(run),
         "has_weights": weights is not None,
         "has_partition": partition is not None,

@@ -124,17 +124,6 @@ def test_another_engine_is_no_difference(how, finished, quick, grid):
         assert all(folder.is_finished(run) for run in grid.runs)
 
 
-def test_values_may_be_added_to_a_grid_without_a_name(serial, tmp_path):
-    tables = {key: value for key, value in serial.items() if key != "name"}
-    plain, median = {"label": "plain"}, {"label": "median", "aggregate": "median"}
-    fedsim.compare({**tables, "rounds": 1}, {"variant": [plain]}, tmp_path / "grid")
-    finished = tmp_path / "grid" / "runs" / "plain" / "metrics.jsonl"
-    written = finished.stat().st_mtime_ns
-    fedsim.compare({**tables, "rounds": 1}, {"variant": [plain, median]}, tmp_path / "grid")
-    assert finished.stat().st_mtime_ns == written
-    assert json.loads((tmp_path / "grid" / "grid.json").read_text())["name"] == "logistic-tiny"
-
-
 def test_values_can_be_added_in_any_order(serial, finished):
     more = {"aggregate.rule": ["weighted_mean", "mean", "tests.plugs:clipped_mean"], "seed": [5, 1, 0]}
     before = {path.name: path.stat().st_mtime_ns for path in (finished / "runs").glob("*/metrics.jsonl")}

@@ -87,17 +87,16 @@ def test_jobs_of_an_experiment_that_sets_its_engine_have_child_processes(quick, 
     assert engines_of(comparison) == {"spawn"}
 
 
-def test_the_death_of_a_process_fails_only_its_run(quick, tmp_path):
+def test_only_the_run_of_a_killed_process_fails(quick, tmp_path):
     act, killed = kill_when_two_runs_have_begun(1)
     observer = Observer(act)
-    grid = load_grid({**quick, "rounds": 80, "on_worker_failure": "abort"}, {"seed": [0, 1, 2, 3]})
+    grid = load_grid({**quick, "rounds": 40, "on_worker_failure": "abort"}, {"seed": [0, 1, 2]})
     comparison = run_grid(grid, tmp_path, 2, observer)
     (failed,) = comparison.failed
     assert "was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs" in failed.error
-    assert [len(run.history) for run in comparison.runs if run is not failed] == [80, 80, 80]
+    assert [len(run.history) for run in comparison.runs if run is not failed] == [40, 40]
     assert len(set.union(*observer.processes)) == 3, "another process takes its place"
     assert not observer.processes[-1] & set(killed)
-    assert not run_grid(grid, tmp_path, 1).failed, "the failed run is done again"
 
 
 def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, serial, tmp_path):
@@ -183,6 +182,7 @@ def test_an_interrupt_ends_all_processes(quick, tmp_path):
     assert children() == set()
 
 
+@pytest.mark.slow  # the process pool of an engine has the same test
 def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import fedsim\nfedsim.compare({'data': 'tests.plugs:tiny'}, {'seed': [0, 1]}, 'x', jobs=2)\n")
