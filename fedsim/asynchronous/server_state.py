@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from fedsim.engines.worker_states import WorkerStates
 
 class GradientOnly(ClientAlgorithm):
     """The local solver of workers that send gradients: the row becomes the gradient."""
-
-    single_steps: ClassVar = True  # workers take one step at a time
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         rows.copy_(gradients)

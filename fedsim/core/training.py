@@ -23,6 +23,11 @@ Backward = Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
 DEFAULT_LOSS: Loss = F.cross_entropy
 
 
+def sample_losses(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each sample [batch], whose mean is the default loss."""
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
 class Optimizer(Protocol):
     """The methods that a training step calls: any `torch.optim.Optimizer`, or `fedsim.clients.RowOptimizer`."""
 

@@ -214,7 +214,7 @@ class Executor:
         return test(self.module.module, batches).loss
 
     def in_precision(self) -> AbstractContextManager[Any]:
-        """The precision of training, until a block ends."""
+        """A context in which training has its precision."""
         return self.task.precision.training(self.task.device)
 
     def _whole_cohort(self, cohort: Sequence[int], round: int) -> AggregationContext:

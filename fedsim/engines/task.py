@@ -115,6 +115,7 @@ class TaskSpec:
     rows_for: str | None = None  # what that needs single rows for
     local_lr: float | None = None  # of the local solver, if it has one
     in_rounds: bool = True  # whether all workers of a cohort start together; else on a virtual clock, or in a race
+    single_steps: bool = False  # whether workers send the gradient of one step at a time
 
     @property
     def dtype(self) -> torch.dtype:

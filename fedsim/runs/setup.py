@@ -206,6 +206,7 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         hook=experiment.distributed.hook.bind() if by_hook else None,
         rows_for=rows_for,
         local_lr=experiment.local_lr,
+        single_steps=_sends_gradients(experiment),
     )
     checks.check_model(experiment, task)
     return task

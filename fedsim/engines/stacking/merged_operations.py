@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedsim.clients import OuterProductGrad
+from fedsim.engines.operation_check import OperationCheck, depends_on_values
 from fedsim.engines.stacking.convolution import Convolution, Options, stacked_convolution
 from fedsim.engines.stacking.vmap_operations import EmbeddingOptions, PreparedDropout, StackedLinear
 from fedsim.system.precision import cast_for_autocast
 
-# What a model decides by, which is a row's own affair.
+# Data-dependent control flow, which cannot be batched across rows.
 READINGS = {
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.__contains__),
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.equal, Tensor.allclose, Tensor.is_nonzero),
@@ -32,28 +32,16 @@ class NotMergeableError(Exception):
     """A model does what cannot be done on a merged batch."""
 
 
-class DataDependenceCheck(TorchDispatchMode):
-    """Raises NotMergeableError where a model reads numbers, by any means, or makes shapes of them.
+class DataDependenceCheck(OperationCheck):
+    """Raises NotMergeableError if a model reads values of its batch, or derives shapes from them; for probes.
 
-    Experts that are given the samples of a mask are an example: of a merged batch nobody could tell which rows the
-    chosen ones belong to. Slower than `READINGS`, but it detects more; for probes.
+    An example is a mixture of experts: the samples that a mask selects from a merged batch have no known rows.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: PyTorch would import its compiler for that, which takes more than a second."""
-        return False
-
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if _goes_by_numbers(function, args):
-            raise NotMergeableError(f"{function} goes by the numbers of a batch that is several rows'")
+        if depends_on_values(function, args, (torch.ops.aten.index.Tensor,)):
+            raise NotMergeableError(f"{function} depends on values of a batch of several rows")
         return function(*args, **kwargs or {})
-
-
-def _goes_by_numbers(function: Any, args: tuple) -> bool:
-    if function is torch.ops.aten.index.Tensor:  # whose shape is a matter of numbers for masks alone
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags))
 
 
 class LeftProducts:
@@ -102,7 +90,7 @@ class MergedBatch(PreparedDropout):
 
     def other(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if function in READINGS:
-            raise NotMergeableError("reads numbers of a batch that is several rows'")
+            raise NotMergeableError("reads values of a batch of several rows")
         if not any(self._has_stack(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         if function not in OPERATIONS:

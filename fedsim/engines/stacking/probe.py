@@ -1,4 +1,4 @@
-"""What has to be known of a model before its rows are stacked, found out on a few samples."""
+"""Properties of a model that stacking depends on, found by runs on a few samples."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.clients import OuterProductGrad
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
+from fedsim.core.training import DEFAULT_LOSS
 from fedsim.engines.stacking.merged_operations import DataDependenceCheck
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.stacking.vmap_operations import OTHER_DROPOUTS, Dropout, Recording, not_stackable
@@ -30,13 +30,13 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # between gradients, rel
 
 @dataclass(frozen=True)
 class StackingProbe:
-    """What a few samples have shown of a model in training.
+    """Properties of a model in training, found on a few samples.
 
     Attributes:
         dropouts: its calls of dropout, in their order.
-        coupled: whether the samples of a batch see each other, as in BatchNorm, or are counted.
+        coupled: whether a sample's output depends on the other samples of the batch, as with BatchNorm.
         merged: whether the batches of several rows can be run as one, [rows * batch, ...]; else `torch.func.vmap` does.
-        sample_bytes: what one sample's forward pass leaves for the backward pass.
+        sample_bytes: memory of one sample's activations, from the forward pass to the backward pass.
     """
 
     dropouts: tuple[Dropout, ...]
@@ -66,7 +66,7 @@ class StackingProbe:
 
 
 def _require_finite(shared: SharedState) -> None:
-    """Refuse samples on which no two results would agree."""
+    """Refuse samples with NaN or infinity, on which no results can be compared."""
     inputs, _ = shared.train.gather(torch.arange(min(WHOLE, len(shared.train))))
     bad = int((~inputs.reshape(len(inputs), -1).isfinite().all(1)).sum())
     if bad:
@@ -77,10 +77,7 @@ def _require_finite(shared: SharedState) -> None:
 
 
 class ProbeResult(NamedTuple):
-    """A forward pass in training without dropout.
-
-    Its outputs, the buffers after it, its dropouts, and the bytes that a sample leaves for the backward pass.
-    """
+    """The outputs of a forward pass without dropout, the buffers after it, its calls of dropout, and `sample_bytes`."""
 
     outputs: Tensor
     buffers: Tensor
@@ -106,7 +103,7 @@ def _try(task: TaskSpec, inputs: Tensor, targets: Tensor, precision: Precision =
     with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
         with precision.forward(task.device):
             outputs = module(inputs.clone())  # which it may write to
-        F.cross_entropy(precision.widened(outputs), targets)
+        DEFAULT_LOSS(precision.widened(outputs), targets)
     if differ(start, module):
         raise not_stackable("its training changes attributes or unsaved buffers, which no row holds")
     if global_states(task.device) != generators:
@@ -118,9 +115,9 @@ def _try(task: TaskSpec, inputs: Tensor, targets: Tensor, precision: Precision =
 
 
 def _is_coupled(task: TaskSpec, shared: SharedState, together: ProbeResult, inputs: Tensor, targets: Tensor) -> bool:
-    """Whether the outputs of a batch's first samples, or the buffers, depend on the samples behind these.
+    """Whether the first samples' outputs, or the buffers, depend on the other samples of a batch, or on their number.
 
-    Or on how many there are. Batches that begin with the same samples, and go on differently, are compared.
+    Compares batches that begin with the same samples and end with different ones.
     """
     others = _different(inputs[:1]).expand_as(inputs)[1:]
     try:
@@ -145,7 +142,7 @@ def _is_coupled(task: TaskSpec, shared: SharedState, together: ProbeResult, inpu
 
 
 def _is_placed(task: TaskSpec, together: ProbeResult, inputs: Tensor, targets: Tensor) -> bool:
-    """Whether what comes of a sample depends on its place in the batch, which merging changes."""
+    """Whether a sample's output depends on its position in the batch, which merging changes."""
     rolled = _try(task, inputs.roll(1, 0), targets.roll(1, 0))
     return not _agree(rolled.outputs, together.outputs.roll(1, 0), task.dtype)
 
@@ -153,7 +150,7 @@ def _is_placed(task: TaskSpec, together: ProbeResult, inputs: Tensor, targets: T
 def _can_be_merged(task: TaskSpec, shared: SharedState, dropouts: tuple[Dropout, ...], count: int) -> bool:
     try:
         _compare_gradients(task, shared, dropouts, count, merged=True)
-    except Exception:  # whatever a model does to a batch that is not what it seems
+    except Exception:  # the model may fail in any way on a merged batch
         return False
     return True
 
@@ -161,7 +158,7 @@ def _can_be_merged(task: TaskSpec, shared: SharedState, dropouts: tuple[Dropout,
 def _compare_gradients(
     task: TaskSpec, shared: SharedState, dropouts: tuple[Dropout, ...], count: int, *, merged: bool = False
 ) -> None:
-    """Two rows at once, which differ, against one after the other."""
+    """Compare gradients and buffers of two different rows in a stack with those of each row alone."""
     module = task.new_module()
     layout = Layout.of(module)
     stacked = _stack(task, shared, count, dropouts, merged=merged)
@@ -179,7 +176,7 @@ def _compare_gradients(
 
 
 class Stacked(NamedTuple):
-    """A step of two rows at once, [2, ...] each: what went into it, and what came out."""
+    """The inputs and results of a step of two stacked rows, [2, ...] each."""
 
     rows: Tensor
     buffers: Tensor
@@ -198,7 +195,7 @@ def _stack(
     *,
     merged: bool,
 ) -> Stacked:
-    """Two rows that differ, on `count` samples each, other ones where there are so many."""
+    """A step of two different rows, on `count` samples each, different ones if the data set has as many."""
     module = task.new_module()
     layout = Layout.of(module)
     rows = new_rows(2, layout.d, task.dtype, task.device)
@@ -230,7 +227,7 @@ def _stack(
 
 
 def _compare_steps(task: TaskSpec) -> None:
-    """Two steps of the local solver on each parameter of two rows, against the same steps on the whole rows."""
+    """Compare two steps of the local solver on each parameter of two rows with the same steps on whole rows."""
     solver, module = task.solver, StackedModule(task.new_module)
     d = module.layout.d
     gradients = torch.linspace(-1, 1, 2 * d, dtype=task.dtype, device=task.device).view(2, d)
@@ -248,7 +245,7 @@ def _compare_steps(task: TaskSpec) -> None:
 
 
 def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
-    """The same as a product, where it could be one."""
+    """The gradient of a weight matrix as a product; other gradients unchanged."""
     if gradient.ndim != 3:
         return gradient
     return OuterProductGrad(
@@ -257,7 +254,7 @@ def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
 
 
 def _agree(found: Tensor, reference: Tensor, dtype: torch.dtype) -> bool:
-    """Up to rounding, in terms of the largest value."""
+    """Whether two tensors agree to a tolerance relative to the largest value."""
     if not reference.numel():
         return True
     return bool((found - reference).abs().max() <= TOLERANCE[dtype] * max(1.0, float(reference.abs().max())))
@@ -267,7 +264,7 @@ def _plain_gradients(module: nn.Module, inputs: Tensor, targets: Tensor) -> tupl
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.zero_grad()
     with Recording():
-        loss = F.cross_entropy(module(inputs.clone()), targets)
+        loss = DEFAULT_LOSS(module(inputs.clone()), targets)
     loss.backward()  # as in training; some ways to get at gradients give less, without a word (reentrant checkpoints)
     return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
 from fedsim.clients import OuterProductGrad
 from fedsim.core.rows import Entry, Layout
+from fedsim.core.training import sample_losses
 from fedsim.data.tensors import in_order
 from fedsim.engines.stacking.merged_operations import LeftProducts, MergedBatch, NotMergeableError
 from fedsim.engines.stacking.vmap_operations import VmapOverrides, not_stackable
@@ -23,7 +23,7 @@ OTHERWISE = "it does to some batches what it does not to others (splits large on
 
 
 class StackedModule:
-    """A module in training that takes k rows, k buffer rows and k batches, and treats each as if it were alone.
+    """A module in training that computes k rows with k buffer rows on k batches, each row as if it were alone.
 
     Args:
         make: gives the module at its start.
@@ -54,7 +54,7 @@ class StackedModule:
         ]
 
     def pack_buffers(self, buffers: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """The reverse, into `rows` [k, b], which are returned."""
+        """The reverse of `unpack_buffers`, into `rows` [k, b]; returns them."""
         for entry, buffer in zip(self.layout.buffers, buffers, strict=True):
             view_of(rows, entry).copy_(buffer)
         return rows
@@ -72,7 +72,7 @@ class StackedModule:
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
         """Each row's loss [k] on its batch, and its gradients, a stack [k, ...] for each parameter.
 
-        The gradients are tensors of their own, which may be written to. `buffers` are replaced by what becomes of them.
+        The gradients share no memory and may be written to. `buffers` are replaced by their new values.
 
         Args:
             parameters, buffers: stacks as `views` and `unpack_buffers` give them.
@@ -89,7 +89,7 @@ class StackedModule:
             with self._precision.forward(inputs.device):
                 outputs, buffers[:] = forward(leaves, list(buffers), inputs, list(factors))
             outputs = self._precision.widened(outputs)
-            losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+            losses = sample_losses(outputs.flatten(0, 1), targets.flatten()).view(targets.shape)
             losses = (losses * weights).sum(1)
             found = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
         gradients = [
@@ -124,10 +124,10 @@ class StackedModule:
         with VmapOverrides(factors) as substitutes:
             outputs = self._module(inputs)
         substitutes.require_all_used()
-        return outputs, [places[0][0]._buffers[places[0][1]] for places in self._buffers]
+        return outputs, [module.get_buffer(name) for (module, name), *_ in self._buffers]
 
     def _hold(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Put these in place of the module's own."""
+        """Replace the module's parameters and buffers."""
         for places, tensor in zip(self._parameters, parameters, strict=True):
             for module, name in places:
                 module._parameters[name] = tensor  # type: ignore[assignment]  # not by setattr, which wants nn.Parameter
@@ -137,7 +137,7 @@ class StackedModule:
 
 
 def _places(module: nn.Module, tensor: Tensor) -> Places:
-    """Wherever in a module a parameter or buffer is registered: shared ones in several places."""
+    """The places where a module registers a parameter or buffer: several for a shared one."""
     return [
         (part, name)
         for part in module.modules()
@@ -153,7 +153,7 @@ def view_of(rows: Tensor, entry: Entry) -> Tensor:
 
 
 def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProductGrad]) -> Tensor | OuterProductGrad:
-    """The whole gradient of a parameter, which may have come in several parts."""
+    """The sum of the parts of a parameter's gradient."""
     if gradient is None and len(products) == 1:
         return products[0]
     parts = [product.computed() for product in products] + ([] if gradient is None else [gradient])
@@ -161,7 +161,7 @@ def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProdu
 
 
 def _owned(gradients: Sequence[Tensor | OuterProductGrad]) -> list[Tensor | OuterProductGrad]:
-    """Tensors that share memory with none of the others, nor with themselves (as expanded ones do)."""
+    """Copies of those gradients that share memory with others, or with themselves (as expanded ones do)."""
     owned, seen = list[Tensor | OuterProductGrad](), set[int]()
     for gradient in gradients:
         if isinstance(gradient, Tensor):

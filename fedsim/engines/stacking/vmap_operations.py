@@ -179,7 +179,12 @@ def _batch_norm(
     return F.batch_norm(wide, running_mean, running_var, *args, **kwargs).to(input.dtype)
 
 
-SUBSTITUTES = {F.linear: _linear, F.embedding: _embedding, F.batch_norm: _batch_norm, F.group_norm: _group_norm}
+SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
+}
 
 
 class _VmappedLinear(torch.autograd.Function):

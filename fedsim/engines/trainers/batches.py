@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,25 +17,24 @@ from fedsim.data.augmentation import ImageTransform
 from fedsim.data.tensors import in_order
 from fedsim.engines.task import SharedState, TaskSpec
 
-LOOKED_AT = 50  # workers at most, to learn what is usual
-SAMPLES_AT_ONCE = 2**17  # whose orders are drawn at once, if several workers or epochs come next
-EPOCHS_AT_ONCE = 64  # of a worker
+SAMPLES_AT_ONCE = 2**17  # samples whose orders are drawn at once, for several workers or epochs
+EPOCHS_AT_ONCE = 64  # epochs of a worker that are drawn at once
 
-Epoch = tuple[int, int, int]  # worker, round, number of the epoch in that
+Epoch = tuple[int, int, int]  # worker, round, number of the epoch in the round
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # of the inputs and targets of a step
+Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (inputs, targets, step) -> (inputs, targets)
 
 
 class WorkItem(NamedTuple):
-    """A member of the cohort, and the work that falls to it.
+    """A member of the cohort, and its work.
 
     Attributes:
-        slot: its row's place.
-        worker: which worker it is.
-        round: which of the worker's rounds it is.
-        steps: how many steps of that round, from its first; None: as many as the schedule has.
-        step: the single step of that round, from 0, that this is about, if it is one.
+        slot: number of its row.
+        worker: number of the worker.
+        round: number of the worker's round.
+        steps: how many steps of the round, from its first; None: all steps of the schedule.
+        step: number of the step, from 0, if the work is a single step of the round.
     """
 
     slot: int
@@ -46,12 +45,12 @@ class WorkItem(NamedTuple):
 
     @property
     def moment(self) -> tuple[int, ...]:
-        """When it is, for draws: the round, or the round and the step."""
+        """The key of draws: the round, or the round and the step."""
         return (self.round,) if self.step is None else (self.round, self.step)
 
 
 class RoundIterator:
-    """A worker's round as it goes through it: batches as positions in the data set, and what becomes of each."""
+    """The batches of a worker's round as positions in the data set, and the alteration of each batch."""
 
     def __init__(self, round: int, positions: Iterator[Tensor], alter: Alteration | None) -> None:
         self.round, self.steps_done, self.alter = round, 0, alter
@@ -66,13 +65,13 @@ class RoundIterator:
 
 
 class BatchSource:
-    """The workers' samples in the order in which they meet them in a round, altered as the experiment has it."""
+    """The batches of all workers: their samples in the order of each round, augmented or poisoned."""
 
     def __init__(self, task: TaskSpec, shared: SharedState) -> None:
         self._task, self._shared = task, shared
-        self._laps: dict[int, RoundIterator] = {}  # of workers who go step by step
-        self._coming: list[tuple[int, int]] = []  # workers and rounds of whom nothing has been drawn
-        self._drawn: dict[Epoch, Tensor] = {}  # what `orders` gives for epochs drawn ahead
+        self._laps: dict[int, RoundIterator] = {}  # of workers that train step by step
+        self._coming: list[tuple[int, int]] = []  # workers and rounds that were announced, and are not drawn yet
+        self._drawn: dict[Epoch, Tensor] = {}  # orders that were drawn ahead
         self._shards = self._shards_on_host = torch.zeros(0, dtype=torch.int64)
         self.root = len(shared.shards) if task.rule.accepts("root") else None  # the server, as a worker
 
@@ -81,7 +80,7 @@ class BatchSource:
         return len(self._shared.root) if worker == self.root else self._shared.shards.size(worker)
 
     def steps(self, worker: int, round: int) -> int:
-        """How many steps a worker takes in a round; the server, in synchronous SGD, as many as anybody else."""
+        """How many steps a worker takes in a round; without a limit for the server in synchronous SGD."""
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
         return self._task.schedule.steps_for(self.size(worker))
@@ -92,38 +91,29 @@ class BatchSource:
             return 1
         return self.steps(member.worker, member.round) if member.steps is None else member.steps
 
-    def whole_batch(self) -> int:
-        """How many samples most batches have: fewer than the schedule says where shards are smaller than that."""
-        shards = self._shared.shards
-        looked_at = range(0, len(shards), -(-len(shards) // LOOKED_AT))
-        return min(self._task.schedule.batch_size, max(shards.size(worker) for worker in looked_at))
-
     def shard(self, worker: int) -> CustomSubset:
-        """A worker's samples as they lie in the data set."""
+        """A worker's samples, in the order of the data set."""
         return CustomSubset(self._shared.train, self._positions_of(worker))
 
     def batches(self, worker: int, round: int) -> Batches:
         """A worker's batches without end: its shard, in a new order for each epoch."""
         alter = self.alteration(worker, round)
-        for step, (inputs, targets) in enumerate(self._unaltered(worker, round)):
+        train, size = self._shared.train, self._task.schedule.batch_size
+        epochs = (CustomSubset(train, positions).batches(size) for positions in self.epochs(worker, round))
+        for step, (inputs, targets) in enumerate(chain.from_iterable(epochs)):
             yield alter(inputs, targets, step) if alter else (inputs, targets)
-
-    def _unaltered(self, worker: int, round: int) -> Batches:
-        for positions in self.epochs(worker, round):
-            yield from CustomSubset(self._shared.train, positions).batches(self._task.schedule.batch_size)
 
     def batches_of(self, member: WorkItem) -> Batches:
         """The batches of a member's work."""
         if member.step is None:
             yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
-        else:  # the next may be long in coming: gather no more than this one
-            yield self._next_batch(self.lap(member))
+        else:  # gather this batch alone: the next one may never be needed
+            lap = self.lap(member)
+            inputs, targets = self._shared.train.gather(next(lap))
+            yield lap.alter(inputs, targets, member.step) if lap.alter else (inputs, targets)
 
     def lap(self, member: WorkItem) -> RoundIterator:
-        """A member's round, at the place where its work begins.
-
-        A worker that goes step by step continues where its last step ended, which gives the same as going there again.
-        """
+        """A member's round, at the step where its work begins. Workers that train step by step keep theirs."""
         worker, round = member.worker, member.round
         lap = self._laps.get(worker) if member.step is not None else None
         if lap is None or lap.round != round or lap.steps_done != member.step:
@@ -134,11 +124,6 @@ class BatchSource:
             self._laps[worker] = lap
         return lap
 
-    def _next_batch(self, lap: RoundIterator) -> tuple[Tensor, Tensor]:
-        step = lap.steps_done
-        inputs, targets = self._shared.train.gather(next(lap))
-        return lap.alter(inputs, targets, step) if lap.alter else (inputs, targets)
-
     def positions(self, worker: int, round: int) -> Iterator[Tensor]:
         """The same batches as positions in the data set, int64 [batch], before any alteration."""
         for positions in self.epochs(worker, round):
@@ -147,7 +132,7 @@ class BatchSource:
     def epochs(self, worker: int, round: int) -> Iterator[Tensor]:
         """For each epoch of a worker's round the positions of its samples, in their order: int64 [samples].
 
-        On the device of the task. With `drop_last` those at the end are missing that fill no batch.
+        On the device of the task. With `drop_last`, without the samples at the end that fill no batch.
         """
         epoch = 0
         while True:
@@ -157,21 +142,21 @@ class BatchSource:
             epoch += len(orders)
 
     def announce(self, members: Sequence[WorkItem]) -> None:
-        """Say whose rounds come next, so that the orders of many are drawn at once."""
+        """Set the rounds that come next, so that the orders of many workers are drawn at once."""
         self._coming = [(member.worker, member.round) for member in members if not member.step]
         self._drawn = {}
 
     def orders(self, wanted: Sequence[Epoch]) -> list[Tensor]:
         """The positions of the workers' samples in the orders of these epochs, as `epochs` gives them.
 
-        With those that have to be drawn, some of the rounds announced are drawn too, and kept until asked for.
+        If any of them is to be drawn, orders of announced rounds are drawn with it and kept.
         """
         if not all(epoch in self._drawn for epoch in wanted):
             self._drawn |= self._draw([*dict.fromkeys([*wanted, *self._take_coming()])])
         return [self._drawn.pop(epoch) for epoch in wanted]
 
     def _take_coming(self) -> Iterator[Epoch]:
-        """The epochs of rounds announced, of as many as may be drawn at once."""
+        """Epochs of announced rounds, as many as may be drawn at once."""
         room = SAMPLES_AT_ONCE
         while self._coming:
             worker, round = self._coming[0]
@@ -183,14 +168,14 @@ class BatchSource:
             yield from ((worker, round, epoch) for epoch in range(epochs))
 
     def _epochs_of(self, worker: int, round: int) -> int:
-        """How many epochs a worker begins in a round, by the schedule."""
+        """How many epochs a worker begins in a round."""
         return -(-self.steps(worker, round) // self._task.schedule.batches_per_epoch(self.size(worker)))
 
     def _draw(self, wanted: Sequence[Epoch]) -> dict[Epoch, Tensor]:
-        """What `orders` gives for these epochs.
+        """The orders of these epochs.
 
         An order is a permutation of the shard under the key (seed, "batches", round, worker), and the epoch as step:
-        see `fedsim.core.philox`. All are drawn at once on the device of the task, which nothing waits for.
+        see `fedsim.core.philox`. All are drawn at once on the device of the task, without a wait.
         """
         task = self._task
         workers = [worker for worker, *_ in wanted]
@@ -229,7 +214,7 @@ class BatchSource:
             yield alter(inputs, targets, number) if alter else (inputs, targets)
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
-        """What becomes of a worker's batches before it trains on them; None where nothing does."""
+        """The change of a worker's batches before it trains on them; None if there is none."""
         return self._alteration(worker, round, self._task.augment, ("augment", "poison"))
 
     def _alteration(
@@ -259,7 +244,7 @@ class BatchSource:
         return alter
 
     def _random(self, taken: Collection[str], purpose: str, round: int, worker: int) -> dict[str, Callable[[int], Any]]:
-        """By name, functions that give what plugs draw from in a step of a worker's round, of those that they take."""
+        """By name, the random sources that plugs take: functions of the step of a worker's round."""
         drawn, sources = (self._task.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
         if "draws" in taken:
             sources["draws"] = Draws.of(*drawn, device=self._task.device).steps()

@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedsim.core.randomness import global_states, preserve_random_state
+from fedsim.engines.operation_check import OperationCheck, depends_on_values
 from fedsim.errors import ExperimentError
 
 WARM_UPS = 1  # runs on the stream of a capture, in which libraries allocate workspaces; trial runs come before
 
 Run = Callable[[], None]
 
-_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 # How the allocator stops to use the memory pool of a capture: since PyTorch 2.8, and before.
 _END_ALLOCATION = "_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"
@@ -105,7 +104,7 @@ def require_capturable(run: Run, device: torch.device) -> None:
             raise ExperimentError("it draws random numbers")
 
 
-class CaptureCheck(TorchDispatchMode):
+class CaptureCheck(OperationCheck):
     """Raises ExperimentError if an operation reads numbers of the device, or works with tensors of another device.
 
     CUDA reports such reads only when a capture has failed. Values of CPU tensors it does not report at all: a graph
@@ -117,14 +116,9 @@ class CaptureCheck(TorchDispatchMode):
         self._device = device
         self._constants: list[Tensor] = []  # numbers of Python that PyTorch turned into tensors
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: PyTorch would import its compiler for that, which takes more than a second."""
-        return False
-
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if _reads_numbers(function, args):
+        if depends_on_values(function, args, _INDEXING):
             raise ExperimentError(f"it reads numbers of the device ({function})")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = function(*args, **kwargs)
@@ -138,9 +132,3 @@ class CaptureCheck(TorchDispatchMode):
         for tensor in tensors:
             if tensor.device != self._device and not any(tensor is constant for constant in self._constants):
                 raise ExperimentError(f"it works with a tensor on {tensor.device} ({function})")
-
-
-def _reads_numbers(function: Any, args: tuple) -> bool:
-    if function in _INDEXING:  # whose shapes depend on numbers only if an index is a mask
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return bool(_READS & set(function.tags))

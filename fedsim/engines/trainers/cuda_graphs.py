@@ -34,12 +34,12 @@ MOST_SAMPLES = 2**22  # the same in samples of all rows: 48 MB of positions and 
 
 
 def unsafe(task: TaskSpec, probe: StackingProbe) -> str | None:
-    """Why the steps of a task must not be replayed, or None where they may be."""
+    """Why the steps of a task cannot be replayed; None if they can."""
     if not can_capture(task.device):
         return f"they need a CUDA device, not {task.device.type}"
     if "parameters" not in task.syncs:
         return "where gradients are aggregated every step is a synchronisation"
-    if getattr(task.solver, "single_steps", False):
+    if task.single_steps:
         return "workers bring the gradient of a single step"
     if probe.coupled:
         return "the samples of a batch see each other (BatchNorm), so short batches are trained apart"
@@ -50,7 +50,7 @@ def unsafe(task: TaskSpec, probe: StackingProbe) -> str | None:
 
 
 class Graph(NamedTuple):
-    """What tells the graphs of a trainer apart.
+    """The key of a graph of a trainer.
 
     Attributes:
         rows: how many rows take part, with those that fill a smaller stack up.
@@ -213,35 +213,23 @@ class CapturedSteps:
 
 
 class CUDAGraphCache:
-    """The captured steps of a trainer, as far as they can be captured.
+    """The captured steps of a trainer, as long as they can be captured.
 
     Args:
-        dropouts: the calls of dropout in a forward pass of the model.
-        width: how many rows a stack has at most.
-        usual: how many rows most stacks have, whose first graphs are captured now.
-        refusal: why no steps are captured, if they are not.
+        make: makes the captured steps.
+        usual: sizes of stacks whose first graphs are captured now.
+        refusal: why no steps are captured; None: they are.
         warns: whether a failure gives a warning.
     """
 
     def __init__(
-        self,
-        task: TaskSpec,
-        shared: SharedState,
-        module: StackedModule,
-        dropouts: Sequence[Dropout],
-        *,
-        width: int,
-        usual: Sequence[int],
-        client_rounds: ClientRounds,
-        refusal: str | None,
-        warns: bool,
+        self, make: Callable[[], CapturedSteps], usual: Sequence[int], *, refusal: str | None, warns: bool
     ) -> None:
         self._warns, self.refusal = warns, refusal
         self._steps: CapturedSteps | None = None
         if refusal is None:
             with self._refusing_after_failures():
-                sizes = sizes_of_stacks(width, usual)
-                self._steps = CapturedSteps(task, shared, module, dropouts, sizes, client_rounds)
+                self._steps = make()
                 self._steps.prepare(usual)
 
     def train(self, stack: Stack, heartbeat: Callable[[], None]) -> Tensor | None:

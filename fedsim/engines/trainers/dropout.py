@@ -1,7 +1,7 @@
 """Dropout by counter-based draws: a mask is a function of (seed, round, worker, step, layer), on every engine.
 
-What one call of a dropout draws goes by the key of (seed, "layers", round, worker), the number of the step in the
-worker's round, and the number of the call in the forward pass (the layer). An element is kept where the word with its
+A call of a dropout draws by the key of (seed, "layers", round, worker), the number of the step in the worker's round,
+and the number of the call in the forward pass (the layer). An element is kept where the word with its
 number, sample * elements of a sample + element, is below round((1 - p) * 2^32). See `fedsim.core.philox`.
 """
 
@@ -31,7 +31,7 @@ TIMES_OFF_CPU = 32
 
 
 def layer_key(seed: int, round: int, worker: int) -> int:
-    """The key of all that the dropouts of a worker draw in a round."""
+    """The key of the dropout draws of a worker in a round."""
     return draw_key(seed, "layers", round, worker)
 
 
@@ -44,7 +44,7 @@ def dropout_factors(
     dtype: torch.dtype,
     first_layer: int = 0,
 ) -> list[Tensor]:
-    """What each dropout multiplies its inputs by, 0 or 1 / (1 - p): [steps, k, batch, ...] for each.
+    """The factors of each dropout, 0 or 1 / (1 - p): [steps, k, batch, ...] for each.
 
     On the device of the keys, without reading from it or copying to it, so a captured graph may hold this call.
 
@@ -85,6 +85,7 @@ class FactorsAhead:
         dropouts: the calls of dropout in a forward pass, in their order.
         dtype: of the factors.
         first_step: number of each row's first step in the worker's round, int64 [k].
+        blocks: about how many blocks of random words to draw at once.
     """
 
     def __init__(
@@ -95,7 +96,9 @@ class FactorsAhead:
         dropouts: Sequence[Dropout],
         dtype: torch.dtype,
         first_step: Tensor | None = None,
+        blocks: int = BLOCKS_OF_A_STACK,
     ) -> None:
+        self._blocks = blocks
         self._keys, self._steps, self._batch, self._dropouts, self._dtype = keys, steps, batch, dropouts, dtype
         self._first_step = torch.zeros_like(keys) if first_step is None else first_step
         self._drawn: list[tuple[Tensor, ...]] = []  # of each dropout, of each step: [rows, batch, ...]
@@ -107,7 +110,7 @@ class FactorsAhead:
             return []
         if not self._begin <= step < self._end or rows > self._rows:
             keys = self._keys[:rows]
-            steps = steps_at_once(BLOCKS_OF_A_STACK, keys, self._batch, self._dropouts, self._steps - step)
+            steps = steps_at_once(self._blocks, keys, self._batch, self._dropouts, self._steps - step)
             first_step = self._first_step[:rows] + step
             drawn = dropout_factors(keys, first_step, steps, self._batch, self._dropouts, self._dtype)
             self._drawn = [factors.unbind() for factors in drawn]
@@ -132,18 +135,11 @@ class RoundDropout:
     ) -> None:
         self.round, self.key, self.dropouts, self.dtype = round, key, calls.dropouts, dtype
         self._current = current if calls.by_modules else None
-        self._batch, self._steps, self._begin, self._end = batch, steps, 0, 0
-        self._drawn: list[tuple[Tensor, ...]] = []  # of each dropout, of each step: [batch, ...]
+        self._ahead = FactorsAhead(key, steps, batch, calls.dropouts, dtype, blocks=BLOCKS_OF_A_ROW)
 
     def factors(self, step: int, samples: int) -> list[Tensor]:
         """What each dropout multiplies a batch of so many samples by, [samples, ...]."""
-        if not self._begin <= step < self._end:
-            steps = steps_at_once(BLOCKS_OF_A_ROW, self.key, self._batch, self.dropouts, self._steps - step)
-            drawn = dropout_factors(self.key, step, steps, self._batch, self.dropouts, self.dtype)
-            self._drawn = [factors.squeeze(1).unbind() for factors in drawn]
-            self._begin, self._end = step, step + steps
-        found = [factors[step - self._begin] for factors in self._drawn]
-        return found if samples == self._batch else [factors[:samples] for factors in found]
+        return [factors[0, :samples] for factors in self._ahead.of(step, 1)]
 
     def at(self, step: int, samples: int) -> AbstractContextManager[Any]:
         """A context in which a forward pass has the dropout of this step; nothing where the model has none."""
@@ -154,7 +150,7 @@ class RoundDropout:
 
 
 class StepDropout:
-    """The dropout of one step of one row: factors drawn before, or now where a call is not as it was recorded."""
+    """The dropout of one step of one row. Calls that were not recorded draw their factors at once."""
 
     def __init__(self, dropout: RoundDropout, step: int, factors: Sequence[Tensor]) -> None:
         self._dropout, self._step, self._factors, self._layer = dropout, step, factors, 0

@@ -1,4 +1,4 @@
-"""How a process trains its members of the cohort: one row after another. `stack_trainer.py` has the other way."""
+"""The trainer of single rows: trains one member of the cohort after another. `stacked.py` trains stacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedsim.system.devices import wide_dtype
 
 
 class Trainer(Protocol):
-    """What an executor asks of the trainer of its members. Rows, buffers and losses lie in the `SharedState`.
+    """The interface of trainers. Rows, buffers and losses are in the `SharedState`.
 
     A trainer is made with (process, task, shared, batch_source) in every process.
     """
@@ -48,7 +48,7 @@ class Trainer(Protocol):
 
 @dataclass
 class SyncParticipant:
-    """A member that takes part in synchronous SGD, for one round."""
+    """A member in a round of synchronous SGD."""
 
     member: WorkItem
     module: RowModule
@@ -59,7 +59,7 @@ class SyncParticipant:
     batch: tuple[Tensor, Tensor] | None = None  # of the current step
 
     def count(self, loss: Tensor) -> None:
-        """Add what the step's batch has shown to what the round comes to."""
+        """Add the loss of the current batch."""
         assert self.batch is not None
         size = len(self.batch[1])
         self.loss_sum.add_(loss, alpha=size)

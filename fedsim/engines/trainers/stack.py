@@ -1,4 +1,4 @@
-"""Members of a cohort that are trained together as a stack of rows: their batches, step by step, and what they hold."""
+"""A stack: members of a cohort that are trained together, their batches and their losses."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class StepBatch(NamedTuple):
         step: number of the step, from 0 at the start of the members' work.
         members: their places in the stack, [m]: a range, or a list where they do not stand side by side.
         sizes: how many samples each has, [m], on the host; `counts` are the same on the device, in a wide type.
-        positions: of the samples in the data set, int64 [m, batch]; the batch's first again beyond the size, since even
-            what has weight 0 shows where it is not finite.
+        positions: of the samples in the data set, int64 [m, batch]; padded with the batch's first sample, since NaN
+            counts even with weight 0.
         weights: of the samples in the loss, [m, batch]: one over the size, and 0 beyond it.
     """
 
@@ -133,7 +133,7 @@ class Stack:
         return self._blocks_of_rounds(np.array(self.steps), at_a_time)
 
     def _blocks_of_rounds(self, steps: np.ndarray, at_a_time: int) -> Iterator[Block]:
-        """The same, of members who go through whole rounds, [k] steps each: all positions by a few operations."""
+        """`blocks` of members with [k] steps each: all positions by a few operations."""
         schedule, members = self._task.schedule, self.members
         shards = np.array([self._batch_source.size(member.worker) for member in members])
         samples = np.array([schedule.samples_per_epoch(size) for size in shards.tolist()])
@@ -162,19 +162,15 @@ class Stack:
 
     @property
     def layer_keys(self) -> list[int]:
-        """The keys of what each member's dropouts draw."""
+        """The `layer_key` of each member."""
         return [layer_key(self._task.seed, member.round, member.worker) for member in self.members]
 
     def dropout_factors(self, dropouts: Sequence[Dropout]) -> FactorsAhead:
-        """What these dropouts of the members multiply by, step by step."""
-        task, members = self._task, self.members if dropouts else []
-        keys = self.layer_keys if dropouts else []
-        first_steps = [member.step or 0 for member in members]
-        on_device = torch.tensor([keys, first_steps], device=task.device)
-        steps = self.steps[0]
-        return FactorsAhead(
-            on_device[0], steps, task.schedule.batch_size, dropouts, task.dtype, first_step=on_device[1]
-        )
+        """The factors of the members' dropouts, step by step."""
+        task = self._task
+        on_host = [self.layer_keys, [member.step or 0 for member in self.members]] if dropouts else [[], []]
+        keys, first = torch.tensor(on_host, device=task.device)
+        return FactorsAhead(keys, self.steps[0], task.schedule.batch_size, dropouts, task.dtype, first_step=first)
 
     def alter(self, step_batch: StepBatch, inputs: Tensor, targets: Tensor) -> None:
         """Augment the batches of a step in place: inputs [m, batch, ...], targets [m, batch]."""

@@ -1,4 +1,4 @@
-"""One local step of a stack of rows: the ordinary path and the captured one run this code."""
+"""One local step of a stack of rows, for captured steps too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedsim.clients import OuterProductGrad, Solver, State, step_along
+from fedsim.clients import ClientAlgorithm, OuterProductGrad, State, step_along
 from fedsim.core.rows import Entry
 from fedsim.data import TensorData
 from fedsim.engines.stacking.stacked_module import StackedModule, view_of
@@ -86,7 +86,7 @@ class StackState:
         return StackState(self._module, self.rows[places], state, buffers, places)
 
     def take_back(self, theirs: StackState) -> None:
-        """Copy what has become of the members at some places, as far as it is not in the same memory."""
+        """Copy the state of the members at some places back, as far as it does not share memory."""
         self.take_back_buffers(theirs)
         copied = isinstance(theirs.places, Tensor)
         if copied:
@@ -161,29 +161,26 @@ class StackStep:
 
 
 def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-    """The same gradients in as few parts as possible: neighbours that are not products become one [m, columns].
-
-    A solver's step then takes as many kernels for all of them as for one parameter.
-    """
+    """Join neighbouring gradients that are not products to one [m, columns], for fewer kernels of a solver."""
     parts = list[Part]()
     for are_products, pairs in groupby(
         zip(entries, gradients, strict=True), lambda pair: isinstance(pair[1], OuterProductGrad)
     ):
         neighbours = list(pairs)
         if not are_products and len(neighbours) > 1:
-            columns = side_by_side([gradient for _, gradient in neighbours])
+            columns = side_by_side([gradient for _, gradient in neighbours if isinstance(gradient, Tensor)])
             first = neighbours[0][0]
             neighbours = [(Entry(f"{first.name} ...", columns.shape[1:], first.offset), columns)]
         parts += neighbours
     return parts
 
 
-def side_by_side(stacks: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+def side_by_side(stacks: Sequence[Tensor]) -> Tensor:
     """Stacks [m, ...] as the columns of one matrix [m, columns]."""
-    return torch.cat([stack.unsqueeze(-1).flatten(1) for stack in stacks], 1, out=out)
+    return torch.cat([stack.unsqueeze(-1).flatten(1) for stack in stacks], 1)
 
 
-def move(solver: Solver, state: StackState, parts: Sequence[Part], moving: Tensor | None = None) -> None:
+def move(solver: ClientAlgorithm, state: StackState, parts: Sequence[Part], moving: Tensor | None = None) -> None:
     """A solver's step of the rows of a state along gradients, in place; of those that are `moving` [m], if given."""
     step = partial(step_along, solver) if moving is None else partial(step_where, moving, solver)
     new = list[tuple[str, Entry, Tensor]]()
@@ -192,11 +189,11 @@ def move(solver: Solver, state: StackState, parts: Sequence[Part], moving: Tenso
         before = dict(kept)
         step(rows, gradient, kept)
         new += [(name, entry, tensor) for name, tensor in kept.items() if tensor is not before.get(name)]
-    for name, entry, tensor in new:  # of a solver that makes new tensors, or begins its state with its first step
+    for name, entry, tensor in new:  # some solvers replace the tensors of their state, or add them in the first step
         view_of(state.state_of(name), entry).copy_(tensor)
 
 
-def step_where(moving: Tensor, solver: Solver, rows: Tensor, gradients: Tensor, state: State) -> None:
+def step_where(moving: Tensor, solver: ClientAlgorithm, rows: Tensor, gradients: Tensor, state: State) -> None:
     """A solver's step of rows [m, ...] that changes only the rows that are `moving` [m], and their state."""
     before = {name: tensor.clone() for name, tensor in state.items()}
     rows_before = rows.clone()
@@ -208,5 +205,5 @@ def step_where(moving: Tensor, solver: Solver, rows: Tensor, gradients: Tensor, 
 
 
 def _like(values: Tensor, tensor: Tensor) -> Tensor:
-    """Values [m] so that they go with a tensor [m, ...]."""
+    """Values [m] as [m, 1, ...], to broadcast with a tensor [m, ...]."""
     return values.view(-1, *[1] * (tensor.ndim - 1))

@@ -1,10 +1,11 @@
-"""How a process trains its members of the cohort many at a time, as stacks of rows in one set of kernels each."""
+"""The trainer of stacks: trains many members of the cohort at a time with one set of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
-from fedsim.engines.trainers.cuda_graphs import CUDAGraphCache, unsafe
+from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
 from fedsim.engines.trainers.dropout import FactorsAhead
 from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, side_by_side
@@ -55,17 +56,10 @@ class StackTrainer:
         self._step = StackStep(task, self._module)
         refusal = "they are off" if task.cuda_graphs is False else unsafe(task, probe)
         self._client_rounds = ClientRounds(task, shared, batch_source)
-        self.replays = CUDAGraphCache(
-            task,
-            shared,
-            self._module,
-            probe.dropouts,
-            width=min(width, max(1, len(shared.rows))),
-            usual=self._usual_sizes(),
-            client_rounds=self._client_rounds,
-            refusal=refusal,
-            warns=process.index == 0,
-        )
+        usual = self._usual_sizes()
+        sizes = sizes_of_stacks(min(width, max(1, len(shared.rows))), usual)
+        steps = partial(CapturedSteps, task, shared, self._module, probe.dropouts, sizes, self._client_rounds)
+        self.replays = CUDAGraphCache(steps, usual, refusal=refusal, warns=process.index == 0)
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._gradient_states: list[StackedGradientState] = []
 
@@ -95,7 +89,7 @@ class StackTrainer:
                 for step_batch in self._parts_of(whole):
                     theirs = state.of(step_batch.places)
                     losses, gradients = self._step.gradients(theirs, self._batch(stack, step_batch, factors))
-                    shared.rows[stack.index_of(step_batch)] = side_by_side(gradients)
+                    shared.rows[stack.index_of(step_batch)] = side_by_side(cast(list[Tensor], gradients))
                     state.take_back_buffers(theirs)
                     stack.count(step_batch, losses)
                     if self._task.rule.accepts("losses"):
