@@ -1,18 +1,45 @@
+"""Speeds of workers, noise of work items, and the delays made of both."""
+
 from __future__ import annotations
 
 import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from fedsim.asynchronous.clock import noises
 from fedsim.asynchronous.clock.delays import BLOCK, Delays
-from fedsim.asynchronous.clock.event_queue import EventQueue
-from fedsim.asynchronous.clock.noises import noise
+from fedsim.asynchronous.clock.noises import bind_noise
+from fedsim.asynchronous.clock.speeds import draw_speeds, speed
+from fedsim.config.schema import Noise, Speed
 from fedsim.core.randomness import numpy_generator
-from tests.asynchronous.clock_tables import delays_of, noise_of
+from fedsim.errors import ExperimentError
 
 RANDOM = ["shifted_exponential", "lognormal", "pareto"]
+
+
+def speeds_of(n_workers, name, seed=0, **params):
+    table = Speed(name=name, **params)
+    return draw_speeds(table.plug, table.params, n_workers, seed)
+
+
+def noise_of(name, **params):
+    table = Noise(name=name, **params)
+    return bind_noise(table.plug, table.params)
+
+
+def delays_of(n_workers, name, seed=0, **params):
+    return Delays(np.ones(n_workers), noise_of(name, **params), seed)
+
+
+def factors_of(name, workers=80, units=250, **params):
+    """The noise of `units` units of each worker, [workers, units]."""
+    delays = delays_of(workers, name, **params)
+    return np.array([[delays.seconds(worker, unit, 1) for unit in range(units)] for worker in range(workers)])
+
+
+# Delays
 
 
 def test_seconds_are_the_formula():
@@ -21,39 +48,32 @@ def test_seconds_are_the_formula():
     assert delays.seconds(0, 0, 10) == 2.5  # nothing is sent
     assert delays.seconds(1, 0, 10, 0) == 5.0
     assert delays.seconds(1, 7, 10, 3000) == 8.5
-    assert isinstance(delays.seconds(1, 0, 10), float)
     assert Delays(np.array([1.0, 2.0]), noise_of("constant")).seconds(1, 0, 3, 10**15) == 6.0
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_noise_is_drawn_as_documented(name):
-    params = noise.get(name).check({})
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [
+        ("shifted_exponential", lambda rng: rng.standard_exponential(BLOCK)),
+        ("lognormal", lambda rng: np.exp(0.5 * rng.standard_normal(BLOCK) - 0.5**2 / 2)),
+        ("pareto", lambda rng: (rng.pareto(2.0, BLOCK) + 1) / 2),
+    ],
+)
+def test_noise_is_drawn_as_documented(name, factors):
     delays = Delays(np.array([3.0, 0.5]), noise_of(name), seed=4, base=0.1, latency=0.2, bandwidth=50.0)
     for worker, unit in ((0, 0), (1, 0), (1, BLOCK - 1), (1, BLOCK), (0, 10 * BLOCK + 3)):
-        rng, place = numpy_generator(4, "delay", worker, unit // BLOCK), unit % BLOCK
-        if name == "shifted_exponential":
-            factor = rng.standard_exponential(BLOCK)[place]
-        elif name == "lognormal":
-            sigma = params["sigma"]
-            factor = math.exp(sigma * rng.standard_normal(BLOCK)[place] - sigma * sigma / 2)
-        else:
-            alpha = params["alpha"]
-            factor = (rng.pareto(alpha, BLOCK)[place] + 1) * (alpha - 1) / alpha
+        factor = factors(numpy_generator(4, "delay", worker, unit // BLOCK))[unit % BLOCK]
         expected = 7 * 0.1 * [3.0, 0.5][worker] * factor + 0.2 + 20 / 50.0
         assert delays.seconds(worker, unit, 7, 20) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["constant", *RANDOM])
-def test_seconds_do_not_depend_on_the_order_of_calls_or_the_number_of_workers(name):
+def test_seconds_do_not_depend_on_the_order_of_calls_or_the_number_of_workers():
     asked = [(worker, unit) for worker in range(4) for unit in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK)]
-    fresh = {each: delays_of(4, name, 1).seconds(*each, 1) for each in asked}
-    delays = delays_of(1000, name, 1)
-    for seed in range(5):
-        order = np.random.default_rng(seed).permutation(asked).tolist()
-        assert all(delays.seconds(worker, unit, 1) == fresh[worker, unit] for worker, unit in order)
-    if name != "constant":
-        assert len(set(fresh.values())) == len(asked)
-        assert delays_of(4, name, 2).seconds(0, 0, 1) != fresh[0, 0]
+    fresh = {each: delays_of(4, "lognormal", 1).seconds(*each, 1) for each in asked}
+    delays = delays_of(1000, "lognormal", 1)
+    order = np.random.default_rng(0).permutation(asked).tolist()
+    assert all(delays.seconds(worker, unit, 1) == fresh[worker, unit] for worker, unit in order)
+    assert len(set(fresh.values())) == len(asked)
 
 
 def test_noise_is_drawn_once_for_a_block_of_units(monkeypatch):
@@ -62,21 +82,163 @@ def test_noise_is_drawn_once_for_a_block_of_units(monkeypatch):
     delays = delays_of(10**6, "lognormal")
     drawn.clear()
     for unit in range(3 * BLOCK):
-        for worker in range(10, 20):
+        for worker in (10, 20):
             delays.seconds(worker, unit, 10, 1000)
-    assert len(drawn) == len(set(drawn)) == 3 * 10
+    assert len(drawn) == len(set(drawn)) == 3 * 2
 
 
-@pytest.mark.parametrize(("n", "k", "rate"), [(10, 1, 2.0), (10, 6, 0.5), (10, 10, 1.0)])
-def test_the_kth_of_n_exponential_arrivals_has_the_mean_of_order_statistics(n, k, rate):
-    """E[T] = (H_n - H_(n-k)) / rate, and the variance is the sum of 1 / (j rate)^2 over j = n-k+1, ..., n."""
-    delays, rounds, times = delays_of(n, "shifted_exponential", base=1 / rate), 3000, []
-    for round in range(rounds):
-        events = EventQueue(pending=[(delays.seconds(worker, round, 1), worker) for worker in range(n)])
-        arrived = []
-        while len(arrived) < k:
-            arrived += events.pop()
-        times.append(events.now)
-    expected = sum(1 / j for j in range(n - k + 1, n + 1)) / rate
-    variance = sum(1 / j**2 for j in range(n - k + 1, n + 1)) / rate**2
-    assert np.mean(times) == pytest.approx(expected, abs=4 * math.sqrt(variance / rounds))
+# Distributions
+
+
+DISTRIBUTIONS = [
+    ("shifted_exponential", {"shift": 0.0}, stats.expon()),
+    ("shifted_exponential", {"shift": 0.3}, stats.expon(0.3, 0.7)),
+    ("lognormal", {"sigma": 0.2}, stats.lognorm(0.2, scale=math.exp(-0.02))),
+    ("lognormal", {"sigma": 1.0}, stats.lognorm(1.0, scale=math.exp(-0.5))),
+    ("pareto", {"alpha": 3.0}, stats.pareto(3.0, scale=2 / 3)),
+    ("pareto", {"alpha": 1.5}, stats.pareto(1.5, scale=1 / 3)),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "distribution"), DISTRIBUTIONS)
+def test_noise_has_its_distribution_with_mean_1(name, params, distribution):
+    assert distribution.mean() == pytest.approx(1)
+    assert stats.kstest(factors_of(name, **params).ravel(), distribution.cdf).pvalue > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "distribution"),
+    [
+        ("lognormal", {"sigma": 0.7}, stats.lognorm(0.7)),
+        ("pareto", {"alpha": 1.5}, stats.pareto(1.5, scale=1 / 3)),
+    ],
+)
+def test_random_speeds_have_their_distribution(name, params, distribution):
+    assert stats.kstest(speeds_of(20_000, name, **params), distribution.cdf).pvalue > 0.01
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_units_and_workers_are_independent(name):
+    factors = factors_of(name)
+    ranks = factors.ravel().argsort().argsort().reshape(factors.shape) / factors.size - 0.5
+    bound = 4 / 12 / math.sqrt(factors.size)  # a product of two uniform ranks has variance 1 / 144
+    assert abs((ranks[:, 1:] * ranks[:, :-1]).mean()) < bound
+    assert abs((ranks[1:] * ranks[:-1]).mean()) < bound
+
+
+def test_factors_without_randomness_are_1():
+    for name, params in (("constant", {}), ("shifted_exponential", {"shift": 1.0})):
+        assert (factors_of(name, 3, BLOCK + 1, **params) == 1).all()
+
+
+# Speeds
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        ("equal", {}, [1, 1, 1, 1]),
+        ("list", {"values": [1, 2.5, 0.5, 4]}, [1, 2.5, 0.5, 4]),
+        ("linear", {"ratio": 7.0}, [1, 3, 5, 7]),
+        ("geometric", {"ratio": 8.0}, [1, 2, 4, 8]),
+        ("stragglers", {"fraction": 0.0}, [1] * 4),
+        ("stragglers", {"fraction": 1.0, "factor": 2.0}, [2] * 4),
+    ],
+)
+def test_deterministic_speeds_are_their_formulas(name, params, expected):
+    assert speeds_of(4, name, **params).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear", "geometric"])
+def test_shuffle_permutes_the_factors(name):
+    in_order, shuffled = speeds_of(50, name), speeds_of(50, name, shuffle=True)
+    assert sorted(shuffled) == in_order.tolist()
+    assert shuffled.tolist() != in_order.tolist() != speeds_of(50, name, seed=1, shuffle=True).tolist()
+    assert speeds_of(1, name).tolist() == [1.0]
+
+
+def test_stragglers_are_a_drawn_fraction():
+    assert sorted(speeds_of(10, "stragglers", fraction=0.3, factor=5.0)) == [1.0] * 7 + [5.0] * 3
+    assert len({tuple(speeds_of(10, "stragglers", seed, fraction=0.3)) for seed in range(20)}) > 10
+
+
+@pytest.mark.parametrize("plug", [plug for plug in speed if plug.name != "list"], ids=lambda plug: plug.name)
+def test_speeds_are_positive_and_a_pure_function_of_the_seed(plug):
+    first, again = (draw_speeds(plug, plug.check({}), 1000, 3) for _ in range(2))
+    assert np.array_equal(first, again)
+    assert first.min() > 0
+
+
+def test_speeds_are_drawn_as_documented():
+    drawn = numpy_generator(5, "speed").standard_normal(4)
+    assert speeds_of(4, "lognormal", 5, sigma=0.5).tolist() == [math.exp(0.5 * z) for z in drawn]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "params", "message"),
+    [
+        (Noise, "shifted_exponential", {"shift": 1.1}, "clock.noise.shift = 1.1: must be less than or equal to 1"),
+        (Noise, "lognormal", {"sigma": 0.0}, "clock.noise.sigma = 0.0: must be greater than 0"),
+        (Noise, "pareto", {"alpha": 1.0}, "clock.noise.alpha = 1.0: must be greater than 1"),
+        (Noise, "trace", {}, "clock.noise.path: is required"),
+        (Speed, "list", {"values": [1.0, 2.0]}, r"clock.speed.values: 2 values for 3 workers; give one for each"),
+        (Speed, "list", {"values": [1.0, 0.0, 2.0]}, r"clock.speed.values\[1\] = 0.0: must be greater than 0"),
+        (Speed, "lognormal", {"sigma": 11.0}, "clock.speed.sigma = 11.0: must be less than or equal to 10"),
+        (Speed, "pareto", {"alpha": 1.0}, "clock.speed.alpha = 1.0: must be greater than 1"),
+        (Speed, "geometric", {"ratio": 0.5}, "clock.speed.ratio = 0.5: must be greater than or equal to 1"),
+        (Speed, "stragglers", {"fraction": 1.5}, "clock.speed.fraction = 1.5: must be less than or equal to 1"),
+    ],
+)
+def test_impossible_parameters_are_an_error(of, name, params, message):
+    with pytest.raises(ValueError, match=message):
+        noise_of(name, **params) if of is Noise else speeds_of(3, name, **params)
+
+
+def one_too_many(size):
+    return np.ones(size + 1)
+
+
+def negative(size, worker, start):
+    factors = np.ones(size)
+    if (worker, start) == (1, BLOCK):
+        factors[2] = -1.0
+    return factors
+
+
+def not_a_number(size):
+    return np.full(size, math.nan)
+
+
+def worker_and_unit(size, worker, start):
+    return 1000 * worker + np.arange(start, start + size)
+
+
+def too_few(n_workers):
+    return np.ones(n_workers - 1)
+
+
+def zero(n_workers):
+    return np.array([1.0, 0.0, 1.0])
+
+
+def test_the_factors_of_imported_plugs_are_checked():
+    with pytest.raises(ExperimentError, match=rf"one_too_many.: must return factors of shape \[{BLOCK}\], not \[257\]"):
+        delays_of(2, f"{__name__}:one_too_many")
+    with pytest.raises(ExperimentError, match="returned factor nan for unit 0 of worker 0; it must be finite"):
+        delays_of(2, f"{__name__}:not_a_number")
+    delays = delays_of(2, f"{__name__}:negative")
+    with pytest.raises(ExperimentError, match=f"returned factor -1.0 for unit {BLOCK + 2} of worker 1"):
+        delays.seconds(1, BLOCK, 1)
+    with pytest.raises(ExperimentError, match=r"clock.speed.name = .*must return factors of shape \[3\], not \[2\]"):
+        speeds_of(3, f"{__name__}:too_few")
+    with pytest.raises(ExperimentError, match="returned a factor of 0; factors must be positive"):
+        speeds_of(3, f"{__name__}:zero")
+
+
+def test_a_noise_without_a_generator_knows_its_units():
+    delays = delays_of(3, f"{__name__}:worker_and_unit")
+    for worker, unit in ((0, 0), (2, 1), (1, BLOCK - 1), (1, BLOCK), (1, 3 * BLOCK + 5)):
+        assert delays.seconds(worker, unit, 1) == 1000 * worker + unit
