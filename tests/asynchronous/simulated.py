@@ -27,7 +27,19 @@ from fedsim.server.optimizer import ServerSGD
 
 SIZE, BATCH = 10, 4  # samples of a worker, so 3 steps of a round
 
+LR = 0.1
+START = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)  # of the global row
+
 Train = Callable[[Tensor, WorkItem], Tensor]
+
+
+def same(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> bool:
+    return torch.allclose(found, expected, rtol=0, atol=tolerance)
+
+
+def nth_step(worker: int, step: int) -> WorkItem:
+    """The work item of a worker's step, counted from 0."""
+    return WorkItem(worker, worker, step // 3 + 1, None, step % 3)
 
 
 def policy_of(name: str, **params: Any) -> Policy:
@@ -142,7 +154,7 @@ def simulate(
     )
     shared.worker_rows = {"buffers": shared.buffers}
     states = WorkerStates({"buffers": shared.global_buffers.clone()} if buffers == "local" else {})
-    server = ServerState(chosen, solver or SGD(lr=0.1), task, shared, states)
+    server = ServerState(chosen, solver or SGD(lr=LR), task, shared, states)
     schedule = schedule or Schedule(BATCH)
     scheduler = Scheduler(seed, n_workers, slots, chosen.work, schedule, lambda worker: size)
     result = SimulatedRun(server, None, scheduler)

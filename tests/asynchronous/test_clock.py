@@ -44,7 +44,7 @@ def total_staleness(run):
 def test_staleness_is_conserved(name, delays):
     """The staleness of applied and in-flight work sums to (N - 1) T after T updates by N always-busy workers."""
     run = simulate(policy_of(name, **ALWAYS_BUSY[name]), DELAYS[delays]())
-    for applies in range(1, 201):
+    for applies in range(1, 101):
         assert run.clock.advance() == 1, "no ties"
         assert run.server.version == applies
         assert total_staleness(run) == (WORKERS - 1) * applies
@@ -55,18 +55,11 @@ def test_staleness_is_conserved(name, delays):
 def test_staleness_with_a_buffer_is_conserved(delays, k):
     """Concurrency M, V versions: (M - 1) V in all, so the mean staleness of K V deltas tends to (M - 1) / K."""
     run = simulate(policy_of("fedbuff", k=k), DELAYS[delays]())
-    for taken in range(1, 301):
+    for taken in range(1, 101):
         assert run.clock.advance() == 1, "no ties"
         assert run.server.version == taken // k
         assert total_staleness(run) == (WORKERS - 1) * run.server.version
         assert run.server.policy.buffered(run.server) == taken % k
-
-
-def test_staleness_of_sampled_workers_is_conserved():
-    run = simulate(policy_of("fedbuff", k=3), delays_of([1.0] * 40, "lognormal"), slots=7)
-    for _ in range(300):
-        assert run.clock.advance() == 1, "no ties"
-        assert total_staleness(run) == 6 * run.server.version
 
 
 @pytest.mark.parametrize("speeds", [[1.0] * 5, [1.0, 1.0, 2.0, 2.0, 4.0], [1.0, 2.0, 3.0, 4.0, 6.0]])
@@ -90,40 +83,6 @@ def test_all_arrivals_of_one_time_are_taken_before_a_worker_starts_again():
     assert run.times == [1, 1, 2, 2, 2, 3, 3, 4, 4, 4]
     assert [arrival.staleness for arrival in run.arrivals] == [0, 1, 0, 1, 4, 0, 1, 0, 1, 4]
     assert [arrival.unit for arrival in run.arrivals] == [0, 0, 1, 1, 0, 2, 2, 3, 3, 1]
-
-
-def test_items_have_their_round_and_step():
-    """3 steps make a round of 10 samples in batches of 4."""
-    run = simulate(policy_of("asgd"), delays_of([1.0, 2.0])).advance(10)
-    mine = [item for items in run.trained for item in items if item.worker == 0]
-    assert [(item.round, item.step) for item in mine[:7]] == [
-        *[(1, 0), (1, 1), (1, 2)],
-        *[(2, 0), (2, 1), (2, 2), (3, 0)],
-    ]
-    run = simulate(policy_of("fedasync"), delays_of([1.0, 2.0])).advance(5)
-    mine = [item for items in run.trained for item in items if item.worker == 0]
-    assert [(item.round, item.step, item.steps) for item in mine[:3]] == [(n, None, None) for n in (1, 2, 3)]
-
-
-def test_free_workers_are_drawn_for_slots_in_order():
-    """50 equally fast workers and 3 slots: the draws are those of a scheduler alone."""
-    run, reference = (simulate(policy_of("fedbuff"), delays_of([1.0] * 50), slots=3) for _ in range(2))
-    run.advance(6)
-    for items in run.trained:
-        drawn = [reference.scheduler.next_item(slot) for slot in range(3)]
-        assert [(item.slot, item.worker) for item in items] == [(m.slot, m.worker) for m in drawn]
-        for item in drawn:
-            reference.scheduler.finish(item)
-
-
-@pytest.mark.parametrize("name", ["asgd", "fedbuff", "gossip", "easgd", "k_async"])
-def test_runs_are_reproducible(name):
-    def once():
-        params = {"k": 2} if name == "k_async" else {}
-        run = simulate(policy_of(name, **params), delays_of([1.0, 2.0, 3.0], "lognormal")).advance(60)
-        return run.row.tolist(), run.arrivals, run.times
-
-    assert once() == once()
 
 
 def test_all_policies_have_the_same_delays():
@@ -303,12 +262,6 @@ def test_a_cancelled_departure_is_decided_again_by_the_next_work():
     assert [arrival.slot for arrival in run.arrivals] == [0, 1]
     assert run.times == [1.0, 1.5]
     assert run.server.alive.tolist() == [0, 1]
-
-
-def test_a_worker_may_leave_at_time_zero():
-    run = simulate(policy_of("asgd"), delays_of([1.0, 2.0]), departures={1: 0.0}).advance(5)
-    assert {arrival.slot for arrival in run.arrivals} == {0}
-    assert run.server.alive.tolist() == [0]
 
 
 def test_too_few_workers_for_an_update_raise_an_error():

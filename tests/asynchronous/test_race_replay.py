@@ -48,7 +48,9 @@ def again(log, on_start=None, **changes):
     return fedsim.run({**tables, **changes}, on_start=on_start)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("asgd", "dc_asgd") else name for name in POLICIES]
+)
 def test_the_clock_repeats_a_race_to_the_bit(session, tmp_path, name):
     policy = {"name": name, **POLICIES[name]}
     raced = race(session, tmp_path / "run", policy)
@@ -77,10 +79,6 @@ def test_the_headline_of_a_replay_names_the_log_and_its_table_has_no_virtual_tim
     heads = [column.column for column in columns_of(result.history[0])]
     assert heads[-2:] == ["updates", "staleness"]
     assert "virtual s" not in heads
-
-
-def test_a_part_of_a_race_can_be_repeated_from_the_file_alone(session, logged):
-    assert len(again(logged / FILE, rounds=1).history) == 1
 
 
 @pytest.mark.parametrize(

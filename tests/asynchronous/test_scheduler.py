@@ -86,16 +86,3 @@ def test_draws_are_as_documented():
         expected = next(worker for worker in iter(lambda rng=rng: int(rng.integers(50)), None) if worker not in busy)
         busy.add(expected)
         assert who.next_item(count).worker == expected
-
-
-def test_a_million_workers_need_memory_only_for_those_drawn():
-    who = scheduler("model", slots=5, workers=10**6)
-    for slot in range(5):
-        list(items(who, slot, 1))
-    assert len(who._done) == 5
-
-
-@pytest.mark.parametrize("work", ["gradient", "model"])
-def test_with_a_slot_for_each_worker_each_keeps_its_own(work):
-    who = scheduler(work)
-    assert [who.next_item(slot).worker for slot in (2, 0, 3, 1)] == [2, 0, 3, 1]

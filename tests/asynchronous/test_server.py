@@ -5,7 +5,6 @@ import torch
 
 from fedsim.aggregation import column_blocks
 from fedsim.aggregation.rules.averages import mean
-from fedsim.asynchronous.server_state import GradientOnly
 from fedsim.clients import SGD
 from fedsim.core.rows import new_rows
 from fedsim.server import server_optimizer
@@ -15,20 +14,6 @@ from tests.asynchronous.simulated import delays_of, policy_of, simulate
 def server_of(name="asgd", n=3, **options):
     params = options.pop("params", {})
     return simulate(policy_of(name, **params), delays_of([1.0] * n), watched=False, **options).server
-
-
-def test_gradient_only_writes_the_gradient_into_the_row():
-    row, gradient = torch.ones(3), torch.tensor([1.0, 2.0, 3.0])
-    GradientOnly().step(row, gradient, GradientOnly().start(row))
-    assert row.tolist() == [1, 2, 3]
-
-
-def test_counts_at_the_start():
-    server = server_of()
-    assert server.version == 0
-    assert server.read.tolist() == [-1] * 3
-    assert server.units.tolist() == [0] * 3
-    assert server.alive.tolist() == [0, 1, 2]
 
 
 def test_staleness_is_the_number_of_versions_since_the_last_read():
@@ -63,9 +48,9 @@ def test_pull_copies_the_broadcast_of_the_optimizer():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_start_plus_delta_is_a_float32_row_to_the_bit(dtype):
-    server = server_of("fedbuff", dtype=dtype, start=torch.randn(100).tolist())
+    server = server_of("fedbuff", dtype=dtype, start=torch.linspace(-2, 2, 100).tolist())
     server.pull(0)
-    server.rows[0].copy_(torch.randn(100) * 1e-3)
+    server.rows[0].copy_(torch.linspace(-2, 3, 100) / 1013)
     again = (server.replicas[0].double() + server.delta(0)).to(dtype)
     assert server.delta(0).dtype == torch.float64
     if dtype == torch.float32:
@@ -85,11 +70,11 @@ def test_each_worker_has_its_own_solver_state():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("d", [5, 16_384, 16_387, 50_001])
+@pytest.mark.parametrize("d", [5, 16_387])
 @pytest.mark.parametrize("slots", [range(7), [0, 2, 3], [4]])
 def test_mean_has_the_bits_of_the_rule_mean(slots, d, dtype):
     server = server_of(n=7, start=[0.0] * d, dtype=dtype)
-    rows = new_rows(7, d, dtype).copy_(torch.randn(7, d, dtype=dtype))
+    rows = new_rows(7, d, dtype).copy_(torch.randn(7, d, dtype=dtype, generator=torch.Generator().manual_seed(0)))
     server.shared.rows = rows
     expected = torch.cat([mean(rows[list(slots)][:, block]) for block in column_blocks(d)])
     assert torch.equal(server.mean(list(reversed(slots))), expected)

@@ -8,20 +8,18 @@ import torch
 from fedsim.asynchronous.policies.decentralized import GRAPHS, complete, exponential, ring
 from fedsim.clients import SGD
 from fedsim.core.randomness import numpy_generator
-from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError
-from tests.asynchronous.simulated import delays_of, policy_of, simulate, some_result, zero_result
-
-LR = 0.1
-START = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-
-
-def same(found, expected):
-    return torch.allclose(found, expected, rtol=0, atol=1e-12)
-
-
-def nth(worker, step):
-    return WorkItem(worker, worker, step // 3 + 1, None, step % 3)
+from tests.asynchronous.simulated import (
+    LR,
+    START,
+    delays_of,
+    nth_step,
+    policy_of,
+    same,
+    simulate,
+    some_result,
+    zero_result,
+)
 
 
 def scattered(run):
@@ -45,7 +43,7 @@ def test_synchronous_elastic_averaging_is_a_loop(period, alpha, momentum):
     models, centre, velocity = [START] * n, START, [torch.zeros(3).double()] * n
     for step in range(12):
         for worker in range(n):
-            gradient = some_result(models[worker], nth(worker, step))
+            gradient = some_result(models[worker], nth_step(worker, step))
             velocity[worker] = momentum * velocity[worker] + gradient
             direction = gradient + momentum * velocity[worker] if momentum else gradient
             models[worker] = models[worker] - LR * direction
@@ -64,7 +62,7 @@ def test_asynchronous_elastic_averaging_is_a_loop():
     models, centre, steps, at = [START] * 3, START, [0] * 3, list(speeds)
     for _ in range(40):
         worker = at.index(min(at))
-        models[worker] = models[worker] - LR * some_result(models[worker], nth(worker, steps[worker]))
+        models[worker] = models[worker] - LR * some_result(models[worker], nth_step(worker, steps[worker]))
         steps[worker] += 1
         if steps[worker] % 2 == 0:
             elastic = 0.4 * (models[worker] - centre)
@@ -148,7 +146,7 @@ def test_pairwise_averaging_is_a_loop(name, graph):
     models, began, steps, at = [START] * 4, [START] * 4, [0] * 4, list(speeds)
     for _ in range(50):
         mine = at.index(min(at))
-        gradient = some_result(began[mine], nth(mine, steps[mine]))
+        gradient = some_result(began[mine], nth_step(mine, steps[mine]))
         neighbours = GRAPHS[graph](mine, 4)
         theirs = neighbours[int(numpy_generator(4, "neighbour", mine, steps[mine]).integers(len(neighbours)))]
         if name == "gossip":
@@ -191,7 +189,7 @@ def test_a_single_worker_steps_alone_and_none_is_an_error():
     run = simulate(policy_of("gossip"), delays_of([1.0]), departures={0: 2.5}).advance(2)
     model = START
     for step in range(2):
-        model = model - LR * some_result(model, nth(0, step))
+        model = model - LR * some_result(model, nth_step(0, step))
     assert same(run.server.replicas[0], model)
     with pytest.raises(ExperimentError, match="no worker is busy"):
         run.advance(1)

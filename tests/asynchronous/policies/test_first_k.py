@@ -6,18 +6,19 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
-from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError
-from tests.asynchronous.simulated import delays_of, policy_of, simulate, some_result, zero_result
-
-LR = 0.1
-START = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-
-
-def nth(worker, step):
-    return WorkItem(worker, worker, step // 3 + 1, None, step % 3)
+from tests.asynchronous.simulated import (
+    LR,
+    START,
+    delays_of,
+    nth_step,
+    policy_of,
+    same,
+    simulate,
+    some_result,
+    zero_result,
+)
 
 
 def k_sync_by_hand(delays, n, k, updates):
@@ -29,7 +30,7 @@ def k_sync_by_hand(delays, n, k, updates):
             seconds.append(delays.seconds(worker, begun[worker], 1))
             begun[worker] += 1
         first = sorted(np.argsort(seconds, kind="stable")[:k].tolist())
-        row = row - LR * sum(some_result(row, nth(worker, done[worker])) for worker in first) / k
+        row = row - LR * sum(some_result(row, nth_step(worker, done[worker])) for worker in first) / k
         for worker in first:
             done[worker] += 1
         now += max(seconds[worker] for worker in first)
@@ -37,7 +38,7 @@ def k_sync_by_hand(delays, n, k, updates):
     return row, times
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 5])
+@pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("speeds", [[1.0] * 5, [1.0, 1.0, 1.5, 1.6, 5.0]])
 @pytest.mark.parametrize("kind", ["constant", "shifted_exponential"])
 def test_k_sync_and_backup_are_the_loop_of_the_paper(k, speeds, kind):
@@ -46,28 +47,16 @@ def test_k_sync_and_backup_are_the_loop_of_the_paper(k, speeds, kind):
         run = simulate(chosen, delays_of(speeds, kind)).advance(12 * k)
         assert run.server.version == 12
         assert run.times[k - 1 :: k] == pytest.approx(times, rel=1e-12)
-        assert torch.allclose(run.row, row, rtol=0, atol=1e-12)
+        assert same(run.row, row)
         assert run.clock.dispatcher.stats.discarded == 12 * (5 - k)
         assert {arrival.staleness for arrival in run.arrivals} == {0}
         assert sum(map(len, run.trained)) == 12 * k, "cancelled work is not computed"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_k_sync_of_all_is_ssp_of_0_to_the_bit(dtype):
-    """Which is synchronous SGD."""
-    runs = [
-        simulate(chosen, delays_of([1.0, 1.5, 1.5, 4.0], "lognormal"), dtype=dtype).advance(40)
-        for chosen in (policy_of("k_sync", k=4), policy_of("backup", backups=0), policy_of("ssp", s=0))
-    ]
-    assert all(torch.equal(run.row, runs[2].row) for run in runs)
-    assert all(run.times == runs[2].times for run in runs)
-    assert runs[0].clock.dispatcher.stats.discarded == 0
-
-
 @pytest.mark.parametrize(("n", "k", "rate"), [(8, 1, 1.0), (8, 5, 2.0), (8, 8, 0.5)])
 def test_the_time_of_an_update_is_that_of_order_statistics(n, k, rate):
     """E[T] = (H_n - H_(n-k)) / rate; the variance is the sum of 1 / (j rate)^2 over j = n-k+1, ..., n."""
-    updates = 1500
+    updates = 500
     delays = delays_of([1 / rate] * n, "shifted_exponential", seed=3)
     run = simulate(policy_of("k_sync", k=k), delays, train=zero_result, watched=False).advance(updates * k)
     assert run.server.version == updates
@@ -80,13 +69,13 @@ def test_k_async_by_hand():
     """Workers of 1, 2 and 3.5 s, k = 2: the first two wait for the update, the third continues."""
     run = simulate(policy_of("k_async", k=2), delays_of([1.0, 2.0, 3.5]))
     run.advance(2)
-    first = START - LR * (some_result(START, nth(0, 0)) + some_result(START, nth(1, 0))) / 2
+    first = START - LR * (some_result(START, nth_step(0, 0)) + some_result(START, nth_step(1, 0))) / 2
     assert run.times == [1, 2]
-    assert torch.allclose(run.row, first, rtol=0, atol=1e-12)
+    assert same(run.row, first)
     run.advance(2)
     assert run.times == [1, 2, 3, 3.5]
-    second = first - LR * (some_result(first, nth(0, 1)) + some_result(START, nth(2, 0))) / 2
-    assert torch.allclose(run.row, second, rtol=0, atol=1e-12)
+    second = first - LR * (some_result(first, nth_step(0, 1)) + some_result(START, nth_step(2, 0))) / 2
+    assert same(run.row, second)
     assert [arrival.staleness for arrival in run.arrivals] == [0, 0, 0, 1]
     run.advance(1)
     assert run.times[-1] == 4.0
@@ -99,15 +88,10 @@ def test_k_async_by_hand():
     [
         ("k_sync", {"k": 5}, "policy.k = 5: must be at most the 4 workers at work"),
         ("k_async", {"k": 5}, "policy.k = 5: must be at most the 4 workers at work"),
+        ("k_sync", {}, "policy.k: is required|k: is required"),
         ("backup", {"backups": 4}, "policy.backups = 4: must be fewer than the 4 workers at work"),
     ],
 )
 def test_more_than_the_workers_is_refused(name, params, message):
     with pytest.raises(ExperimentError, match=message):
         policy_of(name, **params).check(4)
-
-
-@pytest.mark.parametrize(("name", "params"), [("k_sync", {}), ("k_async", {}), ("k_sync", {"k": 0})])
-def test_k_is_required(name, params):
-    with pytest.raises(ExperimentError, match="k"):
-        policy_of(name, **params)

@@ -6,31 +6,25 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim.aggregation import column_blocks
-from fedsim.aggregation.rules.averages import mean
 from fedsim.clients import SGD
-from fedsim.core.rows import new_rows
-from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError
-from tests.asynchronous.simulated import delays_of, policy_of, simulate, some_result
+from tests.asynchronous.simulated import LR, START, delays_of, nth_step, policy_of, same, simulate, some_result
 
 SPEEDS = [1.0, 1.9, 2.7, 4.3]
-LR = 0.1
 
 
-def replayed(run, rule, lr=LR):
+def replayed(run, rule):
     """The global row that a rule(W, read, gradient, arrival, memory) makes of a run's arrivals, one after another.
 
-    Who arrives when is the run's; gradients are computed anew, at the row that the rule itself had by then.
+    The order of arrivals is that of the run; the gradients are computed again, at the rows of the rule.
     """
-    start = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    row, read, shared = start.clone(), {}, {}
+    row, read, shared = START.clone(), {}, {}
     items = {(item.worker, unit): item for item, unit in numbered(run)}
     arrivals = list(zip(run.arrivals, run.times, strict=True))
     for place, (arrival, time) in enumerate(arrivals):
         worker = arrival.worker
-        gradient = some_result(read.get(worker, start), items[worker, arrival.unit])
-        row = rule(row, read.get(worker, start), gradient, arrival, shared)
+        gradient = some_result(read.get(worker, START), items[worker, arrival.unit])
+        row = rule(row, read.get(worker, START), gradient, arrival, shared)
         last_of_its_time = place + 1 == len(arrivals) or arrivals[place + 1][1] > time
         if last_of_its_time:
             for other, when in arrivals[: place + 1]:
@@ -46,10 +40,6 @@ def numbered(run):
         for item in items:
             yield item, count.get(item.worker, 0)
             count[item.worker] = count.get(item.worker, 0) + 1
-
-
-def same(found, expected):
-    return torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
 def asgd(row, read, gradient, arrival, shared):
@@ -123,46 +113,14 @@ def test_neutral_settings_are_asgd_to_the_bit(name, params, dtype, momentum):
     assert torch.equal(row(name, **params), row("asgd"))
 
 
-def test_softsync_weights_each_gradient_by_its_own_staleness_by_hand():
-    """Two workers, 1-softsync: an update takes two gradients; from the second on one of them is stale or not."""
-    run = simulate(policy_of("staleness_aware", softsync=1), delays_of([1.0, 2.5]), train=lambda row, m: row * 0 + 1)
-    run.advance(2)  # worker 0 at 1 and 2: both fresh
-    assert same(run.row, torch.tensor([0.9, -2.1, 0.4], dtype=torch.float64))
-    run.advance(1)  # worker 1 at 2.5: read version 0, now 1
-    assert [arrival.staleness for arrival in run.arrivals] == [0, 0, 1]
-    run.advance(1)  # worker 0 at 3
-    assert same(run.row, torch.tensor([0.8, -2.2, 0.3], dtype=torch.float64))
-
-
-def test_staleness_aware_at_constant_staleness_is_asgd_with_a_divided_rate():
-    """Three equal workers that began one after another: from then on everybody is two versions behind."""
-    delays = delays_of([1.0, 1.0, 1.0])
-
-    def staggered(name, lr):
-        run = simulate(policy_of(name), delays, solver=SGD(lr=lr))
-        duration = run.clock._duration
-        first = {0: 1.0, 1: 4 / 3, 2: 5 / 3}
-        run.clock._duration = lambda item, unit, models: duration(item, unit, models) if unit else first[item.worker]
-        return run
-
-    aware, plain = staggered("staleness_aware", 0.2).advance(2), staggered("asgd", 0.1).advance(2)
-    for run in (aware, plain):  # from the third on
-        run.server.global_row.copy_(torch.tensor([1.0, 2.0, 3.0]))
-        run.server.shared.rows[:2] = run.server.global_row
-        run.advance(30)
-        assert {arrival.staleness for arrival in run.arrivals[2:]} == {2}
-    assert same(aware.row, plain.row)
-
-
 def downpour(speeds, n_fetch, n_push, arrivals):
     """Dean et al. 2012 by hand: fetch before every n_fetch-th step, push the sum after every n_push-th."""
-    start = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    row, local = start.clone(), [start.clone() for _ in speeds]
+    row, local = START.clone(), [START.clone() for _ in speeds]
     accrued, steps = [torch.zeros(3, dtype=torch.float64) for _ in speeds], [0] * len(speeds)
     at = list(speeds)
     for _ in range(arrivals):
         worker = int(np.argmin(at))
-        gradient = some_result(local[worker], member_at(worker, steps[worker]))
+        gradient = some_result(local[worker], nth_step(worker, steps[worker]))
         steps[worker] += 1
         accrued[worker] += gradient
         local[worker] = local[worker] - LR * gradient
@@ -175,12 +133,7 @@ def downpour(speeds, n_fetch, n_push, arrivals):
     return row
 
 
-def member_at(worker, step):
-    return WorkItem(worker, worker, step // 3 + 1, None, step % 3)
-
-
-@pytest.mark.parametrize("n_fetch", [1, 2, 3, 5])
-@pytest.mark.parametrize("n_push", [1, 2, 3, 5])
+@pytest.mark.parametrize(("n_fetch", "n_push"), [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (5, 5)])
 def test_downpour_is_the_loop_of_the_paper(n_fetch, n_push):
     speeds = [1.0, 1.234567, 1.718281]
     run = simulate(policy_of("asgd", n_fetch=n_fetch, n_push=n_push), delays_of(speeds)).advance(90)
@@ -195,7 +148,7 @@ def test_hogwild_momentum_is_private_or_shared():
         run = simulate(
             policy_of("hogwild", momentum=momentum), delays_of([1.0, 1.0]), solver=solver, train=lambda r, m: r * 0 + 1
         )
-        return run.advance(4).row - torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+        return run.advance(4).row - START
 
     assert same(row("private"), torch.full((3,), -(1 + 1 + 1.5 + 1.5), dtype=torch.float64))
     assert same(row("shared"), torch.full((3,), -(1 + 1.5 + 1.75 + 1.875), dtype=torch.float64))
@@ -218,33 +171,6 @@ def test_no_worker_is_more_than_s_steps_ahead(s, kind):
         assert s == "inf" or max(ahead) <= s
         assert s == "inf" or max(clocks) - min(clocks) <= s + 1
     assert most == s or (s == "inf" and most > 20)
-
-
-@pytest.mark.parametrize("noise", ["constant", "lognormal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("d", [1, 7, 16_385, 40_001])
-def test_ssp_0_steps_along_the_mean_of_all(noise, dtype, d):
-    """What the engine does with sync = "gradients" and the rule mean, block of columns by block."""
-    n = 5
-    start = torch.linspace(-1, 1, d, dtype=dtype)
-    run = simulate(
-        policy_of("ssp", s=0), delays_of([1.0, 1.3, 2.0, 2.0, 3.1], noise), start=start.tolist(), dtype=dtype
-    )
-    run.advance(4 * n)
-    row, gradients = start.clone(), new_rows(n, d, dtype)
-    for step in range(4):
-        for worker in range(n):
-            gradients[worker] = some_result(row, member_at(worker, step))
-        for block in column_blocks(d):
-            row[block].add_(mean(gradients[:, block]), alpha=-LR)
-    assert run.server.version == 4
-    assert torch.equal(run.row, row)
-
-
-def test_a_step_of_ssp_0_takes_as_long_as_its_slowest_worker():
-    run = simulate(policy_of("ssp", s=0), delays_of([1.0, 2.0, 5.0])).advance(9)
-    assert run.clock.now == 15
-    assert run.times == [1, 2, 5, 6, 7, 10, 11, 12, 15]
 
 
 @pytest.mark.parametrize("s", [0, 2])
@@ -278,31 +204,14 @@ def test_ssp_applies_the_buffered_gradient_of_a_departed_worker():
     assert run.server.alive.tolist() == [1, 2]
 
 
-def test_ssp_publish_does_not_change_buffered_gradients():
-    plain, published = (simulate(policy_of("ssp", s=1), delays_of([1.0, 1.3, 3.0], "lognormal")) for _ in range(2))
-    buffered = set()
-    for _ in range(60):
-        plain.clock.advance()
-        published.clock.advance()
-        published.server.policy.publish(published.server)
-        buffered.add(published.server.policy.buffered(published.server))
-    assert torch.equal(plain.row, published.row)
-    assert buffered >= {0, 1, 2}
-
-
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
         ("dc_asgd", {"m": 0.5}, "policy.m = 0.5: goes with policy.adaptive = true"),
         ("ssp", {"s": "never"}, 's = "never": must be'),
+        ("staleness_aware", {"softsync": 5}, "policy.softsync = 5: must be at most the 4 workers at work"),
     ],
 )
 def test_impossible_settings_are_refused(name, params, message):
     with pytest.raises(ExperimentError, match=message):
-        policy_of(name, **params)
-
-
-def test_softsync_is_at_most_the_number_of_workers():
-    policy_of("staleness_aware", softsync=4).check(4)
-    with pytest.raises(ExperimentError, match="policy.softsync = 5: must be at most the 4 workers at work"):
-        policy_of("staleness_aware", softsync=5).check(4)
+        policy_of(name, **params).check(4)
