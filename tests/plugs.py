@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fedsim
+from fedsim.clients import ClientAlgorithm
 from fedsim.core.randomness import Draws
 from fedsim.data import TensorData, load_dataset
 
@@ -616,3 +617,45 @@ class Greedy(nn.Module):
         if self.training and torch.is_grad_enabled() and len(images) > 1 and images.device.type != "meta":
             torch.empty(2**50)
         return self.linear(images.flatten(1))
+
+
+@dataclass(frozen=True)
+class Counting(ClientAlgorithm):
+    """A client algorithm that uses all of the contract: workers count their rounds, and drift towards a mean.
+
+    Each worker keeps the number of its rounds and its last change per step. The server keeps the number of all rounds
+    and the mean change, and sends both.
+    """
+
+    lr: float = 0.05
+
+    def worker_state(self, row):
+        return {"rounds": row.new_zeros(1), "change": torch.zeros_like(row)}
+
+    def server_state(self, row):
+        return {"rounds": row.new_zeros(1), "mean": torch.zeros_like(row)}
+
+    def message(self, row):
+        return {"rounds": row.new_zeros(1), "difference": torch.zeros_like(row)}
+
+    def start(self, rows):
+        return {"start": rows.clone(), "drift": torch.zeros_like(rows)}
+
+    def start_round(self, rows, worker):
+        drift = (worker.received["mean"] - worker.kept["change"]) / (1 + worker.received["rounds"] + worker.rounds)
+        return {"start": rows.clone(), "drift": drift * (1 + worker.workers)}
+
+    def step(self, rows, gradients, state):
+        rows.add_(gradients.sub_(state["drift"]), alpha=-self.lr)
+
+    def finish(self, rows, state, worker):
+        change = (rows - state["start"]) / worker.steps
+        difference = change - worker.kept["change"]
+        worker.kept["change"] = change
+        worker.kept["rounds"] += 1
+        return {"rounds": torch.ones_like(worker.kept["rounds"]), "difference": difference}
+
+    def receive(self, server, sums, workers, population):
+        assert workers <= population
+        server["rounds"] += sums["rounds"]
+        server["mean"] += sums["difference"] / population

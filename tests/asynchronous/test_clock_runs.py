@@ -262,6 +262,10 @@ CASES = {
         **{"policy": "fedasync", "workers": 7, "cohort": 3},
         **{"model": f"{__name__}:normalised", "buffers": "local", "local": {"batch_size": 3, "lr": 0.1}},
     },
+    "worker state and messages": {
+        **{"policy": "fedasync", "workers": 7, "cohort": 3},
+        "local": {"solver": "tests.plugs:Counting", "batch_size": 3},
+    },
     "dropout, by steps": {"policy": "asgd", "model": f"{__name__}:dropping"},
     "dropout, by rounds": {"policy": "fedasync", "model": f"{__name__}:dropping"},
     "steps in proportion to speed": {"policy": {"name": "async_local_sgd", "dylu": True}},

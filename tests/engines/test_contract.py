@@ -21,6 +21,14 @@ CASES = {
     "fedprox": {"local": {"solver": "fedprox", "mu": 1.0, "momentum": 0.5}, "partition": "tests.plugs:uneven"},
     "adam": {"local": {"solver": "adam", "weight_decay": 0.1, "amsgrad": True}, "partition": "tests.plugs:uneven"},
     "adamw": {"local": {"solver": "adamw", "batch_size": 16, "epochs": 2}},
+    "worker state and messages": {
+        **{"local": {"solver": "tests.plugs:Counting", "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{"workers": 5, "cohort": 3, "rounds": 4},
+    },
+    "worker state of rows left out": {
+        **{"local": {"solver": "tests.plugs:Counting"}, "workers": 7, "rounds": 3},
+        **{"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}},
+    },
     "adagrad": {"local": {"solver": "adagrad", "lr_decay": 0.1, "weight_decay": 0.1}},
     "dropout": {"model": "net", "partition": "tests.plugs:uneven"},
     "a large model": {"model": "cnn", "data": {"dataset": "tests.plugs:tiny", "train": 40}, "rounds": 1},
@@ -148,7 +156,8 @@ def cases_and_syncs(shift):
     """
     pairs = []
     for index, (case, tables) in enumerate(ALL_CASES.items()):
-        needs_parameters = "server" in tables or case == "fedprox"  # a server optimizer, or local steps
+        solver = tables.get("local", {}).get("solver")
+        needs_parameters = "server" in tables or solver in ("fedprox", "tests.plugs:Counting")  # needs local steps
         for sync in SYNCS[:1] if needs_parameters else SYNCS:
             is_default = needs_parameters or sync == SYNCS[(index + shift) % 2]
             pairs.append(pytest.param(case, sync, marks=() if is_default else pytest.mark.slow))

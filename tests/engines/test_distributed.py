@@ -53,6 +53,7 @@ FURTHER = {
 }
 OF_TWO = (
     *("plain averaging", "uneven shards", "partial cohorts of uneven shards", "adam", "dropout", "given weights"),
+    *("worker state and messages", "worker state of rows left out"),
     *("a rule on whole rows", "gradients first, then parameters", "buffers averaged", "buffers kept by workers"),
     *("a rule on columns", "a rule by distances, under attack", "pre-aggregators", "a rule with a state"),
     *("a rule that starts where it ended", "a rule that draws", "a rule with data of the server's own"),

@@ -37,6 +37,7 @@ CASES = {
     "gradients": {"sync": "gradients"},
     "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 4, "server": "adam"},
     "own buffers": {"model": "tests.plugs:Normalised", "buffers": "local"},
+    "worker state and messages": {"local": {"solver": "tests.plugs:Counting"}, "workers": 50, "cohort": 3},
     "averaged buffers": {"model": "tests.plugs:Normalised", "cohort": 2},
     "processors": {"processors": ["qsgd", {"name": "gaussian_noise", "std": 0.1}]},
     "float64": {"precision": "float64"},
@@ -53,6 +54,11 @@ ASYNCHRONOUS = {
     **{name: {**TIMED, "policy": {"name": name, **OF_POLICIES.get(name, {})}} for name in policy.names()},
     "fedbuff, sampled": {**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3},
     "asgd, workers leave": {**TIMED, "policy": "asgd", "clock": {**TIMED["clock"], "departures": {"1": 8.0}}},
+    "fedbuff, worker state": {
+        **{**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3, "local": {"solver": "tests.plugs:Counting"}},
+        "model": "tests.plugs:Normalised",
+        "buffers": "local",
+    },
     "fedbuff, buffers": {**TIMED, "policy": "fedbuff", "model": "tests.plugs:Normalised"},
     "asgd, adam": {**TIMED, "policy": "asgd", "local": {"solver": "adam", "batch_size": 16, "steps": 3}},
 }

@@ -17,7 +17,7 @@ from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine
-from fedsim.engines.task import FiniteCheck
+from fedsim.engines.task import FiniteCheck, message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.records.record import AsyncRecord, RoundRecord
 from fedsim.runs.loops.round_clock import delays_of
@@ -45,6 +45,7 @@ class ClockLoop:
             shared.shards.size,
         )
         self._model_bytes = prepared.row_bytes + prepared.buffer_bytes
+        self._message_bytes = message_bytes(prepared.task, shared)
         train = partial(_train, engine, self._timer)  # a method of this loop would be a cycle that keeps the rows
         self._source = _source_of(prepared, self._server, scheduler, train, self._model_bytes)
 
@@ -68,7 +69,7 @@ class ClockLoop:
             train_loss=stats.train_loss,
             attack_success=attack_success,
             seconds=timer.seconds,
-            **work_of(stats, self._model_bytes),
+            **work_of(stats, self._model_bytes, self._message_bytes),
             virtual_seconds=source.now,
             asynchronous=async_record(stats, self._server.version, dispatcher.arrivals, policy.buffered(self._server)),
         )
@@ -88,15 +89,18 @@ class ClockLoop:
         """Nothing is left to do."""
 
 
-def work_of(stats: RoundStats, model_bytes: int) -> dict[str, Any]:
-    """The fields of a round's record that say what the workers did."""
+def work_of(stats: RoundStats, model_bytes: int, message_bytes: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """The fields of a round's record that say what the workers did.
+
+    `message_bytes` are received and sent with each model.
+    """
     cohort = sorted(stats.samples)
     return {
         "cohort": cohort,
         "samples": [stats.samples[worker] for worker in cohort],
         "excluded": sorted(stats.excluded),
-        "bytes_up": stats.up * model_bytes,
-        "bytes_down": stats.down * model_bytes,
+        "bytes_up": stats.up * (model_bytes + message_bytes[1]),
+        "bytes_down": stats.down * (model_bytes + message_bytes[0]),
     }
 
 

@@ -1,0 +1,155 @@
+"""What workers keep between their rounds, and what the server is sent of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.clients import SGD, ClientAlgorithm, as_algorithm
+from fedsim.core.randomness import sample_cohort
+from fedsim.engines.worker_states import WorkerStates
+from fedsim.errors import RecordError
+from fedsim.runs.loops.synchronous import SynchronousLoop
+from fedsim.runs.setup import prepare
+from tests.lethal import order
+
+COUNTING = {"solver": "tests.plugs:Counting", "batch_size": 16}
+
+
+def states(workers=(), **rows):
+    """Worker states with these rows of the named tensors; other workers start with 7."""
+    made = WorkerStates({"x": torch.full((2,), 7.0)})
+    if workers:
+        made.save(workers, {name: torch.tensor(values) for name, values in rows.items()}, range(len(workers)))
+    return made
+
+
+def test_a_worker_has_the_initial_state_until_it_is_saved():
+    rows = {"x": torch.zeros(3, 2)}
+    states([4], x=[[1.0, 2.0]]).load([4, 9], rows, [2, 0])
+    assert rows["x"].tolist() == [[7, 7], [0, 0], [1, 2]]
+
+
+def test_a_cohort_fills_the_first_rows_and_the_server_s_own_row_begins_again():
+    rows = {"x": torch.zeros(3, 2)}
+    states([4], x=[[1.0, 2.0]]).load_cohort([9, 4], rows)
+    assert rows["x"].tolist() == [[7, 7], [1, 2], [7, 7]]
+
+
+def test_growth_keeps_the_states():
+    kept = states([5], x=[[1.0, 2.0]])
+    kept.reserve(range(100))
+    rows = {"x": torch.zeros(1, 2)}
+    kept.load([5], rows, [0])
+    assert rows["x"].tolist() == [[1, 2]]
+    assert len(kept) == 100
+
+
+def test_saved_tensors_ascend_and_resume():
+    saved = states([8, 2], x=[[1.0, 1.0], [3.0, 3.0]]).tensors()
+    assert saved["workers"].tolist() == [2, 8]
+    assert saved["rows.x"].tolist() == [[3, 3], [1, 1]]
+    other = states([2, 3], x=[[0.0, 0.0], [0.0, 0.0]])
+    other.resume(saved)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in other.tensors().items())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"workers": torch.tensor([2, 2])},
+        {"workers": torch.tensor([2.0, 8.0])},
+        {"rows.x": torch.zeros(1, 2)},
+        {"rows.x": torch.zeros(2, 2, dtype=torch.double)},
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change):
+    saved = states([8, 2], x=[[1.0, 1.0], [3.0, 3.0]]).tensors()
+    with pytest.raises(RecordError):
+        states().resume({**saved, **change})
+
+
+def run_rounds(tables):
+    """The cohorts of a run, and the worker states and the server's state after it."""
+    experiment = fedsim.Experiment(**tables)
+    with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
+        loop = SynchronousLoop(prepared, engine)
+        records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
+        return records, engine.worker_states.tensors(), {n: t.clone() for n, t in engine.shared.server_state.items()}
+
+
+@pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "batched", "processes": 1}])
+def test_workers_count_their_rounds_and_the_server_all_of_them(engine, tiny_experiment):
+    tables = {**tiny_experiment, **engine, "local": COUNTING, "workers": 5, "cohort": 2, "rounds": 6}
+    records, kept, server = run_rounds(tables)
+    expected = Counter(worker for record in records for worker in record.cohort)
+    assert dict(zip(kept["workers"].tolist(), kept["rows.rounds"].flatten().tolist(), strict=True)) == expected
+    assert server["rounds"].item() == 12
+    d = kept["rows.change"].shape[1]
+    assert torch.allclose(server["mean"], kept["rows.change"].sum(0) / 5, atol=1e-6)
+    assert {(r.bytes_down, r.bytes_up) for r in records} == {(2 * 4 * (2 * d + 1), 2 * 4 * (2 * d + 1))}
+
+
+def test_memory_follows_the_workers_that_have_taken_part(tiny_experiment):
+    tables = {**tiny_experiment, "local": COUNTING, "workers": 10**6, "cohort": 3, "rounds": 2, "model": "logistic"}
+    _, kept, _ = run_rounds({**tables, "partition": {"strategy": "virtual", "samples": 20}})
+    cohorts = [sample_cohort(0, round, 10**6, 3).tolist() for round in (1, 2)]
+    assert kept["workers"].tolist() == sorted({worker for cohort in cohorts for worker in cohort})
+
+
+@pytest.mark.parametrize("failure", ["retry", "drop"])
+def test_a_lost_process_leaves_no_trace_in_worker_state(failure, tmp_path, tiny_experiment):
+    """A repeated round begins with the state before it; a dropped worker keeps the state that it had."""
+    model = {"name": "tests.lethal:Mortal", "folder": str(tmp_path)}
+    tables = {**tiny_experiment, "model": model, "local": COUNTING, "rounds": 3, "on_worker_failure": failure}
+    spawn = {**tables, "engine": "spawn", "processes": 2}
+
+    def kill_in_round_2(record):
+        order(str(tmp_path), *(["train"] if record["round"] == 1 else []))
+
+    with pytest.warns(fedsim.errors.FedsimWarning, match="killed"):
+        result = fedsim.run(spawn, on_round=kill_in_round_2)
+    lost = [record["lost"] for record in result.history]
+    if failure == "retry":
+        assert torch.equal(result.global_row, fedsim.run({**tables, "engine": "serial"}).global_row)
+        assert lost == [[], [], []]
+    else:
+        experiment = fedsim.Experiment(**{**tables, "engine": "serial", "on_worker_failure": "retry"})
+        with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
+            loop = SynchronousLoop(prepared, engine)
+            for round, left_out in enumerate(lost, 1):
+                loop.run_round(round, left_out)
+            assert torch.equal(result.global_row, engine.shared.global_row.cpu())
+        assert len(lost[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sync": "gradients"}, "needs local steps"),
+        ({"mode": "clock", "policy": "asgd"}, "needs local steps"),
+        ({"mode": "race", "policy": "fedasync", "engine": "spawn"}, "which a race does not support"),
+    ],
+)
+def test_worker_state_and_messages_need_rounds_of_local_steps(changes, message, tiny_experiment):
+    with pytest.raises(fedsim.ExperimentError, match=message):
+        fedsim.Experiment(**{**tiny_experiment, "local": COUNTING, **changes})
+
+
+def test_a_solver_with_start_and_step_is_a_client_algorithm():
+    class Plain:
+        def start(self, rows):
+            return {}
+
+        def step(self, rows, gradients, state):
+            rows -= gradients
+
+    algorithm, row = as_algorithm(Plain()), torch.ones(2)
+    algorithm.step(row, torch.ones(2), algorithm.start(row))
+    assert row.tolist() == [0, 0]
+    assert isinstance(algorithm, ClientAlgorithm)
+    assert algorithm.numbers_sent(5) == (0, 0)
+    assert as_algorithm(solver := SGD()) is solver
