@@ -34,7 +34,6 @@ class Heterogeneity:
 
     @property
     def median(self) -> float:
-        """The median of the sizes."""
         return float(np.median(self.sizes))
 
     @property

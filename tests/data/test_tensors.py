@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -21,18 +19,13 @@ def images():
     return TensorData.of_images(pixels, torch.arange(20) % 10, MEAN, STD)
 
 
-def test_images_are_normalised_as_by_torchvision(images):
-    inputs, targets = images.gather(torch.tensor([3, 1, 3]))
-    expected = (images.inputs[[3, 1, 3]].float() / 255 - MEAN[0]) / STD[0]
-    assert torch.allclose(inputs, expected, atol=1e-6)
-    assert targets.tolist() == [3, 1, 3]
-
-
-def test_channels_have_their_own_mean():
-    pixels = torch.randint(0, 256, (4, 3, 5, 5), dtype=torch.uint8)
-    mean, std = (0.1, 0.5, 0.9), (0.2, 0.3, 0.4)
+@pytest.mark.parametrize(("mean", "std"), [((0.1307,), (0.3081,)), ((0.1, 0.5, 0.9), (0.2, 0.3, 0.4))])
+def test_images_are_normalised_by_channel(mean, std):
+    channels = len(mean)
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (4, channels, 5, 5), dtype=torch.uint8, generator=generator)
     inputs, _ = TensorData.of_images(pixels, torch.zeros(4).long(), mean, std).gather(torch.arange(4))
-    expected = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    expected = (pixels / 255 - torch.tensor(mean).view(channels, 1, 1)) / torch.tensor(std).view(channels, 1, 1)
     assert torch.allclose(inputs, expected, atol=1e-6)
 
 
@@ -53,7 +46,7 @@ def test_a_sample_is_a_row_of_the_batch(images):
 
 
 def test_gathering_leaves_the_data_alone(images):
-    floats = TensorData(torch.randn(5, 3), torch.arange(5))
+    floats = TensorData(torch.ones(5, 3), torch.arange(5))
     before = floats.inputs.clone()
     floats.gather(torch.arange(5))[0].zero_()
     assert torch.equal(floats.inputs, before)
@@ -62,16 +55,6 @@ def test_gathering_leaves_the_data_alone(images):
 def test_precision_follows_to(images):
     inputs, _ = images.to(torch.device("cpu"), torch.float64).gather(torch.arange(3))
     assert inputs.dtype == torch.float64
-
-
-def test_inputs_without_targets_are_an_error():
-    with pytest.raises(ValueError, match="3 inputs have 2 targets"):
-        TensorData(torch.zeros(3, 1), torch.zeros(2).long())
-
-
-def test_it_can_be_pickled(images):
-    again = pickle.loads(pickle.dumps(images))
-    assert torch.equal(again.gather(torch.arange(3))[0], images.gather(torch.arange(3))[0])
 
 
 @pytest.mark.parametrize(
@@ -85,7 +68,7 @@ def test_it_can_be_pickled(images):
     ids=["tensors", "TensorDataset", "arrays", "PIL"],
 )
 def test_any_map_style_data_set_becomes_tensors(make):
-    pixels = torch.randint(0, 256, (3, 1, 6, 6), dtype=torch.uint8)
+    pixels = (torch.arange(108) * 7 % 256).to(torch.uint8).view(3, 1, 6, 6)
     data = as_tensor_data(make(pixels))
     assert torch.equal(data.inputs, pixels)
     assert data.targets.tolist() == [0, 1, 2]

@@ -42,10 +42,10 @@ def plain_dirichlet(labels, workers, rng, alpha, min_size, balanced):
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-@pytest.mark.parametrize("alpha", [0.2, 1.0, 50.0])
+@pytest.mark.parametrize("alpha", [0.2, 50.0])
 @pytest.mark.parametrize("min_size", [1, 40])
 def test_dirichlet_is_its_definition(alpha, min_size, balanced):
-    for seed in range(5):
+    for seed in range(2):
         params = {"alpha": alpha, "min_size": min_size, "balanced": balanced}
         shards = fedsim.partition(LABELS, 8, "dirichlet", seed, **params)
         expected = plain_dirichlet(LABELS, 8, numpy_generator(seed, "partition"), **params)
@@ -114,7 +114,7 @@ def one_at_a_time(labels, workers, rng, alpha):
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("workers", [1, 7, 50])
 def test_dirichlet_workers_is_its_definition(alpha, workers):
-    for seed in range(5):
+    for seed in range(2):
         shards = fedsim.partition(LABELS, workers, "dirichlet_workers", seed, alpha=alpha)
         rng = numpy_generator(seed, "partition")
         counts = one_at_a_time(LABELS, workers, rng, alpha)

@@ -20,12 +20,6 @@ def test_contiguous_gives_equal_runs_and_the_remainder_to_the_last():
     assert sizes_of(np.zeros(60_000), 4) == [15_000] * 4
 
 
-def test_iid_shards_differ_by_at_most_one_and_are_shuffled():
-    shards = fedsim.partition(np.zeros(1003), 10, "iid")
-    assert {len(shard) for shard in shards} == {100, 101}
-    assert not np.array_equal(np.concatenate(shards), np.arange(1003))
-
-
 def test_quantity_cuts_a_shuffled_whole_by_dirichlet_shares():
     shards = fedsim.partition(np.zeros(1000), 5, "quantity", seed=4, beta=0.7)
     rng = numpy_generator(4, "partition")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 import fedsim
 from fedsim.data.partitions import partition_strategy, transforms_of_workers
@@ -13,7 +12,7 @@ COVERS = sorted(set(STRATEGIES) - {"virtual"})  # the others are disjoint covers
 
 
 @pytest.mark.parametrize("strategy", COVERS)
-@pytest.mark.parametrize(("n", "workers", "classes"), [(100, 5, 2), (1003, 13, 10), (60_000, 10, 7), (5000, 100, 3)])
+@pytest.mark.parametrize(("n", "workers", "classes"), [(100, 5, 2), (1003, 13, 10), (5000, 100, 3)])
 def test_every_sample_goes_to_exactly_one_worker(strategy, n, workers, classes):
     rng = np.random.default_rng(n)
     labels, ids = rng.integers(0, classes, n), rng.integers(0, 4 * workers, n)
@@ -51,11 +50,6 @@ def test_labels_may_have_any_type(strategy):
     shards = fedsim.partition(labels, 4, strategy, ids=ids)
     numbered = fedsim.partition(np.array([-5, 7, 1000]).repeat(40), 4, strategy, ids=ids)
     assert all(np.array_equal(a, b) for a, b in zip(shards, numbered, strict=True))
-
-
-@pytest.mark.parametrize("labels", [[0, 1, 2], np.arange(3), torch.arange(3)])
-def test_labels_may_be_a_list_an_array_or_a_tensor(labels):
-    assert len(fedsim.partition(labels, 3)) == 3
 
 
 @pytest.mark.parametrize("workers", [0, -1, 11])

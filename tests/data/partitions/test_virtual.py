@@ -34,9 +34,9 @@ def plain_shard(labels, worker, seed, samples, alpha):
 
 
 @pytest.mark.parametrize("alpha", [None, 100.0, 1.0, 0.05])
-@pytest.mark.parametrize("samples", [1, 60, 300, 500])
+@pytest.mark.parametrize("samples", [1, 60, 500])
 def test_virtual_is_its_definition(alpha, samples):
-    """300 and 500 of 500: classes run out."""
+    """500 of 500: classes run out."""
     given = {} if alpha is None else {"alpha": alpha}
     shards = fedsim.partition(LABELS, 5, "virtual", seed=3, samples=samples, **given)
     for worker, shard in enumerate(shards):
@@ -52,15 +52,9 @@ def test_a_shard_depends_only_on_seed_and_worker():
     assert not np.array_equal(few.of(0), partition_shards(LABELS, 10, "virtual", seed=2, alpha=0.5).of(0))
 
 
-def test_workers_may_outnumber_samples():
-    shards = fedsim.partition(LABELS, 1000, "virtual", samples=20)
-    assert sum(map(len, shards)) == 20_000 > len(LABELS)
-    assert len(set(np.concatenate(shards).tolist())) == len(LABELS)
-
-
-@pytest.mark.parametrize("alpha", [0.1, 1.0, 1e12])
+@pytest.mark.parametrize("alpha", [0.1, 1e12])
 def test_the_population_has_the_classes_of_the_data(alpha):
-    counts = fedsim.label_counts(LABELS, fedsim.partition(LABELS, 4000, "virtual", samples=10, alpha=alpha))
+    counts = fedsim.label_counts(LABELS, fedsim.partition(LABELS, 1000, "virtual", samples=10, alpha=alpha))
     assert np.allclose(counts.sum(0) / counts.sum(), np.bincount(LABELS) / 500, atol=0.04)
 
 
