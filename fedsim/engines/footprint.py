@@ -47,9 +47,12 @@ def memory_needed(
     else:
         training = processes * (1 + solver_state)
     copies = (1 if replaces else 0) + (3 if checkpoints else 0)  # a checkpoint: a snapshot, its bytes, and the file
+    kept, messages = task.solver.worker_state(torch.zeros(2)), task.solver.message(torch.zeros(2))
+    kept_rows, message_rows = (sum(len(tensor) > 1 for tensor in state.values()) for state in (kept, messages))
     parts = {
         "rows": n_rows * row,
         "global model and optimizer state": state * row,
+        "worker state and messages": (2 * kept_rows + message_rows) * n_rows * row,
         "modules": modules * row,
         "gradients and solver state": training * row,
         "copies for recovery and checkpoints": copies * lasting * row,
