@@ -43,7 +43,7 @@ PIPELINES = {"nnm + median": (20, 1), "nnm + mean": (15, 1), "bucketing + krum":
 
 
 @pytest.fixture(autouse=True)
-def memory_is_looked_up_anew():
+def clear_the_cache_of_memory_sizes():
     yield
     most_columns.cache_clear()
 
@@ -87,7 +87,7 @@ def test_a_mean_on_a_gpu_looks_at_its_result_alone(weights, launches, gpu):
 
 
 @pytest.mark.parametrize("name", ["median", "meamed", "krum", "multi_krum", "bulyan", "signguard", "dnc"])
-def test_what_does_not_fit_into_the_memory_of_a_gpu_is_done_in_blocks(name, gpu, monkeypatch):
+def test_a_rule_that_exceeds_the_memory_of_a_gpu_works_in_blocks(name, gpu, monkeypatch):
     monkeypatch.setattr("fedsim.aggregation.numerics.columns.total_memory_of", lambda device: 8 * 64 * N * 1_000)
     params = {"f": F} if "f" in fedsim.rules()[name].parameters else {}
     updates = rows()

@@ -54,7 +54,9 @@ class Bound(NamedTuple):
 
 NO_STEP = Bound(0, 0)
 ORDERS = 165  # launches of a round, at its start: the orders of all batches, which were drawn on the host before
-BOUNDS: dict[str, dict[str, tuple[Bound, Bound]]] = {  # by workload and method of a station: of a round, and of a step
+BOUNDS: dict[
+    str, dict[str, tuple[Bound, Bound]]
+] = {  # by workload and method of the executor: of a round, and of a step
     "w1": {
         "pull_down": (Bound(1, 1), NO_STEP),
         "train": (Bound(14 + ORDERS, 6), Bound(1, 0, 212)),  # a graph of one step draws its dropout, 155 of these

@@ -22,14 +22,9 @@ from tests.device.test_bounds import ORDERS
 
 UNEVEN = {"partition": "tests.plugs:uneven"}
 CASES = {
-    "even shards": {},
-    "uneven shards": UNEVEN,
     "drop_last": {**UNEVEN, "local": {"batch_size": 16, "drop_last": True, "epochs": 2}},
     "several epochs": {**UNEVEN, "local": {"batch_size": 8, "epochs": 3, "momentum": 0.9, "weight_decay": 0.1}},
     "local steps": {**UNEVEN, "local": {"steps": 21, "batch_size": 8}},
-    "fedprox": {**UNEVEN, "local": {"solver": "fedprox", "mu": 1.0, "momentum": 0.9, "batch_size": 16}},
-    "adam": {**UNEVEN, "local": {"solver": "adam", "amsgrad": True, "batch_size": 16}},
-    "adagrad": {**UNEVEN, "local": {"solver": "adagrad", "lr_decay": 0.1, "batch_size": 16}},
     "more members than the width": {**UNEVEN, "workers": 5, "batched": {"width": 3}},
     "changing cohorts": {"workers": 7, "cohort": 5, "rounds": 3, **UNEVEN},
     "a model with buffers": {"model": "tests.device.test_captured_steps:Counting", **UNEVEN},
@@ -38,7 +33,6 @@ CASES = {
         **UNEVEN,
         "local": {"steps": 19, "batch_size": 8},
     },
-    "rounds of gradients before": {"sync": "post_local", "gradient_rounds": 1, "rounds": 3},
     "rounds on the clock": {"mode": "clock", "policy": "fedasync", "rounds": 2, **UNEVEN},
 }
 

@@ -119,7 +119,7 @@ def test_a_gpu_that_is_full_outside_of_training_is_one_line_too(where, gpu, fail
         fedsim.run(tables)
 
 
-def test_a_device_side_assert_is_told_with_what_it_mostly_is(gpu, failing):
+def test_the_error_of_a_device_side_assert_names_the_usual_cause(gpu, failing):
     tables, fail = failing
     with pytest.raises(fedsim.WorkerError) as caught:
         fedsim.run(tables, on_start=lambda prepared: fail(ASSERT, "train"))

@@ -64,7 +64,7 @@ def capture(step):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cuda_refuses_is_refused(case, x):
+def test_operations_that_cuda_refuses_are_refused(case, x):
     with pytest.raises(DeviceError):
         REFUSED[case](x)
     assert not torch.cuda.is_current_stream_capturing()

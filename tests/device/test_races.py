@@ -45,7 +45,7 @@ def test_lost_updates_are_counted_where_the_model_lies(policy, gpu, tables, monk
     ],
     ids=lambda changes: changes.get("mode", "rounds"),
 )
-def test_whatever_this_process_writes_is_there_before_others_are_called(changes, gpu, tables, monkeypatch):
+def test_operations_of_this_process_are_synchronised_before_calls_of_others(changes, gpu, tables, monkeypatch):
     """Every operation of the parent on the GPU comes before a synchronisation, which comes before a call."""
     events, call = [], InProcessPool.call
 

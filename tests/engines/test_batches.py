@@ -69,17 +69,6 @@ def test_orders_drawn_for_several_workers_at_once_are_those_drawn_alone(prepared
                 assert torch.equal(next(epochs), next(islice(alone.epochs(worker, 2), epoch, None)))
 
 
-def test_the_orders_of_a_cohort_are_drawn_by_one_call(prepared, monkeypatch):
-    batch_source, calls = BatchSource(*prepared(local={"batch_size": BATCH, "epochs": 3})), []
-    draw = batch_source._draw
-    monkeypatch.setattr(batch_source, "_draw", lambda wanted: calls.append(len(wanted)) or draw(wanted))
-    members = [WorkItem(worker, worker, 1) for worker in range(5)]
-    batch_source.announce(members)
-    for member in members:
-        list(batch_source.batches_of(member))
-    assert calls == [15]
-
-
 @pytest.mark.parametrize("worker", range(len(SIZES)))
 def test_batches_are_the_samples_at_those_positions(worker, prepared):
     task, shared = prepared()

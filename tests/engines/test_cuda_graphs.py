@@ -59,9 +59,9 @@ def replaying(monkeypatch):
     return captured
 
 
-@pytest.mark.parametrize("width", [3, 32])
+@pytest.mark.parametrize("width", [3, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
-def test_replayed_steps_are_the_steps_of_the_ordinary_way(case, width, tiny_experiment, replaying):
+def test_replayed_steps_agree_with_ordinary_steps(case, width, tiny_experiment, replaying):
     tables = {**tiny_experiment, **BATCHED, "batched": {"width": width}, **CASES[case]}
     replayed = fedsim.run({**tables, "cuda_graphs": True})
     assert sum(times for (times,) in replaying) > 0
@@ -151,13 +151,13 @@ def test_a_solver_that_makes_new_state_is_captured_unless_it_begins_it_late(late
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["float64", "float32", "tf32", "bf16"])
+@pytest.mark.parametrize("precision", ["float64", "tf32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
-def test_on_a_gpu_captured_steps_are_the_steps_of_the_ordinary_way(case, precision, tiny_experiment, tmp_path):
+def test_on_a_gpu_captured_steps_agree_with_ordinary_steps(case, precision, tiny_experiment, tmp_path):
     tables = {**tiny_experiment, **BATCHED, "device": "cuda", **CASES[case], "precision": precision}
     replayed = fedsim.run({**tables, "cuda_graphs": True})  # a warning, that a capture failed, is an error here
     ordinary = fedsim.run({**tables, "cuda_graphs": False})
-    assert_close(ordinary, replayed, {"float64": 1e-9, "float32": 1e-4}.get(precision, 2e-2))
+    assert_close(ordinary, replayed, {"float64": 1e-9}.get(precision, 2e-2))
 
 
 def test_steps_are_captured_in_the_precision_of_training(tiny_experiment, replaying, monkeypatch):

@@ -88,7 +88,7 @@ def test_a_weight_that_is_used_twice_has_the_sum_as_its_gradient(twice):
         lambda x, weight, bias: F.conv1d(x[0], weight),
     ],
 )
-def test_what_takes_stacks_and_has_no_form_for_them_is_refused(use, stacks, inputs):
+def test_other_operations_on_stacks_are_refused(use, stacks, inputs):
     with MergedBatch((), stacks, K * BATCH), pytest.raises(NotMergeableError):
         use(inputs, *stacks)
 
@@ -108,7 +108,7 @@ def test_what_takes_stacks_and_has_no_form_for_them_is_refused(use, stacks, inpu
         lambda x: [0, 1][x.argmax() > 100],
     ],
 )
-def test_a_model_that_decides_by_numbers_of_its_batch_is_refused(read, stacks, inputs):
+def test_data_dependent_control_flow_is_refused(read, stacks, inputs):
     with MergedBatch((), stacks, K * BATCH), pytest.raises(NotMergeableError):
         read(inputs)
 
@@ -126,18 +126,18 @@ def test_a_model_that_decides_by_numbers_of_its_batch_is_refused(read, stacks, i
         lambda x: F.one_hot(x.abs().long()),
     ],
 )
-def test_shapes_that_go_by_numbers_are_seen_in_a_rehearsal(use, inputs):
+def test_shapes_that_depend_on_values_are_refused_in_a_probe(use, inputs):
     with DataDependenceCheck(), pytest.raises(NotMergeableError):
         use(inputs)
 
 
-def test_places_that_are_numbers_are_no_shapes(inputs):
+def test_integer_indices_are_allowed_in_a_probe(inputs):
     with DataDependenceCheck():
         assert len(inputs[torch.tensor([2, 0])]) == 2
 
 
 @pytest.mark.parametrize("word", [INPUTS, -1])
-def test_a_row_finds_no_other_rows_words(word):
+def test_an_index_out_of_range_does_not_read_another_row(word):
     words = torch.zeros(K * BATCH, dtype=torch.long)
     words[BATCH] = word
     table = torch.randn(K, INPUTS, OUTPUTS)
@@ -145,7 +145,7 @@ def test_a_row_finds_no_other_rows_words(word):
         F.embedding(words, table)
 
 
-def test_a_rehearsal_does_not_import_the_compiler():
+def test_a_probe_does_not_import_the_compiler():
     """Which takes more than a second."""
     program = (
         "import sys, torch; from fedsim.engines.stacking.merged_operations import DataDependenceCheck\n"

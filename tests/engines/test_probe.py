@@ -17,7 +17,7 @@ from tests.engines.zoo import PICTURES, REFUSED, TEXTS, experiment
 
 @pytest.fixture
 def dry_run():
-    """The rehearsal of an experiment."""
+    """The probe of an experiment."""
 
     def probe(tables):
         wanted = fedsim.Experiment(**{**tables, "engine": "serial"})
@@ -28,17 +28,17 @@ def dry_run():
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for an operation that it loops over
+@pytest.mark.parametrize("sync", ["parameters", pytest.param("gradients", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*PICTURES, *TEXTS])
-def test_what_is_not_refused_agrees_with_serial_for_every_sort_of_model(kind):
-    for sync in ("parameters", "gradients"):
-        tables = {**experiment(kind), "sync": sync}
-        serial = fedsim.run({**tables, "engine": "serial"})
-        stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": 3}})
-        assert_close(serial, stacked, ROUNDING)
+def test_a_model_that_is_stacked_agrees_with_serial(kind, sync):
+    tables = {**experiment(kind), "sync": sync}
+    serial = fedsim.run({**tables, "engine": "serial"})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": 3}})
+    assert_close(serial, stacked, ROUNDING)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_stacked_is_refused_in_one_line_with_the_reason(kind, dry_run):
+def test_a_model_that_cannot_be_stacked_is_refused_with_the_reason(kind, dry_run):
     _, reason = REFUSED[kind]
     with pytest.raises(fedsim.ExperimentError) as refusal:
         dry_run(experiment(kind))
@@ -62,7 +62,7 @@ COUPLED |= {"the last of a batch", "counts its samples", "branches by its sample
 @pytest.mark.parametrize(
     "kind", [*sorted(COUPLED), "GroupNorm", "LayerNorm", "InstanceNorm", "BatchNorm frozen", "dropout"]
 )
-def test_it_is_found_out_whether_samples_see_each_other(kind, dry_run):
+def test_the_probe_detects_models_whose_samples_depend_on_each_other(kind, dry_run):
     assert dry_run(experiment(kind)).coupled is (kind in COUPLED or kind == "BatchNorm frozen")
 
 
@@ -85,7 +85,7 @@ def test_the_memory_that_a_sample_takes_is_about_that_of_its_activations(dry_run
     assert least < dry_run({"model": "net", "workers": 2, "cohort": 1}).sample_bytes < 8 * least
 
 
-def test_a_rehearsal_leaves_the_random_state_and_the_rows_as_they_are(dry_run):
+def test_a_probe_changes_neither_the_random_state_nor_the_rows(dry_run):
     before = torch.get_rng_state()
     with fedsim.Session() as session:
         tables = fedsim.Experiment(**experiment("BatchNorm and dropout"), engine="serial")
@@ -154,8 +154,8 @@ LARGER += ["the last of a batch, but for the first", "its share of the batch"]
 
 
 @pytest.mark.parametrize("kind", LARGER)
-@pytest.mark.parametrize("width", [2, 5])
-def test_what_shows_in_larger_or_odd_batches_alone_agrees_with_serial(kind, width):
+@pytest.mark.parametrize("width", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_model_that_depends_on_the_size_of_batches_agrees_with_serial(kind, width):
     tables = {**experiment(kind), "local": {"batch_size": 7, "lr": 0.05}}
     serial = fedsim.run({**tables, "engine": "serial"})
     stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": width}})

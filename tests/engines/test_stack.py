@@ -23,7 +23,7 @@ def members(*workers):
 
 @pytest.fixture
 def stack(prepared):
-    """The stack of these workers in round 3, with the feed of their batches."""
+    """The stack of these workers in round 3, with the source of their batches."""
 
     def make(*workers, **changes):
         task, shared = prepared(**changes)
@@ -33,8 +33,8 @@ def stack(prepared):
     return make
 
 
-def lot_of(sizes, members=None):
-    """A lot with batches of these sizes, filled up, as `Stack.step_batches` makes them."""
+def batch_of(sizes, members=None):
+    """A step batch with batches of these sizes, padded, as `Stack.step_batches` makes them."""
     counts, widest = torch.tensor(sizes), max(sizes)
     inside = torch.arange(widest + 1) < counts.unsqueeze(1)
     positions = torch.arange(1, len(sizes) * (widest + 1) + 1).view(len(sizes), -1) * inside
@@ -51,7 +51,7 @@ def test_members_with_most_steps_stand_first_and_else_in_their_order(stack):
 
 @pytest.mark.parametrize("at_once", [2**17, 1])
 @pytest.mark.parametrize("ahead", [256, 3, 1])
-def test_lots_are_each_member_s_own_batches_and_those_who_finish_fall_off_the_end(ahead, at_once, stack, monkeypatch):
+def test_step_batches_hold_each_member_s_own_batches_until_it_finishes(ahead, at_once, stack, monkeypatch):
     monkeypatch.setattr(stack_module, "SAMPLES_AT_ONCE", at_once)
     monkeypatch.setattr(stack_module, "STEPS_AT_A_TIME", ahead)
     made, batch_source = stack(0, 1, 2, 3, 4)
@@ -77,19 +77,19 @@ def test_several_epochs_and_steps_beyond_them_are_counted(stack):
 
 def test_places_select_views_where_members_stand_side_by_side():
     tensor = torch.arange(10.0)
-    assert tensor[lot_of([1, 1, 1])._replace(members=range(2, 5)).places].data_ptr() == tensor[2:].data_ptr()
-    assert tensor[lot_of([1, 1], [4, 1]).places].tolist() == [4, 1]
+    assert tensor[batch_of([1, 1, 1])._replace(members=range(2, 5)).places].data_ptr() == tensor[2:].data_ptr()
+    assert tensor[batch_of([1, 1], [4, 1]).places].tolist() == [4, 1]
 
 
-def test_batches_of_one_size_lose_their_filling():
-    (step_batch,) = lot_of([3, 3]).by_size()
+def test_batches_of_one_size_lose_their_padding():
+    (step_batch,) = batch_of([3, 3]).by_size()
     assert step_batch.members == range(2)
     assert step_batch.positions.tolist() == [[1, 2, 3], [5, 6, 7]]
     assert torch.allclose(step_batch.weights, torch.full((2, 3), 1 / 3))
 
 
-def test_batches_of_several_sizes_go_apart_each_with_what_belongs_to_it():
-    whole = lot_of([4, 2, 4, 1, 2])
+def test_batches_of_several_sizes_are_split_by_size():
+    whole = batch_of([4, 2, 4, 1, 2])
     step_batches = whole.by_size()
     assert [step_batch.members for step_batch in step_batches] == [[3], [1, 4], [0, 2]]
     for step_batch, size in zip(step_batches, (1, 2, 4), strict=True):
@@ -100,11 +100,11 @@ def test_batches_of_several_sizes_go_apart_each_with_what_belongs_to_it():
         assert torch.allclose(step_batch.weights.sum(1), torch.ones(len(step_batch.members)))
 
 
-def test_mean_losses_are_per_sample_whoever_takes_part_in_a_lot(stack):
+def test_mean_losses_are_per_sample(stack):
     made, _ = stack(0, 1, 2)
-    made.count(lot_of([4, 4, 1]), torch.tensor([1.0, 2.0, 3.0]))
-    made.count(lot_of([4, 1]), torch.tensor([5.0, 6.0]))
-    made.count(lot_of([2, 3], [2, 0]), torch.tensor([7.0, 8.0]))
+    made.count(batch_of([4, 4, 1]), torch.tensor([1.0, 2.0, 3.0]))
+    made.count(batch_of([4, 1]), torch.tensor([5.0, 6.0]))
+    made.count(batch_of([2, 3], [2, 0]), torch.tensor([7.0, 8.0]))
     expected = [(4 * 1 + 4 * 5 + 3 * 8) / 11, (4 * 2 + 1 * 6) / 5, (1 * 3 + 2 * 7) / 3]
     assert made.mean_losses().tolist() == pytest.approx(expected, abs=1e-6)
     assert made.mean_losses().dtype == torch.double
@@ -124,7 +124,6 @@ def test_members_have_the_dropout_they_have_alone(step, prepared):
 
 
 def test_each_member_s_batches_are_altered_as_if_it_trained_alone(stack, prepared):
-    """Step by step, in whole lots and in lots of one size."""
     changes = {"partition": {"strategy": "feature_noise"}, "attack": {"name": "label_flipping", "workers": [4, 0]}}
     shared = prepared(**changes)[1]
     made, batch_source = stack(0, 3, 4, **changes)

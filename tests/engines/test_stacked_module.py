@@ -142,20 +142,10 @@ def test_batches_are_merged_where_they_can_be(kind, prepared):
     assert StackingProbe.of(*prepared(kind)).merged == (kind in MERGED)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PADDED if kind in MERGED])
-def test_rows_on_their_merged_batch_are_as_if_alone(kind, batches):
-    assert_every_row_is_as_if_alone(kind, batches, SIZES, compute(kind, batches, SIZES, merged=True))
-
-
-@pytest.mark.parametrize("kind", PADDED)
-def test_rows_with_batches_of_several_sizes_are_as_if_alone(kind, batches):
-    assert_every_row_is_as_if_alone(kind, batches, SIZES, compute(kind, batches, SIZES))
-
-
-@pytest.mark.parametrize("kind", COUPLED)
-def test_rows_whose_samples_see_each_other_are_as_if_alone_in_batches_of_one_size(kind, batches):
-    sizes = [BATCH] * 3
-    assert_every_row_is_as_if_alone(kind, batches, sizes, compute(kind, batches, sizes))
+@pytest.mark.parametrize("kind", [*PADDED, *COUPLED])
+def test_each_row_of_a_stack_is_computed_as_if_alone(kind, batches):
+    sizes = [BATCH] * 3 if kind in COUPLED else SIZES
+    assert_every_row_is_as_if_alone(kind, batches, sizes, compute(kind, batches, sizes, merged=kind in MERGED))
 
 
 @pytest.mark.parametrize("kind", DROPOUTS)
