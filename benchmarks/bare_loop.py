@@ -1,9 +1,9 @@
-"""The floor: what an experiment comes to as a bare loop in plain PyTorch, in one process with one thread.
+"""The floor: an experiment as a bare loop in plain PyTorch, in one process with one thread.
 
-One client after another takes the global state, steps with `torch.optim.SGD` over preloaded float tensors, and is added
-to the weighted average, which is tested every round. Start, cohorts and batches are drawn as fedsim draws them, dropout
-by PyTorch. So after a round without dropout both must have the same global row but for rounding, which long training in
-float32 amplifies a lot and float64 keeps small.
+One client after another loads the global state, steps with `torch.optim.SGD` over preloaded float tensors, and is added
+to the weighted average, which is tested every round. Initial model, cohorts and batches are those of fedsim; dropout is
+drawn by PyTorch. So after a round without dropout both have the same global row up to rounding, which long training in
+float32 amplifies and float64 keeps small.
 """
 
 from __future__ import annotations

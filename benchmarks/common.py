@@ -1,4 +1,4 @@
-"""What the benchmarks share: the command a user types, the machine's name, and the one JSON line of each benchmark."""
+"""Shared by the benchmarks: running a command, describing the machine, and writing the JSON line of a benchmark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout's fedsim, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use the fedsim of this checkout
 
 from fedsim.records.history import METRICS
 from fedsim.records.run_folder import ENVIRONMENT, MODEL, describe_environment
@@ -29,9 +29,9 @@ CPU = torch.device("cpu")
 
 
 class CommandRun(NamedTuple):
-    """A run of fedsim as a whole process, and what it has put on record."""
+    """A run of fedsim in its own process, and its records."""
 
-    seconds: float  # from start to end, seen from outside
+    seconds: float  # of the whole process
     history: list[dict[str, Any]]  # one record per round
     environment: dict[str, Any]
     state: dict[str, Tensor]  # of the final model
@@ -68,12 +68,12 @@ def median(values: Sequence[float]) -> float:
 def report(name: str, *, device: torch.device = CPU, keep: bool = True, **figures: Any) -> None:
     """Print the benchmark's figures as one JSON line, and keep them as results/<name>-<device>.json."""
     facts = describe_environment()
-    card = "" if device.type == "cpu" else f", {describe_device(device)}"
+    gpu = "" if device.type == "cpu" else f", {describe_device(device)}"
     line = {
         "benchmark": name,
         **figures,
         "date": f"{datetime.date.today()}",
-        "machine": f"{facts['processor']}, {usable_cores()} cores{card}",
+        "machine": f"{facts['processor']}, {usable_cores()} cores{gpu}",
         "torch": torch.__version__,
         "fedsim": facts["git_commit"] or facts["fedsim"],
     }

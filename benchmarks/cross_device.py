@@ -1,18 +1,18 @@
-"""Three experiments with many clients, or few, against a bare loop of the same steps in the same run.
+"""Three experiments compared with a bare loop of the same steps, both timed in one run.
 
 w1: the classic experiment, 4 workers of 15,000 MNIST images, `net`, batches of 64.
 w2: 100 clients of 600 images, 10 in a round, `cnn`, batches of 10.
 w3: 1,000 clients of 60 images, 100 in a round, `2nn`, batches of 10.
 
-fedsim is the command a user types, timed from outside, with the rounds as it has them on record. The floor is a bare
-loop in plain PyTorch with one thread (bare_loop.py), as a process of its own. Compared are
+fedsim runs as a command in its own process; the times of rounds are those in its records. The floor is a bare loop in
+plain PyTorch with one thread (bare_loop.py), also in its own process. The benchmark compares
 
-- a round: on a CPU with the floor's time divided by the cores, which other processes or threads could at best do; on a
-  card with the same loop there, and with fedsim's own engine `serial`, one client after another;
-- the whole run, from start to end, the floor undivided and without the time that importing fedsim takes there.
+- a round: on a CPU with the floor's time divided by the number of cores; on a GPU with the same loop there, and with
+  fedsim's engine `serial`, which trains one client after another;
+- the whole run, from start to end. The floor is not divided, and excludes the time to import fedsim.
 
-That both do the same work is checked in float64, where a round leaves both with the same global row but for rounding.
-How far a round is from what the machine could do at best is told by counting (limits.py).
+A check in float64 shows that both do the same work: after a round their global rows are equal up to rounding.
+limits.py computes the least time of a round on this machine from counts of operations and bytes.
 
     FEDSIM_DATA=... python benchmarks/cross_device.py [--workloads w1,w2,w3] [--repeats 3] [--engine auto]
 """
@@ -171,8 +171,8 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="with commas between; default: all")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--engine", help="default: auto on a CPU, batched on a card")
-    parser.add_argument("--serial", action=argparse.BooleanOptionalAction, help="by default on a card alone")
+    parser.add_argument("--engine", help="default: auto on a CPU, batched on a GPU")
+    parser.add_argument("--serial", action=argparse.BooleanOptionalAction, help="by default on a GPU only")
     parser.add_argument("--rounds", type=int, help="other than the workloads': to try out; the figures are not kept")
     options = parser.parse_args(words)
     options.workloads = options.workloads.split(",")

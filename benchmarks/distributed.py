@@ -4,11 +4,11 @@ Workers train `2nn` on random images of MNIST's size, in batches of 10, one thre
 of its phases without the test, the median of all rounds but the first. Strong scaling: 8 workers on 1, 2 and 4 ranks.
 Weak: 4 workers for each rank. Against: the engine `spawn` with as many processes. Then rounds of `sync = "gradients"`,
 averaged by DistributedDataParallel with each hook, against the same mean of rows of single workers. Before anything is
-timed, rows that the ranks give are compared with those of `serial`.
+timed, the rows of the ranks are compared with those of `serial`.
 
-Bytes are what the kernel counts at the loopback interface of a network namespace of the benchmark's own, where nobody
-else is (Linux, as root), of a run of six rounds less those of one of two: so without start and end. They are compared
-with the formulas of docs/scaling.md; where there can be no such namespace they are left out.
+Bytes are the kernel's counts at the loopback interface of a new network namespace (Linux, as root): those of a run of
+six rounds less those of a run of two, so without start and end. They are compared with the formulas of
+docs/scaling.md. Without such a namespace they are not measured.
 
     python benchmarks/distributed.py [--rounds 6] [--most-ranks 4]
 """
@@ -39,7 +39,7 @@ from fedsim.records.history import METRICS
 from fedsim.records.run_folder import MODEL
 
 ALLOWED = 1.3  # times spawn's round
-EXACT = 0.05  # share by which bytes may differ from the formula
+EXACT = 0.05  # relative difference allowed between bytes and the formula
 TOLERANCE = 1e-9  # between rows of engines, in float64
 WORKERS, A_RANK = 8, 4  # in strong and in weak scaling
 SAMPLES = 100  # of each worker
@@ -142,7 +142,7 @@ def formula(rule: str, n: int, d: int, ranks: int) -> float:
 def formula_of_hook(hook: str, shapes: list[tuple[int, ...]], ranks: int) -> float:
     """The same of a step in which gradients of these shapes are averaged by DistributedDataParallel."""
     d = sum(map(math.prod, shapes))
-    used = 8 * (ranks - 1) * (len(shapes) + 1)  # of each tensor, and of the one that nobody uses
+    used = 8 * (ranks - 1) * (len(shapes) + 1)  # for each tensor, and one more
     if hook == "powersgd":
         factors = sum(RANK * sum(shape) if len(shape) == 2 else math.prod(shape) for shape in shapes)
         return 2 * (ranks - 1) * factors * 4 + used

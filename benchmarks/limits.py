@@ -1,7 +1,7 @@
-"""What a round of training must move and compute, counted, and what the machine can move and compute, measured.
+"""The operations and bytes of a round of training, and the measured rates of the machine.
 
-Counts are taken on the CPU from one plain training step and one test batch of a single row; they hold for any device
-and engine that does this work, in float32.
+One plain training step and one test batch of a single row are counted on the CPU, in float32. The counts hold for any
+device and engine that does this work.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ VALUE = 4  # bytes of a float32
 TEST_BATCH = 1000
 COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes, more than any cache holds
 MULTIPLIED = {"cpu": 2048, "cuda": 8192}  # rows and columns of a square matrix
-TIMINGS, SECONDS = 5, 0.2  # how often something is measured, and for how long each time, at least
+TIMINGS, SECONDS = 5, 0.2  # repetitions of a measurement, and the least seconds of each
 
 
 class Cost(NamedTuple):
-    """What some work costs.
+    """The cost of some work.
 
     Attributes:
         flops: floating-point operations of its convolutions and matrix products; a multiply-add counts as two.
-        row_bytes: traffic of the rows alone, which remains where all else stays in caches and registers.
-        operation_bytes: traffic where every operation of PyTorch reads its inputs from memory and writes its outputs.
-        operations: so many of them, views left out; on a card each is one or a few kernels.
+        row_bytes: traffic of the rows, if everything else stays in caches and registers.
+        operation_bytes: traffic if every operation of PyTorch reads its inputs from memory and writes its outputs.
+        operations: number of operations without views; on a GPU each is one or a few kernels.
     """
 
     flops: float

@@ -1,8 +1,8 @@
-"""Peak memory of the whole process tree, for 4 and 64 workers, and how often the data set is in it.
+"""Peak memory of the process tree for 4 and 64 workers, and the number of copies of the data set in memory.
 
-Sampled is the proportional set size (PSS) of all processes together, in which a page that k processes share counts
-once. The baseline is the same experiment on a few of the same images: what MNIST adds to the peak, divided by MNIST's
-size, is the number of times it is in memory.
+The benchmark samples the proportional set size (PSS) of all processes together, in which a page that k processes share
+counts once. The baseline is the same experiment on fewer images. The difference of the peaks, divided by the difference
+of the sizes of the data, is the number of copies.
 
     FEDSIM_DATA=... python benchmarks/memory.py
 """

@@ -99,7 +99,7 @@ def memory(function: Callable[[], object], updates: Tensor) -> float:
         return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field))
 
     function()
-    Path("/proc/self/clear_refs").write_text("5")  # starts the high-water mark anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
     before = kilobytes("VmRSS:")
     function()
     return round(max(0, kilobytes("VmHWM:") - before) * 1024 / updates.nbytes, 3)

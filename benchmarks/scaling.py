@@ -32,7 +32,7 @@ POPULATIONS, COHORT = (10**2, 10**3, 10**4, 10**5, 10**6), 10
 ALLOWED = 1.5  # of the time of a round at the smallest population, at the largest
 TOLERANCE = 1e-9  # between rows of engines, in float64
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "scaling_cpu.png"
-COLOURS = ("#0072B2", "#D55E00")  # blue and vermilion of Okabe and Ito, told apart by everybody
+COLOURS = ("#0072B2", "#D55E00")  # blue and vermilion of Okabe and Ito, safe for colour blindness
 
 
 def experiment(population: int, cohort: int, rounds: int, **changes: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a case is, and what decides whether it is right. Imports neither PyTorch nor fedsim."""
+"""Cases, and the check of their results. Imports neither PyTorch nor fedsim."""
 
 from __future__ import annotations
 

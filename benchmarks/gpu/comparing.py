@@ -1,4 +1,4 @@
-"""Runs of fedsim that are compared with the same experiment on the CPU, by engine serial, mostly in float64."""
+"""Runs of fedsim compared with the same experiment on the CPU, with engine serial, mostly in float64."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ STACKED = {"engine": "batched", "processes": 1}
 EXACT = 1e-9  # in float64, after a few rounds: another order of summation
 CLOSE = {"float64": EXACT, "float32": 1e-4}  # of parameters after two short rounds, by precision
 COARSE = 5e-2  # tf32, bf16
-ENGINE_KEYS = ("engine", "processes", "batched", "cuda_graphs")  # which change no result but by rounding
-HOW = ("engine", "processes", "width", "cuda_graphs", "reason")  # what is told of how a run was computed
+ENGINE_KEYS = ("engine", "processes", "batched", "cuda_graphs")  # these change results only by rounding
+HOW = ("engine", "processes", "width", "cuda_graphs", "reason")  # reported about how a run was computed
 WAIT = 25.0  # seconds for a reference that another process has begun
 
 torch.set_num_threads(1)
@@ -48,14 +48,14 @@ def compared(
 ) -> Case:
     """A case that runs an experiment on the device and compares it with the CPU.
 
-    `tolerance` bounds the difference of any parameter or buffer; it is by the precision where it is left out.
+    `tolerance` bounds the difference of any parameter or buffer; None: by precision.
     """
     bound = CLOSE.get(tables["precision"], COARSE) if tolerance is None else tolerance
     return Case(name, lambda: compare(context, tables, bound, run), limit, on_the_cpu(tables))
 
 
 def on_the_cpu(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The same experiment as its reference: by engine serial, in float64 unless it trains in a half precision.
+    """The reference of an experiment: engine serial, in float64 unless it trains in half precision.
 
     There rounding decides, for one, which steps are left out because the scaled gradients are not finite.
     """

@@ -1,4 +1,4 @@
-"""What a launch, a wait, a copy, a node of a graph and a product cost here. Imports PyTorch alone."""
+"""The cost of a launch, a wait, a copy, a node of a graph and a product. Imports PyTorch only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MNIST where it is, else images of its shape that are drawn at random."""
+"""MNIST if it is there, else random images of its shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the sections in processes of their own, keeps the time, and goes on behind a case that has failed.
+"""Runs each section in its own process, limits its time, and continues after a case that failed.
 
 A thread looks after each process: it reads the lines of its cases from a pipe, and what it prints from another. It
 kills the whole process group of a case that takes too long, and starts a new process behind a case that has died.
@@ -96,7 +96,7 @@ class Lane:
     def __init__(self, section: Section, part: int, parts: int, options: Options, record: Record) -> None:
         self._section, self._part, self._parts = section, part, parts
         self._options, self._record = options, record
-        self._names: list[str] | None = None  # of the cases, once the first process has told them
+        self._names: list[str] | None = None  # of the cases, after the first process has sent them
         self._tail = ""  # of what the process prints
 
     def run(self, deadline: float, stop: threading.Event) -> None:
@@ -181,7 +181,7 @@ class Lane:
                 os.set_blocking(each, False)
                 selector.register(each, selectors.EVENT_READ)
             while True:
-                ended = process.poll() is not None  # first: what it told before it ended is in the pipes by now
+                ended = process.poll() is not None  # before reading, so that all its output is in the pipes
                 ready = [key.fd for key, _ in selector.select(0 if ended else POLL)]
                 for each in ready:
                     if not (read := os.read(each, 65536)):
@@ -261,8 +261,8 @@ def drive(options: Options, record: Record, stop: threading.Event, stages: Seque
 def _print_progress(stage: Stage, record: Record) -> None:
     for section in stage.sections:
         counts = collections.Counter(line["status"] for line in record.lines if line["section"] == section.name)
-        told = ", ".join(f"{count} {status}" for status, count in counts.items())
-        print(f"{record.seconds:5.0f} s  {section.name}: {told}", flush=True)
+        statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
+        print(f"{record.seconds:5.0f} s  {section.name}: {statuses}", flush=True)
 
 
 def _no_device(record: Record) -> bool:

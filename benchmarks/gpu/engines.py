@@ -1,4 +1,4 @@
-"""The cases of the contract of engines, on the device, against the CPU in float64."""
+"""The cases of the contract of engines on the device, compared with the CPU in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong on purpose: lost and silent processes, a capture that fails, a failing kernel, Ctrl-C."""
+"""Deliberate faults: lost and stopped processes, a failing capture, a failing kernel, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -138,5 +138,5 @@ def failing_kernel(context: Context) -> Facts:
     try:
         run(context, {**tables, "on_worker_failure": "abort"})
     except fedsim.FedsimError as error:
-        return right(context, told=str(error).splitlines()[0][:300])
+        return right(context, error=str(error).splitlines()[0][:300])
     return check(False, "no error was raised")

@@ -1,4 +1,4 @@
-"""What is installed here, and on what machine. Imports PyTorch and fedsim within the cases alone."""
+"""The machine and the installed packages. Only the cases import PyTorch and fedsim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that runs leave on the device, and memory that several processes share there."""
+"""Memory that runs leave on the device, and memory that processes share there."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def shared(context: Context, *, kill: bool) -> Facts:
     queue.put(tensor)
     if not ours.poll(40):
         process.kill()
-        return check(False, "the other process told nothing within 40 s")
+        return check(False, "the other process reported nothing within 40 s")
     total, seconds = ours.recv()
     during = used(context)
     if not kill:

@@ -1,4 +1,4 @@
-"""The naive way: in every round a new process for each worker, with a context, a model and an optimizer of its own.
+"""The naive way: in every round each worker gets a new process with its own context, model and optimizer.
 
 It is the kind version: the samples are given to the processes as tensors, in float32, and need no loader.
 """

@@ -1,4 +1,4 @@
-"""Every solver, server optimizer and policy, against the CPU in float64."""
+"""Every solver, server optimizer and policy, compared with the CPU in float64."""
 
 from __future__ import annotations
 

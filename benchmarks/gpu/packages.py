@@ -1,4 +1,4 @@
-"""Packages for a machine that has PyTorch and little else: `--pack` collects them, `--packages` installs them.
+"""Packages for a machine that has PyTorch but not the rest: `--pack` collects them, `--packages` installs them.
 
 Imports neither PyTorch nor fedsim, nor anything else that would have to be installed.
 """

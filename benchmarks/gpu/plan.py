@@ -1,4 +1,4 @@
-"""Which sections there are, in which order, and how long each may take. Imports neither PyTorch nor fedsim."""
+"""The sections, their order, and their time limits. Imports neither PyTorch nor fedsim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cases of other modules name by import path."""
+"""Plugs that cases of other modules name by import path."""
 
 from __future__ import annotations
 

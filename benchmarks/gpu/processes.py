@@ -1,4 +1,4 @@
-"""Engine spawn with two processes that are kept, and races of every policy."""
+"""Engine spawn with two processes that runs reuse, and races of every policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device did in a round: which kernels, for how long, and for what share of the time it was busy."""
+"""The kernels of a round, their durations, and the share of the time in which the device was busy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-MOST_KERNELS = 12  # told
+MOST_KERNELS = 12  # in the report
 
 
 class Profile:

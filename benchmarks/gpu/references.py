@@ -1,4 +1,4 @@
-"""Computes on the CPU what other sections compare with, in the order in which they need it, while the GPU works."""
+"""Computes the references of other sections on the CPU, in the order of their use, while the GPU works."""
 
 from __future__ import annotations
 

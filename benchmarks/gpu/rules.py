@@ -1,4 +1,4 @@
-"""Every aggregation rule, pre-aggregator and attack on random rows, against the CPU in float64."""
+"""Every aggregation rule, pre-aggregator and attack on random rows, compared with the CPU in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of a section: it runs one case after another and writes a JSON line for each, at once.
+"""The process of a section: it runs one case after another and writes a JSON line immediately after each.
 
 python -m benchmarks.gpu.section SECTION OPTIONS, as the driver starts it.
 """

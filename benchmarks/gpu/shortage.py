@@ -1,4 +1,4 @@
-"""A device that is almost full: a run ends with an error of fedsim or finds a way, and the next run is right."""
+"""A device that is almost full: a run ends with an error of fedsim or succeeds, and the next run is right."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def full(context: Context, way: dict[str, Any]) -> Facts:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(context.device)
     ballast = torch.empty(max(0, int(free - LEFT)), dtype=torch.uint8, device=context.device)
-    told = "it found a way"
+    outcome = "the run succeeded"
     try:
         run(context, {**LARGE, **way})
     except fedsim.FedsimError as error:
-        told = f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300]
+        outcome = f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300]
     finally:
         del ballast
         gc.collect()
         torch.cuda.empty_cache()
-    return right(context, told=told)
+    return right(context, outcome=outcome)

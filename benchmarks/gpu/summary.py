@@ -16,7 +16,7 @@ WORKLOADS = ("w1", "w2", "w3")
 COLUMNS = ("batched", "no graphs", "tf32", "auto", "spawn", "serial", "bare loop", "naive")
 TIMES_THE_LIMIT = 5.0
 GOALS = {"w1": 5.0, "w2": 5.0, "w3": 20.0}  # times faster than one worker after another
-FIGURES = {  # of constants: the case, and what is told of it
+FIGURES = {  # of constants: the case, and what is reported of it
     **{"launch": "us", "wait (item)": "us", "wait (nonzero)": "us", "copy to the device, 8 kB": "us"},
     **{"graph of 120 nodes": "us_per_node", "bandwidth": "gb_per_second"},
     **{f"product, {kind}": "tflop_per_second" for kind in ("float32", "tf32", "bf16", "float64")},
@@ -68,8 +68,8 @@ def summarize(lines: Sequence[Line], *, device: str, seconds: float, budget: flo
 def _headline(findings: Findings, device: str, seconds: float, budget: float) -> str:
     kinds = {"": ("device", "name"), "PyTorch ": ("versions", "torch"), "commit ": ("import fedsim", "commit")}
     known = {word: findings.fact("machine", *where) for word, where in kinds.items()}
-    told = "".join(f", {word}{fact}" for word, fact in known.items() if fact is not None)
-    return f"fedsim on {device}{told}: {seconds:.0f} of {budget:.0f} s"
+    shown = "".join(f", {word}{fact}" for word, fact in known.items() if fact is not None)
+    return f"fedsim on {device}{shown}: {seconds:.0f} of {budget:.0f} s"
 
 
 def _table(lines: Sequence[Line]) -> list[str]:
@@ -92,35 +92,35 @@ def _failures(lines: Sequence[Line]) -> list[str]:
     failed = [line for line in lines if line["status"] in BAD and line["section"] != REFERENCES.name]
     if not failed:
         return ["no case failed" if lines else "no case was run"]
-    told = [
+    shown = [
         f"{line['status'].upper()} {line['section']}: {line['case']}: {_one_line(line.get('error', ''))}"
         + "".join(f" [{place}]" for place in line.get("where", [])[-1:])
         for line in failed
     ]
-    more = len(told) - MOST_FAILURES
-    return told[:MOST_FAILURES] + ([f"... {more} more; see lines.jsonl"] if more > 0 else [])
+    more = len(shown) - MOST_FAILURES
+    return shown[:MOST_FAILURES] + ([f"... {more} more; see lines.jsonl"] if more > 0 else [])
 
 
 def _warnings(lines: Sequence[Line]) -> list[str]:
     counts = collections.Counter(text for line in lines for text in line.get("warnings", []))
-    told = [f"warning, {count} times: {_one_line(text)}" for text, count in counts.most_common(MOST_WARNINGS)]
+    shown = [f"warning, {count} times: {_one_line(text)}" for text, count in counts.most_common(MOST_WARNINGS)]
     more = len(counts) - MOST_WARNINGS
-    return told + ([f"... {more} more kinds of warnings; see lines.jsonl"] if more > 0 else [])
+    return shown + ([f"... {more} more kinds of warnings; see lines.jsonl"] if more > 0 else [])
 
 
 def _constants(findings: Findings) -> list[str]:
-    told = []
+    shown = []
     for case, key in FIGURES.items():
         value = findings.fact("constants", case, key)
         if value is not None:
-            told.append(f"{case} {value:g} {UNITS[key]}")
+            shown.append(f"{case} {value:g} {UNITS[key]}")
     for line in findings.lines:
         facts = line.get("facts") or {}
         if line["section"] == "convolutions" and "us" in facts:
             fastest, now = facts["fastest"], facts["now"]
             gain = f", {facts['us'][now] / facts['us'][fastest]:.2g} times faster than {now}" if fastest != now else ""
-            told.append(f"convolution {line['case']}: {fastest}{gain}")
-    return _pack(told)
+            shown.append(f"convolution {line['case']}: {fastest}{gain}")
+    return _pack(shown)
 
 
 def _workloads(findings: Findings) -> list[str]:

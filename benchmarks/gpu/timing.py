@@ -1,4 +1,4 @@
-"""How long something takes on a device, and on the host that asks for it. Imports PyTorch alone."""
+"""Times of work on a device and on its host. Imports PyTorch only."""
 
 from __future__ import annotations
 

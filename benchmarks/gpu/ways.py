@@ -1,4 +1,4 @@
-"""One small run in every way of running that there is: what works at all?"""
+"""One small run in each engine, mode and precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three experiments on the device: seconds of a round by fedsim, by plain loops, and at best.
+"""Three experiments on the device: seconds of a round with fedsim, with plain loops, and at the limit.
 
 w1: 4 workers of 15,000 MNIST images, `net`, batches of 64.
 w2: 10 of 100 clients of 600 images, `cnn`, batches of 10.
