@@ -205,7 +205,7 @@ class ServerState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that a checkpoint needs beyond those that an engine saves itself."""
+        """The tensors that a checkpoint needs in addition to those of the engine."""
         shared = self.shared
         in_flight = {"rows": shared.rows, "buffers": shared.buffers, "train_loss": shared.train_loss}
         for of, state in (("kept", shared.kept), ("messages", shared.messages), ("received", shared.received)):

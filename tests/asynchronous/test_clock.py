@@ -14,10 +14,8 @@ HETEROGENEOUS = [1.0, 1.9, 2.7, 4.3, 6.1, 8.0]
 WORKERS = len(HETEROGENEOUS)
 DELAYS = {
     "constant, of distinct speeds": lambda: delays_of([1.0, 1.1234, 1.2817, 1.3719, 1.4141, 1.5713]),
-    "constant, about eightfold": lambda: delays_of([1.0, 2**0.5, 3**0.5, 11**0.5, 30**0.5, 64.01**0.5]),
     "exponential": lambda: delays_of([1.0] * WORKERS, "shifted_exponential"),
     "Pareto": lambda: delays_of([1.0] * WORKERS, "pareto", alpha=1.5),
-    "lognormal": lambda: delays_of([1.0] * WORKERS, "lognormal", sigma=1.0),
     "lognormal, eightfold": lambda: delays_of(HETEROGENEOUS, "lognormal"),
 }
 ALWAYS_BUSY = {

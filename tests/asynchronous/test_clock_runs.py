@@ -369,7 +369,9 @@ def test_server_buffers_follow_the_buffer_policy():
         params = {"easgd": {"period": 2}, "k_async": {"k": 2}}.get(name, {})
         found = {}
         for buffers in ("average", "local", "server"):
-            result = run({"name": name, **params}, model=f"{__name__}:normalised", buffers=buffers, clock=JITTER)
+            result = run(
+                {"name": name, **params}, model=f"{__name__}:normalised", buffers=buffers, clock=JITTER, rounds=1
+            )
             found[buffers] = result.model.state_dict()["1.running_mean"]
         assert torch.equal(found["server"], start), name
         assert not torch.equal(found["average"], start), name

@@ -50,7 +50,7 @@ class Locks:
         self.taken, self.waited, self.seconds = 0, 0, 0.0
 
     def acquire(self, numbers: Sequence[int]) -> None:
-        """Take these locks; wait for those that another process holds."""
+        """Take these locks; wait if another process holds one."""
         for number in sorted(numbers):
             self.taken += 1
             try:

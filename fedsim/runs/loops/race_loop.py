@@ -43,7 +43,7 @@ class RaceRoundResult(ProcessResult):
     """The result of a round of one run: sums over its processes, and the state after it.
 
     Attributes:
-        lost: number of overwritten updates, as the loss counters tell.
+        lost: number of overwritten updates, by the loss counters.
         updates, arrivals: updates of the global row, and results taken, since the start of the run.
         buffered: number of results that no update has used yet.
         test: loss, accuracy, and the attacker's success.
@@ -178,7 +178,7 @@ class RaceLoop:
 def caveat(runs: int) -> str:
     """The warning above the results of a race."""
     if runs == 1:
-        return "a race is not repeatable, and one run of it (race.runs) tells no spread"
+        return "a race is not repeatable, and one run of it (race.runs) shows no spread"
     return f"a race is not repeatable: it is run {runs} times, numbers are means, and the model kept is the first run's"
 
 

@@ -32,9 +32,7 @@ def scattered(run):
 # Elastic averaging
 
 
-@pytest.mark.parametrize("period", [1, 3])
-@pytest.mark.parametrize("alpha", [None, 0.3])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("period", "alpha", "momentum"), [(1, None, 0.0), (3, 0.3, 0.9), (1, 0.3, 0.9)])
 def test_synchronous_elastic_averaging_is_a_loop(period, alpha, momentum):
     """All elastic differences use the old centre, which moves by their sum."""
     n, solver = 3, SGD(lr=LR, momentum=momentum, nesterov=momentum > 0)
@@ -128,7 +126,7 @@ def test_graphs_by_hand():
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("n", [1, 2, 7])
 def test_graphs_are_symmetric(graph, n):
     for slot in range(n):
         neighbours = GRAPHS[graph](slot, n)
