@@ -1,4 +1,4 @@
-"""Grids whose runs were never run, with results as a test wants them."""
+"""Grids with invented results."""
 
 from __future__ import annotations
 

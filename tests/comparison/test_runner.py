@@ -128,41 +128,28 @@ class Seen(Callback):
         self.runs.append(("end", run.id))
 
 
-def test_an_interrupted_run_without_a_checkpoint_starts_again(serial, tmp_path):
-    class Interrupt(Callback):
+@pytest.mark.parametrize(("every", "repeated"), [(0, [1, 2, 3, 4]), (1, [3, 4])])
+def test_an_interrupted_run_starts_again_or_at_its_checkpoint(serial, tmp_path, every, repeated):
+    class Observer(Callback):
+        rounds: ClassVar[list[int]] = []
+        interrupting = True
+
         def on_round(self, run, record):
-            if (run.id, record["round"]) == ("seed1", 1):
+            if self.interrupting and (run.id, record["round"]) == ("seed1", 3):
                 raise KeyboardInterrupt
+            self.rounds.append(record["round"])
 
-    grid = load_grid(serial, {"seed": [0, 1, 2]})
-    with pytest.raises(KeyboardInterrupt):
-        run_grid(grid, tmp_path / "x", callback=Interrupt())
-    assert len((tmp_path / "x/runs/seed1/metrics.jsonl").read_text().splitlines()) == 1
-    (tmp_path / "x/runs/seed1/.curve.png.part").write_text("half")
-    comparison = run_grid(grid, tmp_path / "x")
-    assert [len(run.history) for run in comparison.runs] == [2, 2, 2]
-    assert len((tmp_path / "x/runs/seed1/metrics.jsonl").read_text().splitlines()) == 2
-    assert not (tmp_path / "x/runs/seed1/.curve.png.part").exists()
-
-
-def test_an_interrupted_run_with_a_checkpoint_is_resumed(serial, tmp_path):
-    class Interrupt(Callback):
-        def on_round(self, run, record):
-            if (run.id, record["round"]) == ("seed1", 3):
-                raise KeyboardInterrupt
-
-    class See(Callback):
-        rounds: ClassVar[list[tuple[str, int]]] = []
-
-        def on_round(self, run, record):
-            self.rounds.append((run.id, record["round"]))
-
-    tables = {**serial, "rounds": 4, "checkpoint": {"every": 1}}
+    tables = {**serial, "rounds": 4, "checkpoint": {"every": every}}
     grid = load_grid(tables, {"seed": [0, 1]})
     with pytest.raises(KeyboardInterrupt):
-        run_grid(grid, tmp_path / "x", callback=Interrupt())
-    again = run_grid(grid, tmp_path / "x", callback=See())
-    assert See.rounds == [("seed1", 3), ("seed1", 4)]
+        run_grid(grid, tmp_path, callback=Observer())
+    temporary = tmp_path / "runs/seed1/.curve.png.part"
+    temporary.write_text("half")
+    Observer.interrupting = False
+    Observer.rounds.clear()
+    again = run_grid(grid, tmp_path, callback=Observer())
+    assert Observer.rounds == repeated
+    assert not temporary.exists()
     whole = fedsim.run({**tables, "seed": 1})
     assert [record["test_loss"] for record in again.runs[1].history] == [r["test_loss"] for r in whole.history]
 
