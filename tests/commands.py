@@ -1,4 +1,4 @@
-"""Programs that tests start as a user would, and what is left of them."""
+"""Programs that tests start as a user would."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def free_port():
 
 
 def start_ranks(count, *words, cwd, own=None):
-    """The ranks of a group, each `python *words` with a launcher's environment variables; `own` are words of one."""
+    """Start the ranks of a group, each `python *words` as by a launcher; `own`: further words by rank."""
     shared = {"WORLD_SIZE": str(count), "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
     return [start(*words, *(own or {}).get(rank, ()), cwd=cwd, RANK=str(rank), **shared) for rank in range(count)]
 
 
 def ended(processes, timeout=60):
-    """How programs ended: exit codes, stdouts and stderrs."""
+    """Wait for programs: their exit codes, stdouts and stderrs."""
     texts = [process.communicate(timeout=timeout) for process in processes]
     for process in processes:
         assert_none_left(process.pid)
@@ -107,7 +107,7 @@ def processes_of_group(group):
 
 
 def assert_none_left(group):
-    """Within a moment: Python's own resource tracker goes only after the program it belongs to."""
+    """Wait up to 3 s, since Python's resource tracker ends after its program."""
     deadline = time.monotonic() + 3
     while processes_of_group(group) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Shared memory that tests leave behind, told from that of other programs on the machine."""
+"""Shared memory that tests leave behind, without that of other programs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ SHARED_MEMORY = Path("/dev/shm")
 NAME = re.compile(r"(?:torch_|pym-)(?P<maker>\d+)|psm_")  # PyTorch's and multiprocessing's, most with the maker's pid
 SHARED = ("/memfd:fedsim", "/dev/shm/", "/torch_")  # what shared memory is called among the maps of a process
 PATIENCE = 5.0  # seconds
-MARK = f"FEDSIM_TESTS={os.getpid()}"  # in the environment of all processes that come of this one, orphans included
+MARK = f"FEDSIM_TESTS={os.getpid()}"  # in the environment of all descendants, orphans included
 
 os.environ.update([MARK.split("=")])
 
 
 def segments() -> set[str]:
-    """The names of all segments that there are."""
+    """The names of all segments."""
     return {path.name for path in SHARED_MEMORY.glob("*") if NAME.match(path.name)}
 
 
 def left_behind(before: set[str]) -> set[str]:
-    """The segments that were not there before, but for those that another living program has made or uses.
+    """The new segments, except those that another living program made or uses.
 
-    Where nobody has a segment any more, for as long as tests that run beside this one may take to clear up after their
-    dead, it counts as ours, since its maker may have been.
+    A segment that no living process uses counts as ours after PATIENCE, in which parallel tests may remove theirs.
     """
     deadline = time.monotonic() + PATIENCE
     while (left := _left_behind(before)) and time.monotonic() < deadline:
@@ -41,14 +40,14 @@ def _left_behind(before: set[str]) -> set[str]:
 
 
 def _other_programs() -> list[int]:
-    """The living processes that are neither this one nor come of it."""
+    """The living processes that are not descendants of this one."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [pid for pid in pids if pid != os.getpid() and _is_foreign(pid)]
 
 
 def _is_foreign(pid: int) -> bool:
     try:
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":  # dead, though not yet reaped
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":  # dead, but not reaped
             return False
         return MARK.encode() not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except PermissionError:  # another user's

@@ -1,4 +1,4 @@
-"""Plugs that kill or stop the process they are in, when a test has ordered it."""
+"""Plugs that kill or stop their process when a test orders it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fedsim.server.fedopt import ServerAdam
 
 
 def order(folder, *orders):
-    """Have one process die for each order: `train`, `test`, `aggregate` or `take`, and after it -kill or -stop."""
+    """Order one process to die in each phase: `train`, `test`, `aggregate` or `take`; with -stop, to stop."""
     for number, each in enumerate(orders):
         (Path(folder) / f"{each}-{number}").touch()
 
 
 def obey(folder, phase):
-    """Carry out an order for this phase, if there is one: of several processes one does, and not the test's own."""
+    """Carry out an order for this phase, in one of the processes, but not in that of the test."""
     if parent_process() is None:
         return
     for each in sorted(Path(folder).glob(f"{phase}-*")):
@@ -33,7 +33,7 @@ def obey(folder, phase):
 
 
 class Mortal(nn.Module):
-    """A model that obeys as it trains, and as it is tested."""
+    """A model that obeys in training and in the test."""
 
     def __init__(self, *, folder: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Mortal(nn.Module):
 
 @dataclass(frozen=True)
 class MortalAdam(ServerAdam):
-    """A server optimizer that obeys when it has made its step, half of the row at least being moved then."""
+    """A server optimizer that obeys after its step."""
 
     folder: str = ""
 
@@ -57,7 +57,7 @@ class MortalAdam(ServerAdam):
 
 @dataclass(frozen=True)
 class MortalLocked(Locked):
-    """A policy that obeys in the middle of an update, with the lock in hand."""
+    """A policy that obeys in the middle of an update, while it holds the lock."""
 
     folder: str = ""
 

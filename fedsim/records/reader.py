@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsim.config.toml import read_toml
 from fedsim.core.input_limits import problem_with_words
-from fedsim.errors import RecordError, cut
+from fedsim.errors import RecordError, cut, show
 from fedsim.records.history import METRICS, first_problem, read_file, read_metrics
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import Count, Number, RoundRecord
 from fedsim.records.run_folder import ENVIRONMENT, EXPERIMENT
-from fedsim.system.files import is_file, require_inside
+from fedsim.system.files import is_file, is_outside
 
 PARTITION, GRID, ERROR = "partition.json", "grid.json", "error.txt"
 SEED = "seed"  # the axis of repetitions
@@ -189,10 +189,11 @@ def read_grid(folder: Path) -> StoredGrid:
         if tuple(place.values()) in places:
             raise RecordError(f"{where}.point: another run has the same")
         places.add(tuple(place.values()))
-        run_folder = folder / _inner(entry.folder, where)
-        _require_inside(run_folder, folder)
+        run_folder = folder / entry.folder
+        if is_outside(run_folder, folder):
+            raise RecordError(f"{where}.folder = {show(entry.folder)}: must lie in the grid's folder")
         if run_folder.resolve() in folders:
-            raise RecordError(f"{where}.folder = {_short(entry.folder)}: is another run's")
+            raise RecordError(f"{where}.folder = {show(entry.folder)}: is another run's")
         folders.add(run_folder.resolve())
         runs.append(GridRun(entry.id, place, read_run(run_folder), _first_line(run_folder / ERROR)))
     if not any(entry.run and entry.run.rounds for entry in runs):
@@ -201,50 +202,28 @@ def read_grid(folder: Path) -> StoredGrid:
 
 
 def _positions(values: list[Any]) -> dict[str, int]:
-    """The index of each value of an axis; the first of equal values."""
-    found: dict[str, int] = {}
-    for position, value in enumerate(values):
-        found.setdefault(_canonical(value), position)
-    return found
+    """The index of each value of an axis, by its JSON text; the first of equal values."""
+    return {_canonical(value): position for position, value in reversed(list(enumerate(values)))}
 
 
 def _position(entry: GridEntry, axis: str, known: dict[str, int], where: str) -> int:
     """The index of a run's value on an axis."""
     if axis not in entry.point:
-        raise RecordError(f"{where}.point: has no value of the axis {_short(axis)}")
-    position = known.get(_canonical(entry.point[axis]))
-    if position is None:
-        raise RecordError(f"{where}.point: {_short(entry.point[axis])} is not on the axis {_short(axis)}")
-    return position
-
-
-def _require_inside(path: Path, folder: Path) -> None:
-    try:
-        require_inside(path, folder)
-    except OSError as error:
-        raise RecordError(f"{path}: {error.strerror}") from None
+        raise RecordError(f"{where}.point: has no value of the axis {show(axis)}")
+    value = entry.point[axis]
+    if _canonical(value) not in known:
+        raise RecordError(f"{where}.point: {show(value)} is not on the axis {show(axis)}")
+    return known[_canonical(value)]
 
 
 def _refuse_oddities(value: Any, path: Path) -> None:
-    """Raise RecordError for what is too deep or too large for the page; see `fedsim.core.input_limits`."""
+    """Raise RecordError for values beyond the limits of `fedsim.core.input_limits`."""
     if problem := problem_with_words(value, any_text=True):
         raise RecordError(f"{path}: {problem}")
 
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-def _short(value: Any) -> str:
-    text = _canonical(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _inner(folder: str, where: str) -> PurePosixPath:
-    path = PurePosixPath(folder)
-    if path.is_absolute() or ".." in path.parts or "\0" in folder:
-        raise RecordError(f"{where}.folder = {_short(folder)}: must lie in the grid's folder")
-    return path
 
 
 Model = TypeVar("Model", bound=BaseModel)

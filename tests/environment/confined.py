@@ -1,4 +1,4 @@
-"""Surroundings of the worse sort, made for real: file systems of a few kilobytes, limits, users who may not do much."""
+"""Restricted environments: file systems of a few kilobytes, resource limits, users without rights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from tests.commands import ROOT
 
-NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # the latter for who is not root
+NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # the latter without root
 NOBODY = 64_999  # a user who has no processes
 
 QUICK = [
@@ -31,7 +31,7 @@ QUICK = [
 
 @functools.cache
 def _namespace():
-    """The command before a command that gives it a table of mounts of its own; None where the system gives none."""
+    """The prefix that gives a command its own table of mounts; None if the system does not allow that."""
     for prefix in NAMESPACES:
         with contextlib.suppress(OSError):
             mount = [*prefix, "sh", "-c", "mount -t tmpfs -o size=4k none /mnt"]
@@ -41,9 +41,9 @@ def _namespace():
 
 
 def outcomes(*commands, mounts, cwd):
-    """What comes of command lines where file systems are mounted first: `mounts` is a list of (folder, options).
+    """The outcomes of command lines after file systems are mounted: `mounts` is a list of (folder, options).
 
-    Between two commands may stand a string, to be carried out by a shell, such as a further mount.
+    A string among the commands is run by a shell, such as a further mount.
     """
     prefix = _namespace()
     if prefix is None:
@@ -81,7 +81,7 @@ def surroundings(**more):
 
 @contextlib.contextmanager
 def limited(which, most):
-    """A soft limit of this process, for a while."""
+    """Set a soft limit of this process until the block ends."""
     soft, hard = resource.getrlimit(which)
     resource.setrlimit(which, (most, hard))
     try:
@@ -91,7 +91,7 @@ def limited(which, most):
 
 
 def as_somebody_else():
-    """The command before a command that makes it that of a user who has no privilege but to read and write files."""
+    """The prefix that runs a command as a user who may only read and write files."""
     if shutil.which("setpriv") is None:
         pytest.skip("needs setpriv")
     privileges = "-all,+dac_override"
@@ -103,5 +103,5 @@ def as_somebody_else():
 
 
 def one_line_of_error(text):
-    """Whether nothing but one error was told."""
+    """Whether a text is one error line."""
     return text.startswith("error: ") and text.count("\n") == 1

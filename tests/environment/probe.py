@@ -1,7 +1,7 @@
-"""Carries out command lines, one after another, in one process: `python -m tests.environment.probe JSON`.
+"""Runs command lines in one process, one after another: `python -m tests.environment.probe JSON`.
 
-JSON is a list of lists of words; what comes of each is printed as JSON: [exit code, stdout, stderr], with the traceback
-in place of the exit code where one would be seen.
+JSON is a list of lists of words; the outcome of each is printed as JSON: [exit code, stdout, stderr], with the
+traceback, if any, in place of the exit code.
 """
 
 from __future__ import annotations

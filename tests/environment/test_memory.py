@@ -1,4 +1,4 @@
-"""Main memory: what a run needs is known before the first round, and memory that runs out all the same is one line."""
+"""Main memory: its need is checked before the first round, and an out-of-memory error is one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Valid things made invalid in every way: trees of tables and lists, and bytes."""
+"""Random changes of valid trees of tables and lists, and of bytes."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ small = st.integers(0, 10**9)
 
 
 def mutations(values: list[Any], keys: list[str], most: int = 5) -> st.SearchStrategy:
-    """Lists of mutations, for `mutated`: (where, what, value, key), numbers that count modulo what there is."""
+    """Lists of mutations for `mutated`: (where, operation, value, key); `where` counts modulo the number of places."""
     value = st.sampled_from(values) | st.integers() | st.floats() | st.text(max_size=20)
     key = st.sampled_from(keys) | st.text(max_size=8)
     return st.lists(st.tuples(small, st.sampled_from(OPERATIONS), value, key), min_size=1, max_size=most)
 
 
 def mutated(tree: Any, changes: list) -> Any:
-    """A tree of tables and lists, changed."""
+    """A changed copy of a tree of tables and lists."""
     tree = copy.deepcopy(tree)
     for where, operation, value, key in changes:
         places = list(_places(tree))
@@ -90,11 +90,11 @@ edits = st.lists(
         small, st.integers(0, 40), st.binary(max_size=12) | st.sampled_from([b"\n", b"\xff", b"[" * 3000, b"9" * 5000])
     ),
     max_size=4,
-)  # of bytes, for `edited`: where, how many of them go, what comes in their place
+)  # for `edited`: where, how many bytes are removed, what is inserted
 
 
 def edited(content: bytes, changes: list) -> bytes:
-    """Bytes, changed."""
+    """Changed bytes."""
     for where, length, new in changes:
         at = where % (len(content) + 1)
         content = content[:at] + new + content[at + length :]
@@ -102,7 +102,7 @@ def edited(content: bytes, changes: list) -> bytes:
 
 
 def without(tree: Any, *unfit: type) -> Any:
-    """A tree without the leaves that a format has no word for."""
+    """A tree without leaves of these types."""
     if isinstance(tree, dict):
         return {key: without(value, *unfit) for key, value in tree.items() if not isinstance(value, unfit)}
     if isinstance(tree, list):

@@ -1,4 +1,4 @@
-"""What a file may import, and what it takes to let it."""
+"""Which imports a file may cause, and how the user allows them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ NAMED = {  # for each kind of plug, tables that name one
     "attacks": {"attack": {"name": "NAME", "fraction": 0.3}},
     "rules": {"aggregate": {"rule": "NAME"}},
     "pre-aggregators": {"aggregate": {"rule": [{"rule": "NAME"}, "mean"]}},
+    "processors": {"processors": [{"name": "NAME"}]},
     "servers": {"server": {"optimizer": "NAME"}},
     "policies": {"mode": "clock", "policy": {"name": "NAME"}},
     "speeds": {"mode": "clock", "clock": {"speed": {"name": "NAME"}}},
@@ -32,7 +33,7 @@ NAMED = {  # for each kind of plug, tables that name one
     "engines": {"engine": "NAME"},
     "hooks": {"engine": "distributed", "sync": "gradients", "distributed": {"hook": {"name": "NAME"}}},
 }
-PLUGS_OF_ONES_OWN = """
+LOCAL_PLUGS = """
 import os
 from functools import partial
 from os import system
@@ -52,7 +53,7 @@ def here(tmp_path, monkeypatch):
     """A working directory with modules of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_plugs.py").write_text(PLUGS_OF_ONES_OWN)
+    (tmp_path / "own_plugs.py").write_text(LOCAL_PLUGS)
     (tmp_path / "canary.py").write_text("raise SystemExit('imported')")
     yield tmp_path
     for name in ("own_plugs", "own_package", "own_package.deep", "own_folder", "canary"):
@@ -70,7 +71,7 @@ def test_every_kind_of_plug_is_tested():
 
 
 @pytest.mark.parametrize("kind", NAMED)
-@pytest.mark.parametrize("name", ["os:system", "subprocess:run", "builtins:eval", "torch.hub:load", "canary:boom"])
+@pytest.mark.parametrize("name", ["os:system", "torch.hub:load", "canary:boom"])
 def test_a_file_names_no_import_path(here, kind, name):
     key = PLUGS[kind][0].partition(",")[0]
     with pytest.raises(ExperimentError) as caught:
@@ -109,7 +110,7 @@ def test_a_file_of_the_working_directory_names_what_its_own_modules_define(here,
 
 def test_a_package_of_the_working_directory_is_local(here):
     (here / "own_package").mkdir()
-    (here / "own_package" / "deep.py").write_text(PLUGS_OF_ONES_OWN)
+    (here / "own_package" / "deep.py").write_text(LOCAL_PLUGS)
     path = write(here / "x.toml", NAMED["models"], "own_package.deep:perceptron")
     with pytest.raises(ExperimentError, match="--allow-imports"):
         fedsim.load_experiment(path)  # any folder would be such a package, as one that has just been unpacked
@@ -141,7 +142,7 @@ def test_links_count_as_their_targets(here):
     (here / "x.toml").symlink_to(here / "sub" / "x.toml")
     with pytest.raises(ExperimentError, match="--allow-imports"):
         fedsim.load_experiment("x.toml")
-    (here / "sub" / "linked.py").write_text(PLUGS_OF_ONES_OWN)
+    (here / "sub" / "linked.py").write_text(LOCAL_PLUGS)
     (here / "linked.py").symlink_to(here / "sub" / "linked.py")
     with pytest.raises(ExperimentError, match="--allow-imports"):
         fedsim.load_experiment(write(here / "y.toml", NAMED["models"], "linked:perceptron"))

@@ -1,4 +1,4 @@
-"""Files are read where they belong, if they are files; nothing is written elsewhere."""
+"""Only regular files inside of a folder are read; nothing is written outside."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ READERS = {
 
 
 def in_time(function, *arguments):
-    """What a function raises, if it ends in a moment; a pipe without a writer would keep it for ever."""
+    """The exception of a function that must end soon; a pipe without a writer would block it."""
     raised = []
 
     def work():
@@ -114,7 +114,7 @@ def test_a_report_shows_no_run_outside_of_the_grid(tmp_path):
 
 @pytest.fixture
 def compared(tmp_path):
-    """A grid of two runs, none of which has begun, and its folder."""
+    """A grid of two runs that have not started, and its folder."""
     grid = load_grid({"workers": 2, "rounds": 1}, {"seed": [0, 1]})
     with GridFolder(tmp_path / "grid", grid):
         pass
@@ -192,7 +192,7 @@ def test_kept_updates_are_not_read_from_elsewhere(tmp_path):
 
 
 def test_no_module_of_fedsim_unpickles_or_evaluates_what_files_hold():
-    """What processes of one run send each other (pipes, ranks) is no file's."""
+    """Messages between processes of one run (pipes, ranks) are not files."""
     suspicious = re.compile(r"(?<![.\w])(eval|exec)\(|[Pp]ickle[r]?\.loads?\(|torch\.load\(|np\.load\(|shelve|marshal")
     between_processes = {("system", "messages.py"), ("core", "objects.py")}
     of_the_package = "with np.load(MNIST5K_FILE) as file:"  # without pickles, as by default

@@ -1,4 +1,4 @@
-"""What would fill the memory, or take for ever, is refused before it is begun, in a line that names the sizes."""
+"""Work that would fill the memory or take very long is refused before it begins, in a line that names the sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are killed or stopped in the middle of a round, and what the run comes to all the same."""
+"""Processes that are killed or stopped in the middle of a round do not change the result of a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SPAWN = {"engine": "spawn", "processes": 2}
 
 @pytest.fixture
 def mortal(tmp_path):
-    """An experiment whose model obeys orders."""
+    """An experiment whose model kills its process on order."""
     folder = tmp_path / "orders"
     folder.mkdir()
     return {**TABLES, "model": {"name": "tests.lethal:Mortal", "folder": str(folder)}}
@@ -58,7 +58,7 @@ def untimed(history):
 
 
 def run_ordered(tables, orders, out=None, session=None):
-    """A run in whose rounds, by number, these orders are given; and the warnings."""
+    """The result of a run with orders by round, and its warnings."""
     folder = folder_of(tables)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -110,7 +110,7 @@ def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(m
 
 @pytest.mark.slow
 def test_a_round_that_loses_two_processes_is_repeated_twice(mortal, session):
-    """One in training, one in the test; with a rule that has a state, which the first process alone keeps."""
+    """One in training and one in the test, with a rule that has a state, which only the first process holds."""
     tables = {**mortal, **SPAWN, "aggregate": "foolsgold", "rounds": 3}
     result, said = run_ordered(tables, {2: ["train", "test"]}, session=session)
     assert_as_without_faults(result, tables, engine="serial", processes=None)
@@ -181,7 +181,7 @@ def test_a_race_repeats_its_round_after_a_process_died_with_the_lock(mortal, ses
 
 @pytest.mark.slow
 def test_a_stopped_process_is_replaced_after_the_timeout(mortal, monkeypatch):
-    """In stacks, of which two processes have one each."""
+    """With stacks: each of two processes has one."""
     monkeypatch.setattr("fedsim.engines.pool.process_pool.GRACE", 0.5)  # after which it is killed
     tables = {**mortal, "engine": "batched", "processes": 2, "timeout": 3.0, "rounds": 2}
     with fedsim.Session() as session:
@@ -216,7 +216,7 @@ def test_an_interrupt_during_recovery_ends_the_program_cleanly(mortal, tmp_path)
 
 
 class Fake:
-    """A loop that adds 1 to a tensor in every round, an engine, and a setting; `losses` says what becomes of calls."""
+    """A loop that adds 1 to a tensor in every round, and an engine; `losses` names the calls that lose a process."""
 
     can_lose_processes = True
 
@@ -355,7 +355,7 @@ def test_only_losses_are_repeated_and_only_if_retries_are_allowed():
 
 
 def test_a_loop_without_processes_or_with_abort_is_returned_as_it_is():
-    """So that nobody pays for snapshots that nobody needs."""
+    """So that no unused snapshots are taken."""
     fake = Fake(policy="abort")
     assert fake.loop() is fake
     fake = Fake()
@@ -378,7 +378,7 @@ def test_a_recovering_loop_resumes_from_a_given_state():
 
 
 class FakeCohort(SynchronousLoop):
-    """A loop of which only the cohort is known."""
+    """A loop that has only a cohort."""
 
     def __init__(self, *losses):
         self.losses, self.left_out = list(losses), []
@@ -401,7 +401,7 @@ class FakeCohort(SynchronousLoop):
 
 
 def dropping(tables, *losses):
-    """What a loop with these losses is played without, again and again, on the serial engine's memory."""
+    """The workers that each attempt of a round with these losses leaves out."""
     described = fedsim.Experiment(**{**TABLES, **tables, "workers": 10, "engine": "serial"})
     described = described.model_copy(update={"on_worker_failure": "drop", "worker_retries": 9})
     with fedsim.Session() as session, prepare(described, session) as (prepared, engine):
@@ -413,16 +413,16 @@ def dropping(tables, *losses):
 
 
 def test_drop_removes_the_current_worker_or_all_workers_of_the_process():
-    """Shards of about one size: members are dealt in turn."""
+    """Shards have about one size, so the workers are assigned in turn."""
     assert dropping({}, (1, 8)) == [[], [8]]
     assert dropping({}, (1, None)) == [[], [6, 9]]
-    assert dropping({}, (0, 5), (0, None)) == [[], [5], [5, 6, 9]], "what is left is dealt anew"
-    assert dropping({}, (0, 7)) == [[], []], "who is not of the cohort is not lost"
+    assert dropping({}, (0, 5), (0, None)) == [[], [5], [5, 6, 9]], "the others are assigned again"
+    assert dropping({}, (0, 7)) == [[], []], "a worker outside of the cohort is not lost"
 
 
 def test_drop_never_removes_the_row_of_the_server():
     fltrust = {"aggregate": {"rule": "fltrust", "root_samples": 20}}
-    assert dropping(fltrust, (0, 10)) == [[], []], "its number is that after the last worker's"
+    assert dropping(fltrust, (0, 10)) == [[], []], "its number follows that of the last worker"
     assert dropping(fltrust, (0, None)) == [[], [5, 8]]
 
 
@@ -432,7 +432,7 @@ def test_dropping_the_last_worker_ends_the_run():
 
 
 def test_the_row_of_the_server_is_used_when_a_worker_is_dropped():
-    """A round of a cohort without one worker is that of an experiment in which it has no say."""
+    """A round without one worker equals the aggregate of the other rows."""
     tables = {**TABLES, "engine": "serial", "model": "logistic", "aggregate": {"rule": "fltrust", "root_samples": 20}}
     with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (prepared, engine):
         loop = loop_of(prepared, engine)
@@ -461,7 +461,7 @@ def test_a_grid_names_the_points_whose_keys_are_refused():
 
 
 class Reaper(threading.Thread):
-    """Kills processes of a running experiment at random instants after it is told to; ends when that is done."""
+    """Kills processes of a running experiment at random instants after each request."""
 
     def __init__(self, rng):
         super().__init__(daemon=True)
@@ -474,16 +474,16 @@ class Reaper(threading.Thread):
                 while not (victims := [child for child in active_children() if child.name.startswith("fedsim-")]):
                     if self._over:
                         return
-                    time.sleep(0.01)  # all are gone, and the new ones have still to begin
+                    time.sleep(0.01)  # all are dead, and the new ones have not started
                 self._rng.choice(victims).kill()
                 self.killed += 1
 
     def kill(self, *longest_pauses):
-        """One process after each of these pauses, or rather a part of it."""
+        """Request to kill one process after a random part of each of these pauses."""
         self._orders.put(longest_pauses)
 
     def end(self):
-        """Do what has been ordered, as far as anybody is left: nobody is replaced meanwhile."""
+        """Finish the requests while processes are left."""
         self._over = True
         self._orders.put(None)
         self.join()
@@ -501,10 +501,7 @@ SOAKED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOAKED)
 def test_ten_random_kills_change_no_result_and_leak_nothing(kind):
-    """Together fifty: at some instant of the next rounds, and some while the processes are being replaced.
-
-    Deaths before the first round or after the last, which end a run, are none of them.
-    """
+    """Kills at random instants of rounds, and while processes are being replaced; not before or after all rounds."""
     tables = {**TABLES, **SPAWN, "model": "2nn", "rounds": 60, "worker_retries": 100, **SOAKED[kind]}
     reaper, times = Reaper(random.Random(kind)), [time.monotonic()]
 
@@ -525,7 +522,7 @@ def test_ten_random_kills_change_no_result_and_leak_nothing(kind):
             result = fedsim.run(tables, session=session, on_round=on_round)
         after = open_things()
         print(f"{kind}: {reaper.killed} kills in {time.monotonic() - begun:.0f} s; descriptors, maps {before} {after}")
-    assert reaper.killed >= 4, "of the ten, some may have found nobody"
+    assert reaper.killed >= 4, "some of the ten may find no process"
     assert torch.equal(result.global_row, whole.global_row)
     assert untimed(result.history) == untimed(whole.history)
     assert after[0] <= before[0] + 1

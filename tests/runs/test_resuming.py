@@ -1,4 +1,4 @@
-"""A run that was broken off and is gone on with comes to what it would have come to, to the bit."""
+"""An interrupted run that is resumed has bitwise the same result as a whole one."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def tables(tiny_experiment):
 
 
 def records(folder):
-    """What is on record, times aside."""
+    """The records of a run folder without times."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
 
 
 def broken_off(whole, folder, round):
-    """A copy of a run's folder as a machine that went down in the middle of a later round would have left it."""
+    """A copy of a run folder as it is if the machine stops in the middle of a later round."""
     shutil.copytree(whole, folder)
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
@@ -152,7 +152,7 @@ def test_resuming_a_finished_run_changes_nothing(tables, tmp_path):
 
 
 def test_a_resumed_run_keeps_the_choices_of_its_engine(tables, tmp_path):
-    """`auto` measures, and may find something else next time, which rounds otherwise."""
+    """`auto` measures, and may choose another engine next time, which rounds differently."""
     tables |= {"engine": "batched", "processes": 1, "batched": {"width": 3}}
     whole = fedsim.run(tables, tmp_path / "whole")
     tables |= {"engine": "auto", "processes": None, "batched": {}}
@@ -253,7 +253,7 @@ def flipped(path):
 
 
 def signed(path, change):
-    """The head of a checkpoint, changed by somebody who knows how to make it look right."""
+    """Change the head of a checkpoint, and correct its checksums."""
     said = json.loads(path.read_text())
     del said["checksum"]
     tensors = path.with_suffix(".safetensors")
@@ -317,7 +317,7 @@ def test_a_checkpoint_without_the_records_of_its_rounds_is_not_used(tables, tmp_
 
 
 def dies_at(operation, tables, folder):
-    """Whether a process of its own that runs, or goes on with, an experiment died at its n-th operation on files."""
+    """Whether a forked process that runs or resumes an experiment died at its n-th file operation."""
     child = os.fork()
     if child:
         return os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 9
@@ -342,7 +342,7 @@ def dies_at(operation, tables, folder):
 
 
 def test_a_run_that_dies_at_any_file_operation_resumes_to_the_same_result(tables, tmp_path):
-    """A process that dies before its first operation on files, the second, and so on, until one comes to the end."""
+    """The process dies before its first file operation, then before the second, and so on, until one finishes."""
     tables |= {"rounds": 2, "workers": 2, "records": {"curve": False}, "checkpoint": {"every": 1, "keep": 1}}
     whole = fedsim.run(tables, tmp_path / "whole")
     deaths = 0
