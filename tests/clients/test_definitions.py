@@ -49,56 +49,55 @@ ADAMS = [
     {"lr": 0.1, "beta1": 0.5, "beta2": 0.7, "eps": 0.1},
     {"lr": 0.1, "beta1": 0.0, "beta2": 0.9999},
 ]
-
-
-@pytest.mark.parametrize("params", ADAMS)
-@pytest.mark.parametrize("dtype", NUMBERS)
-@pytest.mark.parametrize(("solver", "theirs"), [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)])
-def test_adam_and_adamw_are_those_of_pytorch(solver, theirs, params, dtype):
-    betas = params.get("beta1", 0.9), params.get("beta2", 0.999)
-    same = {name: value for name, value in params.items() if name not in ("beta1", "beta2")}
-    check(paths(solver(**params), lambda p: theirs(p, betas=betas, **same), dtype), dtype)
-
-
 ADAGRADS = [
     {},
     {"lr": 0.1, "lr_decay": 0.3},
     {"lr": 0.1, "weight_decay": 0.2, "initial_accumulator_value": 0.5, "eps": 0.1, "lr_decay": 0.01},
 ]
+ADAPTIVE = [
+    *((Adam, torch.optim.Adam, params) for params in ADAMS),
+    *((AdamW, torch.optim.AdamW, params) for params in ADAMS),
+    *((Adagrad, torch.optim.Adagrad, params) for params in ADAGRADS),
+]
 
 
-@pytest.mark.parametrize("params", ADAGRADS)
+def in_pytorch(optimizer, params):
+    """A function of parameters that makes PyTorch's optimizer with our parameters."""
+    same = {name: value for name, value in params.items() if name not in ("beta1", "beta2")}
+    if optimizer is not torch.optim.Adagrad:
+        same["betas"] = params.get("beta1", 0.9), params.get("beta2", 0.999)
+    return lambda parameters: optimizer(parameters, **same)
+
+
+@pytest.mark.parametrize(("solver", "theirs", "params"), ADAPTIVE)
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_adagrad_is_that_of_pytorch(params, dtype):
-    check(paths(Adagrad(**params), lambda p: torch.optim.Adagrad(p, **params), dtype), dtype)
-
-
-def check(paths, dtype):
+def test_adaptive_solvers_are_those_of_pytorch(solver, theirs, params, dtype):
     tolerance = 1e-12 if dtype == torch.float64 else 2e-6
-    for ours, theirs in paths:
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    for ours, expected in paths(solver(**params), in_pytorch(theirs, params), dtype):
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_float32_does_not_cost_adam_its_first_steps():
+def test_the_first_steps_of_adam_are_accurate_in_float32():
     """1 - 0.999^t cancels in float32: to five digits at t = 1, which a step of lr would show."""
-    for ours, theirs in paths(Adam(lr=1.0, eps=1e-30), lambda p: torch.optim.Adam(p, lr=1.0, eps=1e-30), torch.float32):
+    params = {"lr": 1.0, "eps": 1e-30}
+    for ours, theirs in paths(Adam(**params), in_pytorch(torch.optim.Adam, params), torch.float32):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=3e-6)
 
 
-def test_float32_does_not_cost_adam_its_late_steps():
+def test_the_late_steps_of_adam_are_accurate_in_float32():
     """After 3,000 steps it is about as far from PyTorch's in float64 as PyTorch's in float32 is."""
     generator, row = torch.Generator().manual_seed(0), torch.zeros(100)
     exact, rounded = (torch.nn.Parameter(torch.zeros(100, dtype=dtype)) for dtype in (torch.float64, torch.float32))
-    method, theirs = Adam(lr=1e-3), [torch.optim.Adam([parameter], lr=1e-3) for parameter in (exact, rounded)]
+    method, optimizers = Adam(lr=1e-3), [torch.optim.Adam([parameter], lr=1e-3) for parameter in (exact, rounded)]
     state = method.start(row)
     for _ in range(3000):
         drawn = torch.randn(100, generator=generator)
         exact.grad, rounded.grad = drawn.double(), drawn.clone()
-        for optimizer in theirs:
+        for optimizer in optimizers:
             optimizer.step()
         method.step(row, drawn, state)
-    ours, pytorch_s = ((values.detach().double() - exact.detach()).abs().max() for values in (row, rounded))
-    assert ours < 2 * pytorch_s < 1e-5
+    ours, theirs = ((values.detach().double() - exact.detach()).abs().max() for values in (row, rounded))
+    assert ours < 2 * theirs < 1e-5
 
 
 @pytest.mark.parametrize("params", SGDS)

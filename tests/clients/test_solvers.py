@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from fedsim.clients import SGD, ClientAlgorithm, OuterProductGrad, solver, step_along
+from fedsim.clients import SGD, OuterProductGrad, solver, step_along
 from fedsim.errors import ExperimentError
 from tests.clients.variants import VARIANTS, every_variant, made
 
@@ -54,16 +54,6 @@ def test_step_along_uses_step_fused_if_a_solver_has_it(monkeypatch):
     assert calls == [product]
 
 
-def test_a_solver_without_step_fused_gets_gradients():
-    class Plain(ClientAlgorithm):
-        def step(self, rows, gradients, state):
-            rows -= gradients
-
-    left, right, weights = torch.ones(1, 2, 1), torch.ones(1, 2, 3), torch.zeros(1, 1, 3)
-    step_along(Plain(), weights, OuterProductGrad(left, right), {})
-    assert torch.equal(weights, torch.full((1, 1, 3), -2.0))
-
-
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_state_has_the_shape_and_dtype_of_the_rows(variant, dtype):
@@ -77,24 +67,6 @@ def test_state_has_the_shape_and_dtype_of_the_rows(variant, dtype):
         method.step(moved, torch.ones_like(rows), state)
     assert moved.dtype == dtype
     assert {name: tensor.data_ptr() for name, tensor in state.items()} == lying
-
-
-@every_variant
-def test_a_learning_rate_of_zero_moves_nothing(variant):
-    method, rows = made(variant, lr=0.0), torch.randn(7, generator=torch.Generator().manual_seed(0))
-    moved, state = rows.clone(), method.start(rows)
-    for _ in range(2):
-        method.step(moved, torch.ones_like(rows), state)
-    assert torch.equal(moved, rows)
-
-
-@pytest.mark.parametrize("variant", ["sgd", "fedprox", "adam", "adagrad"])
-def test_gradients_of_zero_move_nothing(variant):
-    method, row = made(variant), torch.randn(7, generator=torch.Generator().manual_seed(0))
-    moved, state = row.clone(), method.start(row)
-    for _ in range(3):
-        method.step(moved, torch.zeros_like(row), state)
-    assert torch.equal(moved, row)
 
 
 @every_variant

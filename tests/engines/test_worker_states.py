@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.clients import SGD, ClientAlgorithm, as_algorithm
+from fedsim.clients import SGD, OuterProductGrad, as_algorithm, step_along
 from fedsim.core.randomness import sample_cohort
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import RecordError
@@ -147,9 +147,10 @@ def test_a_solver_with_start_and_step_is_a_client_algorithm():
         def step(self, rows, gradients, state):
             rows -= gradients
 
-    algorithm, row = as_algorithm(Plain()), torch.ones(2)
+    algorithm, row, weights = as_algorithm(Plain()), torch.ones(2), torch.zeros(1, 1, 3)
     algorithm.step(row, torch.ones(2), algorithm.start(row))
+    step_along(algorithm, weights, OuterProductGrad(torch.ones(1, 2, 1), torch.ones(1, 2, 3)), {})
     assert row.tolist() == [0, 0]
-    assert isinstance(algorithm, ClientAlgorithm)
+    assert weights.tolist() == [[[-2, -2, -2]]]
     assert algorithm.numbers_sent(5) == (0, 0)
     assert as_algorithm(solver := SGD()) is solver
