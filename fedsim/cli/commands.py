@@ -58,7 +58,7 @@ def run(
             return
         folder = resume or out or new_folder_name(experiment.name)
         fedsim.run(experiment, folder, resume=bool(resume), progress=not quiet)
-        if engines.get(experiment.engine).target.leads():
+        if engines.get(experiment.engine).target.is_main():
             print(folder)
 
 

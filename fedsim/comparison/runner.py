@@ -122,7 +122,7 @@ def run_grid(
     if jobs is not None and jobs < 1:
         raise ExperimentError(f"jobs = {jobs}: must be at least 1")
     for run in grid.runs:
-        if engines.get(run.experiment.engine).target.ranks:
+        if engines.get(run.experiment.engine).target.traits.ranks:
             raise ExperimentError(
                 f"engine = {show(run.experiment.engine)}: a comparison starts its own processes; use another engine, "
                 "and --shard i/n for several machines"

@@ -13,7 +13,7 @@ from fedsim.core.input_limits import MAX_DEPTH, is_harmless, leaves_of
 from fedsim.core.objects import plain
 from fedsim.engines import Engine
 from fedsim.engines import engine as engines
-from fedsim.engines.engine import SETTINGS
+from fedsim.engines.traits import SETTINGS
 from fedsim.errors import MAX_TEXT, ExperimentError, printable, show
 
 Change = tuple[list[str], Any]  # the parts of a dotted key, and its new value
@@ -142,5 +142,5 @@ def _drop_unused_settings(description: dict[str, Any], given: Collection[str]) -
     values = [description.get(key) for key in ("processes", "cohort", "workers")]
     sizes = [value for value in values if isinstance(value, int)]
     if isinstance(target, type) and issubclass(target, Engine):
-        for key in SETTINGS - target.settings(min(sizes, default=_default("workers"))) - set(given):
+        for key in SETTINGS - target.traits.settings(min(sizes, default=_default("workers"))) - set(given):
             description.pop(key, None)

@@ -12,7 +12,7 @@ from fedsim.asynchronous.policies import Policy
 from fedsim.config.schema import Aggregate, Checkpoint, Hook, Server
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines import Engine, engine
-from fedsim.engines.engine import SETTINGS
+from fedsim.engines.traits import SETTINGS
 from fedsim.errors import ExperimentError, show
 from fedsim.system.devices import free_memory
 
@@ -90,7 +90,7 @@ def _check_sizes(experiment: Experiment) -> Iterator[str]:
 def _check_engine(experiment: Experiment, engine_class: type[Engine]) -> Iterator[str]:
     name, distributed = show(experiment.engine), experiment.distributed
     processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
-    used = engine_class.settings(processes)
+    used = engine_class.traits.settings(processes)
     if distributed.inner == "batched":
         used = used | {"batched"}
     given = _given(experiment, *sorted(SETTINGS))
@@ -264,7 +264,7 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
 
 
 def _check_race(experiment: Experiment, engine_class: type[Engine]) -> Iterator[str]:
-    if engine_class.racing is None:
+    if engine_class.traits.races_on is None:
         yield f"engine = {show(experiment.engine)}: mode=race needs engine=spawn or engine=auto"
     elif experiment.batched.width is not None:
         yield f"batched.width = {experiment.batched.width}: a race does not stack rows; omit it"

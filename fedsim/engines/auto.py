@@ -10,7 +10,7 @@ import torch
 
 from fedsim.engines.engine import Engine
 from fedsim.engines.in_process import InProcess
-from fedsim.engines.named import SpawnEngine, one_by_one, stacked
+from fedsim.engines.named import RACING, one_by_one, stacked
 from fedsim.engines.plan import (
     ExecutionPlan,
     Workload,
@@ -23,8 +23,9 @@ from fedsim.engines.plan import (
 from fedsim.engines.pool.backend import InPool
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.traits import EngineTraits
 from fedsim.errors import ExperimentError, FedsimWarning, first_line
-from fedsim.system.devices import default_processes, release_memory
+from fedsim.system.devices import release_memory
 
 
 class AutoEngine(Engine):
@@ -35,11 +36,14 @@ class AutoEngine(Engine):
     a lost process), a simpler one takes its place, with one warning.
     """
 
-    racing, stacks, chooses = SpawnEngine.racing, True, True
-
-    @classmethod
-    def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:
-        return default_processes(device, cohort, threads) if device.type == "cpu" else 1
+    traits = EngineTraits(
+        frozenset({"processes", "batched"}),
+        pool_from=1,
+        one_process_on_gpu=True,
+        stacks=True,
+        chooses=True,
+        races_on=RACING,
+    )
 
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         self._processes, self._timeout = processes, timeout
@@ -121,6 +125,7 @@ class AutoEngine(Engine):
         return self._pool is None or self._pool.at_work
 
     def leave(self) -> None:
+        self._worker_states = None
         self._worker_states = None
         self._here.leave()
         if self._pool is not None:

@@ -1,7 +1,6 @@
-"""What an engine is: a backend (where rows are trained) and trainers (how they are trained), put together.
+"""An engine: a backend (where rows are trained) and trainers (how they are trained).
 
-The methods of `Engine` are the lines of a round. Each calls the method of `Executor` with the same name in every
-process of the backend.
+Each line of a round is a method of `Engine`, which calls the method of `Executor` of the same name in every process.
 """
 
 from __future__ import annotations
@@ -20,69 +19,43 @@ from fedsim.engines.executor import Executor, MakeTrainer
 from fedsim.engines.round_stats import AggregationStats, SentUpdates
 from fedsim.engines.task import SharedState, TaskSpec, message_bytes
 from fedsim.engines.trainers.batches import WorkItem
+from fedsim.engines.traits import EngineTraits
 from fedsim.engines.worker_states import WorkerStates
-from fedsim.system.devices import default_processes, resolve_device
-
-# Top-level keys of an experiment that only some engines use; see `Engine.settings`.
-SETTINGS = frozenset(
-    ("processes", "timeout", "on_worker_failure", "worker_retries", "batched", "cuda_graphs", "distributed")
-)
-
+from fedsim.system.devices import resolve_device
 
 Trainers = Callable[[TaskSpec, SharedState, int, int], tuple[MakeTrainer, dict[str, Any]]]
 
 
 class Engine:
-    """Trains cohorts of rows. Made once, then given one task after another; a context manager that cleans up.
+    """Trains cohorts of rows, one task after another. Use it in a `with` block, or call `close`.
 
     Args:
         backend: where rows are trained.
-        trainers: how they are trained: of (task, shared state, processes, threads) it gives the function that makes the
-            trainer of a process, and facts for the run record.
+        trainers: how they are trained: from (task, shared state, processes, threads) it returns the function that makes
+            the trainer of a process, and facts for the run record.
         threads: threads that PyTorch uses in each process.
     """
 
-    one_process: ClassVar[bool] = False  # whether it is always one
-    racing: ClassVar[str | None] = None  # the engine whose processes race, where this one is named; None: it cannot
-    stacks: ClassVar[bool] = False  # whether it may stack rows, and so asks for the width of stacks
-    ranks: ClassVar[bool] = False  # whether it is one of several programs that a launcher has started
-    chooses: ClassVar[bool] = False  # whether it does a task in the way of another, which it picks
+    traits: ClassVar[EngineTraits] = EngineTraits()
 
     @classmethod
-    def leads(cls) -> bool:
-        """Whether this process is the one of a run that prints and writes."""
+    def is_main(cls) -> bool:
+        """Whether this process prints and writes records."""
         return True
 
     @classmethod
-    def among_peers(cls, description: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """While a run is prepared and done: what has to be settled with other programs, if it is one of several.
+    def joined(cls, description: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """Join the other programs of a run for its duration, if there are any.
 
-        `description` is the resolved experiment.
+        Args:
+            description: the resolved experiment.
         """
         return nullcontext()
 
     @classmethod
     def device_for(cls, name: str) -> torch.device:
-        """The device that this process computes on, where the experiment names this one."""
+        """The device of this process if the experiment names this one. Raises ExperimentError if there is none."""
         return resolve_device(name)
-
-    @classmethod
-    def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:
-        """How many processes are good for a cohort, where the experiment leaves that open."""
-        return default_processes(device, cohort, threads)
-
-    @classmethod
-    def may_lose_processes(cls, most: int) -> bool:
-        """Whether `can_lose_processes` may be so, on any machine, where it has `most` processes at most."""
-        return not (cls.one_process or cls.ranks)
-
-    @classmethod
-    def settings(cls, most: int) -> set[str]:
-        """Which of SETTINGS this engine uses, if it has at most `most` processes."""
-        settings = set() if cls.one_process or cls.ranks else {"processes"}
-        settings |= {"batched"} if cls.stacks else set()
-        settings |= {"timeout", "on_worker_failure", "worker_retries"} if cls.may_lose_processes(most) else set()
-        return settings
 
     def __init__(self, backend: Backend, trainers: Trainers, threads: int) -> None:
         self._backend, self._trainers, self._threads = backend, trainers, threads
@@ -92,7 +65,7 @@ class Engine:
 
     @property
     def shared(self) -> SharedState:
-        """The tensors that all processes work on, while there is a task."""
+        """The tensors of the current task, which all processes work on."""
         return self._backend.shared
 
     def allocate(self, task: TaskSpec, cohort: int, *data: Any) -> SharedState:
@@ -100,24 +73,21 @@ class Engine:
         return SharedState.allocate(task, cohort, *data)
 
     def begin(self, task: TaskSpec, shared: SharedState) -> None:
-        """Take on a task; the one before is left. Raises ExperimentError where the engine cannot do it."""
+        """Begin a task and release the one before. Raises ExperimentError if the engine cannot do it."""
         self._has_processors = bool(task.processors)
         make_trainer, self._trainer_facts = self._trainers(task, shared, self._backend.processes, self._threads)
         self._backend.begin(task, shared, make_trainer)
-        self._task, self._worker_states = task, self._new_worker_states(task, shared)
-
-    def _new_worker_states(self, task: TaskSpec, shared: SharedState) -> WorkerStates:
-        return WorkerStates.of(task, shared)
+        self._task, self._worker_states = task, self._backend.new_worker_states(task)
 
     @property
     def worker_states(self) -> WorkerStates:
-        """What workers keep between their rounds, while there is a task."""
+        """The state that workers keep between their rounds of the current task."""
         assert self._worker_states is not None
         return self._worker_states
 
     @property
     def at_work(self) -> bool:
-        """Whether it can take on a task: not after it was closed, nor after it has lost its processes."""
+        """Whether it takes tasks: it was not closed, and has not lost its processes."""
         return self._backend.at_work
 
     @property
@@ -126,7 +96,7 @@ class Engine:
         return self._backend.can_lose_processes
 
     def replace_processes(self) -> None:
-        """Restart all processes on the current task and state. Raises WorkerError where that fails."""
+        """Restart all processes on the current task and state. Raises WorkerError if that fails."""
         self._backend.replace_processes()
 
     def facts(self) -> dict[str, Any]:
@@ -150,7 +120,7 @@ class Engine:
     # The lines of a round, see `fedsim.runs.loops.synchronous`.
 
     def pull_down(self, cohort: Sequence[int], round: int) -> int:
-        """Give every member of the cohort the global model, and what it keeps from its rounds; the bytes sent."""
+        """Copy the global model, and the state that workers keep, to the rows of the cohort; the bytes sent."""
         self.worker_states.load_cohort(cohort, self.shared.worker_rows)
         received = message_bytes(self._task, self.shared)[0]
         return self._backend.run(Executor.pull_down, cohort, round)[0] + len(cohort) * received
@@ -189,12 +159,12 @@ class Engine:
         return replace(stats[0], sent=SentUpdates.total(each.sent for each in stats))
 
     def receive(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> int:
-        """Store what the workers keep, and give the server their messages; the bytes of these.
+        """Store the state that workers keep, and give the server their messages; the bytes of these.
 
         The state and the messages of the excluded workers are dropped.
         """
-        left_out = set(excluded)
-        slots = [slot for slot, worker in enumerate(cohort) if worker not in left_out]
+        dropped = set(excluded)
+        slots = [slot for slot, worker in enumerate(cohort) if worker not in dropped]
         self.worker_states.save([cohort[slot] for slot in slots], self.shared.worker_rows, slots)
         if self.shared.messages:
             sums = self.worker_states.sums(self.shared.messages, slots)
@@ -202,13 +172,13 @@ class Engine:
         return len(cohort) * message_bytes(self._task, self.shared)[1]
 
     def train_apart(self, members: Sequence[WorkItem]) -> None:
-        """Train rows from their present values, each for a round or for one step."""
+        """Train rows from their current values, each for a round or for one step."""
         self._backend.run(Executor.train_apart, members)
 
     def test(self, round: int) -> tuple[float, float, float | None]:
         """Loss and accuracy of the global model on the test data, and the success rate of an attack that has a goal.
 
-        What a model draws in evaluation mode depends on the seed, the round and the test batch.
+        Random draws in evaluation mode depend on the seed, the round and the test batch.
         """
         self._backend.run(Executor.test, round)
         loss_sum, correct, successes, tries = self.shared.test_sums.sum(0).tolist()
@@ -216,66 +186,47 @@ class Engine:
         return loss_sum / samples, correct / samples, successes / tries if tries else None
 
     def train_loss(self, samples: Sequence[int]) -> float:
-        """Mean training loss per sample of the last round; `samples` are what each member of the cohort saw.
+        """Mean training loss per sample of the last round.
 
-        A member with 0 samples does not count, whatever its loss is; NaN if nobody counts.
+        Args:
+            samples: the number that each member of the cohort saw. Members without samples do not count.
         """
-        return mean_loss(self.shared.train_loss, samples)
+        losses, weights = self._backend.train_losses(), torch.tensor(samples, dtype=torch.double)
+        counted = weights > 0
+        return float(weights[counted] @ losses[: len(weights)][counted] / weights.sum())
 
     def state(self) -> Snapshot:
-        """What the next round depends on; nothing of that is in the rows, which it begins by pulling down."""
-        rule, has_last = self._backend.run(Executor.remembered)[0]
+        """All that the next round depends on; it begins by pulling down, so this does not include rows."""
+        rule, has_last = self._backend.run(Executor.rule_state)[0]
         state = Snapshot(facts={"has_last": has_last, "syncs": list(self.shared.states)})
-        state.keep(self._lasting())
+        state.keep(self._backend.state_dict())
         state.keep({name: torch.from_numpy(array) for name, array in rule.items()}, "rule.")
         state.keep(self.worker_states.tensors(), "worker_state.")
         return state
 
     def resume(self, state: Snapshot) -> None:
-        """Go back, or on, to where an engine was with the same task. Raises RecordError where it was another."""
-        lasting, begun, has_last = self._lasting(), state.facts["syncs"], state.facts["has_last"]
-        if type(has_last) is not bool or begun not in (list(self.shared.states), ["gradients"]):
+        """Continue from a state of the same task. Raises RecordError or ValueError if it is of another task."""
+        syncs, has_last = state.facts["syncs"], state.facts["has_last"]
+        if type(has_last) is not bool or syncs not in (list(self.shared.states), ["gradients"]):
             raise ValueError("is of another run")
-        yet_to_come = tuple(f"{sync}." for sync in self.shared.states if sync not in begun)
-        state.put_back({name: tensor for name, tensor in lasting.items() if not name.startswith(yet_to_come)})
+        later = tuple(f"{sync}." for sync in self.shared.states if sync not in syncs)
+        self._backend.restore(state, later)
         self.worker_states.resume(state.under("worker_state."))
-        self._remember(lasting, state.under("rule."), has_last)
-        if yet_to_come:  # it ended with the last round of gradients, and now there are more rounds
+        arrays = {name: tensor.numpy() for name, tensor in state.under("rule.").items()}
+        self._backend.run(Executor.restore_rule, arrays, has_last)
+        if later:  # the run ended with the last round of gradients, and now has more rounds
             self._backend.run(Executor.begin_with_parameters)
 
-    def _remember(self, lasting: dict[str, Tensor], rule: dict[str, Tensor], has_last: bool) -> None:
-        arrays = {name: tensor.numpy() for name, tensor in rule.items()}
-        self._backend.run(Executor.remember, arrays, has_last)
-
-    def _lasting(self) -> dict[str, Tensor]:
-        """What one round leaves to the next, by name and whole."""
-        return self.shared.lasting
-
-    def spread(self, found: tuple[int, Snapshot] | None) -> tuple[int, Snapshot] | None:
-        """What the process that keeps the records has found in them, in all processes of the run."""
-        return found
-
     def broadcast(self, value: Any) -> Any:
-        """A small object that pickles, as the process that keeps the records has it, in all processes of the run."""
+        """A picklable object of the process that writes the records, in all programs of the run."""
         return value
 
-    def agree(self, due: bool) -> bool:
-        """What the process that keeps the records has decided, in all processes of the run."""
-        return due
-
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        """The rows by slot as the last aggregation left them, and the losses; None in a process that writes nothing."""
-        return self.shared.rows, self.shared.losses
+        """The rows after the last aggregation and the losses before training, by slot; None unless `is_main`."""
+        return self._backend.round_rows(cohort, round)
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def mean_loss(losses: Tensor, samples: Sequence[int]) -> float:
-    """The mean of losses [n] per sample, where the first of them are of so many samples each."""
-    weights = torch.tensor(samples, dtype=torch.double)
-    counted = weights > 0
-    return float(weights[counted] @ losses[: len(weights)][counted] / weights.sum())

@@ -1,15 +1,14 @@
-"""What one process does in a round. Every engine runs this code; they differ in how many processes run it, and where.
+"""What one process does in a round. All engines run this code; they differ in how many processes run it, and where.
 
-An executor works on its share: on the rows that its trainer trains, on a part of the columns, on a part of the test
-batches. What it reads and writes lies in the engine's `SharedState`. The public methods of `Executor` are the lines of
-a round; `fedsim.engines.engine.Engine` has one of the same name for each, which calls it in every process.
+The public methods of `Executor` are the lines of a round. Methods of `Engine` with the same names call them in every
+process.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +16,10 @@ import torch
 from fedsim.core.randomness import seed_everything
 from fedsim.core.rows import index_of, new_rows, pull_down
 from fedsim.core.training import test
-from fedsim.engines.aggregator import Aggregator, meet
+from fedsim.engines.aggregator import weights_of
+from fedsim.engines.deferred_check import DeferredCheck
 from fedsim.engines.evaluation import Evaluation
+from fedsim.engines.exchange import Exchange, balance_load
 from fedsim.engines.out_of_memory import explain_oom
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats, GradientRoundStats, SentUpdates
@@ -32,42 +33,54 @@ from fedsim.system.allocator import keep_freed_memory
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
 
-T = TypeVar("T")
-
 MakeTrainer = Callable[[ProcessContext, TaskSpec, SharedState, BatchSource], Trainer]
 
 
 class Executor:
-    """One process's share of the work of an engine."""
+    """One process's share of the work of an engine: of the rows, the columns and the test batches.
 
-    def __init__(self, process: ProcessContext, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
+    Call the methods within `environment`.
+
+    Args:
+        exchange: what this process shares with the others, and how.
+        shared: where the results go.
+        make_trainer: makes the trainer of this process.
+    """
+
+    def __init__(self, exchange: Exchange, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
         if task.device.type == "cpu":
             keep_freed_memory()
-        self.process, self.task, self.shared = process, task, shared
+        self.exchange, self.process, self.task, self.shared = exchange, exchange.process, task, shared
         self.module = RowModule(task.new_module)
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
         self.batch_source = BatchSource(task, shared)
-        self.aggregator = self._new_aggregator()
+        self.aggregator = exchange.aggregator(task, shared, has_root=self.batch_source.root is not None)
         # A captured step keeps the precision in which it was captured.
-        with explain_oom(task, process.count), self.in_precision():
-            self.trainer = make_trainer(process, task, shared, self.batch_source)
+        with explain_oom(task, self.process.count), self.in_precision():
+            self.trainer = make_trainer(self.process, task, shared, self.batch_source)
         captured = self.trainer.replays is not None and task.cuda_graphs is not False and can_capture(task.device)
-        self._evaluation = Evaluation(task, shared, self.module, self._test_batches(), captured=captured)
+        batches = range(exchange.index, len(shared.test_sums), exchange.count)
+        self._evaluation = Evaluation(task, shared, self.module, batches, captured=captured)
 
-    def _new_aggregator(self) -> Aggregator:
-        root_row = None if self.batch_source.root is None else len(self.shared.rows) - 1
-        return Aggregator(self.process, self.task, self.shared, root_row)
-
-    def run(self, method: Callable[..., T], *arguments: object) -> T:
-        """Call one of the methods below. Only training has a lower precision than the rows."""
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        """In the block, numbers have full precision, and an out-of-memory error suggests smaller settings."""
         with explain_oom(self.task, self.process.count, self.trainer.width), full_precision(self.task.device):
-            return method(self, *arguments)
+            yield
+
+    def in_precision(self) -> contextlib.AbstractContextManager[None]:
+        """In the block, numbers have the precision of training, which may be lower."""
+        return self.task.precision.training(self.task.device)
+
+    def place(self, cohort: Sequence[int]) -> None:
+        """Decide which process trains which members of a cohort."""
+        self._mine(cohort)
 
     def pull_down(self, cohort: Sequence[int], round: int) -> int:
-        """Give this process's members of the cohort the global model; return the bytes that the whole cohort is sent.
+        """Copy the global model to the rows of this process's members of the cohort.
 
-        Where gradients are averaged there are no rows to give, and the bytes are those of buffers. The engine has
-        loaded what the workers keep.
+        The engine has loaded the state that workers keep. Returns the bytes that the whole cohort receives: the row,
+        unless gradients are averaged, and buffers.
         """
         task, shared = self.task, self.shared
         nbytes = buffer_bytes(task, shared)
@@ -95,51 +108,30 @@ class Executor:
         synchronize(self.task.device)
 
     def train_apart(self, members: Sequence[WorkItem]) -> None:
-        """Train this process's share of members whose rounds differ; their rows hold what they begin with."""
+        """Train this process's share of members whose rounds differ; their rows hold their start values."""
         self.train_mine(self._share_of(members))
 
     def train_mine(self, members: Sequence[WorkItem]) -> None:
-        """The same for members that are this process's alone."""
+        """Train members of this process alone."""
         with self.in_precision():
             self.trainer.train(members)
         synchronize(self.task.device)
 
-    def remembered(self) -> tuple[dict[str, np.ndarray], bool]:
-        """What rules keep from one aggregation to the next, beside the Memory: see `Aggregator`.
-
-        By value: tensors would travel as shared memory, which a process that is killed on the way leaves behind.
-        """
-        state, has_last = self.aggregator.remembered()
-        return {name: tensor.cpu().numpy() for name, tensor in state.items()}, has_last
-
-    def remember(self, rule: dict[str, np.ndarray], has_last: bool) -> None:
-        """Go on from there; what is in the Memory has been put back by then."""
-        self.aggregator.remember({name: torch.from_numpy(array) for name, array in rule.items()}, has_last)
-
-    def begin_with_parameters(self) -> None:
-        """After the last round of gradients: what rule, attack and server keep begins here."""
-        self.aggregator.begin_with_parameters()
-
-    def replay_refusal(self) -> str | None:
-        """Why this process does not replay captured steps."""
-        replays = self.trainer.replays
-        return "only steps of stacks are" if replays is None else replays.refusal
-
     def attack(self, cohort: Sequence[int], round: int) -> None:
         """Replace the updates of the Byzantine workers of the cohort."""
-        self.aggregator.attack(self._whole_cohort(cohort, round))
+        self.aggregator.attack(self.context(cohort, round))
         synchronize(self.task.device)
 
     def process_updates(self, cohort: Sequence[int], round: int) -> SentUpdates:
         """Apply the processors to the updates of this process's members of the cohort."""
         sent = SentUpdates()
-        self._process(self._mine(cohort, round), self._whole_cohort(cohort, round), sent)
+        self._process(self._mine(cohort, round), self.context(cohort, round), sent)
         synchronize(self.task.device)
-        return self._total(sent.on_host())
+        return self.exchange.total(sent.on_host())
 
     def aggregate(self, cohort: Sequence[int], round: int) -> AggregationStats:
         """Apply the rule to the cohort's updates. The result stays here for `server_step`."""
-        return self.aggregator.aggregate(self._whole_cohort(cohort, round)).on_host()
+        return self.aggregator.aggregate(self.context(cohort, round)).on_host()
 
     def server_step(self) -> None:
         """Move the global row along the aggregated update."""
@@ -148,114 +140,101 @@ class Executor:
 
     def combine_buffers(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> int:
         """Update the global buffers from those of the cohort, without the excluded workers; the bytes that are sent."""
-        if self.process.index == 0:
-            self.aggregator.combine_buffers(self._whole_cohort(cohort, round), excluded)
-            synchronize(self.task.device)
+        self.aggregator.combine_buffers(self.context(cohort, round), excluded)
+        synchronize(self.task.device)
         return len(cohort) * buffer_bytes(self.task, self.shared)
 
-    def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> AggregationStats:
-        """Synchronous SGD: at every step the cohort's gradients are aggregated and ONE optimizer step is taken.
+    def test(self, round: int) -> None:
+        """Test the global model on this process's share of the test batches."""
+        self._evaluation(round, self.process.heartbeat)
+        self.exchange.collect(self.shared.test_sums)
 
-        The rows hold gradients here, all of them at the global row. A worker whose data is used up is left out of
-        the steps that remain.
+    def rule_state(self) -> tuple[dict[str, np.ndarray], bool]:
+        """The state of the rule, and whether there is a last update.
+
+        By value: tensors would travel as shared memory, which a killed process would leave behind.
         """
-        stats = self._steps_checked_later(cohort, round) if self.aggregator.may_check_later else None
+        state = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}
+        return state, self.aggregator.has_last
+
+    def restore_rule(self, state: dict[str, np.ndarray], has_last: bool) -> None:
+        """Continue with the state of a rule."""
+        self.aggregator.restore_rule({name: torch.from_numpy(array) for name, array in state.items()})
+        self.aggregator.has_last = has_last
+
+    def begin_with_parameters(self) -> None:
+        """Reset the states of rule and server after the last round in which gradients are aggregated."""
+        self.aggregator.begin_with_parameters()
+
+    def replay_refusal(self) -> str | None:
+        """Why this process does not replay captured steps."""
+        replays = self.trainer.replays
+        return "only steps of stacks are" if replays is None else replays.refusal
+
+    def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> AggregationStats:
+        """Synchronous SGD: at every step the cohort's gradients are aggregated, and one optimizer step is taken.
+
+        The rows hold gradients here, all of them at the global row. A worker without data left is excluded from the
+        remaining steps.
+        """
+        check = self.aggregator.deferred_check
+        stats = self._steps_checked_later(cohort, round, check) if check is not None and check.usable else None
         if stats is None:
             stats = self._steps_together(cohort, round)
         if round == self.task.gradient_rounds < self.task.rounds:
             self.aggregator.begin_with_parameters()
         if self.task.processors:
-            stats.sent = self._total(stats.sent)
+            stats.sent = self.exchange.total(stats.sent)
         return stats
 
     def _steps_together(self, cohort: Sequence[int], round: int) -> AggregationStats:
-        """The steps of a round of synchronous SGD."""
         of_round, members = GradientRoundStats(cohort), self._mine(cohort, round)
         self.trainer.begin_gradient_round(members)
-        for step, context in enumerate(self._aggregations(cohort, round)):
-            of_round.add(context, self._step_together(step, context, members, of_round.sent))
+        for step, context in enumerate(self._contexts_of_steps(cohort, round)):
+            if not self.task.processors and self.process.index == 0:
+                of_round.sent.add(len(context.slots), len(context.slots) * self.shared.global_row.nbytes)
+            stats = self.exchange.average_gradients(self.task, step, context, self.trainer)
+            of_round.add(context, stats or self._step_together(step, context, members, of_round.sent))
         self.trainer.part()
         return of_round.total()
 
-    def _steps_checked_later(self, cohort: Sequence[int], round: int) -> AggregationStats | None:
+    def _steps_checked_later(self, cohort: Sequence[int], round: int, check: DeferredCheck) -> AggregationStats | None:
         """The steps of a round, after which all rows are checked together.
 
-        None, and the global row and the buffers as before, if a row is not finite. Such a row may also make a model or
-        a rule fail: after any error the round is to be done again with a check at each step, which repeats an error
-        that has another reason.
+        If a row is not finite, the result is None, with the global row and the buffers as before. Such a row may also
+        make a model or a rule fail, so any error repeats the round with a check at each step.
         """
-        buffers = self.shared.buffers.clone()
-        self.aggregator.check_later()
+        had_last, buffers = self.aggregator.has_last, self.shared.buffers.clone()
+        check.begin()
         try:
             stats = self._steps_together(cohort, round)
         except Exception:
             stats = None
-        if not self.aggregator.check(undo=stats is None):
-            self.shared.buffers.copy_(buffers)
-            return None
+        if check.end(failed=stats is None):
+            return stats
+        self.aggregator.has_last = had_last
+        self.shared.buffers.copy_(buffers)
+        return None
+
+    def _step_together(
+        self, step: int, context: AggregationContext, members: Sequence[WorkItem], sent: SentUpdates
+    ) -> AggregationStats:
+        """A step of synchronous SGD: the lines of a round of federated averaging, with gradients as updates."""
+        aggregator, barrier = self.aggregator, self.exchange.barrier
+        with self.in_precision():
+            self.trainer.gradients(step)
+        aggregator.begin(context.moment[0], [member.slot for member in members])
+        barrier(self.task)
+        if self.task.byzantine:
+            aggregator.attack(context)
+            barrier(self.task)
+        if self.task.processors:
+            self._process(members, context, sent)
+            barrier(self.task)
+        stats = aggregator.aggregate(context)
+        aggregator.server_step()
+        barrier(self.task)
         return stats
-
-    def test(self, round: int) -> None:
-        """Test the global model on this process's share of the test batches."""
-        self._test(round)
-
-    def _test(self, round: int) -> None:
-        self._evaluation(round, self.process.heartbeat)
-
-    def _test_batches(self) -> range:
-        return range(self.process.index, len(self.shared.test_sums), self.process.count)
-
-    def _loss_before_training(self, member: WorkItem) -> float:
-        """Mean loss of a copy of a member's row on its worker's own samples, as the worker sees them."""
-        task, shared = self.task, self.shared
-        self.module.take(shared.rows[member.slot].clone(), self.gradient, shared.buffers[member.slot])
-        seed_everything(task.device, task.seed, "losses", member.round, member.worker)
-        batches = self.batch_source.samples_seen(member.worker, member.round, test_batch_size(task.device))
-        return test(self.module.module, batches).loss
-
-    def in_precision(self) -> AbstractContextManager[Any]:
-        """A context in which training has its precision."""
-        return self.task.precision.training(self.task.device)
-
-    def _whole_cohort(self, cohort: Sequence[int], round: int) -> AggregationContext:
-        weights = self.aggregator.weights(cohort, self._shard_sizes(cohort))
-        return AggregationContext(range(len(cohort)), list(cohort), weights, (round,))
-
-    def _mine(self, cohort: Sequence[int], round: int = 0) -> list[WorkItem]:
-        """The members that this process trains: of the cohort, and the server where the rule compares with that."""
-        everyone, steps = self._everyone(cohort)
-        slots = [*range(len(cohort)), len(self.shared.rows) - 1]  # the server's is the last, however many there are
-        assignment = balance_load(steps, self.process.count)[self.process.index]
-        return [WorkItem(slots[place], everyone[place], round) for place in assignment]
-
-    def _everyone(self, cohort: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The workers that train in a round, the server last, and the number of steps of each."""
-        everyone = [*cohort] if self.batch_source.root is None else [*cohort, self.batch_source.root]
-        return everyone, [self.task.schedule.steps_for(n) for n in self._shard_sizes(everyone)]
-
-    def _share_of(self, members: Sequence[WorkItem]) -> list[WorkItem]:
-        """A worker that goes step by step stays with one process, whose batch source is where its last step ended."""
-        index, count = self.process.index, self.process.count
-        by_step = [member for member in members if member.step is not None]
-        rounds = [member for member in members if member.step is None]
-        assignment = balance_load([self.batch_source.steps_of(member) for member in rounds], count)[index]
-        return [rounds[place] for place in assignment] + [member for member in by_step if member.slot % count == index]
-
-    def _shard_sizes(self, cohort: Sequence[int]) -> list[int]:
-        return [self.batch_source.size(worker) for worker in cohort]
-
-    def _aggregations(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
-        """The aggregations of a round of synchronous SGD: at each step those take part who still have data."""
-        schedule, shard_sizes = self.task.schedule, self._shard_sizes(cohort)
-        batch_sizes: list[int] = []
-        for step in range(max(map(schedule.steps_for, shard_sizes))):
-            if batch_sizes != (batch_sizes := [schedule.batch_size_at(step, n) for n in shard_sizes]):
-                active = [slot for slot, size in enumerate(batch_sizes) if size]
-                workers, samples = [cohort[slot] for slot in active], [batch_sizes[slot] for slot in active]
-                weights = self.aggregator.weights(workers, samples)
-                if weights is not None and not weights.any():
-                    return  # the workers that still have data have weight 0
-            yield AggregationContext(active, workers, weights, (round, step))
 
     def _process(self, members: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
         """Apply the processors to the rows of those members that take part in an aggregation."""
@@ -269,59 +248,47 @@ class Executor:
             sent.add(1, nbytes, metrics)
         self.aggregator.rows_processed([member.slot for member in members])
 
-    def _total(self, sent: SentUpdates) -> SentUpdates:
-        """The updates that this process knows of: its own. A rank knows of those of all ranks."""
-        return sent
+    def context(self, cohort: Sequence[int], round: int) -> AggregationContext:
+        """The aggregation of a whole cohort."""
+        weights = weights_of(self.task, cohort, self._shard_sizes(cohort))
+        return AggregationContext(range(len(cohort)), list(cohort), weights, (round,))
 
-    def _count_unprocessed(self, context: AggregationContext, sent: SentUpdates) -> None:
-        """Count the rows of an aggregation that are sent as they are, in one process for all."""
-        if self.process.index == 0:
-            sent.add(len(context.slots), len(context.slots) * self.shared.global_row.nbytes)
+    def _contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
+        """The aggregations of a round of synchronous SGD: at each step, of the workers that still have data."""
+        schedule, shard_sizes = self.task.schedule, self._shard_sizes(cohort)
+        batch_sizes: list[int] = []
+        for step in range(max(map(schedule.steps_for, shard_sizes))):
+            if batch_sizes != (batch_sizes := [schedule.batch_size_at(step, n) for n in shard_sizes]):
+                active = [slot for slot, size in enumerate(batch_sizes) if size]
+                workers, samples = [cohort[slot] for slot in active], [batch_sizes[slot] for slot in active]
+                weights = weights_of(self.task, workers, samples)
+                if weights is not None and not weights.any():
+                    return  # the workers that still have data have weight 0
+            yield AggregationContext(active, workers, weights, (round, step))
 
-    def _step_together(
-        self, step: int, context: AggregationContext, members: Sequence[WorkItem], sent: SentUpdates
-    ) -> AggregationStats:
-        """A step of synchronous SGD: the same lines as a round of federated averaging, with gradients for updates.
+    def _mine(self, cohort: Sequence[int], round: int = 0) -> list[WorkItem]:
+        """The members that this process trains: of the cohort, and the server if it has a row of its own."""
+        workers, slots = list(cohort), list(range(len(cohort)))
+        if self.batch_source.root is not None:
+            workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.rows) - 1]
+        steps = [self.task.schedule.steps_for(n) for n in self._shard_sizes(workers)]
+        return [WorkItem(row, workers[place], round) for place, row in self.exchange.assign(slots, steps)]
 
-        All processes wait for each other before one reads what another has written.
-        """
-        aggregator = self.aggregator
-        with self.in_precision():
-            self.trainer.gradients(step)
-        aggregator.begin(context.moment[0], [member.slot for member in members])
-        self._meet()
-        if self.task.byzantine:
-            aggregator.attack(context)
-            self._meet()
-        if self.task.processors:
-            self._process(members, context, sent)
-            self._meet()
-        else:
-            self._count_unprocessed(context, sent)
-        stats = aggregator.aggregate(context)
-        aggregator.server_step()
-        self._meet()
-        return stats
+    def _share_of(self, members: Sequence[WorkItem]) -> list[WorkItem]:
+        """A worker that trains step by step stays with one process, whose batch source has its next batch."""
+        index, count = self.exchange.index, self.exchange.count
+        by_step = [member for member in members if member.step is not None]
+        rounds = [member for member in members if member.step is None]
+        assignment = balance_load([self.batch_source.steps_of(member) for member in rounds], count)[index]
+        return [rounds[place] for place in assignment] + [member for member in by_step if member.slot % count == index]
 
-    def _meet(self) -> None:
-        meet(self.process, self.task.device)
+    def _shard_sizes(self, cohort: Sequence[int]) -> list[int]:
+        return [self.batch_source.size(worker) for worker in cohort]
 
-
-def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> list[list[int]]:
-    """Assign items to `count` processes, the costliest first and always to the process with the least load.
-
-    The same for every caller with the same costs.
-
-    Args:
-        costs: of each item.
-        most: how many items a process gets at most.
-
-    Returns the numbers of each process's items, ascending.
-    """
-    assignments: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        process = min((p for p in range(count) if len(assignments[p]) != most), key=loads.__getitem__)
-        assignments[process].append(item)
-        loads[process] += costs[item]
-    return [sorted(items) for items in assignments]
+    def _loss_before_training(self, member: WorkItem) -> float:
+        """Mean loss of a copy of a member's row on its worker's own samples, as the worker sees them."""
+        task, shared = self.task, self.shared
+        self.module.take(shared.rows[member.slot].clone(), self.gradient, shared.buffers[member.slot])
+        seed_everything(task.device, task.seed, "losses", member.round, member.worker)
+        batches = self.batch_source.samples_seen(member.worker, member.round, test_batch_size(task.device))
+        return test(self.module.module, batches).loss

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from fedsim.engines.engine import Engine
 from fedsim.engines.executor import MakeTrainer
@@ -18,8 +16,10 @@ from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.cuda_graphs import unsafe
 from fedsim.engines.trainers.sequential import RowTrainer
 from fedsim.engines.trainers.stacked import StackTrainer
+from fedsim.engines.traits import EngineTraits
 from fedsim.errors import ExperimentError
-from fedsim.system.devices import default_processes
+
+RACING = "spawn"  # the engine of races
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def stacked(
 ) -> tuple[MakeTrainer, dict[str, Any]]:
     """Trainers that train stacks of rows, as wide as fits; a probe of the model is made unless one is given.
 
-    Raises ExperimentError where the rows of the model cannot be stacked.
+    Raises ExperimentError if the rows of the model cannot be stacked.
     """
     probe = StackingProbe.of(task, shared) if probe is None else probe
     if task.cuda_graphs and (reason := unsafe(task, probe)):
@@ -46,23 +46,17 @@ def stacked(
 class SerialEngine(Engine):
     """One process, one row after another. The reference for all other engines."""
 
-    one_process = True
-
-    @classmethod
-    def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:
-        return 1
-
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         super().__init__(InProcess(threads), one_by_one, threads)
 
 
 class SpawnEngine(Engine):
-    """P processes, started once, among which the rows, the columns and the test batches are dealt.
+    """P processes, started once, which share the rows, the columns and the test batches.
 
-    On a CPU the results are bit-identical to the engine `serial`.
+    On a CPU the results are bit-identical to those of the engine `serial`.
     """
 
-    racing: ClassVar[str] = "spawn"
+    traits = EngineTraits(frozenset({"processes"}), pool_from=1, races_on=RACING)
     _backend: InPool
 
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
@@ -79,19 +73,9 @@ class BatchedEngine(Engine):
     Agrees with the engine `serial` up to rounding.
     """
 
-    stacks = True
-
-    @classmethod
-    def may_lose_processes(cls, most: int) -> bool:
-        return most > 1
-
-    @classmethod
-    def settings(cls, most: int) -> set[str]:
-        return {*super().settings(most), "cuda_graphs"}
-
-    @classmethod
-    def default_processes(cls, device: torch.device, cohort: int, threads: int) -> int:
-        return default_processes(device, cohort, threads) if device.type == "cpu" else 1
+    traits = EngineTraits(
+        frozenset({"processes", "batched", "cuda_graphs"}), pool_from=2, one_process_on_gpu=True, stacks=True
+    )
 
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         backend = InProcess(threads) if processes == 1 else InPool(processes, threads, timeout)

@@ -256,11 +256,9 @@ class SharedState:
             test_sums=torch.zeros(-(-len(test) // test_batch_size(task.device)), 4, dtype=torch.double),
         )
 
-    @property
-    def lasting(self) -> dict[str, Tensor]:
-        """What one round leaves to the next, by name."""
-        named = {"global_row": self.global_row, "last": self.last}
-        named |= {"global_buffers": self.global_buffers}
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors that one round leaves to the next, by name."""
+        named = {"global_row": self.global_row, "last": self.last, "global_buffers": self.global_buffers}
         named |= {f"algorithm.{name}": tensor for name, tensor in self.server_state.items()}
         states = {f"{sync}.{name}": tensor for sync, state in self.states.items() for name, tensor in state.items()}
         return named | states
@@ -269,11 +267,6 @@ class SharedState:
     def worker_rows(self) -> State:
         """The cohort's rows that a worker may keep until its next round."""
         return {"buffers": self.buffers, **self.kept}
-
-    @property
-    def state_names(self) -> set[str]:
-        """Which of these are states of optimizers and solvers."""
-        return {f"{sync}.{name}" for sync, state in self.states.items() for name in state}
 
     def share(self) -> SharedState:
         """Move what lies on the host to memory that other processes can map, in place.

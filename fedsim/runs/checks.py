@@ -72,16 +72,16 @@ def check_memory(
     experiment: Experiment, engine: type[Engine], task: TaskSpec, processes: int, *, recorded: bool
 ) -> None:
     """Check that the run fits into main memory. Devices report their own shortage; ranks share the rows."""
-    if task.device.type != "cpu" or engine.ranks:
+    if task.device.type != "cpu" or engine.traits.ranks:
         return
     d = Layout.of(task.new_module()).d
-    may_replace = not engine.chooses and engine.may_lose_processes(processes)
+    may_replace = not engine.traits.chooses and engine.traits.may_lose_processes(processes)
     parts = memory_needed(
         task,
         d,
         experiment.cohort_size,
-        1 if engine.chooses else processes,  # an engine that chooses may choose one process
-        stacked=engine.stacks and not engine.chooses,
+        1 if engine.traits.chooses else processes,  # an engine that chooses may choose one process
+        stacked=engine.traits.stacks and not engine.traits.chooses,
         in_rounds=experiment.policy.bind().in_rounds,
         replaces=may_replace and experiment.on_worker_failure != "abort",
         checkpoints=recorded and experiment.checkpoint.every != 0,

@@ -53,7 +53,7 @@ class ResumeState:
     def with_earlier_choices(self, experiment: Experiment) -> Experiment:
         """The experiment with the earlier choices of its engine (`auto`, widths), on which rounding depends."""
         newest = self.newest()
-        if newest is None or engines.get(experiment.engine).target.ranks:
+        if newest is None or engines.get(experiment.engine).target.traits.ranks:
             return experiment
         choices = newest[1].facts.get("way")
         return _with_choices(experiment, choices if isinstance(choices, dict) else {})
@@ -61,7 +61,7 @@ class ResumeState:
     def restore(self, loop: Loop, engine: Engine) -> int:
         """Restore the loop from the newest usable checkpoint; the number of finished rounds, 0 without a checkpoint."""
         start = loop.state()
-        while (found := engine.spread(self.newest())) is not None:
+        while (found := engine.broadcast(self.newest())) is not None:
             round, state = found
             try:
                 loop.resume(state)
@@ -107,7 +107,7 @@ def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experim
     """The experiment with the keys that it leaves open set as in a checkpoint; other values of a file are ignored."""
     changes: dict[str, Any] = {}
     numbers = {key: choices[key] for key in ("processes", "threads", "width") if _is_count(choices.get(key))}
-    if engines.get(experiment.engine).target.chooses and choices.get("engine") in engines.names():
+    if engines.get(experiment.engine).target.traits.chooses and choices.get("engine") in engines.names():
         changes["engine"] = choices["engine"]
         changes["threads_per_process"] = numbers.get("threads", experiment.threads_per_process)
     elif choices.get("engine") != experiment.engine:

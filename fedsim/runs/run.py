@@ -111,11 +111,11 @@ def run(
     if resume and out is None:
         raise ExperimentError("resume = True: needs `out`, the folder of the run to resume")
     host = engines.get(experiment.engine).target
-    display = Display(experiment, None if out is None else Path(out), quiet=not (progress and host.leads()))
+    display = Display(experiment, None if out is None else Path(out), quiet=not (progress and host.is_main()))
     with contextlib.ExitStack() as stack:
         stack.enter_context(display)
-        stack.enter_context(host.among_peers(experiment.resolved()))
-        folder = RunFolder(Path(out), resume=resume) if out is not None and host.leads() else None
+        stack.enter_context(host.joined(experiment.resolved()))
+        folder = RunFolder(Path(out), resume=resume) if out is not None and host.is_main() else None
         if folder:
             stack.enter_context(folder)
         past = ResumeState(folder, experiment)
@@ -137,7 +137,7 @@ def run(
             stack.enter_context(board)
         if folder:
             _write_first_files(folder, experiment, prepared, history)
-        for line in warnings_about(experiment) if host.leads() else ():
+        for line in warnings_about(experiment) if host.is_main() else ():
             warnings.warn(line, SettingWarning, stacklevel=2)
         display.start(prepared)
         if on_start:
@@ -156,7 +156,7 @@ def run(
             display.round(record)
             if on_round:
                 on_round(record)
-            if out is not None and engine.agree(past.checkpoints.due(round, experiment.rounds)):
+            if out is not None and engine.broadcast(past.checkpoints.due(round, experiment.rounds)):
                 if folder:
                     folder.settle()
                 past.checkpoints.write(round, loop.state, way=choices_of(prepared))

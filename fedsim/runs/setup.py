@@ -20,8 +20,9 @@ from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.randomness import numpy_generator, preserve_random_state, sample_workers
 from fedsim.core.rows import Layout
 from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
-from fedsim.engines import Engine, Schedule, SpawnEngine, TaskSpec
+from fedsim.engines import Engine, Schedule, TaskSpec
 from fedsim.engines import engine as engines
+from fedsim.engines.named import RACING
 from fedsim.engines.out_of_memory import explain_oom
 from fedsim.engines.pool.retry import Note, announce, retried
 from fedsim.engines.task import SharedState, buffer_bytes
@@ -178,7 +179,7 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
     """The part of an experiment that every process needs. Raises ExperimentError if the model cannot be built."""
     local, chosen, aggregate, rule = experiment.local, experiment.partition, experiment.aggregate, experiment.pipeline
     weights = aggregate.weights or ("samples" if rule.needs_weights else "uniform")
-    rows_for, ranked = what_needs_rows(experiment), engines.get(experiment.engine).target.ranks
+    rows_for, ranked = what_needs_rows(experiment), engines.get(experiment.engine).target.traits.ranks
     by_hook = ranked and experiment.rounds_of_gradients > 0 and rows_for is None
     task = TaskSpec(
         seed=experiment.seed,
@@ -231,7 +232,7 @@ def engine_of(experiment: Experiment) -> str:
     """The name of the engine that runs an experiment; a race runs on the processes of another engine."""
     if experiment.mode != "race":
         return experiment.engine
-    return engines.get(experiment.engine).target.racing or SpawnEngine.racing  # a comparison may set engine = "serial"
+    return engines.get(experiment.engine).target.traits.races_on or RACING  # a comparison may set engine = "serial"
 
 
 def _begin(
@@ -273,12 +274,12 @@ def _processes(experiment: Experiment, device: torch.device) -> int:
     if experiment.mode == "race" and device.type == "cpu":  # a worker that shares a process would race less
         default = min(most, MOST_RACING)
     else:
-        default = engine.default_processes(device, most, experiment.threads_per_process)
+        default = engine.traits.default_processes(device, most, experiment.threads_per_process)
     processes = min(most, experiment.processes or default)
     # Data reaches the processes as tensors, whatever the data set is.
     reason = why_unsendable(names_in(experiment.model_dump(exclude={"data": {"dataset"}})))
-    if reason and engine.may_lose_processes(processes):
-        if not engine.chooses:
+    if reason and engine.traits.may_lose_processes(processes):
+        if not engine.traits.chooses:
             raise ExperimentError(f"engine = {show(experiment.engine)}: {reason}; use engine=serial")
         if processes > 1:
             warnings.warn(f"{reason}; the run uses one process", FedsimWarning, stacklevel=2)

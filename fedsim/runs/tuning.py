@@ -12,7 +12,7 @@ import tomli_w
 from fedsim.config.experiment import Experiment
 from fedsim.engines import Schedule
 from fedsim.engines import engine as engines
-from fedsim.engines.engine import SETTINGS
+from fedsim.engines.traits import SETTINGS
 from fedsim.errors import ExperimentError, FedsimError
 from fedsim.runs.run import run
 from fedsim.runs.setup import PreparedRun
@@ -59,7 +59,7 @@ def tune(experiment: Experiment, on_candidate: Callable[[Candidate], object] = l
     Raises:
         ExperimentError: the mode or engine leaves no choice, or no candidate works.
     """
-    if experiment.mode == "race" or engines.get(experiment.engine).target.ranks:
+    if experiment.mode == "race" or engines.get(experiment.engine).target.traits.ranks:
         what = 'mode = "race"' if experiment.mode == "race" else f'engine = "{experiment.engine}"'
         raise ExperimentError(f"{what}: fedsim tune compares the engines serial, spawn and batched, not this")
     measured = []
@@ -114,7 +114,7 @@ def _measure(experiment: Experiment, keys: dict[str, Any]) -> Candidate:
 def _shortened(experiment: Experiment, keys: dict[str, Any]) -> Experiment:
     """Two rounds of few steps, of the same work otherwise."""
     tables = experiment.model_dump(exclude_none=True)  # with objects
-    used = engines.get(keys["engine"]).target.settings(keys.get("processes", 1))
+    used = engines.get(keys["engine"]).target.traits.settings(keys.get("processes", 1))
     for key in (SETTINGS - used) | {"records", "checkpoint"}:  # nothing is written
         tables.pop(key, None)
     if experiment.sync == "post_local":

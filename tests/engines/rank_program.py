@@ -64,7 +64,7 @@ def outcome(tables: dict, folder: Path, measured: bool) -> dict:
 def shapes(tables: dict, session: fedsim.Session) -> dict[str, list[int]]:
     """Of what a rank keeps, for a run of this kind."""
     experiment = load_experiment(tables)
-    with DistributedEngine.among_peers(experiment.resolved()), prepare(experiment, session) as (_, engine):
+    with DistributedEngine.joined(experiment.resolved()), prepare(experiment, session) as (_, engine):
         states = engine.shared.states.values()
         return {
             "rows": list(engine.shared.rows.shape),

@@ -258,8 +258,8 @@ def test_a_plan_shows_in_the_results_by_no_more_than_rounding(case, sync, tiny_e
 
 
 def test_where_devices_share_no_memory_there_is_one_process():
-    assert AutoEngine.default_processes(torch.device("mps", 0), 8, 1) == 1
-    assert AutoEngine.default_processes(torch.device("cpu"), 1, 1) == 1
+    assert AutoEngine.traits.default_processes(torch.device("mps", 0), 8, 1) == 1
+    assert AutoEngine.traits.default_processes(torch.device("cpu"), 1, 1) == 1
 
 
 BUSY = "import os, time\nwhile os.getppid() == {parent}: sum(range(10_000))"

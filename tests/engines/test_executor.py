@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedsim.engines.executor import Executor, balance_load
+from fedsim.engines.exchange import SharedMemory, balance_load
+from fedsim.engines.executor import Executor
 from fedsim.engines.pool.barrier import Barrier, HeartbeatTable
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import Schedule
@@ -60,7 +61,7 @@ def executors(prepared):
     task, shared = prepared()
     board = HeartbeatTable(2)
     executors = [
-        Executor(ProcessContext(k, 2, board, Barrier(board, k, timeout=1.0)), task, shared, RowTrainer)
+        Executor(SharedMemory(ProcessContext(k, 2, board, Barrier(board, k, timeout=1.0))), task, shared, RowTrainer)
         for k in range(2)
     ]
     trained = [[], []]

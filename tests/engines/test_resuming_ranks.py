@@ -1,4 +1,4 @@
-"""Ranks that are started again go on from the newest checkpoint, each with its part of it."""
+"""Ranks that are started again continue from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model_of(folder):
 
 
 @pytest.mark.slow
-def test_under_max_restarts_a_run_whose_rank_was_killed_ends_as_if_it_had_not_been(tmp_path):
+def test_torchrun_restarts_a_killed_rank_to_the_same_model(tmp_path):
     fails = ("model=tests.plugs:FailsInRankOnce", "model.how=kill", "model.after=20")
     out, errors = torchrun(2, *WORDS, *fails, "--resume", "run", cwd=tmp_path, restarts=1)
     assert "ended without a word" in errors
@@ -48,7 +48,7 @@ def test_under_max_restarts_a_run_whose_rank_was_killed_ends_as_if_it_had_not_be
     assert torch.equal(model_of(tmp_path / "run"), model_of(tmp_path / "whole"))
 
 
-def test_ranks_that_were_killed_after_the_last_round_end_well_when_they_are_started_again(tmp_path):
+def test_a_finished_run_of_ranks_can_be_resumed(tmp_path):
     """All rounds are on record then, by the first rank."""
     for _ in range(2):
         out, _ = ranks(2, *WORDS, "model=logistic", "--resume", "run", cwd=tmp_path)
@@ -57,7 +57,7 @@ def test_ranks_that_were_killed_after_the_last_round_end_well_when_they_are_star
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["weighted_mean", "median", "krum", "foolsgold"])
-def test_another_number_of_ranks_goes_on_to_the_same_numbers(rule, tmp_path):
+def test_another_number_of_ranks_continues_to_the_same_numbers(rule, tmp_path):
     words = (*WORDS, f"aggregate.rule={rule}", "precision=float64", "model=logistic")
     ranks(3, *words, "rounds=3", "--resume", "run", cwd=tmp_path)
     ranks(2, *words, "--resume", "run", cwd=tmp_path)
@@ -65,61 +65,11 @@ def test_another_number_of_ranks_goes_on_to_the_same_numbers(rule, tmp_path):
     assert torch.allclose(model_of(tmp_path / "run"), model_of(tmp_path / "whole"), rtol=0, atol=1e-9)
 
 
-@pytest.fixture(scope="module")
-def compressed(tmp_path_factory):
-    """Runs whose gradients travel compressed, gone on with or not; see resuming_program.py. And what went to stderr."""
-    folder = tmp_path_factory.mktemp("compressed")
-    program = "tests/engines/resuming_program.py"
-    ranks(3, program, str(folder), cwd=folder)
-    return folder, ranks(2, program, str(folder), cwd=folder)[1]
-
-
-def checkpoint_of(folder, round):
-    return load_file(folder / "checkpoints" / f"round-{round:05d}.safetensors")
-
-
-@pytest.mark.parametrize("start", ["warm", "cold", "late"])
-def test_what_compression_has_left_over_is_gone_on_with_to_the_bit(start, compressed):
-    folder, _ = compressed
-    assert torch.equal(model_of(folder / start), model_of(folder / f"{start}-whole"))
-    one, other = (checkpoint_of(folder / name, 5) for name in (start, f"{start}-whole"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    errors = [one[f"hook.rank{rank}.error.0"] for rank in (0, 1)]
-    assert all(error.any() for error in errors)
-    assert not torch.equal(*errors)
-    assert ("hook.all.q.0" in one) == (start != "cold")
-
-
-def test_after_the_last_round_of_gradients_nothing_of_the_size_of_rows_is_kept_for_a_hook(compressed):
-    folder, _ = compressed
-    assert torch.equal(model_of(folder / "post_local"), model_of(folder / "post_local-whole"))
-    ranks_kept = [any(name.startswith("hook.rank") for name in checkpoint_of(folder / "post_local", n)) for n in (1, 2)]
-    assert ranks_kept == [True, False]
-
-
-def test_another_number_of_ranks_begins_without_what_compression_has_left_over_and_says_so(compressed):
-    folder, said = compressed
-    line = "ran on 3 ranks before, and now on 2: the state that each rank kept for itself starts again"
-    assert said.count(line) == 1
-    assert said.count("FedsimWarning: the communication hook ran") == 1, "of no other run"
-    before, after = (checkpoint_of(folder / "three", round) for round in (2, 3))
-    assert [name for name in before if "error" in name] == [f"hook.rank{rank}.error.0" for rank in (0, 1, 2)]
-    assert [name for name in after if "error" in name] == [f"hook.rank{rank}.error.0" for rank in (0, 1)]
-    assert after["hook.all.steps"] > before["hook.all.steps"] > 3
-    assert len((folder / "three" / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-def test_a_hook_that_does_not_say_what_it_keeps_begins_anew_and_says_so(compressed):
-    folder, said = compressed
-    assert said.count("FedsimWarning: the communication hook starts again: its state is in no checkpoint") == 1
-    assert len((folder / "shrunk" / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_what_does_not_fit_one_rank_is_refused_by_all(compressed):
-    folder, said = compressed
-    refused = "does not fit this run: RecordError: communication hook: "
-    assert said.count(refused) == 2
-    assert f"checkpoint of round 4: {refused}RecordError: lacks the tensor error.0; round 3 is tried instead" in said
-    assert f"checkpoint of round 3: {refused}rank 1 has no part in it; round 2 is tried instead" in said
-    assert torch.equal(model_of(folder / "refused"), model_of(folder / "warm-whole"))
+@pytest.mark.slow
+def test_powersgd_starts_its_state_again_and_warns(tmp_path):
+    words = (*WORDS, "model=logistic", "sync=gradients", "server=sgd", "aggregate.rule=mean", "--resume", "run")
+    hook = ("distributed.hook=powersgd", "distributed.hook.start_powerSGD_iter=3")
+    ranks(2, *words, *hook, "rounds=2", cwd=tmp_path)
+    out, errors = ranks(2, *words, *hook, cwd=tmp_path)
+    assert "continuing after round 2 of 5" in out
+    assert errors.count('distributed.hook = "powersgd": its state is in no checkpoint and starts again') == 1

@@ -31,7 +31,7 @@ from fedsim.engines.trainers.sequential import RowTrainer, SyncParticipant
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.system.devices import synchronize
 
-SAMPLES = 8  # on which it is found out whether copies of a model can share its parameters
+SAMPLES = 8  # of the trial that copies of a model can share its parameters
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest number, by the type of rows
 
 
@@ -78,9 +78,9 @@ class SharedModel:
 
 
 def model_to_share(task: TaskSpec, train: TensorData, ranks: RankGroup) -> tuple[SharedModel | None, str | None]:
-    """The model for DistributedDataParallel, or why it cannot have that; then ranks average rows of single workers.
+    """The model for DistributedDataParallel and None; or None and the reason to average rows of single workers.
 
-    Raises ExperimentError where those would not give what the hook gives.
+    Raises ExperimentError if rows would not give the numbers of the hook.
     """
     assert task.hook is not None
     model, refusal = None, None
@@ -212,10 +212,6 @@ class ParallelTrainer(RowTrainer):
         if last is None:
             self._exchange(self._exchanged.none.sum() * 0)
         return self._gradient
-
-    def buckets(self) -> list[GradBucket]:
-        """Buckets of zeros, as many and as large as those in which gradients travel."""
-        return self._parallel.reducer._get_zeros_like_grad_buckets()
 
     def not_finite(self, step: int) -> list[int]:
         """The slots of members whose own gradients, of the batches of this step once more, are not finite."""

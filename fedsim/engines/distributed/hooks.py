@@ -11,13 +11,7 @@ be named by its import path. Its positional parameters take, by name,
 
 and what is keyword-only, or a field, is its configuration.
 
-For resumed runs, a hook with a state has two more methods (without them its state starts again):
-
-    lasting(state)                       two dicts of named tensors: what all ranks have alike, and this rank's own,
-                                         which has the same names, shapes and dtypes in all of them
-    resume(state, common, own, buckets)  puts a state to where these were taken. `own` is {} where the number of ranks
-                                         is another now; `buckets` are GradBuckets of zeros, as many and as large as
-                                         there are. Raises RecordError where one does not fit the other
+A resumed run starts the state again, with a warning.
 
 `@hook(name, exact=True)` declares that it gives the mean as it is; with all others, results depend on the number of
 ranks, and on which worker is dealt to which. `at_once=True` declares that all that it sends for a bucket is begun
@@ -27,11 +21,10 @@ of its own, would mix up the parts of two buckets; so there the next bucket wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import Field
@@ -39,8 +32,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from fedsim.core.registry import Plug, Registry
-from fedsim.core.snapshot import Snapshot
-from fedsim.errors import ExperimentError, RecordError
+from fedsim.errors import ExperimentError
 
 
 class HookRegistry(Registry):
@@ -62,12 +54,9 @@ class HookRegistry(Registry):
 hook = HookRegistry("communication hook", given=("process_group", "bucket", "state"))
 
 Mean = torch.futures.Future[Tensor]
-Named = dict[str, Tensor]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
-
-GENERATOR = 625  # numbers that are the state of NumPy's Mersenne Twister: its key, and a position in it
 
 
 @dataclass(frozen=True)
@@ -99,19 +88,6 @@ class StartedHook:
     def __call__(self, bucket: dist.GradBucket) -> Mean:
         """Begin to send a bucket."""
         return self._hook.function(**{name: {**self._menu, "bucket": bucket}[name] for name in self._hook.takes})
-
-    @property
-    def keeps(self) -> bool:
-        return self._hook.keeps
-
-    def lasting(self) -> tuple[Named, Named] | None:
-        """What it keeps, common to all ranks and this one's own; None where the hook has no way to say that."""
-        function = self._hook.function
-        return function.lasting(self._state) if self.keeps and hasattr(function, "lasting") else None
-
-    def resume(self, common: Named, own: Named, buckets: Sequence[dist.GradBucket]) -> None:
-        """Go on from there."""
-        self._hook.function.resume(self._state, common, own, buckets)
 
 
 def bind_hook(plug: Plug, params: dict[str, Any]) -> BoundHook:
@@ -200,40 +176,3 @@ class PowerSGD:
 
     def __call__(self, state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> Mean:
         return powerSGD_hook.powerSGD_hook(state, bucket)
-
-    def lasting(self, state: powerSGD_hook.PowerSGDState) -> tuple[Named, Named]:
-        """Steps so far, generator and last Q, which all ranks have alike; the error that each has left over."""
-        _, key, position, *_ = state.rng.get_state()
-        common = {"steps": torch.tensor([state.iter]), "generator": torch.tensor([*key.tolist(), position])}
-        common |= {f"q.{bucket}": q for bucket, q in state.q_memory_dict.items()}
-        return common, {f"error.{bucket}": error for bucket, error in state.error_dict.items()}
-
-    def resume(
-        self, state: powerSGD_hook.PowerSGDState, common: Named, own: Named, buckets: Sequence[dist.GradBucket]
-    ) -> None:
-        kept = Snapshot({**common, **own})
-        counts = {"steps": torch.zeros(1, dtype=torch.int64), "generator": torch.zeros(GENERATOR, dtype=torch.int64)}
-        kept.put_back(counts)
-        steps, *key, position = torch.cat(list(counts.values())).tolist()
-        if steps < 0 or not 0 <= position < GENERATOR or not all(0 <= word < 2**32 for word in key):
-            raise RecordError("steps or generator of powersgd are out of range")
-        compressed = steps > self.start_powerSGD_iter  # in the last step, so that something is left of it
-        factors = {bucket.index(): self._factors_of(bucket) for bucket in buckets if compressed and self.warm_start}
-        left_over = compressed and self.use_error_feedback and bool(own)
-        errors = {bucket.index(): torch.zeros_like(bucket.buffer()) for bucket in buckets if left_over}
-        kept.put_back({f"q.{bucket}": q for bucket, (_, q) in factors.items()})
-        kept.put_back({f"error.{bucket}": error for bucket, error in errors.items()})
-        state.iter, state.error_dict = steps, errors
-        state.p_memory_dict = {bucket: p for bucket, (p, _) in factors.items()}
-        state.q_memory_dict = {bucket: q for bucket, (_, q) in factors.items()}
-        state.rng.set_state(("MT19937", np.array(key, dtype=np.uint32), position))
-
-    def _factors_of(self, bucket: dist.GradBucket) -> tuple[Tensor, Tensor]:
-        """Room for P and Q of all matrices of a bucket that are compressed."""
-        rows = columns = 0
-        for gradient in bucket.gradients():
-            o, i = len(gradient), gradient.numel() // len(gradient)
-            r = min(o, i, self.matrix_approximation_rank)
-            if (o + i) * r * self.min_compression_rate < o * i:
-                rows, columns = rows + o * r, columns + i * r
-        return bucket.buffer().new_zeros(rows), bucket.buffer().new_zeros(columns)

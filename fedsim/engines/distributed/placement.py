@@ -1,4 +1,4 @@
-"""Who of several ranks has which columns and which rows; and the first one's work with rows that it was given whole."""
+"""Which rank has which columns of the global row, and which rows of a cohort."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from fedsim.core.rows import ALIGNMENT
-from fedsim.engines.aggregator import Aggregator
-from fedsim.engines.round_stats import AggregationContext, AggregationStats
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Who has which columns of the global row: parts of one width, of which the last may lack some, or all.
+    """Parts of the columns of the global row, one for each rank; the last ones may have fewer columns, or none.
 
     Attributes:
-        d: how many there are.
+        d: number of columns.
         width: of a part, a multiple of a cache line.
+        count: number of parts.
     """
 
     d: int
@@ -38,17 +37,17 @@ class Columns:
         return slice(min(self.d, rank * self.width), min(self.d, (rank + 1) * self.width))
 
     def parts(self, rows: Tensor) -> list[Tensor]:
-        """The columns [..., d] of each rank."""
+        """The columns [..., width] of each rank, of rows [..., d]."""
         return [rows[..., self.part(rank)] for rank in range(self.count)]
 
     def size(self, rank: int) -> int:
         return self.part(rank).stop - self.part(rank).start
 
-    def room(self, row: Tensor) -> Tensor:
-        """A copy of a row [d] at the beginning of a tensor of as many parts as there are ranks."""
-        room = row.new_zeros(self.width * self.count)
-        room[: self.d] = row
-        return room
+    def padded(self, row: Tensor) -> Tensor:
+        """A copy of a row [d], padded with zeros to parts of one width."""
+        padded = row.new_zeros(self.width * self.count)
+        padded[: self.d] = row
+        return padded
 
 
 @dataclass(frozen=True)
@@ -59,50 +58,18 @@ class RowPlacement:
 
     @cached_property
     def rows(self) -> dict[int, tuple[int, int]]:
-        """By slot: the rank that has it, and which of that rank's rows it is."""
+        """For each slot, its rank and the number of its row there."""
         return {
             slot: (rank, row) for rank, assignment in enumerate(self.assignments) for row, slot in enumerate(assignment)
         }
 
+    def rows_of(self, slots: Sequence[int]) -> list[int]:
+        """The numbers of the rows of these slots, each in its own rank."""
+        return [self.rows[slot][1] for slot in slots]
+
     def places(self, slots: Sequence[int]) -> list[list[int]]:
-        """For each rank the places, among these slots, of those that it has."""
+        """For each rank, the positions in `slots` of the slots that it has."""
         found: list[list[int]] = [[] for _ in self.assignments]
         for place, slot in enumerate(slots):
             found[self.rows[slot][0]].append(place)
         return found
-
-
-class RootAggregator(Aggregator):
-    """The first rank's work with whole rows, all of which the others have sent it."""
-
-    @property
-    def update(self) -> Tensor:
-        """The aggregated update [d], which moves nothing here: each rank gets its columns of it."""
-        ((_, update),) = self._result
-        return update
-
-    @property
-    def rows(self) -> Tensor:
-        """All rows, by slot, to be filled by the caller."""
-        return self._shared.rows
-
-    @property
-    def losses(self) -> Tensor:
-        """The losses of all rows, by slot, to be filled by the caller."""
-        return self._shared.losses
-
-    def attack_rows(self, context: AggregationContext, *, has_last: bool) -> None:
-        """Replace the rows of the Byzantine workers."""
-        self._has_last = has_last
-        self._attack(context)
-
-    def aggregate_rows(self, context: AggregationContext, bad: list[int], *, has_last: bool) -> AggregationStats:
-        """Apply the rule to the rows, without those at the places `bad`; see `update`."""
-        self._number += 1
-        self._has_last = has_last
-        self._shared.unfit[[context.slots[place] for place in bad]] = self._number
-        return self._aggregate_rows(context, *self._screened(context)).on_host()
-
-    def forget(self) -> None:
-        """Begin again, as before the first aggregation."""
-        self._state = {}

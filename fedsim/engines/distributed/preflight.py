@@ -40,7 +40,7 @@ class Preflight:
             for part, tensor in zip(("inputs", "labels"), split.tensors, strict=True)
         }
         self.settled = True
-        said = self._ranks.tell_all((None, {**self._claims, "the data": data}))
+        said = self._ranks.gather_objects((None, {**self._claims, "the data": data}))
         failed = [f"rank {rank}: {line}" for rank, (lines, _) in enumerate(said) for line in lines or ()]
         if failed:
             raise ExperimentError(*failed)
@@ -52,7 +52,7 @@ class Preflight:
     def fail(self, error: FedsimError) -> None:
         """Tell the others, who settle, that this rank cannot go on."""
         self.settled = True
-        self._ranks.tell_all((str(error).splitlines()[:1], None))
+        self._ranks.gather_objects((str(error).splitlines()[:1], None))
 
 
 def difference_of(claims: list[Claims]) -> str | None:

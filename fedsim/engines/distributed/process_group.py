@@ -28,7 +28,7 @@ LINGER = 1.0  # seconds for the others to hear why
 FOREVER = timedelta(days=30)  # the group's own timeout: waiting ranks watch the others' heartbeats instead
 
 
-def no_beats() -> int:
+def no_heartbeats() -> int:
     """Of a rank that has nothing to do."""
     return 0
 
@@ -52,13 +52,13 @@ class RankGroup:
     def __init__(self, place: RankInfo, init: str, backend: str | None, timeout: float, device: str) -> None:
         self.index, self.count, self.timeout = place.rank, place.count, timeout
         self.device = device_of_rank(device, place.local_rank)
-        self.beats: Callable[[], int] = no_beats
+        self.heartbeats: Callable[[], int] = no_heartbeats
         self.sent: dict[str, int] = {}
         self._spoilt: str | None = None
         self._settings: tuple[Any, ...] = ()
         self._store = dist.PrefixStore(f"fedsim/{place.attempt}", open_store(init, place, timeout))
         keeper = store_keeper(init)
-        self._watchdog = Watchdog(self._store, keeper, self.index, self.count, lambda: self.beats(), timeout)
+        self._watchdog = Watchdog(self._store, keeper, self.index, self.count, lambda: self.heartbeats(), timeout)
         missing = wait_for_all(self._store, self.count, timeout)
         if missing:
             raise WorkerError(f"{ranks(missing)} of {self.count} did not come within {timeout:g} s")
@@ -134,21 +134,7 @@ class RankGroup:
         self._do(dist.all_to_all_single, got, wire, list(sizes), [part.numel() for part in parts])
         return list(got.to(given.device).split(list(sizes)))
 
-    def gather(self, own: Tensor, what: str) -> list[Tensor]:
-        """In the first rank every rank's tensor, all of one shape and dtype; nothing in the others."""
-        parts = [own] + [own.new_empty(0)] * (self.count - 1)
-        got = self.exchange(parts, [own.numel() if self.first else 0] * self.count, what)
-        return [part.view(own.shape) for part in got] if self.first else []
-
-    def send_from_first(self, values: Tensor, rank: int, what: str) -> Tensor:
-        """The first rank's values in another one, in place; what the others have stays as it is."""
-        none, here = values.new_empty(0), self.index == rank
-        parts = [values if self.first and place == rank else none for place in range(self.count)]
-        sizes = [values.numel() if here and place == 0 else 0 for place in range(self.count)]
-        got = self.exchange(parts, sizes, what)[0]
-        return values.copy_(got.view(values.shape)) if here else values
-
-    def tell_all(self, thing: Any) -> list[Any]:
+    def gather_objects(self, thing: Any) -> list[Any]:
         """What every rank has to say, in their order; small things that pickle."""
         self._meet()
         things: list[Any] = [None] * self.count
@@ -156,7 +142,7 @@ class RankGroup:
             dist.all_gather_object(things, thing, group=self.group)
         return things
 
-    def hear_first(self, thing: Any) -> Any:
+    def broadcast_object(self, thing: Any) -> Any:
         """What the first rank has to say."""
         self._meet()
         things = [thing]

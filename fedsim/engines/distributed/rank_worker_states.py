@@ -55,7 +55,7 @@ class RankWorkerStates(WorkerStates):
         own = super().tensors()
         if not own:
             return own
-        counts = self._ranks.tell_all(len(self))
+        counts = self._ranks.gather_objects(len(self))
         whole = {}
         for name, tensor in own.items():
             sizes = [count * tensor[:1].numel() if self._ranks.first else 0 for count in counts]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from fedsim.engines.backend import Backend
+from fedsim.engines.exchange import SharedMemory
 from fedsim.engines.executor import Executor, MakeTrainer
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.pool.process_pool import ProcessPool
@@ -37,12 +38,12 @@ class InPool(Backend):
 
     def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
         self.leave()
-        if not self.at_work:  # it lost its processes as it began before
+        if not self.at_work:  # an earlier task lost processes as it began
             self._pool = ProcessPool(*self._arguments)
         self.shared = shared.share()
         self._began = True
         self._work = task, self.shared, make_trainer
-        release_memory(task.device)  # what this process used to try the model, say
+        release_memory(task.device)  # of a trial of the model in this process, for example
         try:
             self._call(_make_executor, *self._work)
         except RuntimeError as error:
@@ -61,7 +62,7 @@ class InPool(Backend):
         return self._call(_call_with_executor, function, *arguments)
 
     def _call(self, function: Callable[..., T], *arguments: object) -> list[T]:
-        """Call a function in every process, which finds on the device what this process has written there."""
+        """Call a function in every process, after the device has finished the work of this process."""
         synchronize(self.shared.global_row.device)
         return self._pool.call(function, *arguments)
 
@@ -70,7 +71,7 @@ class InPool(Backend):
         return True
 
     def replace_processes(self) -> None:
-        """Restart all of them, since the others may be in the middle of anything; they start side by side."""
+        """Restart all processes, since the survivors may be in the middle of anything."""
         self._pool.close()
         release_memory(self.shared.global_row.device)
         self._pool = ProcessPool(*self._arguments)
@@ -104,11 +105,13 @@ class InPool(Backend):
 def _make_executor(process: ProcessContext, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
     if task.device.type != "cpu":
         torch.get_device_module(task.device).set_device(task.device)
-    process.state["executor"] = Executor(process, task, shared, make_trainer)
+    process.state["executor"] = Executor(SharedMemory(process), task, shared, make_trainer)
 
 
 def _run(process: ProcessContext, method: Callable[..., T], *arguments: object) -> T:
-    return process.state["executor"].run(method, *arguments)
+    executor = process.state["executor"]
+    with executor.environment():
+        return method(executor, *arguments)
 
 
 def _call_with_executor(process: ProcessContext, function: Callable[..., Any], *arguments: object) -> Any:

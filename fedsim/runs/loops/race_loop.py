@@ -172,7 +172,7 @@ class RaceLoop:
 
     def _tensors(self) -> dict[str, Tensor]:
         of_workers = {f"worker_state.{name}": rows for name, rows in self._server.worker_states.rows.items()}
-        return {**self._shared.lasting, **self._server.tensors, **of_workers}
+        return {**self._shared.state_dict(), **self._server.tensors, **of_workers}
 
 
 def caveat(runs: int) -> str:

@@ -1,0 +1,119 @@
+"""The backend of one rank: this process, and the exchange with the other ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fedsim.core.snapshot import Snapshot
+from fedsim.engines.backend import put_back
+from fedsim.engines.distributed.ddp import ParallelTrainer
+from fedsim.engines.distributed.placement import RowPlacement
+from fedsim.engines.distributed.process_group import RankGroup, no_heartbeats
+from fedsim.engines.distributed.rank_aggregator import RankAggregator
+from fedsim.engines.distributed.rank_worker_states import RankWorkerStates
+from fedsim.engines.exchange import balance_load
+from fedsim.engines.in_process import InProcess
+from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.round_stats import AggregationContext, AggregationStats, SentUpdates
+from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.trainers.sequential import Trainer
+from fedsim.engines.worker_states import WorkerStates, initial_worker_state
+
+
+class RankExchange:
+    """One rank among others; see `Exchange`. Its members' rows are its own, in the order of their slots.
+
+    Args:
+        n_rows: number of rows in all ranks.
+    """
+
+    rank_aggregator: RankAggregator
+
+    def __init__(self, group: RankGroup, n_rows: int) -> None:
+        self.process, self.index, self.count = ProcessContext.alone(), group.index, group.count
+        self._group, self._n_rows = group, n_rows
+
+    def assign(self, slots: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
+        assignments = balance_load(steps, self.count, most=-(-len(slots) // self.count))
+        self.rank_aggregator.placement = RowPlacement(assignments)
+        return [(place, row) for row, place in enumerate(assignments[self.index])]
+
+    def aggregator(self, task: TaskSpec, shared: SharedState, *, has_root: bool) -> RankAggregator:
+        root_slot = self._n_rows - 1 if has_root else None
+        self.rank_aggregator = RankAggregator(self._group, task, shared, self._n_rows, root_slot)
+        return self.rank_aggregator
+
+    def average_gradients(
+        self, task: TaskSpec, step: int, context: AggregationContext, trainer: Trainer
+    ) -> AggregationStats | None:
+        if task.hook is None:
+            return None
+        assert isinstance(trainer, ParallelTrainer)
+        aggregator = self.rank_aggregator
+        shares = aggregator.linear_shares(context)
+        with task.precision.training(task.device):
+            mean = trainer.mean_gradient(step, aggregator.own_values(context, shares))
+            if task.nonfinite != "keep" and not math.isfinite(mean.sum()):
+                aggregator.refuse(context, trainer.not_finite(step))
+        aggregator.move_along(mean)
+        return AggregationStats(shares, [])
+
+    def barrier(self, task: TaskSpec) -> None:
+        """Do nothing: ranks wait for each other by what they send."""
+
+    def collect(self, values: Tensor) -> None:
+        own = values[self.index :: self.count].clone()
+        values.zero_()
+        values[self.index :: self.count] = own
+        self._group.all_reduce(values, "test")
+
+    def total(self, sent: SentUpdates) -> SentUpdates:
+        return SentUpdates.total(self._group.gather_objects(sent))
+
+    def describe_failure(self) -> str:
+        worker = self.process.table.worker(0)
+        return f"{worker} failed (rank {self.index})" if worker else f"rank {self.index} failed"
+
+
+class InRank(InProcess):
+    """This process as one of several ranks.
+
+    Attributes:
+        n_rows: number of rows in all ranks; set it before a task begins.
+    """
+
+    n_rows: int
+
+    def __init__(self, group: RankGroup, threads: int) -> None:
+        super().__init__(threads)
+        self._group, self.processes = group, group.count
+
+    def exchange(self) -> RankExchange:
+        self._ranks = RankExchange(self._group, self.n_rows)
+        self._group.heartbeats = lambda: self._ranks.process.heartbeats
+        return self._ranks
+
+    def leave(self) -> None:
+        self._group.heartbeats = no_heartbeats
+        super().leave()
+
+    def train_losses(self) -> Tensor:
+        return self.run(lambda _: self._ranks.rank_aggregator.train_losses())[0]
+
+    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+        return self.run(lambda executor: self._ranks.rank_aggregator.round_rows(executor.context(cohort, round)))[0]
+
+    def new_worker_states(self, task: TaskSpec) -> WorkerStates:
+        initial = initial_worker_state(task, self.shared)
+        return RankWorkerStates(initial, self._group, lambda: self._ranks.rank_aggregator.placement)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.run(lambda _: self._ranks.rank_aggregator.state_dict())[0]
+
+    def restore(self, state: Snapshot, without: tuple[str, ...]) -> None:
+        tensors = self.state_dict()
+        put_back(state, tensors, without)
+        self.run(lambda _: self._ranks.rank_aggregator.load_state_dict(tensors))
