@@ -1,4 +1,4 @@
-"""What the tests of a crew have its processes do: a module that these import quickly, without pytest."""
+"""Functions that tests call in the processes of a pool, in a module that imports quickly, without pytest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def meet(process):
 
 
 def misbehave(process, how, index=0, meet_after=True):
-    """Process `index` does something terrible while the others wait for it at the barrier."""
+    """Process `index` fails while the others wait for it at the barrier."""
     if process.index == index:
         with process.working_on(7, 3):
             if how == "raise":
@@ -88,7 +88,7 @@ def leave_a_note_at_the_end(process, folder):
 
 
 def hang_at_the_barrier(process):
-    """Process 1 never comes, and process 0 loses patience before the parent does."""
+    """Process 1 never comes, and process 0 times out before the parent does."""
     if process.index == 1:
         time.sleep(3600)
     Barrier(process.table, 0, timeout=0.5).wait()
