@@ -46,26 +46,19 @@ def test_the_examples_of_a_module_run(path):
     assert not failed
 
 
-@every_plug
-def test_a_plug_has_an_example(kind, plug):
-    assert ">>> " in inspect.getdoc(plug.target)
-
-
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_has_an_example(name):
     assert ">>> " in inspect.getdoc(getattr(fedsim, name))
 
 
 @every_plug
-def test_a_docstring_begins_with_one_line_that_ends(kind, plug):
-    first, *rest = inspect.getdoc(plug.target).splitlines()
+def test_a_docstring_has_a_first_line_an_example_shapes_cost_and_source(kind, plug):
+    docstring = inspect.getdoc(plug.target)
+    first, *rest = docstring.splitlines()
     assert first.endswith(".")
     assert not rest or not rest[0]
-
-
-@every_plug
-def test_a_docstring_gives_shapes_cost_and_source(kind, plug):
-    text = " ".join(inspect.getdoc(plug.target).split())
+    assert ">>> " in docstring
+    text = " ".join(docstring.split())
     if kind not in ("models", "datasets"):
         assert re.search(r"\[[a-z(][a-z +/()]*(, [a-z]+)*\]", text), "no shape"
         assert "Cost: " in text
