@@ -91,7 +91,7 @@ class ClientAlgorithm:
         return {}
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        """The state of the steps of a round; `rows` [..., d] are as the server sent them."""
+        """The state of the steps of a round, named as by `start`; `rows` [..., d] are as the server sent them."""
         return self.start(rows)
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:

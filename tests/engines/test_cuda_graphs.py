@@ -28,6 +28,10 @@ CASES = {
     "adam": {"local": {"solver": "adam", "weight_decay": 0.1, "amsgrad": True}, "partition": "tests.plugs:uneven"},
     "adamw": {"local": {"solver": "adamw", "batch_size": 16, "epochs": 2}},
     "adagrad": {"local": {"solver": "adagrad", "lr_decay": 0.1}, "partition": "tests.plugs:uneven"},
+    "worker state and messages": {
+        **{"local": {"solver": "tests.plugs:Counting", "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{"workers": 5, "cohort": 3, "rounds": 3},
+    },
     "rounds after rounds of gradients": {"sync": "post_local", "gradient_rounds": 1, "rounds": 3},
     "a convolutional network with dropout": {"model": "net", "partition": "tests.plugs:uneven"},
     "a server that trains along": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
