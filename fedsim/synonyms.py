@@ -135,7 +135,7 @@ NOTES: dict[str, str] = _each(
             """write processors='["sign"]', or another of `fedsim list processors`"""
         ),
         "wandb use_wandb mlflow": "in Python, fedsim.run(..., on_round=f) calls f after every round",
-        "loss criterion loss_fn loss_function": "there is no key for the loss",
+        "loss criterion loss_fn loss_function": "the loss belongs to the task: write your own, task=my_plugs:MyTask",
         "metric metrics": "there is no key for metrics; loss and accuracy are recorded",
         "workshop": "in Python, fedsim.run(..., session=s) takes a fedsim.Session",
         "shuffle": "there is no key for it; samples are shuffled in every epoch",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import fedsim
 from fedsim.clients import ClientAlgorithm
+from fedsim.core.learning_task import Classification
 from fedsim.core.randomness import Draws
 from fedsim.data import TensorData, load_dataset
 
@@ -200,6 +201,19 @@ def lossy_mean(updates: Tensor, losses: Tensor) -> Tensor:
 
 for function in (drawn_mean, drawn_on_device, lossy_mean):
     function.columnwise = function.linear = True
+
+
+@dataclass(frozen=True)
+class Smoothed(Classification):
+    """Label smoothing; an answer is correct if the label is among the two largest outputs."""
+
+    smoothing: float = 0.1
+
+    def loss(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets, label_smoothing=self.smoothing, reduction=reduction)
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs.topk(2).indices == targets.unsqueeze(1)).any(1)
 
 
 class Normalised(nn.Module):

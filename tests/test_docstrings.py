@@ -18,6 +18,7 @@ from fedsim.config.plugs import registry_of
 PACKAGE = Path(fedsim.__file__).parent
 WITH_EXAMPLES = sorted(path for path in PACKAGE.rglob("*.py") if ">>> " in path.read_text())
 KINDS = (
+    "tasks",
     "models",
     "datasets",
     "augmentations",

@@ -39,6 +39,7 @@ from fedsim.config.schema import (
     Race,
     Records,
     Server,
+    Task,
 )
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import PlugTable, Table
@@ -100,6 +101,7 @@ class Experiment(Table):
     gradient_rounds: NonNegativeInt | None = None  # of sync = "post_local": rounds before parameters are averaged
     buffers: Literal["average", "local", "server", "error"] = "average"
     processors: Annotated[list[Processor], Field(max_length=100)] = Field(default=[])  # of each update, in this order
+    task: Task = Task()
     model: Model = Model()
     data: Data = Data()
     partition: Partition = Partition()

@@ -15,6 +15,7 @@ from fedsim.asynchronous.policies import policy
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
 from fedsim.clients import solver
 from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.learning_task import LearningTask, learning_task
 from fedsim.core.objects import Name
 from fedsim.core.registry import Plug
 from fedsim.data import dataset, partition_strategy
@@ -38,6 +39,18 @@ def _init_method(init: str) -> str:
 
 def _text_of_path(path: Any) -> Any:
     return str(path) if isinstance(path, Path) else path
+
+
+class Task(PlugTable):
+    place, named_by, registry = "task", "name", learning_task
+
+    name: Name = "classification"
+
+    def bind(self) -> LearningTask:
+        task = super().bind()
+        if missing := [name for name in ("loss", "correct", "check_outputs") if not hasattr(task, name)]:
+            raise ExperimentError(f"task.name = {show(self.name)}: has no method {missing[0]}; see LearningTask")
+        return task
 
 
 class Model(PlugTable):

@@ -7,25 +7,18 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim.errors import ExperimentError
+from fedsim.core.learning_task import CLASSIFICATION, LearningTask, Reduction
 from fedsim.system.devices import wide_dtype
 from fedsim.system.precision import FULL, Precision
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
+Correct = Callable[[Tensor, Tensor], Tensor]
 Backward = Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
 
-# For logits and log-probabilities: log-softmax does not change log-probabilities, so on them this is the negative
-# log-likelihood, with the same gradients.
-DEFAULT_LOSS: Loss = F.cross_entropy
-
-
-def sample_losses(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each sample [batch], whose mean is the default loss."""
-    return F.cross_entropy(outputs, targets, reduction="none")
+DEFAULT_LOSS: Loss = CLASSIFICATION.loss
 
 
 class Optimizer(Protocol):
@@ -64,15 +57,19 @@ class MetricSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of training: the mean loss of a model on a batch, with outputs computed in a precision."""
+    """The objective of training: the mean loss of a task on a batch, with outputs computed in a precision."""
 
     precision: Precision = FULL
-    loss: Loss = DEFAULT_LOSS
+    task: LearningTask = CLASSIFICATION
 
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.precision.forward(inputs.device):
             outputs = model(inputs)
-        return self.loss(self.precision.widened(outputs), targets)
+        return self.loss(outputs, targets)
+
+    def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """The loss for outputs that the model has computed in this precision."""
+        return self.task.loss(self.precision.widened(outputs), targets, reduction)
 
 
 def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss = DEFAULT_LOSS) -> Tensor:
@@ -112,39 +109,43 @@ def train_epoch(
 
 
 @torch.no_grad()
-def test(model: nn.Module, batches: Batches, loss: Loss = DEFAULT_LOSS) -> MetricSums:  # noqa: PT028
-    """Loss and accuracy of `model` on all batches: `.loss`, `.accuracy`. Leaves the model in evaluation mode."""
+def test(
+    model: nn.Module,
+    batches: Batches,
+    loss: Loss = DEFAULT_LOSS,  # noqa: PT028
+    correct: Correct = CLASSIFICATION.correct,  # noqa: PT028
+) -> MetricSums:
+    """Loss and accuracy of `model` on all batches: `.loss`, `.accuracy`. Leaves the model in evaluation mode.
+
+    Args:
+        model, batches, loss: as in `train_epoch`.
+        correct: which answers are correct, bool [batch], of (outputs, targets).
+    """
     model.eval()
-    loss_sum, correct, samples = MetricSums.zero(_device_of(model))
+    loss_sum, hits, samples = MetricSums.zero(_device_of(model))
     for inputs, targets in batches:
         outputs = model(inputs)
         loss_sum.add_(loss(outputs, targets), alpha=len(targets))
-        correct.add_((outputs.argmax(1) == targets).sum())
+        hits.add_(correct(outputs, targets).sum())
         samples += len(targets)
-    return MetricSums(loss_sum, correct, samples)
+    return MetricSums(loss_sum, hits, samples)
 
 
 test.__test__ = False  # type: ignore[attr-defined]  # so that pytest does not collect it
 
 
 @torch.no_grad()
-def check_outputs(model: nn.Module, inputs: Tensor) -> int:
-    """The number of classes of `model`, from its outputs on a few `inputs` in evaluation mode.
+def check_outputs(model: nn.Module, inputs: Tensor, task: LearningTask = CLASSIFICATION, *, classes: int = 0) -> None:
+    """Check what a model returns for a few inputs in evaluation mode. Raises ExperimentError if the task cannot use it.
 
-    Raises ExperimentError if it does not return [batch, classes], or returns probabilities, on which the loss would be
-    wrong without an error.
+    Args:
+        classes: labels are below it.
     """
     was_training = model.training
     model.eval()
     outputs = model(inputs)
     model.train(was_training)
-    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(inputs):
-        shown = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ExperimentError(f"must return a tensor [batch, classes], for {len(inputs)} inputs not {shown}")
-    sums = outputs.double().cpu().sum(1)
-    if bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
-        raise ExperimentError("returns probabilities; must return logits or log-probabilities (no softmax at the end)")
-    return outputs.shape[1]
+    task.check_outputs(outputs, len(inputs), classes)
 
 
 def _device_of(model: nn.Module) -> torch.device:

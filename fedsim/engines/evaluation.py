@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsim.core.randomness import seed_everything
-from fedsim.core.training import test
+from fedsim.core.training import MetricSums, test
 from fedsim.engines.task import SharedState, TaskSpec, test_batch_size
 from fedsim.engines.trainers.capture import GraphPool, Run
 from fedsim.engines.trainers.row_module import RowModule
@@ -72,8 +72,12 @@ class Evaluation:
         shared = self._shared
         inputs, targets = shared.test.gather(positions)
         module.take(row.copy_(shared.global_row), gradient, shared.global_buffers)
-        tally = test(module.module, [(inputs, targets)])
+        tally = self._test(module, inputs, targets)
         return [tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)]
+
+    def _test(self, module: RowModule, inputs: Tensor, targets: Tensor) -> MetricSums:
+        task = self._task.learning_task
+        return test(module.module, [(inputs, targets)], task.loss, task.correct)
 
     def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Of a test batch: how many answers are what the attacker wants, and of how many samples it wants them."""
@@ -83,7 +87,7 @@ class Evaluation:
         inputs, targets = task.attack.goal(inputs, targets, self._shared.classes)
         if not len(targets):
             return none, none
-        return test(module.module, [(inputs, targets)]).correct, none + len(targets)
+        return self._test(module, inputs, targets).correct, none + len(targets)
 
     def _new_room(self) -> tuple[Tensor, Tensor]:
         row = self._shared.global_row.clone()

@@ -291,4 +291,4 @@ class Executor:
         self.module.take(shared.rows[member.slot].clone(), self.gradient, shared.buffers[member.slot])
         seed_everything(task.device, task.seed, "losses", member.round, member.worker)
         batches = self.batch_source.samples_seen(member.worker, member.round, test_batch_size(task.device))
-        return test(self.module.module, batches).loss
+        return test(self.module.module, batches, task.learning_task.loss).loss

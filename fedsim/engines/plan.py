@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines.task import Schedule, SharedState, TaskSpec
@@ -186,6 +185,6 @@ def _flops_of_a_sample(task: TaskSpec, shared: SharedState, default: float) -> f
     with preserve_random_state(task.device), contextlib.suppress(Exception):  # training will report what is wrong
         module = task.new_module().train()
         with FlopCounterMode(display=False) as counter:
-            F.cross_entropy(module(inputs.clone()), targets).backward()
+            task.learning_task.loss(module(inputs.clone()), targets).backward()
         return counter.get_total_flops() / count or default
     return default

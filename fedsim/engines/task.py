@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from fedsim.aggregation import Pipeline
 from fedsim.byzantine import BoundAttack
 from fedsim.clients import ClientAlgorithm, State
+from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import preserve_random_state, seed_everything
-from fedsim.core.rows import Layout, new_rows, require_finite, require_finite_buffers
+from fedsim.core.rows import Layout, new_rows
+from fedsim.core.training import Objective
 from fedsim.data import Shards, TensorData
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform
@@ -94,6 +96,7 @@ class TaskSpec:
     rounds: int
     gradient_rounds: int  # in so many, the first, gradients are aggregated at every step; else parameters, once
     model: Callable[[], nn.Module]
+    learning_task: LearningTask
     schedule: Schedule
     solver: ClientAlgorithm
     rule: Pipeline
@@ -130,6 +133,11 @@ class TaskSpec:
     def sync_in(self, round: int) -> Sync:
         """What is aggregated in a round."""
         return "gradients" if round <= self.gradient_rounds else "parameters"
+
+    @property
+    def objective(self) -> Objective:
+        """The loss of training, of tests and of all trials of a model."""
+        return Objective(self.precision, self.learning_task)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
@@ -279,23 +287,6 @@ class SharedState:
         share([*self.train.tensors, *self.test.tensors])  # by themselves, since a workshop keeps them for later runs
         share([*tensors, *self.shards.tensors])
         return self
-
-
-class FiniteCheck:
-    """Checks after each round that neither the global row nor the global buffers have become NaN or infinite.
-
-    Made before the first round, when the memory holds the model's start.
-    """
-
-    def __init__(self, task: TaskSpec, shared: SharedState) -> None:
-        self._wanted, self._shared = task.nonfinite != "keep", shared
-        self._finite_at_start = shared.global_buffers.isfinite()
-
-    def __call__(self, round: int) -> None:
-        """Raise ExperimentError, with the round, where they have, unless the task keeps such numbers."""
-        if self._wanted:
-            require_finite(self._shared.global_row, round)
-            require_finite_buffers(self._shared.global_buffers, self._finite_at_start, round)
 
 
 def _require_real(module: nn.Module) -> None:

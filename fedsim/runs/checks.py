@@ -15,7 +15,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.randomness import preserve_random_state, sample_cohort
 from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
-from fedsim.core.training import Objective, check_outputs
+from fedsim.core.training import check_outputs
 from fedsim.data import Shards, TensorData
 from fedsim.engines import Engine, TaskSpec
 from fedsim.engines.footprint import memory_needed
@@ -101,17 +101,14 @@ def check_outputs_of_model(experiment: Experiment, task: TaskSpec, train: Tensor
     """Check the model on a few samples: its outputs, its precision, and its number of classes."""
     place = _place(experiment)
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
-    shape = tuple(inputs.shape)
+    shape, classes = tuple(inputs.shape), int(max(train.targets.max(), test.targets.max())) + 1
     try:
         with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}"):
-            classes = check_outputs(task.new_module(), inputs)
+            check_outputs(task.new_module(), inputs, task.learning_task, classes=classes)
     except ExperimentError as error:
         raise ExperimentError(f"{place}: {error}") from error
     if task.precision.autocast is not None:
         _check_autocast(experiment, task, inputs, targets)
-    highest = int(max(train.targets.max(), test.targets.max()))
-    if highest >= classes:
-        raise ExperimentError(f"{place}: tells {classes} classes apart, but the labels go up to {highest}")
 
 
 def _check_autocast(experiment: Experiment, task: TaskSpec, inputs: Tensor, targets: Tensor) -> None:
@@ -119,7 +116,7 @@ def _check_autocast(experiment: Experiment, task: TaskSpec, inputs: Tensor, targ
     place, name = f"precision = {show(experiment.precision)}", show(experiment.model.name)
     line = f"{place}: on {task.device} the model {name} cannot be trained in it"
     with _errors_of_user_code(lambda reason: f"{line}: {reason}"):
-        Objective(task.precision)(task.new_module().train(), inputs, targets).backward()
+        task.objective(task.new_module().train(), inputs, targets).backward()
 
 
 def check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorData, sizes: Mapping[int, int]) -> None:
@@ -141,7 +138,7 @@ def check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorDa
 
     with _errors_of_user_code(line), preserve_random_state(task.device):
         sample = train.to(task.device, task.dtype).gather(torch.arange(1))
-        Objective(task.precision)(task.new_module().train(), *sample)
+        task.objective(task.new_module().train(), *sample)
 
 
 def check_last_steps(experiment: Experiment, task: TaskSpec, shards: Shards) -> None:

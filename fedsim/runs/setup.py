@@ -186,6 +186,7 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         rounds=experiment.rounds,
         gradient_rounds=experiment.rounds_of_gradients,
         model=experiment.model.bind(),
+        learning_task=experiment.task.bind(),
         schedule=Schedule(local.batch_size, local.epochs, local.steps, local.drop_last),
         solver=GradientOnly() if _sends_gradients(experiment) else as_algorithm(local.bind()),
         in_rounds=experiment.policy.bind().in_rounds and experiment.mode != "race",

@@ -108,7 +108,8 @@ PROCESSED = {
     },
 }
 
-ALL_CASES = {**CASES, **PROCESSED}
+TASKS = {"another loss": {"task": "tests.plugs:Smoothed", "partition": "tests.plugs:uneven"}}
+ALL_CASES = {**CASES, **PROCESSED, **TASKS}
 EXACT = {"spawn": 2}  # engines that give the very same bits on a CPU, with a number of processes that share the work
 CLOSE = {
     "batched": {"processes": 1, "batched": {"width": 3}}

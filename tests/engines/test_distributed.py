@@ -105,6 +105,7 @@ ROWS_OF_GRADIENTS = {  # averaged, or aggregated otherwise, as rows of single wo
     },
     "a linear rule that draws": FURTHER["a linear rule that draws"],
     "stacked in each rank": FURTHER["stacked in each rank"],
+    "another loss": {"task": "tests.plugs:Smoothed"},
     "processed gradients": PROCESSED["processed gradients"],
 }
 LEARNING = {

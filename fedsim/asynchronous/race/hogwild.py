@@ -14,7 +14,6 @@ from fedsim.asynchronous.policy import Arrival
 from fedsim.asynchronous.race.state import WRITES_BEGUN
 from fedsim.asynchronous.race.worker import ProcessResult, RaceWorker
 from fedsim.core.randomness import global_states, seed_everything
-from fedsim.core.training import Objective
 from fedsim.engines.pool.barrier import SHARED_ROW
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.dropout import RowDropout
@@ -33,7 +32,7 @@ class HogwildWorker(RaceWorker):
         self._writes_begun = self._race_state.column(WRITES_BEGUN)
         self._dropout = RowDropout(executor.task, executor.shared, executor.batch_source)
         self._modules = {slot: RowModule(self._dropout.new_module) for slot in self._slots}
-        self._objective = Objective(executor.task.precision)
+        self._objective = executor.task.objective
         self._pulls_buffers = server.has_buffers and server.buffers != "local"
         self._pushes_buffers = server.has_buffers and server.buffers != "server"
 

@@ -19,7 +19,6 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from fedsim.core.randomness import draw_key, preserve_random_state, seed_everything
-from fedsim.core.training import Objective
 from fedsim.data import TensorData
 from fedsim.engines.distributed.hooks import Mean
 from fedsim.engines.distributed.process_group import RankGroup
@@ -58,7 +57,7 @@ class SharedModel:
 
         def step(module: nn.Module) -> list[Tensor]:
             seed_everything(task.device, task.seed, "forward")
-            loss = Objective(task.precision)(module.train(), inputs, targets)
+            loss = task.objective(module.train(), inputs, targets)
             trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
             gradients = torch.autograd.grad(loss, trainable, allow_unused=True, materialize_grads=True)
             return [loss.detach(), *gradients, *module.buffers()]

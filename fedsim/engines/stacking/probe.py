@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients import OuterProductGrad
+from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
-from fedsim.core.training import DEFAULT_LOSS
+from fedsim.core.training import Objective
 from fedsim.engines.stacking.merged_operations import DataDependenceCheck
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.stacking.vmap_operations import OTHER_DROPOUTS, Dropout, Recording, not_stackable
@@ -103,7 +104,7 @@ def _try(task: TaskSpec, inputs: Tensor, targets: Tensor, precision: Precision =
     with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
         with precision.forward(task.device):
             outputs = module(inputs.clone())  # which it may write to
-        DEFAULT_LOSS(precision.widened(outputs), targets)
+        Objective(precision, task.learning_task).loss(outputs, targets)
     if differ(start, module):
         raise not_stackable("its training changes attributes or unsaved buffers, which no row holds")
     if global_states(task.device) != generators:
@@ -165,7 +166,7 @@ def _compare_gradients(
     for k in range(2):
         layout.write(stacked.rows[k], module)
         layout.write_buffers(stacked.buffers[k], module)
-        expected = _plain_gradients(module.train(), stacked.inputs[k], stacked.targets[k])
+        expected = _plain_gradients(task.learning_task, module.train(), stacked.inputs[k], stacked.targets[k])
         for entry, gradient, reference in zip(layout.parameters, stacked.gradients, expected, strict=True):
             if not _agree(gradient[k], reference, task.dtype):
                 raise not_stackable(f"the gradient of {entry.name} comes out otherwise when rows are stacked")
@@ -210,7 +211,8 @@ def _stack(
     gathered = shared.train.gather(torch.arange(2 * count) % len(shared.train))  # as batches are for training
     inputs, targets = (tensor.unflatten(0, (2, count)) for tensor in gathered)
     weights = torch.full((2, count), 1 / count, dtype=task.dtype, device=task.device)
-    stacked, buffers_after = StackedModule(task.new_module, precision, merged=merged), buffers.clone()
+    stacked = StackedModule(task.new_module, Objective(precision, task.learning_task), merged=merged)
+    buffers_after = buffers.clone()
     try:
         kept = [weights.new_ones(2, count, *dropout.shape) for dropout in dropouts]
         unpacked = stacked.unpack_buffers(buffers)
@@ -260,11 +262,11 @@ def _agree(found: Tensor, reference: Tensor, dtype: torch.dtype) -> bool:
     return bool((found - reference).abs().max() <= TOLERANCE[dtype] * max(1.0, float(reference.abs().max())))
 
 
-def _plain_gradients(module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+def _plain_gradients(task: LearningTask, module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.zero_grad()
     with Recording():
-        loss = DEFAULT_LOSS(module(inputs.clone()), targets)
+        loss = task.loss(module(inputs.clone()), targets)
     loss.backward()  # as in training; some ways to get at gradients give less, without a word (reentrant checkpoints)
     return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
 

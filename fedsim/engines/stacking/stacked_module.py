@@ -11,11 +11,12 @@ from torch.func import vmap
 
 from fedsim.clients import OuterProductGrad
 from fedsim.core.rows import Entry, Layout
-from fedsim.core.training import sample_losses
+from fedsim.core.training import Objective
 from fedsim.data.tensors import in_order
 from fedsim.engines.stacking.merged_operations import LeftProducts, MergedBatch, NotMergeableError
 from fedsim.engines.stacking.vmap_operations import VmapOverrides, not_stackable
-from fedsim.system.precision import FULL, Precision
+
+DEFAULT = Objective()
 
 Places = list[tuple[nn.Module, str]]
 
@@ -27,13 +28,13 @@ class StackedModule:
 
     Args:
         make: gives the module at its start.
-        precision: of the forward pass.
+        objective: the loss of a row, and the precision of the forward pass.
         merged: whether to run it on the merged batch of all rows, which only some modules can be (see
             `merged_operations`), or under `torch.func.vmap`, which costs about a millisecond more per call.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], precision: Precision = FULL, *, merged: bool = False) -> None:
-        self._precision, self._merged = precision, merged
+    def __init__(self, make: Callable[[], nn.Module], objective: Objective = DEFAULT, *, merged: bool = False) -> None:
+        self._objective, self._precision, self._merged = objective, objective.precision, merged
         self._module = make().train()
         self.layout = Layout.of(self._module)
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
@@ -88,8 +89,7 @@ class StackedModule:
         with torch.enable_grad():
             with self._precision.forward(inputs.device):
                 outputs, buffers[:] = forward(leaves, list(buffers), inputs, list(factors))
-            outputs = self._precision.widened(outputs)
-            losses = sample_losses(outputs.flatten(0, 1), targets.flatten()).view(targets.shape)
+            losses = self._objective.loss(outputs.flatten(0, 1), targets.flatten(), "none").view(targets.shape)
             losses = (losses * weights).sum(1)
             found = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
         gradients = [

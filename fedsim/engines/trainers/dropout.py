@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from fedsim.core.philox import Stream, bernoulli
 from fedsim.core.randomness import draw_key, preserve_random_state
-from fedsim.core.training import Objective
 from fedsim.engines.stacking.vmap_operations import Dropout, PreparedDropout, Recording, multiplied
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource
@@ -282,7 +281,7 @@ def recorded_calls(task: TaskSpec, shared: SharedState, samples: int) -> Calls:
     current = CurrentStep()
     with preserve_random_state(task.device), torch.enable_grad(), Recording() as recording:
         try:
-            loss = Objective(task.precision)(current.give_to(task.new_module()).train(), inputs, targets)
+            loss = task.objective(current.give_to(task.new_module()).train(), inputs, targets)
             dropouts, by_modules = tuple(recording.dropouts), current.calls == len(recording.dropouts)
             if dropouts:
                 _backward_under_modes(loss)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedsim.clients import RowOptimizer
 from fedsim.core.randomness import seed_everything
 from fedsim.core.rows import new_rows
-from fedsim.core.training import Loss, Objective, train_epoch
+from fedsim.core.training import Loss, train_epoch
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
@@ -76,7 +76,7 @@ class RowTrainer:
         self._rows = list(shared.rows)
         self._gradient = new_rows(1, shared.rows.shape[1], task.dtype, task.device)[0]
         self._client_rounds = ClientRounds(task, shared, batch_source)
-        self._objective = Objective(task.precision)
+        self._objective = task.objective
         self._dropout = RowDropout(task, shared, batch_source)
         self._modules = [RowModule(self._dropout.new_module)]  # where gradients are aggregated, one for each member
         self._step_by_step: dict[int, RoundDropout] = {}  # of workers who go step by step

@@ -17,7 +17,8 @@ from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine
-from fedsim.engines.task import FiniteCheck, message_bytes
+from fedsim.engines.finite_check import FiniteCheck
+from fedsim.engines.task import message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.records.record import AsyncRecord, RoundRecord
 from fedsim.runs.loops.round_clock import delays_of

@@ -26,8 +26,8 @@ from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import SpawnEngine
 from fedsim.engines.executor import Executor, balance_load
+from fedsim.engines.finite_check import FiniteCheck
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import FiniteCheck
 from fedsim.errors import ExperimentError
 from fedsim.records.record import RaceRecord, RoundRecord
 from fedsim.runs.loops.clock_loop import async_record, work_of

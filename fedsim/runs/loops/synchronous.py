@@ -13,8 +13,8 @@ from fedsim.core.randomness import sample_cohort
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine
+from fedsim.engines.finite_check import FiniteCheck
 from fedsim.engines.round_stats import MetricLog
-from fedsim.engines.task import FiniteCheck
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.runs.loops.round_clock import RoundClock
