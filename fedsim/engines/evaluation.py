@@ -20,13 +20,13 @@ from fedsim.system.devices import wide_dtype
 class Evaluation:
     """Tests the global model batch by batch.
 
-    Each batch meets a copy of the global row, to which a forward pass may write, and draws of its own. So the result of
-    a batch depends neither on other batches nor on the process that tests it. The test of a whole batch can be a CUDA
-    graph: a counter on the device says which batch is next, and all that lasts from one to the next stays in its place.
+    Each batch gets a copy of the global row, to which a forward pass may write, and random draws of its own. So its
+    result depends neither on other batches nor on the process. The test of a whole batch can be a CUDA graph, with a
+    counter on the device for the next batch.
 
     Args:
-        module: takes on the global row.
-        batches: the numbers of the test batches that are this process's.
+        module: is bound to a copy of the global row.
+        batches: the numbers of this process's test batches.
         captured: whether to capture the test of a whole batch. Models or attacks that a graph cannot hold are tested
             without one.
     """
@@ -48,7 +48,7 @@ class Evaluation:
         self._sums = torch.zeros(len(batches), 4, dtype=wide_dtype(device), device=device)
 
     def __call__(self, round: int, heartbeat: Callable[[], None]) -> None:
-        """Write the sums of the batches into the memory."""
+        """Write the sums of the batches to the shared state."""
         if not self._batches:
             return
         if self._to_be_captured:
@@ -80,7 +80,7 @@ class Evaluation:
         return test(module.module, [(inputs, targets)], task.loss, task.correct)
 
     def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a test batch: how many answers are what the attacker wants, and of how many samples it wants them."""
+        """For a test batch, the number of answers that match the attacker's goal, and of samples with a goal."""
         task, none = self._task, torch.zeros((), dtype=wide_dtype(self._task.device), device=self._task.device)
         if task.attack.goal is None or not task.byzantine:
             return none, none

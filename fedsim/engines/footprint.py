@@ -1,4 +1,4 @@
-"""How much main memory a run needs, known before anything is allocated.
+"""The main memory that a run needs, known before it is allocated.
 
 Only what has the size of a model, or of all pairs of a cohort, is counted: not data, activations and libraries. So a
 run may need somewhat more, but hardly less.

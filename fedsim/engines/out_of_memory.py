@@ -1,4 +1,4 @@
-"""A device without memory left: what a run has asked of it, and of what less would do."""
+"""Out-of-memory errors of a device that suggest smaller settings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from fedsim.engines.task import TaskSpec
 
 @contextlib.contextmanager
 def explain_oom(task: TaskSpec, processes: int, width: int | None = None) -> Iterator[None]:
-    """Tell, of a device that has no memory left for what the block asks of it, what would fit; of `width` rows a stack.
+    """Turn an out-of-memory error of the block into one that suggests smaller settings.
 
-    Raises torch.OutOfMemoryError again, with one line that has the numbers in use.
+    Args:
+        width: rows in a stack, if rows are stacked.
+
+    Raises torch.OutOfMemoryError with one line that has the settings in use.
     """
     try:
         yield
@@ -25,7 +28,7 @@ def explain_oom(task: TaskSpec, processes: int, width: int | None = None) -> Ite
 
 
 def what_would_fit(task: TaskSpec, processes: int, width: int | None = None) -> str:
-    """`cuda:0 has no shared left; less of this would fit: processes (4 now), local.batch_size (64 now)`."""
+    """`cuda:0 has no memory left; less of this would fit: processes (4 now), local.batch_size (64 now)`."""
     width = width or task.width
     sizes = {"processes": processes, "batched.width": width or 1, "local.batch_size": task.schedule.batch_size}
     larger = [f"{key} ({size} now)" for key, size in sizes.items() if size > 1]
@@ -34,5 +37,5 @@ def what_would_fit(task: TaskSpec, processes: int, width: int | None = None) -> 
 
 
 def _said_by(error: Exception) -> str:
-    """The first two sentences, which say how much was asked for; the others are advice to programmers."""
+    """The first two sentences, which have the size of the allocation; the others are advice to programmers."""
     return ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")

@@ -1,4 +1,4 @@
-"""What the engines are asked to do: a description that every process gets, and the memory they all work on."""
+"""The task of an engine: a description for every process, and the tensors that all processes share."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ NonFinite = Literal["error", "exclude", "keep"]
 Sync = Literal["parameters", "gradients"]
 
 TEST_BATCH_ON_CPU = 250  # faster than 1,000 on a CPU, where it stays in cache
-TEST_BATCH_ON_CARD = 2_000
+TEST_BATCH_ON_GPU = 2_000
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How far a worker goes between two synchronisations: whole local epochs, or a number of steps."""
+    """The local work of a worker between two synchronisations: whole local epochs, or a number of steps."""
 
     batch_size: int
     epochs: int | None = 1
@@ -122,7 +122,7 @@ class TaskSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of rows, and of whatever else nothing is said about."""
+        """The type of rows, and the default of other tensors."""
         return self.precision.rows
 
     @property
@@ -277,20 +277,20 @@ class SharedState:
         return {"buffers": self.buffers, **self.kept}
 
     def share(self) -> SharedState:
-        """Move what lies on the host to memory that other processes can map, in place.
+        """Move the tensors on the host to memory that other processes can map, in place.
 
-        Raises ExperimentError where there is not enough of it.
+        Raises ExperimentError if there is not enough of it.
         """
         tensors = [value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)]
         named = [*self.states.values(), self.kept, self.messages, self.server_state, self.received]
         tensors += [tensor for state in named for tensor in state.values()]
-        share([*self.train.tensors, *self.test.tensors])  # by themselves, since a workshop keeps them for later runs
+        share([*self.train.tensors, *self.test.tensors])  # separately, since a session keeps them for later runs
         share([*tensors, *self.shards.tensors])
         return self
 
 
 def _require_real(module: nn.Module) -> None:
-    """Raise ExperimentError where rows of real numbers would lose the imaginary part of a tensor."""
+    """Raise ExperimentError if the model has complex tensors, whose imaginary part rows would lose."""
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
             if tensor.is_complex():
@@ -301,7 +301,7 @@ def _require_real(module: nn.Module) -> None:
 
 
 def _rows_of_a_cohort(n: int, d: int, task: TaskSpec) -> Tensor:
-    """Raises ExperimentError where a CPU has no memory for them."""
+    """The rows of a cohort. Raises ExperimentError if a CPU has no memory for them."""
     if task.device.type != "cpu":
         return new_rows(n, d, task.dtype, task.device)
     nbytes, what, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
@@ -326,4 +326,4 @@ def message_bytes(task: TaskSpec, shared: SharedState) -> tuple[int, int]:
 
 
 def test_batch_size(device: torch.device) -> int:
-    return TEST_BATCH_ON_CPU if device.type == "cpu" else TEST_BATCH_ON_CARD
+    return TEST_BATCH_ON_CPU if device.type == "cpu" else TEST_BATCH_ON_GPU

@@ -1,4 +1,4 @@
-"""Everything that depends on the device: the only module that asks what hardware there is."""
+"""Devices, cores and memory: the only module that reads what hardware there is."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fedsim.errors import ExperimentError, show, show_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")  # of this process's container
-OWN_CGROUP = Path("/proc/self/cgroup")  # says where under it this process is
+OWN_CGROUP = Path("/proc/self/cgroup")  # has the group of this process below it
 MEMORY = Path("/proc/meminfo")
 PROCESS_BYTES = 4e8  # main memory of one process, its copy of PyTorch included
 PROCESS_BYTES_ON_GPU = 1.5e9  # context, library workspaces and activations of one process, generously
-ROOM_FACTOR = 8  # times as much as is taken must be free, where it could be done without
-MAX_PROCESSES_ON_GPU = 4  # processes on one card take turns; more of them mostly cost memory
+ROOM_FACTOR = 8  # an optional allocation needs so many times its size of free memory
+MAX_PROCESSES_ON_GPU = 4  # processes on one GPU take turns; more of them mostly cost memory
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is the first CUDA device where there is one, else the CPU.
+    """The device called `name`; "auto" is the first CUDA device if there is one, else the CPU.
 
-    Other accelerators are used where they are named: their memory cannot be shared between processes.
+    Other accelerators are used only if they are named, because their memory cannot be shared between processes.
 
-    Raises ExperimentError where PyTorch cannot use that device here.
+    Raises ExperimentError if PyTorch cannot use that device here.
     """
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     allowed = "auto, cpu"
@@ -51,7 +51,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _why_no_gpu(device: torch.device) -> str:
-    """What may be the reason where a CUDA device is asked for and there is none at all."""
+    """A possible reason why there is no CUDA device, for an error; "" if there is one."""
     if device.type != "cuda" or torch.cuda.is_available():
         return ""
     if torch.version.cuda is None and torch.version.hip is None:
@@ -80,9 +80,11 @@ def require_shared_memory(nbytes: int) -> None:
 
 
 def require_memory(nbytes: int, what: str, instead: str) -> None:
-    """Raise ExperimentError unless so many bytes of main memory are free, of the machine and of this container.
+    """Raise ExperimentError unless so many bytes of main memory are free, in the machine and in this container.
 
-    `what` takes them, and `instead` takes less.
+    Args:
+        what: takes them, for the error.
+        instead: a setting that takes less.
     """
     free = free_memory()
     if nbytes > free:
@@ -92,13 +94,13 @@ def require_memory(nbytes: int, what: str, instead: str) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished what this process asked of it, so that other processes see the results."""
+    """Wait until the device has finished the work of this process, so that other processes see the results."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def release_memory(device: torch.device) -> None:
-    """Give memory of an accelerator that nothing uses any more back, so that other processes can have it.
+    """Free unused memory of an accelerator, so that other processes can allocate it.
 
     That is memory of cyclic garbage, memory that PyTorch's allocator caches, and memory that other processes had
     opened and have closed. PyTorch frees none of these by itself. Does nothing for a CPU.
@@ -106,7 +108,7 @@ def release_memory(device: torch.device) -> None:
     if device.type == "cpu":
         return
     gc.collect()
-    with contextlib.suppress(RuntimeError):  # a device that has failed refuses every call, and that has been reported
+    with contextlib.suppress(RuntimeError):  # a device that has failed refuses every call
         if device.type == "cuda":
             torch.cuda.ipc_collect()
         torch.get_device_module(device).empty_cache()
@@ -121,12 +123,12 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """What sums and weights are kept in: float64, except on devices that have none."""
+    """The type of sums and weights: float64, except on devices without it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its CPU affinity, cut to the CPU quota of its container or job, if any."""
+    """Cores that this process may use: its CPU affinity, limited by the CPU quota of its container or job."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _cgroups():
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
@@ -136,7 +138,7 @@ def usable_cores() -> int:
 
 
 def _cgroups() -> list[Path]:
-    """The control groups (version 2) that this process is in: its container, and what lies between the two."""
+    """The control groups (version 2) of this process, from its container to its own."""
     groups = [CGROUP]
     with contextlib.suppress(OSError, StopIteration):
         lines = OWN_CGROUP.read_text().splitlines()
@@ -147,7 +149,7 @@ def _cgroups() -> list[Path]:
 
 
 def default_processes(device: torch.device, cohort: int, threads_per_process: int) -> int:
-    """How many processes train a cohort: as many as the cores and the memory of the machine, or of a GPU, allow."""
+    """The number of processes for a cohort that the cores and the memory of the machine, or of a GPU, allow."""
     processes = min(cohort, max(1, usable_cores() // threads_per_process))
     if device.type == "cpu":
         return int(min(processes, max(1, total_memory() / 2 / PROCESS_BYTES)))  # which may be infinite
@@ -156,19 +158,19 @@ def default_processes(device: torch.device, cohort: int, threads_per_process: in
 
 
 def total_memory_of(device: torch.device) -> float:
-    """Bytes of memory that a device has, free or not: what must not depend on other programs goes by this."""
+    """Bytes of memory of a device, free or not, so that the result does not depend on other programs."""
     mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)  # mps has main memory only
     return total_memory() if device.type == "cpu" or mem_get_info is None else mem_get_info(device)[1]
 
 
 def has_room(device: torch.device, nbytes: int) -> bool:
-    """Whether an accelerator has so much free memory that nobody there will miss so many bytes of it."""
+    """Whether so many bytes are a small part of the free memory of an accelerator."""
     mem_get_info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
     return mem_get_info is not None and mem_get_info(device)[0] >= ROOM_FACTOR * nbytes
 
 
 def total_memory() -> float:
-    """Bytes of main memory that the machine has, or this process's container may use; infinite if unknown."""
+    """Bytes of main memory of the machine, or of this process's container if that has less; infinite if unknown."""
     total = math.inf
     with contextlib.suppress(OSError, StopIteration, ValueError):
         line = next(line for line in MEMORY.read_text().splitlines() if line.startswith("MemTotal"))
@@ -203,9 +205,9 @@ def describe_device(device: torch.device) -> str:
 
 
 def device_of_rank(name: str, local_rank: int) -> torch.device:
-    """The device called `name` for one of several processes on a host: each its own card, as far as there are any.
+    """The device called `name` for one of several processes on a host, which share its GPUs out.
 
-    A card that is named with its number is meant for all.
+    All processes use a GPU that is named with its number.
     """
     device = resolve_device(name)
     if device.type == "cpu" or ":" in name:
@@ -214,7 +216,7 @@ def device_of_rank(name: str, local_rank: int) -> torch.device:
 
 
 def gpu_id(device: torch.device) -> str | None:
-    """What tells a card from the others of its host; None of a CPU."""
+    """An identifier of a GPU of this host; None for a CPU."""
     if device.type == "cpu":
         return None
     properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
@@ -228,5 +230,5 @@ def default_backend(device: torch.device) -> str:
 
 
 def gloo_can_sum(device: torch.device) -> bool:
-    """Whether the backend gloo sums tensors that lie there."""
+    """Whether the backend gloo sums tensors on this device."""
     return device.type in ("cpu", "cuda")

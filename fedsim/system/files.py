@@ -1,4 +1,4 @@
-"""Files: written whole or not at all; read if they are regular ones, of bounded size, that lie where they belong."""
+"""Writing files whole or not at all, and reading only regular files of bounded size inside their folder."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-PART = ".{}.part"  # what a file is called while it is being written
+PART = ".{}.part"  # the name of a file while it is written
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all. Raises RecordError where it cannot be written."""
+    """Write a file whole or not at all. Raises RecordError if it cannot be written."""
     temporary = path.with_name(PART.format(path.name))
     try:
         temporary.unlink(missing_ok=True)  # left by a killed process, or a link that leads elsewhere
@@ -39,19 +39,19 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        _remove(temporary)  # before the free space is looked at
+        _remove(temporary)  # before the error reports the free space
         raise write_error(path, error, len(content)) from error
     finally:
-        _remove(temporary)  # there is one still only where it went wrong
+        _remove(temporary)
 
 
 def append_atomically(file: io.FileIO, path: Path, content: bytes) -> None:
-    """Append to an unbuffered file, all of it or nothing. Raises RecordError, naming `path`, where that fails."""
+    """Append to an unbuffered file, all of `content` or nothing. Raises RecordError, naming `path`, if that fails."""
     end = file.tell()
     rest = memoryview(content)
     try:
         while rest:
-            rest = rest[file.write(rest) :]  # where little room is left, it writes a part
+            rest = rest[file.write(rest) :]  # with little space left, it writes a part
     except OSError as error:
         with contextlib.suppress(OSError):  # what was there before stays, and ends with a whole line
             file.truncate(end)
@@ -74,12 +74,12 @@ def require_unchanged(file: io.FileIO, path: Path, when: str) -> None:
 
 
 def write_error(path: Path, error: OSError, needed: int | None = None) -> RecordError:
-    """What to raise where a file cannot be written: place, reason and remedy; `needed` is its size in bytes."""
+    """The error for a file that cannot be written: path, reason and remedy; `needed` is its size in bytes."""
     return RecordError(f"{path}: cannot be written: {error.strerror or error}{remedy(path, error, needed)}")
 
 
 def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
-    """What can be done about an error of writing there, as the rest of its line; "" where nobody knows."""
+    """A remedy for an error of writing, as the end of its line; "" if none is known."""
     if error.errno == errno.ENOSPC:
         asked = "" if needed is None else f" where {show_bytes(needed)} are needed"
         return f": {show_bytes(free_space(path))} are free there{asked}; make room, {ELSEWHERE}"
@@ -93,10 +93,7 @@ def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
 
 
 def require_space(folder: Path, needed: float, purpose: str) -> None:
-    """Raise RecordError unless there is room for so many bytes in the file system of a folder; `purpose` is what for.
-
-    That is told before the work, not after it.
-    """
+    """Raise RecordError, which names the `purpose`, unless so many bytes are free in the file system of a folder."""
     free = free_space(folder)
     if needed > free:
         raise RecordError(
@@ -106,11 +103,11 @@ def require_space(folder: Path, needed: float, purpose: str) -> None:
 
 
 def free_space(path: Path) -> float:
-    """Bytes that are free for this user where a file or folder is or would be; infinite if nobody knows."""
+    """Bytes that are free for this user in the file system of a path, which need not exist; infinite if unknown."""
     with contextlib.suppress(OSError, StopIteration):
         there = next(each for each in (path, *path.absolute().parents) if each.exists())
         usage = shutil.disk_usage(there)
-        return usage.free if usage.total else math.inf  # some network file systems know neither
+        return usage.free if usage.total else math.inf  # some network file systems report zeros
     return math.inf
 
 
@@ -121,9 +118,12 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, by_whom: str) -> Iterator[None]:
-    """Keep others out of a folder; the system lets go of the lock when this process ends, however it does.
+    """Lock a folder in the block; the system releases the lock when this process ends.
 
-    Raises RecordError where somebody is at work there: `another comparison`, say.
+    Args:
+        by_whom: the holder of the lock, for the error: `another comparison`.
+
+    Raises RecordError if it is locked.
     """
     if fcntl is None:
         yield
@@ -145,11 +145,10 @@ def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
     Nothing else is opened, since reading a pipe or a device may never end.
 
     Args:
-        path: of the file.
-        most: bytes that it may have.
-        inside: a folder that the file has to lie in, wherever links lead; None: it may lie anywhere.
+        most: its maximum size in bytes.
+        inside: a folder that must contain the file after links are resolved; None: any.
 
-    Raises OSError with a `strerror` that says what is the matter.
+    Raises OSError with a `strerror` that names the problem.
     """
     try:
         require_regular(path, most, inside)
@@ -157,13 +156,13 @@ def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
             content = file.read(most + 1)
     except ValueError:  # a NUL in its name
         raise OSError(errno.EINVAL, "no file has such a name") from None
-    if len(content) > most:  # it grew meanwhile, or is one of those files that say they have 0 bytes
+    if len(content) > most:  # it has grown, or reports 0 bytes as files in /proc do
         raise _too_large(most)
     return content
 
 
 def require_regular(path: Path, most: int, inside: Path | None = None) -> None:
-    """Raise OSError unless it is a file as `read_bounded` reads."""
+    """Raise OSError unless `read_bounded` would read the file."""
     found = path.stat()
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -176,7 +175,7 @@ def require_regular(path: Path, most: int, inside: Path | None = None) -> None:
 
 
 def require_inside(path: Path, folder: Path) -> None:
-    """Raise OSError where a path, which need not exist, leads out of a folder by links or `..`."""
+    """Raise OSError if a path, which need not exist, leads out of a folder by links or `..`."""
     if is_outside(path, folder):
         raise OSError(errno.EINVAL, f"it leads out of {folder}")
 
@@ -190,7 +189,7 @@ def is_outside(path: Path, folder: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a regular file; a name that cannot be one's is none."""
+    """Whether there is such a regular file; False for a name that no file can have."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -206,7 +205,7 @@ def _too_large(most: int) -> OSError:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON proper: numbers that are not finite, which JSON has no word for, become null."""
+    """Standard JSON, with null in place of numbers that are not finite."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 

@@ -1,4 +1,4 @@
-"""In which numbers an experiment computes: the key `precision`, one of four names.
+"""The precision of an experiment: the key `precision`, one of four names.
 
 Rows (parameters, momentum, aggregates, the global row) are float32, or float64 for "float64". What is lower than that
 is the arithmetic of training alone: products in TF32, or the forward pass under `torch.autocast`, from which gradients
@@ -24,9 +24,9 @@ class Precision:
     """One precision.
 
     Attributes:
-        name: as an experiment says it.
+        name: in an experiment.
         rows: the type of rows, and of the loss.
-        autocast: to what the forward pass of training is cast by `torch.autocast`; None: it is not.
+        autocast: the type of the forward pass of training under `torch.autocast`; None: no autocast.
         tf32: whether matrix products and convolutions of training may round their float32 inputs to TF32, on CUDA.
     """
 
@@ -36,35 +36,35 @@ class Precision:
     tf32: bool = False
 
     def forward(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Around a forward pass of training on `device`; neither around its loss nor around its backward pass."""
+        """A context for a forward pass of training on `device`, without its loss and backward pass."""
         return contextlib.nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     def widened(self, outputs: Tensor) -> Tensor:
-        """What came out of such a forward pass, in the type in which its loss is computed."""
+        """The outputs of a forward pass in the type of the loss."""
         return outputs if self.autocast is None else outputs.to(self.rows)
 
     def training(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Around training on `device`: TF32 as this precision has it. Everything else happens in `full_precision`."""
+        """A context for training on `device`, with TF32 if this precision has it. The rest uses `full_precision`."""
         return tf32_allowed(self.tf32) if device.type == "cuda" else contextlib.nullcontext()
 
     def require(self, device: torch.device) -> None:
-        """Raise ExperimentError where `device` cannot compute so."""
+        """Raise ExperimentError if `device` does not have this precision."""
         if self.tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
             raise ExperimentError(
-                f'precision = "tf32": {device} has no TF32, which NVIDIA cards have from compute capability 8.0 on; '
+                f'precision = "tf32": {device} has no TF32, which NVIDIA GPUs have from compute capability 8.0 on; '
                 "use float32"
             )
         if self.autocast is None:
             return
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # PyTorch's way to say that it goes on without
+                warnings.simplefilter("error")  # PyTorch warns and continues without autocast
                 self.forward(device)
         except (RuntimeError, UserWarning) as error:
             raise ExperimentError(f'precision = "{self.name}": not on {device}: {one_line(error)}') from None
 
     def facts(self) -> dict[str, Any]:
-        """For the run record: what was in force."""
+        """The precision for the run record."""
         return {
             "rows": _name(self.rows),
             "forward": _name(self.autocast or self.rows),
@@ -85,16 +85,16 @@ FULL = PRECISIONS["float32"]
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """float32 that is float32: without TF32, which PyTorch allows convolutions on CUDA unless it is told otherwise."""
+    """A context without TF32, which PyTorch uses for convolutions on CUDA by default."""
     return FULL.training(device)
 
 
 @contextlib.contextmanager
 def tf32_allowed(allowed: bool) -> Iterator[None]:
-    """Allow, or forbid, TF32 in matrix products and convolutions on CUDA; as it was before when the block ends.
+    """Allow or forbid TF32 in matrix products and convolutions on CUDA in the block.
 
-    PyTorch has two sets of switches for that, and the older one raises where somebody has used the newer one to say
-    what it cannot express; only then the newer one is used here.
+    PyTorch has two sets of switches. The older one raises if the newer one has a value that it cannot express; only
+    then this function uses the newer one.
     """
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
@@ -122,16 +122,16 @@ def _turn(switches: Sequence[tuple[Any, str]], values: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Some versions of PyTorch warn, once, that the older switches will go."""
+    """Some versions of PyTorch warn that the older switches are deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def cast_for_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What autocast would make of an operation's operands; as they are where none is in force.
+    """The operands of an operation as autocast would cast them; unchanged without autocast.
 
-    For operations that bring a derivative of their own, which autocast does not look into.
+    For operations with a derivative of their own, whose operands autocast does not cast.
     """
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device):

@@ -68,7 +68,7 @@ class Counting(Small):
 
 @pytest.fixture
 def tables(gpu, tiny_experiment, monkeypatch):
-    monkeypatch.setattr(task, "TEST_BATCH_ON_CARD", 40)  # of 90: two whole batches and a short one
+    monkeypatch.setattr(task, "TEST_BATCH_ON_GPU", 40)  # of 90: two whole batches and a short one
     small = {"model": "tests.device.test_captured_steps:Small", "local": {"batch_size": 16, "momentum": 0.5}}
     return {**tiny_experiment, "engine": "batched", "processes": 1, "precision": "float64", **small}
 

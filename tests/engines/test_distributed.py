@@ -1,4 +1,4 @@
-"""Ranks that a launcher has started give what `serial` gives, up to rounding, and end together."""
+"""Ranks that a launcher has started have the results of `serial`, up to rounding, and end together."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ NOT_FINITE = {"model": "tests.plugs:OneIsTooFew", "partition": "tests.plugs:endi
 
 
 def cases_of(count):
-    """The experiments of a group of so many ranks, by name."""
+    """The experiments of a group of ranks, by name."""
     names = {1: OF_FOUR[:2], 2: OF_TWO, 4: OF_FOUR}[count]
     cases = {name: {**TINY, **CASES[name]} for name in names}
     if count > 1:
@@ -139,7 +139,7 @@ def gradients():
 
 
 def others_of(count):
-    """What else such a group does, which is held to something else; the last ends it."""
+    """Further experiments of such a group, without a reference; the last one ends it."""
     if count != 2:
         return {}
     hooked = {name: {**LEARNING, "distributed": {"hook": table}} for name, table in HOOKS.items()}
@@ -153,7 +153,7 @@ def all_cases():
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
-    """What the ranks of a group have made of its cases: by number of ranks, a dict for each of them."""
+    """The results of the cases: by number of ranks, a dict for each rank."""
     found = {}
 
     def run(count):
@@ -161,7 +161,7 @@ def groups(tmp_path_factory):
             folder = tmp_path_factory.mktemp(f"ranks{count}")
             (folder / "cases.json").write_text(json.dumps({**cases_of(count), **others_of(count)}))
             codes, outs, errors = ended(start_ranks(count, PROGRAM, folder / "cases.json", folder, cwd=ROOT), 300)
-            found[count] = "".join(outs + errors)  # once is enough, if it fails
+            found[count] = "".join(outs + errors)  # a failed group is not repeated
             if not any(codes):
                 found[count] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)], folder
         assert not isinstance(found[count], str), found[count]
@@ -172,7 +172,7 @@ def groups(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serial():
-    """What `serial` makes of a case, once."""
+    """The result of `serial` for a case, computed once."""
     found = {}
 
     def run(tables):
@@ -197,7 +197,7 @@ def error_lines(text):
 
 
 class Row:
-    """A result as the ranks have left it, for comparisons."""
+    """A result of the ranks, for comparisons."""
 
     def __init__(self, left):
         self.history, self.global_row = left["history"], left["row"]
@@ -229,7 +229,7 @@ def test_a_rank_keeps_its_own_rows_and_its_part_of_the_optimizers_state(count, g
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_gradients_are_averaged_by_pytorch_where_nobody_needs_single_rows(count, groups):
+def test_pytorch_averages_gradients_unless_rows_are_needed(count, groups):
     left = groups(count)[0][0]
     for name in (*GRADIENTS, *FURTHER_GRADIENTS):
         assert left[f"{name}, by gradients"]["how"]["gradients"].startswith("DistributedDataParallel, hook "), name
@@ -237,10 +237,12 @@ def test_gradients_are_averaged_by_pytorch_where_nobody_needs_single_rows(count,
             "aggregate" not in left[f"{name}, by gradients"]["sent"]
             or not left[f"{name}, by gradients"]["sent"]["aggregate"]
         )
-    told = {name: left[f"{name}, by gradients"]["how"]["gradients"] for name in ROWS_OF_GRADIENTS}
-    assert told["a rule by distances, under attack"] == 'rows of single workers, by the rule: aggregate.rule = "krum"'
-    assert told["rows that may be left out"].endswith('aggregate.nonfinite = "exclude"')
-    assert told["stacked in each rank"].endswith('distributed.inner = "batched"')
+    reasons = {name: left[f"{name}, by gradients"]["how"]["gradients"] for name in ROWS_OF_GRADIENTS}
+    assert (
+        reasons["a rule by distances, under attack"] == 'rows of single workers, by the rule: aggregate.rule = "krum"'
+    )
+    assert reasons["rows that may be left out"].endswith('aggregate.nonfinite = "exclude"')
+    assert reasons["stacked in each rank"].endswith('distributed.inner = "batched"')
     assert "gradients" not in left["uneven shards"]["how"]
     d = len(left["uneven shards"]["row"])
     assert left["uneven shards, by gradients"]["shapes"] == {"rows": [0, d], "states": [d]}
@@ -269,14 +271,14 @@ def test_a_hook_sends_fewer_bytes_and_training_still_learns(groups):
         assert wire[name] - once == pytest.approx(2 * 4 * count, rel=0.05), name
 
 
-def test_a_hook_of_ones_own_is_told_what_it_asks_for(groups, serial):
+def test_an_imported_hook_gets_its_arguments(groups, serial):
     """Half of the mean is half of the learning rate."""
     halved = serial({**LEARNING, "local": {**LEARNING["local"], "lr": 0.05}})
     row = groups(2)[0][0]["a hook of one's own"]["row"]
     assert torch.allclose(row, halved.global_row, rtol=0, atol=1e-5)
 
 
-def test_post_local_is_what_pytorchs_own_optimizer_does(groups, serial):
+def test_post_local_equals_pytorchs_own_optimizer(groups, serial):
     """With equal shards and plain SGD: PostLocalSGDOptimizer over a PeriodicModelAverager, behind its hook of DDP."""
     ranks, _ = groups(2)
     reference = next(iter(ranks[0].values()))["post_local"]  # made after the first case
@@ -284,7 +286,7 @@ def test_post_local_is_what_pytorchs_own_optimizer_does(groups, serial):
     assert torch.allclose(serial(TABLES).global_row, reference, rtol=0, atol=ROUNDING)
 
 
-def test_nothing_is_left_of_a_run_that_pytorch_averaged_the_gradients_of(groups):
+def test_no_trainer_of_distributed_data_parallel_outlives_its_run(groups):
     assert [left["trainers left"] for left in groups(2)[0]] == [0, 0]
 
 
@@ -306,7 +308,7 @@ def test_a_hook_that_makes_the_mean_infinite_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_the_ranks_send_is_what_the_formulas_say(count, groups):
+def test_ranks_send_the_bytes_of_the_formulas(count, groups):
     """Of float64 rows, in bytes, all ranks together; docs/scaling.md has these."""
     ranks, _ = groups(count)
     d, rounds = len(ranks[0]["uneven shards"]["row"]), 2
@@ -438,12 +440,12 @@ def test_a_folder_that_is_taken_stops_all_ranks(tmp_path):
     assert "error: rank 0: taken: is not empty, and not a run folder" in errors[1]
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path):
+def test_missing_ranks_are_named(tmp_path):
     words = ["engine=distributed", "data=tests.plugs:tiny", "distributed.timeout=1"]
     process = start(ROOT / "run_experiment.py", *words, cwd=tmp_path, RANK="0", WORLD_SIZE="3", MASTER_PORT=free_port())
     codes, _, errors = ended([process])
     assert codes == [1]
-    assert error_lines(errors[0]) == ["error: ranks 1, 2 of 3 did not come within 1 s"]
+    assert error_lines(errors[0]) == ["error: ranks 1, 2 of 3 did not join within 1 s"]
 
 
 def test_without_a_launcher_the_error_shows_the_command(cli, monkeypatch):
@@ -482,7 +484,7 @@ BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}
         ({"sync": "gradients", "distributed": {"hook": "fp32"}}, "no such communication hook"),
     ],
 )
-def test_settings_that_do_not_go_with_ranks_are_refused(tables, line):
+def test_settings_that_ranks_do_not_use_are_refused(tables, line):
     with pytest.raises(fedsim.ExperimentError, match=line):
         fedsim.Experiment(**{"engine": "distributed", **tables})
 

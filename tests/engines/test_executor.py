@@ -13,14 +13,14 @@ from fedsim.engines.trainers.sequential import RowTrainer
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("costs", [[], [5], [1, 1, 1, 1], [9, 1, 8, 2, 7, 3], list(range(20))])
-def test_everything_is_dealt_once(costs, count):
+def test_every_item_is_assigned_once(costs, count):
     assignments = balance_load(costs, count)
     assert len(assignments) == count
-    assert sorted(thing for hand in assignments for thing in hand) == list(range(len(costs)))
+    assert sorted(item for items in assignments for item in items) == list(range(len(costs)))
 
 
-def test_the_burden_is_even_where_it_can_be():
-    assert [sum([9, 1, 8, 2, 7, 3][thing] for thing in hand) for hand in balance_load([9, 1, 8, 2, 7, 3], 2)] == [
+def test_loads_are_even_if_possible():
+    assert [sum([9, 1, 8, 2, 7, 3][item] for item in items) for items in balance_load([9, 1, 8, 2, 7, 3], 2)] == [
         15,
         15,
     ]
@@ -42,26 +42,26 @@ def test_a_schedule_counts_the_batches_that_are_really_drawn(n, measure):
 
 
 @pytest.mark.parametrize(("costs", "count", "most"), [([9, 1, 1, 1, 1, 1], 3, 2), ([5] * 7, 3, 3), ([1], 4, 1)])
-def test_no_hand_gets_more_than_the_most(costs, count, most):
+def test_no_process_gets_more_items_than_the_maximum(costs, count, most):
     assignments = balance_load(costs, count, most)
-    assert sorted(thing for hand in assignments for thing in hand) == list(range(len(costs)))
+    assert sorted(item for items in assignments for item in items) == list(range(len(costs)))
     assert max(map(len, assignments)) <= most
-    assert all(hand == sorted(hand) for hand in assignments)
+    assert all(items == sorted(items) for items in assignments)
     assert assignments == balance_load(costs, count, most)
 
 
-def test_within_the_most_the_least_burdened_hand_is_next():
+def test_with_a_maximum_the_process_with_the_least_load_is_next():
     assert balance_load([9, 1, 1, 1, 1, 1], 2, 3) == [[0, 4, 5], [1, 2, 3]]
     assert balance_load([9, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
 
 
 @pytest.fixture
 def executors(prepared):
-    """Two processes' stations, and what each of them has been given to train."""
+    """The executors of two processes, and the members that each of them trains."""
     task, shared = prepared()
-    board = HeartbeatTable(2)
+    table = HeartbeatTable(2)
     executors = [
-        Executor(SharedMemory(ProcessContext(k, 2, board, Barrier(board, k, timeout=1.0))), task, shared, RowTrainer)
+        Executor(SharedMemory(ProcessContext(k, 2, table, Barrier(table, k, timeout=1.0))), task, shared, RowTrainer)
         for k in range(2)
     ]
     trained = [[], []]
@@ -70,8 +70,8 @@ def executors(prepared):
     return executors, trained
 
 
-def test_members_whose_rounds_differ_are_dealt_by_their_steps(executors):
-    """Shards of 1, 5, 8, 17 and 20 samples are 1, 2, 2, 5 and 5 steps; the fourth is to do but one."""
+def test_members_whose_rounds_differ_are_assigned_by_their_steps(executors):
+    """Shards of 1, 5, 8, 17 and 20 samples are 1, 2, 2, 5 and 5 steps; one step of the fourth."""
     executors, trained = executors
     members = [WorkItem(0, 0, 3), WorkItem(1, 1, 1), WorkItem(2, 2, 2), WorkItem(3, 3, 7, 1), WorkItem(4, 4, 1)]
     for executor in executors:
@@ -79,8 +79,7 @@ def test_members_whose_rounds_differ_are_dealt_by_their_steps(executors):
     assert [[member.slot for member in theirs] for theirs in trained] == [[3, 4], [0, 1, 2]]
 
 
-def test_whoever_goes_step_by_step_stays_with_one_process(executors):
-    """Or its next batch would have to be gone to anew, from the round's first."""
+def test_a_worker_that_trains_step_by_step_stays_with_one_process(executors):
     executors, trained = executors
     for slots in ([0, 1, 2, 3, 4], [1, 2], [2, 1], [4], [3, 4, 0]):
         for executor in executors:

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from fedsim.engines.distributed import watchdog
-from fedsim.engines.distributed.watchdog import HeartbeatMonitor, Seen, Watchdog, ranks, wait_for_all
+from fedsim.engines.distributed.watchdog import HeartbeatMonitor, StoreView, Watchdog, ranks, wait_for_all
 
 
 class Peers:
@@ -18,11 +18,11 @@ class Peers:
 
     def __init__(self):
         self.now = {1: (0, 0, False), 2: (0, 0, False)}
-        self.word, self.last = None, Seen(0, None, {})
+        self.word, self.last = None, StoreView(0, None, {})
 
     def seen(self):
         if self.answers:
-            self.last = Seen(self.last.answers + 1, self.word, dict(self.now))
+            self.last = StoreView(self.last.answers + 1, self.word, dict(self.now))
         return self.last
 
 

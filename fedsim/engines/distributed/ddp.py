@@ -1,9 +1,9 @@
-"""Synchronous SGD by PyTorch's DistributedDataParallel: the mean over ranks, made during the backward pass.
+"""Synchronous SGD by PyTorch's DistributedDataParallel: the mean over ranks, computed during the backward pass.
 
-Every worker has a module of its own, with its buffers and whatever else no row holds, but the parameters of a rank's
-modules are the very same tensors: views of the global row. So the gradients of the rank's workers add up in one row,
-each worker's loss multiplied by its share in the mean. The last worker's backward pass sets off the exchange, bucket by
-bucket, while it goes on; a rank of which nobody takes part in a step gives zeros. Nobody has a row of a single worker.
+Every worker has a module of its own, with its buffers and other state, but the parameters of a rank's modules are the
+same tensors: views of the global row. So the gradients of the rank's workers add up in one row, each worker's loss
+multiplied by its share in the mean. The last worker's backward pass starts the exchange, bucket by bucket; a rank
+without a worker in a step sends zeros. There are no rows of single workers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest nu
 
 
 class SharedModel:
-    """Modules that have the same trainable parameters, and nothing else in common.
+    """Modules that share their trainable parameters, and nothing else.
 
     Args:
-        make: gives the module at its start, always the same.
+        make: returns the module at its start, always the same.
     """
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
@@ -46,14 +46,11 @@ class SharedModel:
         self.parameters = [parameter for parameter in self._pattern.parameters() if parameter.requires_grad]
 
     def new_module(self) -> nn.Module:
-        """Another of them, as at the start but for the parameters, which are as they have become."""
+        """A further module, as at the start except for the parameters, which have their current values."""
         return copy.deepcopy(self._pattern, {id(parameter): parameter for parameter in self.parameters})
 
     def refusal(self, task: TaskSpec, inputs: Tensor, targets: Tensor) -> str | None:
-        """Why such modules do not train as those do that have everything of their own; None where they do.
-
-        Found out by a step of each on a few samples.
-        """
+        """Why a step of such modules on a few samples differs from that of separate ones; None if it does not."""
 
         def step(module: nn.Module) -> list[Tensor]:
             seed_everything(task.device, task.seed, "forward")
@@ -65,7 +62,7 @@ class SharedModel:
         with preserve_random_state(task.device), task.precision.training(task.device):
             try:
                 expected = step(self._make())
-            except Exception:  # training will come to that, and say which worker's it was
+            except Exception:  # training will fail too, and name the worker
                 return None
             try:
                 found = step(self.new_module())
@@ -95,10 +92,9 @@ def model_to_share(task: TaskSpec, train: TensorData, ranks: RankGroup) -> tuple
 
 
 class PrecomputedLoss(nn.Module):
-    """The module that DistributedDataParallel gets: the parameters, and a loss that has been computed already.
+    """The module of DistributedDataParallel: the parameters, and a loss that has been computed already.
 
-    One more parameter that is in no loss, or the only one: so there is always one without gradient, without which
-    PyTorch warns of looking for such.
+    PyTorch warns if it looks for parameters without a gradient and finds none, so there is one more, in no loss.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -111,16 +107,16 @@ class PrecomputedLoss(nn.Module):
 
 
 class BucketSender:
-    """Begins to send each bucket of gradients, in their order, as soon as it is complete.
+    """Begins to send each bucket of gradients, in order, as soon as it is complete.
 
-    PyTorch keeps it for good, so it knows nothing of whose gradients these are.
+    PyTorch keeps it until the program ends, so it refers to no tensors of a run.
 
     Args:
-        send: the hook at work.
-        one_by_one: whether a bucket has to wait until the one before has been exchanged.
+        send: the hook of the run.
+        one_by_one: whether a bucket waits for the exchange of the one before.
 
     Attributes:
-        waits: set while there is nothing to do but to wait for the other ranks.
+        waits: set while this rank only waits for the others.
     """
 
     def __init__(self, send: Callable[[GradBucket], Mean], *, one_by_one: bool) -> None:
@@ -129,7 +125,7 @@ class BucketSender:
         self.waits = threading.Event()
 
     def begin(self, bucket: GradBucket) -> Mean:
-        last = True  # whatever goes wrong
+        last = True  # also after an error
         try:
             if self._before is not None:
                 self.waits.set()
@@ -145,7 +141,7 @@ class BucketSender:
 
 
 class ParallelTrainer(RowTrainer):
-    """Trains rows one after another; where gradients are averaged, all of a rank's together, see `mean_gradient`."""
+    """Trains rows one after another, and averages gradients by `mean_gradient`."""
 
     def __init__(
         self,
@@ -161,7 +157,7 @@ class ParallelTrainer(RowTrainer):
         assert task.hook is not None
         self._ranks, self._model = ranks, model
         self._sharing: list[RowModule] = []  # one for each member
-        self._module_of(0).take(shared.global_row, self._gradient, shared.global_buffers)  # the parameters, into place
+        self._module_of(0).take(shared.global_row, self._gradient, shared.global_buffers)  # binds the parameters
         self._exchanged = PrecomputedLoss(model.parameters)
         self._active: list[SyncParticipant] = []  # in the current step
         self.hook = task.hook.start(ranks.group_of_hooks, draw_key(task.seed, "hook") % 2**32)
@@ -184,12 +180,10 @@ class ParallelTrainer(RowTrainer):
             self._participants.append(self._participant(member, module))
 
     def mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:
-        """The mean of all ranks' gradients of the next batches [d], the same in all of them, in memory of the next one.
+        """The mean of all ranks' gradients of the next batches [d], the same in all ranks; the next call overwrites it.
 
         Args:
-            shares: with what share in the mean each member takes part that still has data, by slot.
-
-        Called by all ranks, of which some may have no such member.
+            shares: share in the mean of each member of this rank that still has data, by slot; may be empty.
         """
         self._gradient.zero_()
         self._active = [participant for participant in self._participants if participant.member.slot in shares]
@@ -200,7 +194,7 @@ class ParallelTrainer(RowTrainer):
             slot = participant.member.slot
             with self._process.working_on(participant.member.worker, participant.member.round):
                 participant.batch = next(participant.batches)
-                with torch.set_grad_enabled(shares[slot] != 0):  # who counts for nothing has buffers all the same
+                with torch.set_grad_enabled(shares[slot] != 0):  # a share of 0 still updates the buffers
                     loss = self._loss_of(participant, step)
                 participant.count(loss.detach())
                 if slot == last:
@@ -213,7 +207,7 @@ class ParallelTrainer(RowTrainer):
         return self._gradient
 
     def not_finite(self, step: int) -> list[int]:
-        """The slots of members whose own gradients, of the batches of this step once more, are not finite."""
+        """The slots of members whose gradients of this step, computed again, are not finite."""
         slots = []
         for participant in self._active:
             self._gradient.zero_()
@@ -229,7 +223,7 @@ class ParallelTrainer(RowTrainer):
         return self._sharing[place]
 
     def _exchange(self, loss: Tensor) -> None:
-        """A backward pass, to whose gradients those of the other ranks are added as it goes on."""
+        """A backward pass that adds the gradients of the other ranks."""
         self._sending.waits.clear()
 
         def backward() -> None:

@@ -1,8 +1,8 @@
-"""Communication hooks: in what form the ranks' gradients travel where DistributedDataParallel averages them.
+"""Communication hooks: how ranks send the gradients that DistributedDataParallel averages.
 
 A hook is a function that begins the exchange of one bucket of gradients, a flat tensor `bucket.buffer()`, and gives a
-Future of their mean over the ranks, of the same shape: PyTorch's own signature, so that any DDP communication hook can
-be named by its import path. Its positional parameters take, by name,
+Future of their mean over the ranks, of the same shape. This is PyTorch's signature, so the import path of any DDP
+communication hook works. Its positional parameters receive, by name,
 
     process_group  the ranks
     bucket         torch.distributed.GradBucket: this rank's share of the average, times the number of ranks
@@ -13,10 +13,10 @@ and what is keyword-only, or a field, is its configuration.
 
 A resumed run starts the state again, with a warning.
 
-`@hook(name, exact=True)` declares that it gives the mean as it is; with all others, results depend on the number of
-ranks, and on which worker is dealt to which. `at_once=True` declares that all that it sends for a bucket is begun
-before it returns. Where later parts are begun by earlier ones (P, then Q of PowerSGD) gloo, which does that in threads
-of its own, would mix up the parts of two buckets; so there the next bucket waits until the one before has ended.
+`@hook(name, exact=True)` declares that it returns the exact mean; with other hooks, results depend on the number of
+ranks and on the assignment of workers to ranks. `at_once=True` declares that it begins to send all parts of a bucket
+before it returns. Otherwise (P, then Q of PowerSGD) gloo, which begins later parts in its own threads, would mix up the
+parts of two buckets; so the next bucket waits for the end of the one before.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ class BoundHook:
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps something from step to step."""
+        """Whether it has a state."""
         return "state" in self.takes
 
     def start(self, process_group: dist.ProcessGroup, seed: int) -> StartedHook:
-        """What sends buckets, from the first step of a run on."""
+        """Make the function that sends buckets, for a run."""
         return StartedHook(self, process_group, self.function.start(process_group, seed) if self.keeps else None)
 
 
 class StartedHook:
-    """A hook at work, with what it keeps."""
+    """A hook of a run, with its state."""
 
     def __init__(self, hook: BoundHook, process_group: dist.ProcessGroup, state: Any) -> None:
         self._hook, self._menu, self._state = hook, {"process_group": process_group, "state": state}, state

@@ -1,4 +1,4 @@
-"""What the ranks of a run have to agree on before the first round: versions, the experiment, the data."""
+"""A check before the first round that the ranks have the same versions, experiment and data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fedsim.version import __version__
 OWN = ("device", "data.root")  # keys that may differ from host to host
 SHOWN = 3  # differences in a line
 
-Claims = dict[str, dict[str, Any]]  # by what they are of: what a rank says of each
+Claims = dict[str, dict[str, Any]]  # facts of a rank, by kind and key
 
 
 class Preflight:
-    """One run's agreement, for which every rank is heard once: with its claims, or with why it cannot go on."""
+    """The check of one run. Each rank takes part once, with its facts or with the error that ends it."""
 
     def __init__(self, ranks: RankGroup, description: Mapping[str, Any]) -> None:
         self._ranks = ranks
@@ -33,7 +33,7 @@ class Preflight:
         self.settled = self.reached = False
 
     def settle(self, train: TensorData, test: TensorData) -> None:
-        """Compare with the other ranks. Raises ExperimentError where one differs, or cannot go on."""
+        """Compare with the other ranks. Raises ExperimentError if one differs or has failed."""
         data = {
             f"{name} {part}": digest(tensor)
             for name, split in (("training", train), ("test", test))
@@ -50,13 +50,13 @@ class Preflight:
         self.reached = True
 
     def fail(self, error: FedsimError) -> None:
-        """Tell the others, who settle, that this rank cannot go on."""
+        """Tell the others, in their check, the error of this rank."""
         self.settled = True
         self._ranks.gather_objects((str(error).splitlines()[:1], None))
 
 
 def difference_of(claims: list[Claims]) -> str | None:
-    """The first thing in which a rank differs from rank 0, in one line with both values."""
+    """The first difference of a rank from rank 0, in one line with both values."""
     for rank, theirs in enumerate(claims):
         for kind, ours in claims[0].items():
             differing = [key for key in {**ours, **theirs[kind]} if ours.get(key) != theirs[kind].get(key)]

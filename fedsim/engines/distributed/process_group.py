@@ -1,4 +1,4 @@
-"""The group of ranks that this process belongs to, and what they send each other, by `torch.distributed`."""
+"""The group of ranks of this process, and their communication by `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from fedsim.errors import ExperimentError, WorkerError, one_line, show
 from fedsim.system.background import SingleThreadExecutor, ended
 from fedsim.system.devices import default_backend, device_of_rank, gloo_can_sum, gpu_id
 
-HOST_BACKEND = "gloo"  # what the ranks exchange of numbers that lie on the host
-LINGER = 1.0  # seconds for the others to hear why
+HOST_BACKEND = "gloo"  # for tensors on the host
+LINGER = 1.0  # seconds in which the others read why a rank ends
 FOREVER = timedelta(days=30)  # the group's own timeout: waiting ranks watch the others' heartbeats instead
 
 
 def no_heartbeats() -> int:
-    """Of a rank that has nothing to do."""
+    """The heartbeats of a rank without a task."""
     return 0
 
 
 class RankGroup:
-    """The ranks of a run: PyTorch's process group, which counts the bytes sent and reports errors in one line.
+    """PyTorch's process group, with counts of the bytes sent and errors in one line.
 
-    Made once in a process, by `join`. Every method that communicates has to be called by all ranks.
+    Made once in a process, by `join`. All ranks call every method that communicates.
 
     Attributes:
-        index, count: which rank this is, of how many.
-        device: what this rank computes on.
-        backend: by which rows travel.
-        reason: why it is not the device's own, where it is not.
-        sent: bytes that this rank has had to send by the methods here, by what they were.
+        index, count: number of this rank, and number of ranks.
+        device: of this rank.
+        backend: of the exchange of rows.
+        reason: why this is not the default backend of the device; None if it is.
+        sent: bytes that this rank has sent by these methods, by purpose.
         group, group_of_hooks: PyTorch's process groups, for code that sends by itself; see `supervised`.
     """
 
@@ -61,9 +61,9 @@ class RankGroup:
         self._watchdog = Watchdog(self._store, keeper, self.index, self.count, lambda: self.heartbeats(), timeout)
         missing = wait_for_all(self._store, self.count, timeout)
         if missing:
-            raise WorkerError(f"{ranks(missing)} of {self.count} did not come within {timeout:g} s")
-        self._people = self._introduce()
-        self.backend, self.reason = _backend_for(backend, self.device, [gpu for *_, gpu in self._people])
+            raise WorkerError(f"{ranks(missing)} of {self.count} did not join within {timeout:g} s")
+        self._identities = self._exchange_identities()
+        self.backend, self.reason = _backend_for(backend, self.device, [gpu for *_, gpu in self._identities])
         self.group, self.group_of_hooks = self._start(place, init)
         self._background = SingleThreadExecutor(self.device)
         self._watchdog.on_duty = False
@@ -71,9 +71,9 @@ class RankGroup:
 
     @classmethod
     def join(cls, *, init: str, backend: str | None, timeout: float, device: str) -> RankGroup:
-        """The group of this process, which it joins the first time.
+        """The group of this process, which it joins in the first call.
 
-        Raises ExperimentError where it belongs to none, WorkerError where the others do not come.
+        Raises ExperimentError without a launcher, and WorkerError if the others do not join in time.
         """
         settings = init, backend, timeout, device
         if cls.joined is None:
@@ -82,7 +82,7 @@ class RankGroup:
             cls.joined = ranks
         elif cls.joined._settings != settings:
             raise ExperimentError(
-                "the ranks have met already, with init, backend, timeout and device "
+                "the ranks have joined already, with init, backend, timeout and device "
                 f"{show(list(cls.joined._settings))}; these are others: {show(list(settings))}"
             )
         return cls.joined
@@ -93,17 +93,17 @@ class RankGroup:
 
     @property
     def neighbours(self) -> int:
-        """How many ranks share this one's host, itself included."""
-        return sum(host == self._people[self.index][0] for host, *_ in self._people)
+        """The number of ranks on this host, this one included."""
+        return sum(host == self._identities[self.index][0] for host, *_ in self._identities)
 
     def facts(self) -> dict[str, Any]:
         """For the run record."""
-        hosts = list(dict.fromkeys(host for host, *_ in self._people))
+        hosts = list(dict.fromkeys(host for host, *_ in self._identities))
         reason = {"backend_reason": self.reason} if self.reason else {}
         return {"ranks": self.count, "hosts": hosts, "backend": self.backend, **reason}
 
     def all_reduce(self, values: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """The sum (or `op`) of every rank's values, in place."""
+        """The sum (or `op`) of the values [...] of all ranks, in place."""
         self._count(what, 2 * (self.count - 1) * values.nbytes / self.count)
         with self._on_the_wire(values) as wire:
             self._do(dist.all_reduce, wire, op=op)
@@ -117,7 +117,7 @@ class RankGroup:
         return values
 
     def all_gather(self, room: Tensor, what: str) -> None:
-        """Every rank's part of `room`, which is as many equal parts as there are ranks, to every rank."""
+        """Give every rank all parts of `room`, [count * width], of which each rank has its own part."""
         part = len(room) // self.count
         own = room[self.index * part : (self.index + 1) * part].clone()
         self._count(what, (self.count - 1) * own.nbytes)
@@ -126,7 +126,7 @@ class RankGroup:
             self._do(gather, wire, own.to(wire.device))
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
-        """Give each rank one of `parts`, flat; what each of them gave to this one, of these sizes."""
+        """Send one of `parts` to each rank; returns the flat parts that the ranks send to this one, of these sizes."""
         self._count(what, sum(part.nbytes for rank, part in enumerate(parts) if rank != self.index))
         given = torch.cat([part.reshape(-1) for part in parts])
         wire = given if self._carries(given) else given.cpu()
@@ -134,25 +134,25 @@ class RankGroup:
         self._do(dist.all_to_all_single, got, wire, list(sizes), [part.numel() for part in parts])
         return list(got.to(given.device).split(list(sizes)))
 
-    def gather_objects(self, thing: Any) -> list[Any]:
-        """What every rank has to say, in their order; small things that pickle."""
+    def gather_objects(self, value: Any) -> list[Any]:
+        """A small picklable object of every rank, in their order."""
         self._meet()
-        things: list[Any] = [None] * self.count
+        values: list[Any] = [None] * self.count
         with self._translated():
-            dist.all_gather_object(things, thing, group=self.group)
-        return things
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
-    def broadcast_object(self, thing: Any) -> Any:
-        """What the first rank has to say."""
+    def broadcast_object(self, value: Any) -> Any:
+        """The first rank's object, in all ranks."""
         self._meet()
-        things = [thing]
+        values = [value]
         with self._translated():
-            dist.broadcast_object_list(things, 0, group=self.group)
-        return things[0]
+            dist.broadcast_object_list(values, 0, group=self.group)
+        return values[0]
 
     @property
     def in_order(self) -> bool:
-        """Whether work that follows upon other work is begun in the same order in all ranks, as on a device's queue."""
+        """Whether all ranks begin their work in the same order, as on the queue of a device."""
         return self.backend != HOST_BACKEND
 
     @property
@@ -161,12 +161,12 @@ class RankGroup:
         return self.backend != HOST_BACKEND or gloo_can_sum(self.device)
 
     def supervised(self, work: Callable[[], Any], waits: threading.Event) -> Any:
-        """What `work` gives, which exchanges something with the others by itself and may wait for them without end.
+        """The result of `work`, which communicates with the other ranks and may wait for them without a timeout.
 
-        It is done in another thread, while this one looks after the others' signs of life.
+        It runs in another thread, while this one checks the heartbeats of the others.
 
         Args:
-            waits: set by the work as soon as it has nothing left to do but to wait.
+            waits: set by the work as soon as it only waits.
         """
         self.require_usable()
         done = self._background.begin(work)
@@ -176,11 +176,11 @@ class RankGroup:
                     raise WorkerError(cause)
             if waits.is_set():
                 return done.result()
-        return done.result()  # if it has failed before that, the others are not to blame
+        return done.result()  # a failure before that is not of the others
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """While a run is under way: a rank without the others ends then."""
+        """In the block, this rank ends if another one does."""
         self.require_usable()
         self._watchdog.on_duty = True
         try:
@@ -189,27 +189,24 @@ class RankGroup:
             self._watchdog.on_duty = False
 
     def require_usable(self) -> None:
-        """Raise WorkerError where an earlier failure has brought the ranks out of step."""
+        """Raise WorkerError if the ranks are out of step after an earlier failure."""
         if self._spoilt:
             raise WorkerError(f"the ranks have come out of step ({self._spoilt}); start the program again")
 
     def give_up(self, why: str) -> str:
-        """This rank cannot go on: tell the others. What the first rank to end has said."""
+        """Tell the others why this rank ends; returns the cause of the first rank that has ended."""
         self._spoilt = self._spoilt or why
         return self._watchdog.note(why)
 
     def cause(self) -> str | None:
-        """Why another rank has ended, as far as that is known."""
-        return self._watchdog.said() or self._gone()  # by which time it may have been said
+        """Why another rank has ended, if that is known."""
+        return self._watchdog.said() or self._gone()
 
     def end_program(self, code: int) -> None:
-        """At the end of a program that has failed: end it at once.
-
-        What this rank still waits for would keep it from ending, until the rank that it waits for has ended too.
-        """
+        """End a program that has failed at once; it could wait for other ranks without end."""
         if self._spoilt:
             sys.stderr.flush()
-            if self.first:  # who may keep the store
+            if self.first:  # it may be the process of the store
                 time.sleep(LINGER)
             os._exit(code)
 
@@ -222,26 +219,26 @@ class RankGroup:
         type(self).joined = None
 
     def _meet(self) -> None:
-        """Wait, and watch, until every rank has come here: objects travel by calls that nobody watches over."""
+        """Wait until every rank has come here, because calls that exchange objects have no supervision."""
         self._do(dist.all_reduce, torch.zeros(1))
 
-    def _introduce(self) -> list[tuple[str, int, str | None]]:
+    def _exchange_identities(self) -> list[tuple[str, int, str | None]]:
         """Host, process and GPU of every rank, through the store."""
         gpu = gpu_id(self.device)
         self._store.set(f"who/{self.index}", "\n".join([socket.gethostname(), str(os.getpid()), gpu or ""]))
-        people = []
+        identities = []
         for rank in range(self.count):
             host, pid, gpu = self._store.get(f"who/{rank}").decode().split("\n")
-            people.append((host, int(pid), f"{host} {gpu}" if gpu else None))
-        return people
+            identities.append((host, int(pid), f"{host} {gpu}" if gpu else None))
+        return identities
 
     def _start(self, place: RankInfo, init: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The process groups. One more, in fact: the first finds out within the timeout if the ranks reach each other.
+        """The process groups. A first one, which is not used later, checks that the ranks are connected.
 
-        Gloo tells what belongs together by its order in a group, so what is begun in other threads has its own.
+        Gloo matches messages by their order in a group, so other threads have a group of their own.
         """
         host = meeting_address(init, place)[0]
-        if name := interface_towards(host):  # or gloo listens wherever this host's own name leads to
+        if name := interface_towards(host):  # else gloo listens at the address of the host name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         own = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
         backend = HOST_BACKEND if self.backend == HOST_BACKEND else own
@@ -268,7 +265,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def _on_the_wire(self, tensor: Tensor) -> Iterator[Tensor]:
-        """The tensor itself, or a copy on the host that is put back, where the backend carries no others."""
+        """The tensor, or a copy on the host, which is copied back, if the backend cannot send the tensor."""
         if self._carries(tensor):
             yield tensor
             return
@@ -277,7 +274,7 @@ class RankGroup:
         tensor.copy_(copy)
 
     def _do(self, collective: Callable[..., Any], wire: Tensor, *arguments: Any, **options: Any) -> None:
-        """Call a collective, and wait for it as long as the others give signs of life."""
+        """Call a collective, and wait for it while the others send heartbeats."""
         with self._translated():
             work = collective(wire, *arguments, group=self.group, async_op=True, **options)
             done = self._done if wire.device.type == "cpu" else self._done_on_device
@@ -287,17 +284,17 @@ class RankGroup:
                         raise WorkerError(cause)
 
     def _done(self, work: Any) -> bool:
-        """Wait for an interval; whether it has come to its end."""
+        """Wait for an interval; whether the work is done."""
         try:
             work.wait(timedelta(seconds=self._watchdog.interval))
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait()  # which raises what it has failed of, if it has
+            work.wait()  # raises its error, if it has failed
         return True
 
     def _done_on_device(self, work: Any) -> bool:
-        """The same for work that a device does; to wait for that by itself would be without end."""
+        """The same for work of a device, whose own wait has no timeout."""
         deadline = time.monotonic() + self._watchdog.interval
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -308,7 +305,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def _translated(self, failure: str = "the connection to another rank was lost") -> Iterator[None]:
-        """Errors as what they mean; `failure` where nothing else is known of them."""
+        """Turn errors into a WorkerError with their cause; `failure` if none is known."""
         self.require_usable()
         try:
             yield
@@ -319,7 +316,7 @@ class RankGroup:
             raise WorkerError(self.give_up(cause)) from error
 
     def _gone(self) -> str | None:
-        missing = self._watchdog.missing({rank: (host, pid) for rank, (host, pid, _) in enumerate(self._people)})
+        missing = self._watchdog.missing({rank: (host, pid) for rank, (host, pid, _) in enumerate(self._identities)})
         return f"{ranks(missing)} of {self.count} ended without a word" if missing else None
 
     def _count(self, what: str, nbytes: float) -> None:
@@ -327,7 +324,7 @@ class RankGroup:
 
 
 def _backend_for(name: str | None, device: torch.device, gpus: list[str | None]) -> tuple[str, str | None]:
-    """The backend by which rows travel, and why, where it is not the device's own."""
+    """The backend for rows, and the reason if it is not the default of the device."""
     own = default_backend(device)
     shared = next((gpu for gpu in gpus if gpu is not None and gpus.count(gpu) > 1), None)
     sharing = [rank for rank, gpu in enumerate(gpus) if gpu == shared] if shared else []

@@ -1,4 +1,4 @@
-"""Where a process stands among those that torchrun, srun or mpirun has started, and how they find each other."""
+"""The rank of this process among those that torchrun, srun or mpirun has started, and their rendezvous."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ RETRY = 0.05  # seconds
 COMMAND = "torchrun --standalone --nproc-per-node 2 run_experiment.py engine=distributed"
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29_500  # PyTorch's own
-PORTS = range(20_000, 32_000)  # of which a job's number picks one: below the ports that systems assign themselves
+PORTS = range(20_000, 32_000)  # below the ports that systems assign; the number of a job chooses one
 
-LAUNCHERS = {  # by what they say of rank and number of ranks: the place on this host, and how many there are on it
+LAUNCHERS = {  # variables of rank and number of ranks: variables of the same on this host
     ("RANK", "WORLD_SIZE"): ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"): ("SLURM_LOCALID", None),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"): ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -41,13 +41,13 @@ JOB_NUMBERS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One process's place among those of a run.
+    """The rank of a process.
 
     Attributes:
-        rank, count: which it is, of how many.
-        local_rank: its number among the ranks of its host, if the launcher says so; it chooses the GPU.
-        address: host and port at which the ranks find each other.
-        attempt: how often torchrun has started them all again: what earlier ones have left where they met is void.
+        rank, count: its number, and the number of ranks.
+        local_rank: its number on its host, 0 if the launcher does not set it; it chooses the GPU.
+        address: host and port of the rendezvous.
+        attempt: number of restarts by torchrun; entries of earlier attempts in the store are ignored.
     """
 
     rank: int
@@ -58,9 +58,9 @@ class RankInfo:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> RankInfo | None:
-        """By what the launcher has put into the environment; None where there is no launcher.
+        """From the environment variables of a launcher; None without a launcher.
 
-        Raises ExperimentError where it makes no sense.
+        Raises ExperimentError if they are inconsistent.
         """
         for (rank, count), (local_rank, local_count) in LAUNCHERS.items():
             if rank in environ and count in environ:
@@ -74,7 +74,7 @@ class RankInfo:
 
     @classmethod
     def here(cls) -> RankInfo:
-        """The place of this process. Raises ExperimentError, with the command to use, where it has none."""
+        """The rank of this process. Raises ExperimentError, with the command to use, without a launcher."""
         place = cls.of(os.environ)
         if place is None:
             raise ExperimentError(
@@ -92,7 +92,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _address(environ: Mapping[str, str], count: int, local_count: str | None) -> tuple[str, int]:
-    """Where the ranks meet: as MASTER_ADDR and MASTER_PORT say, else SLURM's first host, else this one."""
+    """Host and port of the rendezvous: MASTER_ADDR and MASTER_PORT, else SLURM's first host, else this host."""
     host = environ.get("MASTER_ADDR")
     if host is None and "RANK" not in environ and "SLURM_PROCID" in environ and _slurm_hosts(environ) != 1:
         host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
@@ -124,12 +124,12 @@ def first_host(names: str) -> str | None:
 
 
 def open_store(init: str, place: RankInfo, timeout: float) -> dist.Store:
-    """The store of keys and values through which the ranks find each other.
+    """The store of keys and values at which the ranks meet.
 
     Args:
-        init: `env://` (what the launcher says), `tcp://HOST:PORT` or `file:///PATH`, a path that all ranks see.
+        init: `env://` (from the launcher), `tcp://HOST:PORT` or `file:///PATH`, a path that all ranks see.
 
-    At a loopback address it listens on that alone. Raises WorkerError where it cannot be reached within the timeout.
+    At a loopback address it listens at this address only. Raises WorkerError if it cannot be reached in time.
     """
     limit = timedelta(seconds=timeout)
     host, port = meeting_address(init, place)
@@ -141,7 +141,7 @@ def open_store(init: str, place: RankInfo, timeout: float) -> dist.Store:
         leads = place.rank == 0
         listening = _listen(host, port) if leads and is_loopback(host) else None
         if not leads:
-            _wait_for_listener(host, port, timeout)  # which PyTorch would tell of at length
+            _wait_for_listener(host, port, timeout)  # PyTorch would log each failed attempt
         return dist.TCPStore(
             host, port, place.count, leads, timeout=limit, wait_for_workers=False, master_listen_fd=listening
         )
@@ -153,7 +153,7 @@ def open_store(init: str, place: RankInfo, timeout: float) -> dist.Store:
 
 
 def store_keeper(init: str) -> str:
-    """Who keeps that store, as errors name it."""
+    """The process of the store, as errors name it."""
     if init.startswith("file://"):
         return f"the ranks' store {init}"
     return "the launcher, which keeps the ranks' store," if _keeps_store_in_agent(init) else "rank 0"
@@ -164,7 +164,7 @@ def _keeps_store_in_agent(init: str) -> bool:
 
 
 def _wait_for_listener(host: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens there. Raises OSError where nobody does within the timeout."""
+    """Wait until a process listens there. Raises OSError if none does within the timeout."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -177,7 +177,7 @@ def _wait_for_listener(host: str, port: int, timeout: float) -> None:
 
 
 def meeting_address(init: str, place: RankInfo) -> tuple[str, int]:
-    """Host and port at which the ranks find each other."""
+    """Host and port of the rendezvous."""
     if not init.startswith("tcp://"):
         return place.address
     host, _, port = init.removeprefix("tcp://").rpartition(":")
@@ -185,12 +185,12 @@ def meeting_address(init: str, place: RankInfo) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody on another machine can reach this address."""
+    """Whether other machines cannot reach this address."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _listen(host: str, port: int) -> int:
-    """A socket that listens at this address, and not, as PyTorch's own would, at all of this machine."""
+    """A socket that listens at this address only; PyTorch's own would listen at all of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -204,7 +204,7 @@ def _listen(host: str, port: int) -> int:
 
 
 def interface_towards(host: str) -> str | None:
-    """The name of the network interface by which this machine reaches a host, as far as Linux tells."""
+    """The name of the network interface by which this machine reaches a host; None if unknown."""
     if fcntl is None:
         return None
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""Which ranks of a group are alive, and which have failed. The ranks report through the store at which they met."""
+"""Which ranks of a group are alive, and which have failed. The ranks report to their store of keys and values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from fedsim.errors import plural
 
-PULSES = 20  # at least, within the timeout
+PULSES = 20  # at least, within a timeout
 SLOWEST = 1.0  # seconds from one to the next
-PATIENCE = 3.0  # seconds to find out who is gone, when somebody is
-AT_ONCE = 0.5  # seconds within which that shows of processes of this host
-GRACE = 5.0  # seconds for a rank to end by itself, once another one has ended
-LOOK = 0.02  # seconds between two looks for somebody who has still to come
+PATIENCE = 3.0  # seconds to find out which rank is gone
+AT_ONCE = 0.5  # seconds within which a dead process of this host is found
+GRACE = 5.0  # seconds for a rank to end by itself after another one has ended
+LOOK = 0.02  # seconds between two checks for missing ranks
 TERMINATED = "a rank was terminated"
-END = "end"  # key: why the first rank ended that did
+END = "end"  # key of the reason why the first rank ended
 
 
 def always() -> bool:
@@ -34,47 +34,47 @@ def never() -> bool:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the store said last.
+class StoreView:
+    """The last answer of the store.
 
     Attributes:
-        answers: how often the store has answered so far.
-        said: why the first rank that ended did so, if any has.
-        pulses: of the other ranks: ticks, beats, and whether they wait for somebody.
+        answers: number of answers so far.
+        cause: why the first rank ended, if any has.
+        pulses: ticks, heartbeats, and whether it waits, of each other rank.
     """
 
     answers: int
-    said: str | None
+    cause: str | None
     pulses: dict[int, tuple[int, int, bool]]
 
 
 class Watchdog:
-    """Publishes this rank's signs of life in the store, and reads those of the others there.
+    """Publishes the pulse of this rank in the store, and reads those of the others.
 
-    A pulse is `ticks beats waits`: ticks go on as long as the process lives, beats as its work does.
+    A pulse is `ticks heartbeats waits`: ticks count while the process lives, heartbeats while it works.
 
-    The process that keeps the store may be stopped, and then every call to the store waits for ever. So one thread
-    makes all these calls, and nobody waits for it: if it gets no answer, the keeper of the store is silent. A second
-    thread ends the process if a rank has ended, or the store is silent, and this rank does not end by itself.
+    If the process of the store is stopped, a call to the store never returns. So one thread makes all these calls, and
+    no other thread waits for it: without an answer, the store is silent. A second thread ends the process if a rank has
+    ended, or the store is silent, and this rank does not end by itself.
 
     Args:
-        keeper: who keeps the store, as errors name it: `rank 0`.
-        beats: how many steps this rank has made.
-        timeout: seconds without a tick, or without a beat of anybody, after which somebody counts as lost.
+        keeper: the process of the store, as errors name it: `rank 0`.
+        heartbeats: returns the number of steps of this rank.
+        timeout: seconds without a tick, or without a heartbeat of any rank, after which a rank counts as lost.
 
     Attributes:
-        on_duty: whether the other ranks depend on this one now, as they do while they meet, and during a run; only then
+        on_duty: whether the other ranks depend on this one now, as they do during a rendezvous and a run; only then
             the second thread ends the process.
     """
 
     def __init__(
-        self, store: dist.Store, keeper: str, rank: int, count: int, beats: Callable[[], int], timeout: float
+        self, store: dist.Store, keeper: str, rank: int, count: int, heartbeats: Callable[[], int], timeout: float
     ) -> None:
         self.interval, self.keeper, self.on_duty = min(SLOWEST, timeout / PULSES), keeper, True
         self._store, self._rank, self._timeout = store, rank, timeout
-        self._beats, self._ticks, self._waits = beats, 0, never
+        self._heartbeats, self._ticks, self._waits = heartbeats, 0, never
         self._others = [other for other in range(count) if other != rank]
-        self._seen, self._asked, self._note = Seen(0, None, {}), 0, ""
+        self._seen, self._asked, self._note = StoreView(0, None, {}), 0, ""
         self._broken = False  # whether the last call to the store failed
         self._stop, self._wake, self._answered = threading.Event(), threading.Event(), threading.Condition()
         self._threads = [
@@ -92,7 +92,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self, now: Callable[[], bool] = always) -> Iterator[HeartbeatMonitor]:
-        """While this rank waits for others, or will as soon as `now` says so; their silence counts from then on."""
+        """In the block, this rank waits for others as soon as `now()` is true; their silence counts from then on."""
         self._waits = now
         try:
             yield HeartbeatMonitor(self, self._others, self._timeout)
@@ -104,24 +104,28 @@ class Watchdog:
         """Whether this rank waits for others."""
         return self._waits()
 
-    def seen(self) -> Seen:
-        """What the store said last, which is one interval ago or less, as long as it answers."""
+    def seen(self) -> StoreView:
+        """The last answer of the store, at most one interval old while it answers."""
         return self._seen
 
     def note(self, cause: str) -> str:
-        """Leave word why this rank ends; what the first of all ranks has said."""
+        """Publish why this rank ends; returns the cause of the first rank that has ended."""
         self._note = cause
         return self.said() or cause
 
     def said(self) -> str | None:
-        """What the first rank that ended has said by now, if any has. Takes a second if the store does not answer."""
-        return self._ask().said
+        """Why the first rank has ended, if any has. Takes a second if the store does not answer."""
+        return self._ask().cause
 
     def missing(self, processes: dict[int, tuple[str, int]]) -> list[int]:
-        """The ranks that are gone; `processes` has host and process of each. Takes some seconds for those elsewhere."""
+        """The ranks that are gone; takes some seconds for those on other hosts.
+
+        Args:
+            processes: host and process of each rank.
+        """
         host = processes[self._rank][0]
         near = {rank: pid for rank, (where, pid) in processes.items() if where == host}
-        deadline = time.monotonic() + AT_ONCE  # its connections end a moment before a process does
+        deadline = time.monotonic() + AT_ONCE  # connections end a moment before their process
         while not (dead := [rank for rank, pid in near.items() if not _lives(pid)]) and time.monotonic() < deadline:
             time.sleep(AT_ONCE / 50)
         if dead or len(near) == len(processes):
@@ -135,10 +139,10 @@ class Watchdog:
             rank for rank, pulse in after.pulses.items() if rank in before.pulses and pulse[0] == before.pulses[rank][0]
         ]
 
-    def _ask(self) -> Seen:
-        """What the store says to a question that is asked now, or said last if it does not answer within a second."""
+    def _ask(self) -> StoreView:
+        """The answer of the store to a question now, or its last answer if it takes more than a second."""
         with self._answered:
-            asked = self._asked  # a question that is open may have been asked too early
+            asked = self._asked  # an open question may have been asked too early
             self._wake.set()
             self._answered.wait_for(lambda: self._seen.answers > asked or self._broken, timeout=SLOWEST)
         return self._seen
@@ -150,7 +154,7 @@ class Watchdog:
             self._asked += 1
             try:
                 self._publish()
-                seen, self._broken = Seen(self._asked, self._read_end(), self._read_pulses()), False
+                seen, self._broken = StoreView(self._asked, self._read_end(), self._read_pulses()), False
             except RuntimeError:  # its process has ended
                 seen, self._broken = self._seen, True
             with self._answered:
@@ -164,7 +168,7 @@ class Watchdog:
         return self._store.get(END).decode() if self._store.check([END]) else None
 
     def _read_pulses(self) -> dict[int, tuple[int, int, bool]]:
-        """Of those ranks that have come."""
+        """The pulses of the ranks that have joined."""
         keys = {other: _key(other) for other in self._others}
         if not all(other in self._seen.pulses for other in keys):
             keys = {other: key for other, key in keys.items() if self._store.check([key])}
@@ -175,8 +179,8 @@ class Watchdog:
         )
         found = {}
         for other, value in zip(keys, values, strict=True):
-            ticks, beats, waits = map(int, value.decode().split())
-            found[other] = ticks, beats, bool(waits)
+            ticks, heartbeats, waits = map(int, value.decode().split())
+            found[other] = ticks, heartbeats, bool(waits)
         return found
 
     def _watch(self) -> None:
@@ -193,36 +197,37 @@ class Watchdog:
 
     def _publish(self) -> None:
         self._ticks += 1
-        self._store.set(_key(self._rank), f"{self._ticks} {self._beats()} {int(self.waits)}")
+        self._store.set(_key(self._rank), f"{self._ticks} {self._heartbeats()} {int(self.waits)}")
 
 
 class HeartbeatMonitor:
-    """How long the store and the other ranks have given no sign of life, as far as somebody was there to look."""
+    """Measures how long the store and the other ranks have been silent. Call `look` once an interval."""
 
     def __init__(self, watchdog: Watchdog, others: list[int], timeout: float) -> None:
         self._watchdog, self._timeout = watchdog, timeout
-        self._since: dict[int, list[float]] = {other: [0.0, 0.0] for other in others}  # seconds without tick, and beat
+        self._since: dict[int, list[float]] = {other: [0.0, 0.0] for other in others}  # seconds without tick, heartbeat
         self._before: dict[int, tuple[int, int, bool]] = {}
-        self._answers, self._unanswered = -1, 0.0  # of the store, and seconds without another one
+        self._answers, self._unanswered = -1, 0.0  # of the store, and seconds since the last one
         self._looked = time.monotonic()
 
     def look(self) -> str | None:
-        """To be called once an interval; says why a rank has ended, or who has been silent for too long, if any has."""
+        """Why a rank has ended, or which rank has been silent for too long; None if all is well."""
         seen, now = self._watchdog.seen(), time.monotonic()
-        seconds, self._looked = min(2 * self._watchdog.interval, now - self._looked), now  # suspended, it did not look
-        if seen.said:
-            return seen.said
+        seconds = min(2 * self._watchdog.interval, now - self._looked)  # this process may have been suspended
+        self._looked = now
+        if seen.cause:
+            return seen.cause
         self._unanswered += seconds
         if seen.answers == self._answers:
             if self._unanswered > self._timeout:
                 return f"{self._watchdog.keeper} gave no sign of life for {self._timeout:g} s (distributed.timeout)"
-            return None  # of the other ranks nothing is known
+            return None  # nothing is known about the other ranks
         seconds = min(2 * self._watchdog.interval, self._unanswered)
         self._answers, self._unanswered = seen.answers, 0.0
         return self._too_long(seen.pulses, seconds)
 
     def _too_long(self, pulses: dict[int, tuple[int, int, bool]], seconds: float) -> str | None:
-        """That nobody makes a step counts from when this rank waits for it."""
+        """Missing steps count from the time when this rank waits for them."""
         for rank, since in self._since.items():
             for place, counts in ((0, True), (1, self._watchdog.waits)):
                 known = rank in pulses and rank in self._before
@@ -232,7 +237,7 @@ class HeartbeatMonitor:
         gone = [rank for rank, (without_tick, _) in self._since.items() if without_tick > self._timeout]
         if gone:
             return f"{ranks(gone)} gave no sign of life for {self._timeout:g} s (distributed.timeout)"
-        if self._since and all(without_beat > self._timeout for _, without_beat in self._since.values()):
+        if self._since and all(without_heartbeat > self._timeout for _, without_heartbeat in self._since.values()):
             busy = [rank for rank, (*_, waits) in pulses.items() if not waits] or list(pulses)
             return (
                 f"{ranks(busy)} made no step for {self._timeout:g} s; a step that takes longer needs a larger "
@@ -247,7 +252,7 @@ def ranks(numbers: list[int]) -> str:
 
 
 def wait_for_all(store: dist.Store, count: int, timeout: float) -> list[int]:
-    """Wait until every rank has published. Returns the ranks that have not in time."""
+    """Wait until every rank has published a pulse. Returns the ranks that have not in time."""
     missing, deadline = list(range(count)), time.monotonic() + timeout
     while (missing := [rank for rank in missing if not store.check([_key(rank)])]) and time.monotonic() < deadline:
         time.sleep(LOOK)
