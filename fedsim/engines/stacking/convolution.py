@@ -139,9 +139,9 @@ def windows(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tenso
     Windows are copied from a strided view of the inputs. They are made again for the backward pass, and of as many
     samples at a time as fit into `WINDOW_BYTES`.
     """
-    input, weight, bias = cast_for_autocast(input, weight, bias)
     form = geometry(input, weight, options)
-    found = _Windows.apply(input.unflatten(0, (len(weight), -1)), weight, bias, form, options.groups).flatten(0, 1)
+    operands = cast_for_autocast(input.unflatten(0, (len(weight), -1)), weight, bias)
+    found = _Windows.apply(*operands, form, options.groups).flatten(0, 1)
     last = input.ndim == 4 and not input.is_contiguous() and input.is_contiguous(memory_format=torch.channels_last)
     return found.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
