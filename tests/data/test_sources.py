@@ -113,7 +113,8 @@ def test_a_damaged_file_is_one_line_that_names_its_folder(small_mnist, data_root
     assert result.stderr.endswith("; remove it to download it again\n")
 
 
-def test_the_removed_key_verify_is_named():
+def test_the_removed_key_verify_is_named_and_its_default_is_ignored():
+    assert fedsim.Experiment(data={"dataset": "mnist", "verify": True}) == fedsim.Experiment(data="mnist")
     with pytest.raises(ExperimentError, match=r"data\.verify: was removed"):
         fedsim.Experiment(data={"dataset": "mnist", "verify": False})
 
