@@ -66,7 +66,7 @@ class RowAggregator:
     def begin(self, round: int, slots: Sequence[int]) -> None:
         self._number += 1
         for run in _runs(slots) if self._task.sync_in(round) == "parameters" else ():
-            self._shared.rows[run.start : run.stop] -= self._sent
+            self._shared.rows[run.start : run.stop].sub_(self._sent)  # `-=` would copy the rows onto themselves
         self.rows_processed(slots)
 
     def rows_processed(self, slots: Sequence[int]) -> None:

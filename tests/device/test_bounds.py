@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines.executor import Executor
+from fedsim.engines.in_process import InProcess
 from fedsim.engines.stacking.stacked_module import StackedModule
 from tests.device.agreement import ENGINES
 from tests.device.pretend import Counts, pretend_gpu, upload
@@ -112,14 +112,14 @@ def phases():
 def counted(tables: dict) -> dict[str, Counts]:
     """Counts of the last call of each method of an executor; and, as "model", of all gradients of stacks."""
     found: dict[str, Counts] = {"model": Counts()}
-    run, gradients = Executor.run, StackedModule.gradients
+    run, gradients = InProcess.run, StackedModule.gradients
     with pretend_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
 
-        def counting(executor, method, *arguments):
+        def counting(backend, method, *arguments):
             if method.__name__.startswith("train"):
                 found["model"] = Counts()
             with gpu.counting() as found[method.__name__]:
-                return run(executor, method, *arguments)
+                return run(backend, method, *arguments)
 
         def counting_model(*arguments, **more):
             with gpu.counting() as counts:
@@ -127,7 +127,7 @@ def counted(tables: dict) -> dict[str, Counts]:
             found["model"].events += counts.events
             return result
 
-        patch.setattr(Executor, "run", counting)
+        patch.setattr(InProcess, "run", counting)
         patch.setattr(StackedModule, "gradients", counting_model)
         fedsim.run(tables)
     return found

@@ -85,7 +85,7 @@ def test_the_aggregations_of_a_round_wait_once(rule, gpu):
     with gpu.counting() as counts:
         result = run({"data": SOUND, "rounds": 1, "aggregate": rule}, "cuda")
     assert result.test_accuracy > 0.1
-    places, steps = ("aggregation/", "engines/aggregator.py"), 5
+    places, steps = ("aggregation/", "engines/aggregator.py", "engines/deferred_check.py"), 5
     here = [(kind, count) for (kind, _, line), count in counts.events.items() if line.startswith(places)]
     assert sum(count for kind, count in here if kind in WAITS) == 1, counts.table(*WAITS)
     launches = sum(count for kind, count in here if kind == LAUNCH)

@@ -80,7 +80,7 @@ def test_a_closed_pipe_gives_no_error(tmp_path):
     done = subprocess.run(
         ["sh", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120
     )
-    assert (done.stdout, done.stderr) == ("models (model.name)\n", "")
+    assert (done.stdout, done.stderr) == ("tasks (task.name)\n", "")
 
 
 @pytest.mark.slow

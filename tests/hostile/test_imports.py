@@ -31,6 +31,7 @@ NAMED = {  # for each kind of plug, tables that name one
     "speeds": {"mode": "clock", "clock": {"speed": {"name": "NAME"}}},
     "noises": {"mode": "clock", "clock": {"noise": {"name": "NAME"}}},
     "engines": {"engine": "NAME"},
+    "tasks": {"task": {"name": "NAME"}},
     "hooks": {"engine": "distributed", "sync": "gradients", "distributed": {"hook": {"name": "NAME"}}},
 }
 LOCAL_PLUGS = """
