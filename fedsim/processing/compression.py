@@ -36,7 +36,8 @@ def top_k(update: Tensor, metrics: dict[str, Any], *, k: PositiveInt) -> tuple[T
     positions = update.abs().topk(k, sorted=False).indices
     sparse = torch.zeros_like(update)
     sparse[positions] = update[positions]
-    metrics["kept_energy"] = sparse.square().sum() / update.square().sum()
+    energy = update.square().sum().clamp(min=torch.finfo(update.dtype).tiny)  # no 0 / 0 for an update of zeros
+    metrics["kept_energy"] = sparse.square().sum() / energy
     return sparse, k * (update.element_size() + INDEX_BYTES)
 
 
