@@ -63,7 +63,9 @@ class AutoEngine(Engine):
         while reason := self._failure(plan, probe, task, shared):
             reasons.append(reason)
             self._give_up(task.device)
-            plan = simpler(plan, "; ".join(dict.fromkeys(reasons)))
+            next_plan = simpler(plan, "; ".join(dict.fromkeys(reasons)))
+            assert next_plan is not None, "`_failure` raises if there is no simpler plan"
+            plan = next_plan
         if reasons:
             self._plans[key] = plan, probe
             how = "stacked" if plan.stacked else "one by one"

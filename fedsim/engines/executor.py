@@ -195,7 +195,7 @@ class Executor:
                 of_round.sent.add(len(context.slots), len(context.slots) * self.shared.global_row.nbytes)
             stats = self.exchange.average_gradients(self.task, step, context, self.trainer)
             of_round.add(context, stats or self._step_together(step, context, members, of_round.sent))
-        self.trainer.part()
+        self.trainer.end_gradient_round()
         return of_round.total()
 
     def _steps_checked_later(self, cohort: Sequence[int], round: int, check: DeferredCheck) -> AggregationStats | None:

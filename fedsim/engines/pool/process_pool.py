@@ -134,7 +134,8 @@ class ProcessPool:
             pending = [index for index in range(self.count) if index not in answers]
             pipes = {children[index].pipe: index for index in pending}
             sentinels = {child.sentinel: index for index, child in enumerate(children)}
-            ready = wait([*pipes, *sentinels], timeout=children[0].look_interval)
+            waited: list[Any] = [*pipes, *sentinels]
+            ready: list[Any] = wait(waited, timeout=children[0].look_interval)
             for item in ready:
                 if item in pipes:
                     answers[pipes[item]] = self._receive(pipes[item])

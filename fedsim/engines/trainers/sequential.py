@@ -30,20 +30,25 @@ class Trainer(Protocol):
     A trainer is made with (process, task, shared, batch_source) in every process.
     """
 
-    width: int | None  # of stacks at most, if it has such
-    replays: Any  # its steps that are captured, if it has such
+    @property
+    def width(self) -> int | None:
+        """The most rows in a stack; None if rows are trained one by one."""
+
+    @property
+    def replays(self) -> Any:
+        """The captured steps; None if none are captured."""
 
     def train(self, members: Sequence[WorkItem]) -> None:
-        """Each member's row learns on its worker's shard, for a round or for one step."""
+        """Train each member's row on its worker's shard, for a round or for one step."""
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
         """Begin a round of synchronous SGD, in which the members' rows hold gradients."""
 
     def gradients(self, step: int) -> None:
-        """The gradients of the next batches, all at the global row, into the rows of the members who still have any."""
+        """Write the gradients of the next batches, at the global row, to the rows of the members that have one."""
 
-    def part(self) -> None:
-        """End that round."""
+    def end_gradient_round(self) -> None:
+        """End the round that `begin_gradient_round` began."""
 
 
 @dataclass
@@ -121,7 +126,7 @@ class RowTrainer:
                 with self._process.working_on(member.worker, member.round):
                     self._gradient_of(participant, step)
 
-    def part(self) -> None:
+    def end_gradient_round(self) -> None:
         for participant in self._participants:
             with self._process.working_on(participant.member.worker, participant.member.round):
                 participant.module.give(self._shared.buffers[participant.member.slot])

@@ -95,7 +95,7 @@ class StackTrainer:
                     if self._task.rule.accepts("losses"):
                         shared.losses[stack.slots[step_batch.places]] = losses.double().cpu()
 
-    def part(self) -> None:
+    def end_gradient_round(self) -> None:
         for stack, state, *_ in self._gradient_states:
             self._give_buffers(stack, state)
         self._record_losses([context.stack for context in self._gradient_states])
