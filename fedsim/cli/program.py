@@ -61,6 +61,13 @@ def run_program(program: typer.Typer) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it
     try:
         program()
+    except OSError as error:  # of typer's own output, such as that of --help
+        described = describe_os_error(error)
+        if described is None:
+            raise
+        _print_error(described)
+        _discard_stdout()
+        sys.exit(FAILED)
     except SystemExit as leaving:
         code = _flush_stdout(int(leaving.code or 0))
         if code and (ranks := _joined_ranks()) is not None:
@@ -73,11 +80,16 @@ def _flush_stdout(code: int) -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python fails again at exit
+        _discard_stdout()
         if not code and not isinstance(error, BrokenPipeError):
             _print_error(f"standard output cannot be written: {error.strerror}")
         return code or FAILED
     return code
+
+
+def _discard_stdout() -> None:
+    """Redirect stdout to the null device; otherwise Python would fail again when it flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _joined_ranks() -> RankGroup | None:
