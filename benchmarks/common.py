@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: running a command, describing the machine, and writing the JSON line of a benchmark."""
+"""Functions of several benchmarks: they run commands, describe the machine, and write JSON lines."""
 
 from __future__ import annotations
 

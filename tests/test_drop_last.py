@@ -43,7 +43,7 @@ def zero() -> nn.Module:
 
 
 def batches(size, worker, round):
-    """Positions in the shard of the whole batches of two epochs."""
+    """Return the shard positions in the full batches of two epochs."""
     for epoch in range(2):
         order = batch_order(0, round, worker, epoch, size).numpy()
         yield from (order[start : start + BATCH] for start in range(0, size - BATCH + 1, BATCH))

@@ -95,8 +95,8 @@ class ClientAlgorithm:
         return self.start(rows)
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        """Move `rows` one step in place; `gradients` and `state` may change too."""
-        raise NotImplementedError
+        """Move `rows` one step in place; `gradients` and `state` may change too. Every algorithm must define it."""
+        raise NotImplementedError(f"{type(self).__name__} must define `step`")
 
     def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
         """The same step for weights [k, o, i], along a gradient that is given by its factors."""

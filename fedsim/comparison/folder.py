@@ -219,7 +219,7 @@ def read_grid(path: Path, inside: Path, objects: Iterable[ObjectName] = ()) -> G
 
 
 def differences_of_grids(there: GridFileSchema, here: GridFileSchema) -> list[str]:
-    """Return a line for each difference between two stored grids."""
+    """Compare two stored grids, and return one line for each difference."""
     axes = [*_differences_of_axes(there.axes, here.axes), *_differences_of_axes(here.axes, there.axes)]
     return axes or differences_of(there.base, here.base)
 

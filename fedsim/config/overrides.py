@@ -56,7 +56,7 @@ def changes_in(tables: Mapping[str, Any]) -> list[Change]:
 
 
 def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
-    """Apply changes to nested tables, in place; the order of a plug's name and its parameters does not matter.
+    """Apply changes to nested tables in place. A plug's name and its parameters may come in any order.
 
     The new values replace whatever contradicts them: another plug removes the parameters of the plug before, another
     engine removes settings that it does not use, and `local.steps` replaces `local.epochs`.

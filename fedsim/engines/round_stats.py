@@ -70,7 +70,7 @@ class SentUpdates:
     metrics: MetricLog = field(default_factory=MetricLog)
 
     def add(self, count: int, nbytes: int, metrics: Mapping[str, float | Tensor] | None = None) -> None:
-        """Count further updates; `metrics` has one number for each name."""
+        """Add the metrics of more updates; `metrics` has one number for each name."""
         self.count += count
         self.nbytes += nbytes
         self.metrics.record(metrics or {})

@@ -199,7 +199,7 @@ def _phases_of(records: Sequence[RoundRecord]) -> list[str]:
 
 
 def run_time(run: Run) -> dict[str, Any]:
-    """The seconds of each phase, stacked, against rounds."""
+    """Return a chart that stacks the seconds of all phases, over rounds."""
     traces: list[dict[str, Any]] = []
     for phase in _phases_of(run.rounds):
         seconds = [rounded(record.seconds.get(phase), "s") for record in run.rounds]

@@ -19,7 +19,7 @@ FEW_LINES = 4  # up to this number, the page shows the spread of curves at first
 
 
 def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values for the template, and the figures of each chart."""
+    """Return the variables of the HTML template, and the figures of each chart."""
     labels = {axis: [fmt.label(value) for value in values] for axis, values in grid.axes.items()}
     axes = [(fmt.key_name(axis), labels[axis]) for axis in other_axes(grid)]
     combined = combinations(grid)

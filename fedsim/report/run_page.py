@@ -33,7 +33,7 @@ FACTS = {
 
 
 def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values for the template, and the figures of each chart."""
+    """Return the variables of the HTML template, and the figures of each chart."""
     weights, partition = weights_heat_map(run), partition_heat_map(run.partition)
     charts = {"curves-chart": run_curves(run), "time-chart": [run_time(run)]}
     if weights:

@@ -206,7 +206,7 @@ def test_tied_arrivals_beyond_k_are_neither_taken_nor_computed():
 
 @pytest.mark.parametrize("name", ["asgd", "fedasync"])
 def test_work_that_arrives_after_the_end_is_not_computed(name):
-    """Of 10 results, worker 3 sends at most one: it is the slowest by far, and is computed with the first."""
+    """Worker 3 is by far the slowest, so it sends at most one of 10 results. Its work is computed with the first."""
     delays = [1.0, 1.1234, 1.2817, 1000.0]
     known, endless = (
         simulate(policy_of(name), delays_of(delays), total_items=pieces).advance(10) for pieces in (10, 1e9)

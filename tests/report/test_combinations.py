@@ -7,7 +7,7 @@ from fedsim.records.reader import read_records
 from fedsim.report.combinations import ACCURACY, byzantine_weight, combinations, compare_groups
 from tests.report.folders import add_to_rounds, invent_run, write_points
 
-# Final accuracy by (rule, attack), one per seed; None if the run has not begun.
+# The final accuracies of each (rule, attack), one for each seed; None for a run that has not begun.
 FINAL = {
     ("mean", "none"): [0.9, 0.8, 0.7],
     ("mean", "alie"): [0.1, 0.2, 0.3],

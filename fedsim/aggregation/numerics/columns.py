@@ -197,7 +197,7 @@ def products_with(updates: Tensor, vector: Tensor) -> Tensor:
 
 
 def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
-    """coefficients [n] @ updates [n, d] -> [d]. A row with coefficient 0 is left out, even if it is not finite."""
+    """Return coefficients [n] @ updates [n, d]: [d]. Rows with coefficient 0 are left out, so they may hold NaN."""
     used = coefficients.nonzero().flatten()
     narrow = updates.dtype in (torch.float16, torch.bfloat16)
     if len(used) == 1 and not narrow:

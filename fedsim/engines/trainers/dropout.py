@@ -104,7 +104,7 @@ class FactorsAhead:
         self._begin = self._end = self._rows = 0
 
     def of(self, step: int, rows: int) -> list[Tensor]:
-        """The factors of step number `step`, from 0, for the first `rows` rows: [rows, batch, ...] for each dropout."""
+        """Return the factors [rows, batch, ...] of each dropout in a step (from 0), for the first `rows` rows."""
         if not self._dropouts:
             return []
         if not self._begin <= step < self._end or rows > self._rows:

@@ -1,4 +1,4 @@
-"""The trainer of single rows: trains one member of the cohort after another. `stacked.py` trains stacks."""
+"""The trainer that trains the members of a cohort one after another. The trainer in `stacked.py` trains stacks."""
 
 from __future__ import annotations
 
