@@ -57,18 +57,20 @@ class Scheduler:
         """Number of local steps of a work item."""
         if item.step is not None:
             return 1
-        return self._schedule.steps_for(self._sizes(item.worker)) if item.steps is None else item.steps
+        if item.steps is not None:
+            return item.steps
+        return self._schedule.of(item.worker, item.round).steps_for(self._sizes(item.worker))
 
     def samples(self, item: WorkItem) -> int:
         """Number of samples of a work item, with repetitions."""
-        size = self._sizes(item.worker)
+        size, schedule = self._sizes(item.worker), self._schedule.of(item.worker, item.round)
         if item.step is not None:
-            return self._schedule.batch_size_at(item.step, size)
-        return self._schedule.samples_in(self.steps(item), size)
+            return schedule.batch_size_at(item.step, size)
+        return schedule.samples_in(self.steps(item), size)
 
     def items_per_round(self, worker: int) -> int:
         """Number of work items of a worker that make one of its rounds: one, or as many as the round has steps."""
-        return self._schedule.steps_for(self._sizes(worker)) if self._by_step else 1
+        return self._schedule.of(worker, 1).steps_for(self._sizes(worker)) if self._by_step else 1
 
     def total_items_per_round(self) -> int:
         """Number of work items that are as much work as a synchronous round."""

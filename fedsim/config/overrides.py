@@ -94,7 +94,7 @@ def _names_plug(keys: list[str]) -> bool:
 
 
 def _refuse_alternatives(changes: Iterable[Change]) -> None:
-    given = {".".join(keys) for keys, _ in changes}
+    given = {".".join(keys[:depth]) for keys, _ in changes for depth in (2, len(keys))}
     tables = ((keys[0], value) for keys, value in changes if len(keys) == 1 and isinstance(value, dict))
     given |= {f"{table}.{key}" for table, value in tables for key in value}
     for place, table in PLUG_TABLES.items():
@@ -105,6 +105,8 @@ def _refuse_alternatives(changes: Iterable[Change]) -> None:
 def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
     """Set one key of nested tables, and remove what contradicts it."""
     of_plug, within = plug_table(keys)
+    if of_plug and len(within) == 2 and within[0] in of_plug.alternatives:  # the table is one value: {uniform = [1, 5]}
+        keys, within, value = keys[:-1], within[:1], {within[1]: value}
     if of_plug and not within and of_plug.is_name(value):
         keys, within = [*keys, of_plug.named_by], [of_plug.named_by]
     table = description

@@ -37,6 +37,25 @@ def _init_method(init: str) -> str:
     return init
 
 
+def _check_work(value: Any) -> Any:
+    """Check an amount of local work: n, [n, ...], {uniform = [low, high]} or {choice = [n, ...]}."""
+    form, values = "one", [value]
+    if isinstance(value, list) and value:
+        form, values = "list", value
+    elif isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), list):
+        ((form, values),) = value.items()
+    if form not in ("one", "list", "uniform", "choice") or not values or any(type(n) is not int for n in values):
+        raise ValueError("an integer, a list of integers, {uniform = [low, high]} or {choice = [n, ...]}")
+    if min(values) < 1 or max(values) >= 2**63:
+        raise ValueError("greater than 0" if min(values) < 1 else "less than 2^63")
+    if form == "uniform" and not (len(values) == 2 and values[0] <= values[1]):
+        raise ValueError("{uniform = [low, high]} with low <= high")
+    return value
+
+
+LocalWork = Annotated[int | list[int] | dict[str, list[int]], BeforeValidator(_check_work)]
+
+
 def _text_of_path(path: Any) -> Any:
     return str(path) if isinstance(path, Path) else path
 
@@ -94,6 +113,9 @@ class Partition(PlugTable):
 class Local(PlugTable):
     """The work of a worker between two synchronizations: `epochs` or `steps`, not both.
 
+    Each is a number, a list with one for each worker, or drawn for each worker and round: {uniform = [1, 5]} draws an
+    integer from 1 to 5, {choice = [1, 5, 20]} one of these.
+
     `drop_last` omits the last batch of an epoch if it is smaller than `batch_size`, as PyTorch's DataLoader does. A
     shard that is smaller than a batch is still used, as one batch.
     """
@@ -102,8 +124,8 @@ class Local(PlugTable):
     alternatives = ("epochs", "steps")
 
     solver: Name = "sgd"
-    epochs: Amount | None = None
-    steps: Amount | None = None
+    epochs: LocalWork | None = None
+    steps: LocalWork | None = None
     batch_size: Amount = 10
     drop_last: bool = False
 

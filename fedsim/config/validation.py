@@ -32,6 +32,7 @@ def problems_with(experiment: Experiment) -> list[str]:
         *_check_engine(experiment, engine_class),
         *_check_unused_keys(experiment),
         *_check_sync(experiment),
+        *_check_local_work(experiment, policy),
         *_check_mode(experiment, policy),
         *_check_weights(experiment),
         *_check_attackers(experiment),
@@ -172,6 +173,21 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
         )
     if experiment.rounds_of_gradients and experiment.needs_local_steps:
         yield _needs_local_steps(experiment, f"sync={sync}")
+
+
+def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
+    key = "epochs" if experiment.local.steps is None else "steps"
+    amount = getattr(experiment.local, key)
+    where = f"local.{key} = {show(amount)}"
+    if isinstance(amount, list):
+        if len(amount) != experiment.workers:
+            yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(amount)}"
+        if experiment.pipeline.accepts("root"):
+            rule = experiment.pipeline.name
+            yield f"{where}: the rule {rule} lets the server train too, which is not in the list; use a number"
+    elif isinstance(amount, dict) and not policy.in_rounds and policy.work == "gradient":
+        policy_name = show(experiment.policy.name)
+        yield f"{where}: with policy.name = {policy_name} a worker sends each gradient and has no rounds; use a number"
 
 
 def _needs_local_steps(experiment: Experiment, setting: str) -> str:

@@ -72,9 +72,9 @@ class Executor:
         """In the block, numbers have the precision of training, which may be lower."""
         return self.task.precision.training(self.task.device)
 
-    def place(self, cohort: Sequence[int]) -> None:
+    def place(self, cohort: Sequence[int], round: int) -> None:
         """Decide which process trains which members of a cohort."""
-        self._mine(cohort)
+        self._mine(cohort, round)
 
     def pull_down(self, cohort: Sequence[int], round: int) -> int:
         """Copy the global model to the rows of this process's members of the cohort.
@@ -84,7 +84,7 @@ class Executor:
         """
         task, shared = self.task, self.shared
         nbytes = buffer_bytes(task, shared)
-        members = self._mine(cohort)
+        members = self._mine(cohort, round)
         index = index_of([member.slot for member in members], task.device)
         if task.sync_in(round) == "parameters":
             row = self.aggregator.sent_row()
@@ -255,10 +255,10 @@ class Executor:
 
     def _contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
         """The aggregations of a round of synchronous SGD: at each step, of the workers that still have data."""
-        schedule, shard_sizes = self.task.schedule, self._shard_sizes(cohort)
+        works = [(self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort]
         batch_sizes: list[int] = []
-        for step in range(max(map(schedule.steps_for, shard_sizes))):
-            if batch_sizes != (batch_sizes := [schedule.batch_size_at(step, n) for n in shard_sizes]):
+        for step in range(max(schedule.steps_for(n) for schedule, n in works)):
+            if batch_sizes != (batch_sizes := [schedule.batch_size_at(step, n) for schedule, n in works]):
                 active = [slot for slot, size in enumerate(batch_sizes) if size]
                 workers, samples = [cohort[slot] for slot in active], [batch_sizes[slot] for slot in active]
                 weights = weights_of(self.task, workers, samples)
@@ -266,12 +266,12 @@ class Executor:
                     return  # the workers that still have data have weight 0
             yield AggregationContext(active, workers, weights, (round, step))
 
-    def _mine(self, cohort: Sequence[int], round: int = 0) -> list[WorkItem]:
+    def _mine(self, cohort: Sequence[int], round: int) -> list[WorkItem]:
         """The members that this process trains: of the cohort, and the server if it has a row of its own."""
         workers, slots = list(cohort), list(range(len(cohort)))
         if self.batch_source.root is not None:
             workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.rows) - 1]
-        steps = [self.task.schedule.steps_for(n) for n in self._shard_sizes(workers)]
+        steps = [self.task.schedule.of(k, round).steps_for(self.batch_source.size(k)) for k in workers]
         return [WorkItem(row, workers[place], round) for place, row in self.exchange.assign(slots, steps)]
 
     def _share_of(self, members: Sequence[WorkItem]) -> list[WorkItem]:

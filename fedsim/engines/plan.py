@@ -169,11 +169,11 @@ def stacks_pay(task: TaskSpec, shared: SharedState, sample_bytes: int) -> bool:
 def work_of_a_round(schedule: Schedule, shared: SharedState) -> tuple[float, float]:
     """Training steps of a cohort together, and the samples in them, on average over some of the workers."""
     shards = shared.shards
-    sizes = [shards.size(worker) for worker in range(0, len(shards), -(-len(shards) // WORKERS_SAMPLED))]
-    per_worker = len(shared.rows) / len(sizes)
-    return per_worker * sum(map(schedule.steps_for, sizes)), per_worker * sum(
-        map(schedule.samples_for, filter(None, sizes))
-    )
+    workers = range(0, len(shards), -(-len(shards) // WORKERS_SAMPLED))
+    works = [(schedule.of(worker, 1), shards.size(worker)) for worker in workers]
+    steps, samples = (sum(one.steps_for(n) for one, n in works), sum(one.samples_for(n) for one, n in works if n))
+    per_worker = len(shared.rows) / len(works)
+    return per_worker * steps, per_worker * samples
 
 
 def _flops_of_a_sample(task: TaskSpec, shared: SharedState, default: float) -> float:

@@ -22,6 +22,7 @@ from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform
 from fedsim.engines.distributed.hooks import BoundHook
 from fedsim.engines.pool.shared_memory import share
+from fedsim.engines.schedule import Schedule
 from fedsim.errors import ExperimentError, show_bytes
 from fedsim.processing import BoundProcessor
 from fedsim.server import ServerStep
@@ -35,57 +36,6 @@ Sync = Literal["parameters", "gradients"]
 
 TEST_BATCH_ON_CPU = 250  # faster than 1,000 on a CPU, where it stays in cache
 TEST_BATCH_ON_GPU = 2_000
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The local work of a worker between two synchronisations: whole local epochs, or a number of steps."""
-
-    batch_size: int
-    epochs: int | None = 1
-    steps: int | None = None
-    drop_last: bool = False
-
-    def samples_per_epoch(self, n_samples: int) -> int:
-        """Samples that a worker with this many goes through in one epoch.
-
-        With `drop_last` all but those of a last batch that is smaller than the others; a shard smaller than a batch is
-        one batch all the same.
-        """
-        left_out = n_samples % self.batch_size if self.drop_last and n_samples > self.batch_size else 0
-        return n_samples - left_out
-
-    def batches_per_epoch(self, n_samples: int) -> int:
-        """Batches, so steps, of such an epoch."""
-        return -(-self.samples_per_epoch(n_samples) // self.batch_size)
-
-    def steps_for(self, n_samples: int) -> int:
-        """Steps that a worker with this many samples takes in one round."""
-        if self.steps is not None:
-            return self.steps
-        assert self.epochs is not None
-        return self.epochs * self.batches_per_epoch(n_samples)
-
-    def samples_for(self, n_samples: int) -> int:
-        """Samples that a worker with this many goes through in one round, repetitions counted."""
-        return self.samples_in(self.steps_for(n_samples), n_samples)
-
-    def samples_in(self, steps: int, n_samples: int) -> int:
-        """The same for so many steps from the start of a round."""
-        epochs, steps = divmod(steps, self.batches_per_epoch(n_samples))
-        return epochs * self.samples_per_epoch(n_samples) + steps * self.batch_size
-
-    def batch_size_at(self, step: int, n_samples: int) -> int:
-        """Samples in a worker's batch number `step` (from 0) of a round; 0 when its round is over by then."""
-        if step >= self.steps_for(n_samples):
-            return 0
-        before = step % self.batches_per_epoch(n_samples) * self.batch_size
-        return min(self.batch_size, self.samples_per_epoch(n_samples) - before)
-
-    def smallest_batch(self, n_samples: int) -> int:
-        """Samples in the smallest batch of a round."""
-        last = min(self.steps_for(n_samples), self.batches_per_epoch(n_samples)) - 1
-        return self.batch_size_at(last, n_samples)
 
 
 @dataclass(frozen=True)

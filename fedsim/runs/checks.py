@@ -121,7 +121,8 @@ def _check_autocast(experiment: Experiment, task: TaskSpec, inputs: Tensor, targ
 
 def check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorData, sizes: Mapping[int, int]) -> None:
     """Check that the model can be trained on one sample if a worker has such a batch; `sizes` of shards by worker."""
-    worker = next((worker for worker, size in sizes.items() if task.schedule.smallest_batch(size) == 1), None)
+    schedule = task.schedule
+    worker = next((k for k, size in sizes.items() if schedule.longest(k).smallest_batch(size) == 1), None)
     if worker is None:
         return
     batch_size, strategy = experiment.local.batch_size, show(experiment.partition.strategy)
@@ -151,11 +152,12 @@ def check_last_steps(experiment: Experiment, task: TaskSpec, shards: Shards) -> 
     with contextlib.suppress(ExperimentError):
         task.rule.dry_run(1)
         return  # then any number is enough
-    whole = experiment.cohort_size == experiment.workers
+    whole = experiment.cohort_size == experiment.workers and not task.schedule.drawn
     fewest, first = experiment.cohort_size, 1
     for round in (1,) if whole else range(1, experiment.rounds_of_gradients + 1):
         cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
-        count = _in_last_step(task, cohort, [task.schedule.steps_for(shards.size(worker)) for worker in cohort])
+        steps = [task.schedule.of(worker, round).steps_for(shards.size(worker)) for worker in cohort]
+        count = _in_last_step(task, cohort, steps)
         if count < fewest:
             fewest, first = count, round
     if fewest == experiment.cohort_size:  # the experiment itself has been checked with this number

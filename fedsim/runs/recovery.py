@@ -145,6 +145,9 @@ class DroppingLoop(RecoveringLoop):
         if loss.worker is not None:
             return [worker for worker in cohort if worker == loss.worker]
         shared = self._engine.shared
-        sizes = [shared.shards.size(worker) for worker in cohort] + [len(shared.root)] * self._has_root
-        hands = balance_load([self._schedule.steps_for(size) for size in sizes], loss.processes)
+        sizes = {worker: shared.shards.size(worker) for worker in cohort}
+        if self._has_root:
+            sizes[len(shared.shards)] = len(shared.root)
+        steps = [self._schedule.of(worker, round).steps_for(size) for worker, size in sizes.items()]
+        hands = balance_load(steps, loss.processes)
         return [cohort[place] for place in hands[loss.process] if place < len(cohort)]

@@ -25,6 +25,7 @@ from fedsim.engines import engine as engines
 from fedsim.engines.named import RACING
 from fedsim.engines.out_of_memory import explain_oom
 from fedsim.engines.pool.retry import Note, announce, retried
+from fedsim.engines.schedule import Amount, DrawnAmount
 from fedsim.engines.task import SharedState, buffer_bytes
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.runs import checks
@@ -187,7 +188,7 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         gradient_rounds=experiment.rounds_of_gradients,
         model=experiment.model.bind(),
         learning_task=experiment.task.bind(),
-        schedule=Schedule(local.batch_size, local.epochs, local.steps, local.drop_last),
+        schedule=schedule_of(experiment),
         solver=GradientOnly() if _sends_gradients(experiment) else as_algorithm(local.bind()),
         in_rounds=experiment.policy.bind().in_rounds and experiment.mode != "race",
         rule=rule,
@@ -212,6 +213,19 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
     )
     checks.check_model(experiment, task)
     return task
+
+
+def schedule_of(experiment: Experiment) -> Schedule:
+    """The local work of all workers and rounds."""
+    local = experiment.local
+
+    def amount(given: int | list[int] | dict[str, list[int]] | None) -> Amount | None:
+        if isinstance(given, dict):
+            uniform, choice = given.get("uniform"), given.get("choice", [])
+            return DrawnAmount(range(uniform[0], uniform[1] + 1) if uniform else tuple(choice), experiment.seed)
+        return tuple(given) if isinstance(given, list) else given
+
+    return Schedule(local.batch_size, amount(local.epochs), amount(local.steps), local.drop_last)
 
 
 def _sends_gradients(experiment: Experiment) -> bool:

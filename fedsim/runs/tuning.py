@@ -10,12 +10,11 @@ from typing import Any
 import tomli_w
 
 from fedsim.config.experiment import Experiment
-from fedsim.engines import Schedule
 from fedsim.engines import engine as engines
 from fedsim.engines.traits import SETTINGS
 from fedsim.errors import ExperimentError, FedsimError
 from fedsim.runs.run import run
-from fedsim.runs.setup import PreparedRun
+from fedsim.runs.setup import PreparedRun, schedule_of
 from fedsim.system.devices import default_processes, shares_memory
 
 STEPS = 10  # of each worker in a measured round, at most
@@ -120,13 +119,12 @@ def _shortened(experiment: Experiment, keys: dict[str, Any]) -> Experiment:
     if experiment.sync == "post_local":
         tables["sync"] = "gradients" if 2 * experiment.rounds_of_gradients > experiment.rounds else "parameters"
         tables.pop("gradient_rounds", None)
-    local = {key: value for key, value in tables["local"].items() if key != "epochs"}
-    tables["local"] = {**local, "steps": min(STEPS, experiment.local.steps or STEPS)}
+    local, steps = {key: value for key, value in tables["local"].items() if key != "epochs"}, experiment.local.steps
+    tables["local"] = {**local, "steps": min(STEPS, steps) if isinstance(steps, int) else STEPS}
     return Experiment(**{**tables, **keys, "rounds": 2})
 
 
 def _steps(experiment: Experiment, prepared: PreparedRun) -> float:
     """Of a worker in a round, on average."""
-    local = experiment.local
-    schedule = Schedule(local.batch_size, local.epochs, local.steps, local.drop_last)
-    return sum(map(schedule.steps_for, prepared.shard_sizes)) / len(prepared.shard_sizes)
+    schedule, sizes = schedule_of(experiment), prepared.shard_sizes
+    return sum(schedule.of(worker, 1).steps_for(size) for worker, size in enumerate(sizes)) / len(sizes)

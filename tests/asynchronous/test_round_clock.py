@@ -28,16 +28,16 @@ def test_delays_of_an_experiment():
 def test_a_round_takes_as_long_as_its_slowest_worker():
     """Workers of 1, 2 and 3 s a step with 3, 1 and 2 steps; then without the first."""
     clock = RoundClock(simulated.delays_of([1.0, 2.0, 3.0]), Schedule(4), 0, 0)
-    clock.pass_round([0, 1, 2], [10, 4, 7], update_bytes=0, in_step=False)
+    clock.pass_round([0, 1, 2], [10, 4, 7], round=1, update_bytes=0, in_step=False)
     assert clock.now == 6
-    clock.pass_round([0, 1], [10, 4], update_bytes=0, in_step=False)
+    clock.pass_round([0, 1], [10, 4], round=1, update_bytes=0, in_step=False)
     assert clock.now == 9
 
 
 def test_each_step_waits_for_its_slowest_worker():
     """The third worker is the slowest of the first two steps; the third step is the first worker's alone."""
     clock = RoundClock(simulated.delays_of([1.0, 2.0, 3.0]), Schedule(4), 0, 0)
-    clock.pass_round([0, 1, 2], [10, 4, 7], update_bytes=0, in_step=True)
+    clock.pass_round([0, 1, 2], [10, 4, 7], round=1, update_bytes=0, in_step=True)
     assert clock.now == 3 + 3 + 1
 
 
@@ -46,7 +46,7 @@ def test_a_round_takes_as_long_as_the_model_the_update_and_the_buffers_travel():
     delays = Delays(delays.speeds, delays.noise, 0, 1.0, 0.5, 20.0)
     for in_step, seconds in ((False, 4 + 0.5 + 3), (True, 2 * (2 + 0.5 + 3))):
         clock = RoundClock(delays, Schedule(4), row_bytes=30, buffer_bytes=10)
-        clock.pass_round([0, 1], [8, 8], update_bytes=10, in_step=in_step)
+        clock.pass_round([0, 1], [8, 8], round=1, update_bytes=10, in_step=in_step)
         assert clock.now == seconds
 
 
@@ -60,8 +60,8 @@ def test_each_worker_counts_its_own_units(in_step):
         return 1.0
 
     clock = RoundClock(SimpleNamespace(seconds=seconds), Schedule(4, epochs=None, steps=2), 0, 0)
-    clock.pass_round([0, 2], [5, 5], update_bytes=0, in_step=in_step)
-    clock.pass_round([1, 2], [5, 5], update_bytes=0, in_step=in_step)
+    clock.pass_round([0, 2], [5, 5], round=1, update_bytes=0, in_step=in_step)
+    clock.pass_round([1, 2], [5, 5], round=1, update_bytes=0, in_step=in_step)
     if in_step:
         assert asked == [(0, 0, 1), (2, 0, 1), (0, 1, 1), (2, 1, 1), (1, 0, 1), (2, 2, 1), (1, 1, 1), (2, 3, 1)]
     else:

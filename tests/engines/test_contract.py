@@ -109,7 +109,13 @@ PROCESSED = {
 }
 
 TASKS = {"another loss": {"task": "tests.plugs:Smoothed", "partition": "tests.plugs:uneven"}}
-ALL_CASES = {**CASES, **PROCESSED, **TASKS}
+WORK = {
+    "drawn local work": {
+        **{"local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{"workers": 5, "cohort": 3, "rounds": 3},
+    },
+}
+ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK}
 EXACT = {"spawn": 2}  # engines that give the very same bits on a CPU, with a number of processes that share the work
 CLOSE = {
     "batched": {"processes": 1, "batched": {"width": 3}}

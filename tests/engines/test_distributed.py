@@ -18,7 +18,7 @@ import fedsim
 from fedsim.records.history import METRICS
 from fedsim.records.run_folder import MODEL
 from tests.commands import ROOT, ended, free_port, read_until, start, start_python, start_ranks
-from tests.engines.test_contract import CASES, CHAIN, PROCESSED, ROUNDING, assert_close, without_times
+from tests.engines.test_contract import CASES, CHAIN, PROCESSED, ROUNDING, WORK, assert_close, without_times
 from tests.engines.torch_post_local import TABLES
 
 PROGRAM = ROOT / "tests" / "engines" / "rank_program.py"
@@ -49,6 +49,7 @@ FURTHER = {
     "an empty part of the columns": {"model": "tests.plugs:Few", "data": "tests.plugs:few", "aggregate": "median"},
     "processed updates": {"processors": CHAIN, "workers": 5, "partition": "tests.plugs:uneven"},
     "updates quantized after an attack": PROCESSED["updates quantized after an attack"],
+    "drawn local work": WORK["drawn local work"],
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
 }
 OF_TWO = (

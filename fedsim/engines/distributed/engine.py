@@ -96,7 +96,7 @@ class DistributedEngine(Engine):
         super().begin(task, shared)
 
     def pull_down(self, cohort: Sequence[int], round: int) -> int:
-        self._backend.run(Executor.place, cohort)  # the state that workers keep goes to the ranks that train them
+        self._backend.run(Executor.place, cohort, round)  # state that workers keep goes to ranks that train them
         return super().pull_down(cohort, round)
 
     def facts(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class BatchSource:
         """How many steps a worker takes in a round; without a limit for the server in synchronous SGD."""
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
-        return self._task.schedule.steps_for(self.size(worker))
+        return self._task.schedule.of(worker, round).steps_for(self.size(worker))
 
     def steps_of(self, member: WorkItem) -> int:
         """How many steps a member's work has."""

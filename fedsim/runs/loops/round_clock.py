@@ -41,15 +41,18 @@ class RoundClock:
         """The clock of a run."""
         return cls(delays_of(prepared.experiment), prepared.schedule, prepared.row_bytes, prepared.buffer_bytes)
 
-    def pass_round(self, cohort: Sequence[int], sizes: Sequence[int], *, update_bytes: float, in_step: bool) -> None:
+    def pass_round(
+        self, cohort: Sequence[int], sizes: Sequence[int], *, round: int, update_bytes: float, in_step: bool
+    ) -> None:
         """Advance `now` by a round of these workers with shards of these sizes.
 
         Args:
+            round: its number.
             update_bytes: mean size of an update, or of a gradient, as it is sent.
             in_step: the workers wait for each other at each step, not only at the end of the round.
         """
         nbytes = self._other_bytes + update_bytes
-        steps = [self._schedule.steps_for(size) for size in sizes]
+        steps = [self._schedule.of(k, round).steps_for(size) for k, size in zip(cohort, sizes, strict=True)]
         if not in_step:
             self._pass(list(zip(cohort, steps, strict=True)), nbytes)
             return

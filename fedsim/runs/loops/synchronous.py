@@ -63,10 +63,11 @@ class SynchronousLoop:
         sizes = [engine.shared.shards.size(worker) for worker in cohort]
         if self._virtual:
             in_step = task.sync_in(round) == "gradients"
-            self._virtual.pass_round(cohort, sizes, update_bytes=sent.nbytes / sent.count, in_step=in_step)
+            mean_bytes = sent.nbytes / sent.count
+            self._virtual.pass_round(cohort, sizes, round=round, update_bytes=mean_bytes, in_step=in_step)
         self._warn_of_attack_without_honest_rows(round, cohort, sizes)
         schedule = self._prepared.schedule
-        samples = [schedule.samples_for(size) for size in sizes]
+        samples = [schedule.of(k, round).samples_for(size) for k, size in zip(cohort, sizes, strict=True)]
         counted = [0 if worker in stats.excluded else n for worker, n in zip(cohort, samples, strict=True)]
         test_loss, test_accuracy, attack_success = results
         return RoundRecord(
@@ -93,7 +94,8 @@ class SynchronousLoop:
         if self._warned or not task.byzantine or not task.attack.needs_honest:
             return
         in_steps = task.sync_in(round) == "gradients"
-        counts = [task.schedule.steps_for(size) if in_steps else 1 for size in sizes]  # of aggregations
+        steps = [task.schedule.of(k, round).steps_for(size) for k, size in zip(cohort, sizes, strict=True)]
+        counts = steps if in_steps else [1] * len(cohort)  # of aggregations
         honest = [count for worker, count in zip(cohort, counts, strict=True) if worker not in task.byzantine]
         if max(counts) > max(honest, default=0):
             self._warned = True

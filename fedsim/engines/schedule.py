@@ -1,0 +1,106 @@
+"""The local work of workers between two synchronisations: how many epochs or steps, of which batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fedsim.core.randomness import draw_key
+
+
+@dataclass(frozen=True)
+class DrawnAmount:
+    """A number of epochs or steps that is drawn for each worker and round, uniformly from `values`."""
+
+    values: Sequence[int]
+    seed: int
+
+    def of(self, worker: int, round: int) -> int:
+        """The number of a worker in a round: a pure function of (seed, "local_work", round, worker)."""
+        return self.values[draw_key(self.seed, "local_work", round, worker) % len(self.values)]
+
+
+Amount = int | tuple[int, ...] | DrawnAmount  # the same for all workers, one for each worker, or drawn
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The local work of a worker between two synchronisations: whole local epochs, or a number of steps.
+
+    If the amount differs between workers or rounds, only the schedule that `of` returns has a number of steps.
+
+    >>> from fedsim.engines.schedule import DrawnAmount, Schedule
+    >>> schedule = Schedule(batch_size=10, epochs=DrawnAmount(range(1, 6), seed=0))
+    >>> [schedule.of(worker, round=1).steps_for(n_samples=25) for worker in range(6)]
+    [12, 12, 15, 6, 15, 3]
+    """
+
+    batch_size: int
+    epochs: Amount | None = 1
+    steps: Amount | None = None
+    drop_last: bool = False
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the amount of work is drawn for each worker and round."""
+        return isinstance(self._amount, DrawnAmount)
+
+    @property
+    def _amount(self) -> Amount:
+        amount = self.epochs if self.steps is None else self.steps
+        assert amount is not None
+        return amount
+
+    def of(self, worker: int, round: int) -> Schedule:
+        """The schedule of one worker in one round."""
+        amount = self._amount
+        if isinstance(amount, int):
+            return self
+        return self._with(amount[worker] if isinstance(amount, tuple) else amount.of(worker, round))
+
+    def longest(self, worker: int) -> Schedule:
+        """The schedule of the longest round that a worker can have."""
+        return self._with(max(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
+
+    def _with(self, amount: int) -> Schedule:
+        return replace(self, epochs=amount) if self.steps is None else replace(self, steps=amount)
+
+    def samples_per_epoch(self, n_samples: int) -> int:
+        """Samples that a worker with this many goes through in one epoch.
+
+        With `drop_last` all but those of a last batch that is smaller than the others; a shard smaller than a batch is
+        one batch all the same.
+        """
+        left_out = n_samples % self.batch_size if self.drop_last and n_samples > self.batch_size else 0
+        return n_samples - left_out
+
+    def batches_per_epoch(self, n_samples: int) -> int:
+        """Batches, so steps, of such an epoch."""
+        return -(-self.samples_per_epoch(n_samples) // self.batch_size)
+
+    def steps_for(self, n_samples: int) -> int:
+        """Steps that a worker with this many samples takes in one round."""
+        amount = self._amount
+        assert isinstance(amount, int), "`of` gives the schedule of a worker in a round"
+        return amount if self.steps is not None else amount * self.batches_per_epoch(n_samples)
+
+    def samples_for(self, n_samples: int) -> int:
+        """Samples that a worker with this many goes through in one round, repetitions counted."""
+        return self.samples_in(self.steps_for(n_samples), n_samples)
+
+    def samples_in(self, steps: int, n_samples: int) -> int:
+        """The same for so many steps from the start of a round."""
+        epochs, steps = divmod(steps, self.batches_per_epoch(n_samples))
+        return epochs * self.samples_per_epoch(n_samples) + steps * self.batch_size
+
+    def batch_size_at(self, step: int, n_samples: int) -> int:
+        """Samples in a worker's batch number `step` (from 0) of a round; 0 when its round is over by then."""
+        if step >= self.steps_for(n_samples):
+            return 0
+        before = step % self.batches_per_epoch(n_samples) * self.batch_size
+        return min(self.batch_size, self.samples_per_epoch(n_samples) - before)
+
+    def smallest_batch(self, n_samples: int) -> int:
+        """Samples in the smallest batch of a round."""
+        last = min(self.steps_for(n_samples), self.batches_per_epoch(n_samples)) - 1
+        return self.batch_size_at(last, n_samples)

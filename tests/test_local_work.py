@@ -1,0 +1,164 @@
+"""Local work that differs between workers and rounds, against plain PyTorch loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fedsim
+from fedsim.core.randomness import batch_order
+from fedsim.engines.schedule import DrawnAmount, Schedule
+from fedsim.errors import ExperimentError
+from tests.asynchronous.test_clock_runs import points
+from tests.test_drop_last import zero
+
+BATCH, LR, ROUNDS, WORKERS = 4, 0.1, 3, 4
+
+EXPERIMENT = {
+    "rounds": ROUNDS,
+    "workers": WORKERS,  # of 15 samples each, so batches of 4, 4, 4 and 3
+    "engine": "serial",
+    "precision": "float64",
+    "model": {"name": "tests.test_drop_last:zero"},
+    "data": "tests.asynchronous.test_clock_runs:points",
+    "aggregate": "mean",
+}
+STACKED = {"engine": "batched", "processes": 1, "batched": {"width": 3}}
+ENGINES = {"serial": {}, "stacks": STACKED}
+
+
+def of_local(**local):
+    return {**EXPERIMENT, "local": {"batch_size": BATCH, "lr": LR, **local}}
+
+
+def batches(train, shard, worker, round):
+    """Yield a worker's batches without end."""
+    epoch = 0
+    while True:
+        order = shard[batch_order(0, round, worker, epoch, len(shard)).numpy()]
+        yield from (train.gather(torch.from_numpy(order[at : at + BATCH])) for at in range(0, len(order), BATCH))
+        epoch += 1
+
+
+def averaged(steps_of, train_round):
+    """The global row of federated averaging, where `train_round(model, batches, round)` is a worker's round."""
+    train = points(None)[0].to(torch.device("cpu"), torch.float64)
+    shards = [subset.indices.numpy() for subset in fedsim.dataset_split(train, WORKERS, "iid", 0)]
+    row = torch.zeros(21, dtype=torch.float64)
+    for round in range(1, ROUNDS + 1):
+        rows = []
+        for worker, shard in enumerate(shards):
+            model = zero().double()
+            nn.utils.vector_to_parameters(row.clone(), model.parameters())
+            source = batches(train, shard, worker, round)
+            train_round(model, [next(source) for _ in range(steps_of(worker, round))], round)
+            rows.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+        row = torch.stack(rows).mean(0)
+    return row
+
+
+def sgd_round(model, batches, round):
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def drawn(values):
+    return DrawnAmount(values, seed=0).of
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("local", "steps_of"),
+    [
+        ({"steps": [1, 7, 2, 5]}, lambda worker, round: [1, 7, 2, 5][worker]),
+        ({"epochs": [3, 1, 1, 2]}, lambda worker, round: 4 * [3, 1, 1, 2][worker]),
+        ({"steps": {"uniform": [1, 9]}}, drawn(range(1, 10))),
+        ({"epochs": {"choice": [1, 5]}}, lambda worker, round: 4 * drawn((1, 5))(worker, round)),
+    ],
+    ids=["listed steps", "listed epochs", "drawn steps", "drawn epochs"],
+)
+def test_each_worker_takes_its_own_number_of_steps(local, steps_of, engine):
+    result = fedsim.run({**of_local(**local), **ENGINES[engine]})
+    assert torch.allclose(result.global_row, averaged(steps_of, sgd_round), rtol=0, atol=1e-12)
+    sizes = [4, 4, 4, 3]
+    for record in result.history:
+        steps = [steps_of(worker, record["round"]) for worker in range(WORKERS)]
+        assert record["samples"] == [sum(sizes[step % 4] for step in range(count)) for count in steps]
+
+
+def test_amounts_are_drawn_uniformly_for_each_worker_and_round():
+    amount = DrawnAmount(range(1, 6), seed=3)
+    values = [amount.of(worker, round) for worker in range(100) for round in range(1, 51)]
+    assert set(values) == {1, 2, 3, 4, 5}
+    assert all(abs(values.count(value) / len(values) - 0.2) < 0.03 for value in range(1, 6))
+    assert values[:50] != values[50:100]
+    assert [DrawnAmount(range(1, 6), seed=4).of(worker, 1) for worker in range(50)] != values[::50][:50]
+
+
+def test_averaged_gradients_end_for_a_worker_after_its_own_steps():
+    """The last steps of a round average the gradients of the workers that have steps left."""
+    result = fedsim.run({**of_local(steps=[1, 2, 2, 2]), "sync": "gradients", "rounds": 1})
+    train = points(None)[0].to(torch.device("cpu"), torch.float64)
+    shards = [subset.indices.numpy() for subset in fedsim.dataset_split(train, WORKERS, "iid", 0)]
+    sources = [batches(train, shard, worker, 1) for worker, shard in enumerate(shards)]
+    model = zero().double()
+    for workers in (range(4), range(1, 4)):
+        losses = [F.cross_entropy(model(inputs), targets) for inputs, targets in (next(sources[k]) for k in workers)]
+        gradients = torch.autograd.grad(sum(losses) / len(losses), list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= LR * gradient
+    assert torch.allclose(result.global_row, nn.utils.parameters_to_vector(model.parameters()), rtol=0, atol=1e-12)
+
+
+def test_virtual_time_waits_for_the_longest_drawn_work():
+    tables = {**of_local(steps={"uniform": [1, 9]}), "mode": "clock", "clock": {"base": 2.0}}
+    history = fedsim.run(tables).history
+    longest = [max(drawn(range(1, 10))(worker, round) for worker in range(WORKERS)) for round in range(1, ROUNDS + 1)]
+    assert [record["virtual_seconds"] for record in history] == [2.0 * sum(longest[:n]) for n in (1, 2, 3)]
+
+
+def test_on_the_clock_a_policy_that_takes_models_draws_the_work_of_each_round_of_a_worker():
+    tables = {**of_local(steps={"choice": [1, 8]}), "mode": "clock", "policy": "fedasync"}
+    del tables["aggregate"]
+    history = fedsim.run(tables).history
+    longest = fedsim.run({**tables, "local": {**tables["local"], "steps": 8}}).history
+    assert history[-1]["virtual_seconds"] < longest[-1]["virtual_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        ({"local": {"epochs": [1, 2]}}, r"local.epochs = \[1, 2\]: must be 4 numbers, one per worker, not 2"),
+        ({"local": {"epochs": {"uniform": [5, 1]}}}, "with low <= high"),
+        ({"local": {"steps": {"choice": []}}}, "must be an integer, a list of integers"),
+        ({"local": {"steps": {"normal": [1, 2]}}}, "must be an integer, a list of integers"),
+        ({"local": {"steps": [1, 2, 0, 1]}}, "must be greater than 0"),
+        ({"local": {"steps": [1, 2, 3, 1]}, "aggregate": "fltrust"}, "the server train too, which is not in the list"),
+        (
+            {"local": {"steps": {"choice": [1, 2]}}, "policy": "asgd", "mode": "clock"},
+            "a worker sends each gradient and has no rounds; use a number",
+        ),
+    ],
+)
+def test_work_without_a_meaning_is_refused(tables, line):
+    with pytest.raises(ExperimentError, match=line):
+        fedsim.Experiment(workers=4, **tables)
+
+
+def test_a_table_of_work_replaces_what_a_file_says(tmp_path):
+    path = tmp_path / "experiment.toml"
+    path.write_text("[local]\nsteps = 3\n")
+    experiment = fedsim.load_experiment(path, local={"epochs": {"uniform": [1, 5]}})
+    assert (experiment.local.epochs, experiment.local.steps) == ({"uniform": [1, 5]}, None)
+
+
+def test_the_longest_round_of_a_worker_is_checked():
+    schedule = Schedule(batch_size=4, steps=DrawnAmount((1, 4), seed=0))
+    assert schedule.longest(0).smallest_batch(13) == 1
+    assert Schedule(batch_size=4, steps=(1, 4)).longest(0).smallest_batch(13) == 4
