@@ -4,22 +4,46 @@
     send(server state)               -- received -->    start_round(rows, worker) -> state of the steps
                                                         step(rows, gradients, state), for each batch
     receive(server state, sums, ...) <-- messages --    finish(rows, state, worker) -> messages
+    correct(update, server state, ...)
 
 The rows travel besides. Every method is a function of tensors [..., d] for rows and [..., 1] for numbers, so the same
-code works on one worker and on a stack of workers. `step` also works on columns; it is element-wise.
+code works on one worker and on a stack of workers. `step` also works on columns; it is element-wise. An algorithm that
+needs whole rows, or more gradients in a step, sets `element_wise = False` and defines `step_rows` in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.clients.solver import OuterProductGrad, Solver, State
+
+GradientAt = Callable[[Tensor], Tensor]
+
+
+class WorkerFacts(NamedTuple):
+    """One round of one worker, in numbers.
+
+    Attributes:
+        worker: its number.
+        round: number of its round, from 1.
+        steps: how many local steps the round has.
+        steps_per_epoch: how many steps are one pass over the worker's samples.
+        samples: how many samples the worker has.
+        weight: its weight in the aggregation, before the weights are divided by their sum.
+    """
+
+    worker: int
+    round: int
+    steps: int
+    steps_per_epoch: int
+    samples: int
+    weight: float
 
 
 @dataclass
@@ -28,40 +52,59 @@ class WorkerRound:
 
     Attributes:
         received: what `send` returned when the workers got their rows, [d] or [1], or [k, d] or [k, 1].
-        kept: the workers' own state, [..., d] or [..., 1]. `finish` may change it; `start_round` must not.
-        facts: worker, round and number of local steps of each.
+        kept: the workers' own state, [..., w]. `finish` may change it; `start_round` must not.
+        facts: of each worker.
         rows: the rows, [d] or [k, d].
+        full_gradient: the mean gradient of all samples of each worker at the row it was sent, [..., d]; None unless the
+            algorithm declares `full_gradient`.
     """
 
     received: State
     kept: State
-    facts: Sequence[tuple[int, int, int]]
+    facts: Sequence[WorkerFacts]
     rows: Tensor
+    full_gradient: Tensor | None = None
 
     @cached_property
     def workers(self) -> Tensor:
         """The numbers of the workers, int64 [..., 1]."""
-        return self._column(0)
+        return self._column([fact.worker for fact in self.facts])
 
     @cached_property
     def rounds(self) -> Tensor:
         """The number of the worker's round, from 1, int64 [..., 1]."""
-        return self._column(1)
+        return self._column([fact.round for fact in self.facts])
 
     @cached_property
     def steps(self) -> Tensor:
         """How many local steps the round has, int64 [..., 1]."""
-        return self._column(2)
+        return self._column([fact.steps for fact in self.facts])
 
-    def _column(self, number: int) -> Tensor:
-        values = torch.tensor([fact[number] for fact in self.facts], device=self.rows.device)
-        return values.view(*self.rows.shape[:-1], 1)
+    @cached_property
+    def steps_per_epoch(self) -> Tensor:
+        """How many steps are one pass over the worker's samples, int64 [..., 1]."""
+        return self._column([fact.steps_per_epoch for fact in self.facts])
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """The weights of the workers in the aggregation, of the rows' type [..., 1]."""
+        return self._column([fact.weight for fact in self.facts]).to(self.rows.dtype)
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        dtype = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
+        return torch.tensor(values, dtype=dtype, device=self.rows.device).view(*self.rows.shape[:-1], 1)
 
 
 class ClientAlgorithm:
     """A client algorithm: a frozen dataclass that derives from this class and overrides what it needs.
 
     The defaults keep nothing, send nothing besides the row, and need `step` only. `fedsim.clients.SGD` is one.
+
+    Attributes:
+        element_wise: whether `step` works on any columns of rows. If not, `step_rows` is called, with whole rows.
+        uses_start_row: whether the steps use the row that the worker was sent.
+        full_gradient: whether a round begins with the gradient of each worker over all its samples, which costs one
+            pass over them: `WorkerRound.full_gradient`.
 
     Cost: each row that `worker_state` names takes d numbers for each worker that has taken part.
 
@@ -70,8 +113,16 @@ class ClientAlgorithm:
     ({}, (0, 0))
     """
 
+    element_wise: ClassVar[bool] = True
+    uses_start_row: ClassVar[bool] = False
+    full_gradient: ClassVar[bool] = False
+
+    def for_model(self, module: nn.Module) -> ClientAlgorithm:
+        """The algorithm for a model: itself, or a copy that knows, for example, which columns are personal."""
+        return self
+
     def worker_state(self, row: Tensor) -> State:
-        """What a worker keeps, before its first round: tensors [d] or [1]. `row` [d] is the first global model."""
+        """What a worker keeps, before its first round: tensors [w]. `row` [d] is the first global model."""
         return {}
 
     def server_state(self, row: Tensor) -> State:
@@ -79,7 +130,7 @@ class ClientAlgorithm:
         return {}
 
     def message(self, row: Tensor) -> State:
-        """Zeros in the shapes [d] or [1] of what a worker sends besides its row."""
+        """Zeros in the shapes [w] of what a worker sends besides its row."""
         return {}
 
     def send(self, server: State) -> State:
@@ -102,6 +153,16 @@ class ClientAlgorithm:
         """The same step for weights [k, o, i], along a gradient that is given by its factors."""
         self.step(rows, product.computed(), state)
 
+    def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
+        """One step of whole rows, in place, instead of `step` where `element_wise` is False.
+
+        Args:
+            rows, gradients: [..., d].
+            state: is changed in place.
+            gradient_at: the gradients [..., d] of the same batches at other points [..., d], with the same masks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define `step_rows`")
+
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
         """End a round: the messages, as `message` names them. May change `worker.kept` and `rows` [..., d]."""
         return {}
@@ -116,6 +177,35 @@ class ClientAlgorithm:
             population: how many workers the experiment has.
         """
 
+    def receive_gradients(self, server: State, mean: Tensor) -> None:
+        """Change the server's state in place before a round; `mean` [d] is that of the cohort's full gradients.
+
+        `send` comes afterwards. Only if `full_gradient`, and only where a cohort begins its round together.
+        """
+
+    def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
+        """Change the aggregated update [columns] in place, before the server optimizer moves the global row by it.
+
+        Element-wise. `server` has the same columns of the server's rows, which may change too, and its numbers [1],
+        which must not; `workers` and `population` as in `receive`, which comes before.
+        """
+
+    def send_gradients(self, gradients: Tensor, kept: State) -> None:
+        """Change what workers send at a step of a round of gradients, [..., d], and what they keep, in place."""
+
+    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
+        """The personal models [..., d] of workers, from the global model `rows` [..., d] and what they keep."""
+        return rows
+
+    def has(self, method: str) -> bool:
+        """Whether the algorithm defines a method itself, so that it has to be called."""
+        return getattr(type(self), method) is not getattr(ClientAlgorithm, method)
+
+    @property
+    def alters_gradients(self) -> bool:
+        """Whether workers send something else than their gradients in a round of gradients."""
+        return self.has("send_gradients")
+
     def numbers_sent(self, d: int) -> tuple[int, int]:
         """How many numbers a worker receives and sends in a round besides its row [d]."""
         row = torch.empty(d, device="meta")
@@ -128,6 +218,7 @@ class SolverOnly(ClientAlgorithm):
 
     def __init__(self, solver: Any) -> None:
         self.solver = solver
+        self.uses_start_row = getattr(solver, "uses_start_row", False)  # type: ignore[misc]
         for name in ("start", "step", "step_fused"):
             if hasattr(solver, name):
                 setattr(self, name, getattr(solver, name))
@@ -145,6 +236,14 @@ def exchanges(algorithm: ClientAlgorithm) -> bool:
     """Whether an algorithm keeps worker state or sends anything besides rows, either way."""
     row = torch.zeros(2)
     return any((algorithm.worker_state(row), algorithm.server_state(row), algorithm.message(row)))
+
+
+def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
+    """Whether an algorithm needs rounds of local steps, since it does more than to step along a gradient."""
+    if algorithm.alters_gradients:
+        return False
+    needs = (algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct"))
+    return any(needs) or exchanges(algorithm)
 
 
 def step_along(solver: ClientAlgorithm, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:

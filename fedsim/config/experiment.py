@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from fedsim.aggregation import Pipeline
-from fedsim.clients import as_algorithm, exchanges
+from fedsim.clients import ClientAlgorithm, exchanges, needs_local_steps
 from fedsim.config.plugs import keys_of_plug
 from fedsim.config.schema import (
     Aggregate,
@@ -167,13 +167,18 @@ class Experiment(Table):
 
     @property
     def needs_local_steps(self) -> bool:
-        """Whether the client algorithm uses the row it was sent, keeps worker state, or exchanges more than rows."""
-        return getattr(self.local.plug.target, "uses_start_row", False) or self.exchanges
+        """Whether the client algorithm needs rounds of local steps."""
+        return needs_local_steps(self.client_algorithm)
 
     @property
     def exchanges(self) -> bool:
         """Whether the client algorithm keeps worker state or exchanges more than rows with the server."""
-        return exchanges(as_algorithm(self.local.bind()))
+        return exchanges(self.client_algorithm)
+
+    @property
+    def client_algorithm(self) -> ClientAlgorithm:
+        """What workers do, before it knows the model."""
+        return self.local.bind()
 
     @property
     def local_lr(self) -> float | None:

@@ -13,7 +13,7 @@ from fedsim.asynchronous.clock.noises import noise
 from fedsim.asynchronous.clock.speeds import speed
 from fedsim.asynchronous.policies import policy
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
-from fedsim.clients import solver
+from fedsim.clients import ClientAlgorithm, KeptState, as_algorithm, solver
 from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.learning_task import LearningTask, learning_task
 from fedsim.core.objects import Name
@@ -128,6 +128,11 @@ class Local(PlugTable):
     steps: LocalWork | None = None
     batch_size: Amount = 10
     drop_last: bool = False
+    keep_state: bool = False  # whether a worker's solver continues with its state (momentum, ...) of its last round
+
+    def bind(self) -> ClientAlgorithm:
+        algorithm = as_algorithm(super().bind())
+        return KeptState(algorithm) if self.keep_state else algorithm
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:

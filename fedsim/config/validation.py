@@ -173,6 +173,8 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
         )
     if experiment.rounds_of_gradients and experiment.needs_local_steps:
         yield _needs_local_steps(experiment, f"sync={sync}")
+    if sync != "gradients" and experiment.client_algorithm.alters_gradients:
+        yield f'local.momentum_at = "worker": needs sync=gradients, not {sync}; omit it'
 
 
 def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
@@ -271,6 +273,10 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
         yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers work; omit it"
     if policy.work == "gradient" and experiment.needs_local_steps:
         yield _needs_local_steps(experiment, where)
+    algorithm = experiment.client_algorithm
+    if algorithm.has("correct") or algorithm.has("receive_gradients"):
+        solver = f"local.solver = {show(experiment.local.solver)}"
+        yield f"{solver}: needs rounds in which a cohort is aggregated, and {where} has none; use mode=rounds"
     if policy.needs_momentum and not experiment.local.bind().start(torch.zeros(1)):
         yield f"{where}: needs momentum; set local.momentum"
     try:

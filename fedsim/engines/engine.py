@@ -125,6 +125,16 @@ class Engine:
         received = message_bytes(self._task, self.shared)[0]
         return self._backend.run(Executor.pull_down, cohort, round)[0] + len(cohort) * received
 
+    def full_gradients(self, cohort: Sequence[int], round: int) -> None:
+        """Compute the gradients of the cohort over all samples, for client algorithms that ask for them."""
+        algorithm = self._task.solver
+        if not algorithm.full_gradient:
+            return
+        self._backend.run(Executor.full_gradients, cohort, round)
+        if algorithm.has("receive_gradients"):
+            sums = self.worker_states.sums({"gradient": self.shared.full_gradients}, range(len(cohort)))
+            algorithm.receive_gradients(self.shared.server_state, sums["gradient"] / len(cohort))
+
     def train(self, cohort: Sequence[int], round: int) -> None:
         """Train every member of the cohort on its shard. The rows hold the members' updates afterwards."""
         self._backend.run(Executor.train, cohort, round)
@@ -159,17 +169,17 @@ class Engine:
         return replace(stats[0], sent=SentUpdates.total(each.sent for each in stats))
 
     def receive(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> int:
-        """Store the state that workers keep, and give the server their messages; the bytes of these.
-
-        The state and the messages of the excluded workers are dropped.
-        """
-        dropped = set(excluded)
-        slots = [slot for slot, worker in enumerate(cohort) if worker not in dropped]
-        self.worker_states.save([cohort[slot] for slot in slots], self.shared.worker_rows, slots)
+        """Give the server the messages of the workers that were not excluded; the bytes of all messages."""
         if self.shared.messages:
+            slots = _slots_of_others(cohort, excluded)
             sums = self.worker_states.sums(self.shared.messages, slots)
             self._task.solver.receive(self.shared.server_state, sums, len(slots), len(self.shared.shards))
         return len(cohort) * message_bytes(self._task, self.shared)[1]
+
+    def keep_worker_state(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> None:
+        """Store the state that workers keep; excluded workers keep that of before."""
+        slots = _slots_of_others(cohort, excluded)
+        self.worker_states.save([cohort[slot] for slot in slots], self.shared.worker_rows, slots)
 
     def train_apart(self, members: Sequence[WorkItem]) -> None:
         """Train rows from their current values, each for a round or for one step."""
@@ -230,3 +240,9 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _slots_of_others(cohort: Sequence[int], excluded: Sequence[int]) -> list[int]:
+    """The slots of the cohort without the excluded workers."""
+    dropped = set(excluded)
+    return [slot for slot, worker in enumerate(cohort) if worker not in dropped]

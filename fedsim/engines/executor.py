@@ -95,6 +95,12 @@ class Executor:
         synchronize(task.device)
         return len(cohort) * nbytes
 
+    def full_gradients(self, cohort: Sequence[int], round: int) -> None:
+        """Compute the gradients of this process's members of the cohort over all their samples."""
+        with self.in_precision():
+            self.trainer.full_gradients(self._mine(cohort, round))
+        synchronize(self.task.device)
+
     def train(self, cohort: Sequence[int], round: int) -> None:
         """Train this process's members of the cohort, each on its own row and shard; their rows become updates."""
         members = self._mine(cohort, round)
@@ -114,6 +120,8 @@ class Executor:
     def train_mine(self, members: Sequence[WorkItem]) -> None:
         """Train members of this process alone."""
         with self.in_precision():
+            if self.task.solver.full_gradient:
+                self.trainer.full_gradients(members)
             self.trainer.train(members)
         synchronize(self.task.device)
 
@@ -204,7 +212,8 @@ class Executor:
         If a row is not finite, the result is None, with the global row and the buffers as before. Such a row may also
         make a model or a rule fail, so any error repeats the round with a check at each step.
         """
-        had_last, buffers = self.aggregator.has_last, self.shared.buffers.clone()
+        had_last = self.aggregator.has_last
+        before = {name: rows.clone() for name, rows in self.shared.worker_rows.items()}
         check.begin()
         try:
             stats = self._steps_together(cohort, round)
@@ -213,7 +222,8 @@ class Executor:
         if check.end(failed=stats is None):
             return stats
         self.aggregator.has_last = had_last
-        self.shared.buffers.copy_(buffers)
+        for name, rows in before.items():
+            self.shared.worker_rows[name].copy_(rows)
         return None
 
     def _step_together(

@@ -33,6 +33,7 @@ class RowAggregator:
 
     Attributes:
         result: the aggregated update in this process's columns, after `aggregate`.
+        workers: of how many workers the last aggregation used the rows.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class RowAggregator:
         self._first = process.index == 0
         self._state: dict[str, Tensor] = {}  # of the rule
         self._number = 0  # of aggregations so far, the same in every process
+        self.workers = 0  # whose rows the current aggregation uses
         self._sync: Sync = task.sync_in(1)  # of the current aggregation
         self._sent = shared.global_row
         self._known_shares: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)  # weights, rows, their shares
@@ -118,6 +120,7 @@ class RowAggregator:
         """
         rule, self._sync = self._task.rule, self._task.sync_in(context.moment[0])
         inputs, bad = self._screened(context, bad)
+        self.workers = len(inputs.updates)
         if rule.columnwise:
             rows, shares = inputs.rows(), self._shares(context, inputs, bad)
             self.result = [
@@ -140,10 +143,12 @@ class RowAggregator:
             bad: positions of the rows that are not finite.
         """
         inputs, bad = self._screened(context, bad)
+        self.workers = len(inputs.updates)
         return _stats(context, bad, self._shares(context, inputs, bad))
 
-    def set_result(self, context: AggregationContext, update: Tensor) -> None:
-        """Set the aggregated update [d], which the caller has computed."""
+    def set_result(self, context: AggregationContext, update: Tensor, bad: list[int]) -> None:
+        """Set the aggregated update [d], which the caller has computed without the rows at the positions `bad`."""
+        self.workers = len(context.slots) - len(bad)
         self._sync, self.result = self._task.sync_in(context.moment[0]), [(slice(None), update)]
 
     def server_step(self) -> None:
@@ -151,9 +156,18 @@ class RowAggregator:
         for block, update in self.result:
             if task.keeps_last:
                 shared.last[block] = update
+            self._correct(update, block)
             task.stepper(self._sync).step(shared.global_row[block], update, self._state_of(block))
         self.result = []
         self.has_last = task.keeps_last
+
+    def _correct(self, update: Tensor, block: slice) -> None:
+        """Let the client algorithm correct an update in place."""
+        shared, algorithm = self._shared, self._task.solver
+        if self._sync == "parameters" and algorithm.has("correct"):
+            d = len(shared.global_row)
+            server = {name: kept[block] if len(kept) == d else kept for name, kept in shared.server_state.items()}
+            algorithm.correct(update, server, self.workers, len(shared.shards))
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
         if self._first and combines_buffers(self._task, self._shared):

@@ -130,6 +130,7 @@ class SharedState:
         global_buffers, buffers: the same for buffers, float64 [b] and [cohort, b].
         kept: the cohort's worker state, tensors [cohort, w]; see `fedsim.clients.ClientAlgorithm` and `WorkerStates`.
         messages: what the workers of the cohort send besides their rows, tensors [cohort, w].
+        full_gradients: [cohort, d], of all samples of each worker, if the client algorithm asks for them; else [0, d].
         server_state: what the server keeps for the client algorithm, tensors [w].
         received: what each worker was sent besides its row, tensors [cohort, w], if workers do not start together.
         states: what the server optimizer ("parameters") and the solver ("gradients") keep of the global row, tensors
@@ -153,6 +154,7 @@ class SharedState:
     buffers: Tensor
     kept: State
     messages: State
+    full_gradients: Tensor
     server_state: State
     received: State
     states: dict[Sync, State]
@@ -204,6 +206,7 @@ class SharedState:
             buffers=new_rows(n_rows, layout.n_buffer_values, wide, task.device),
             kept=for_each(task.solver.worker_state(global_row)),
             messages=for_each(task.solver.message(global_row)),
+            full_gradients=new_rows(n_rows if task.solver.full_gradient else 0, layout.d, task.dtype, task.device),
             server_state=server_state,
             received={} if task.in_rounds else for_each(task.solver.send(server_state)),
             states={sync: task.stepper(sync).start(global_row) for sync in task.syncs if ranks == 1},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -212,6 +212,8 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         single_steps=_sends_gradients(experiment),
     )
     checks.check_model(experiment, task)
+    if task.solver.has("for_model"):
+        task = replace(task, solver=task.solver.for_model(task.new_module()))
     return task
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsim.core.rows import ALIGNMENT
+from fedsim.engines.distributed.process_group import RankGroup
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class Columns:
         padded = row.new_zeros(self.width * self.count)
         padded[: self.d] = row
         return padded
+
+    def whole(self, group: RankGroup, row: Tensor, purpose: str) -> Tensor:
+        """A row [d] with the columns of every rank, from rows in which each rank has set its own columns."""
+        padded = self.padded(row)
+        group.all_gather(padded, purpose)
+        return padded[: self.d]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,10 @@ class RankAggregator:
         width = columns.size(group.index) if exchanges_columns else 0
         self._column_rows = new_rows(n_rows, width, task.dtype, task.device)
         last = shared.last[own] if task.keeps_last else shared.last
-        self._part = self._aggregator_of(global_row=self._own_columns, last=last, rows=self._column_rows)
+        server = {name: kept[own] if len(kept) == columns.d else kept for name, kept in shared.server_state.items()}
+        self._part = self._aggregator_of(
+            global_row=self._own_columns, last=last, rows=self._column_rows, server_state=server
+        )
         self._first = FirstRank(group, task, shared, n_rows, root_slot, self._aggregator_of)
         self._gathered = 0  # the number of the aggregation whose rows the first rank has
         self._number = 0  # of aggregations so far
@@ -147,11 +150,19 @@ class RankAggregator:
             sync, update = self._whole_update
             if self._task.keeps_last:
                 self._shared.last.copy_(update)
+            if sync == "parameters":
+                workers, population = self._part.workers, len(self._shared.shards)
+                self._task.solver.correct(update, self._shared.server_state, workers, population)
             self._task.stepper(sync).step(self._shared.global_row, update, {})
             self._whole_update, self.has_last = None, self._task.keeps_last
             return
         self._part.server_step()
         self._group.all_gather(self._global_buffer, "aggregate")
+        if self._task.solver.has("correct"):  # it may have changed the server's state, here of own columns only
+            columns = self._columns
+            for kept in self._shared.server_state.values():
+                if len(kept) == columns.d:
+                    kept.copy_(columns.whole(self._group, kept, "aggregate"))
         if self._task.keeps_last:
             self._group.all_gather(self._last_buffer, "aggregate")
 
@@ -188,10 +199,9 @@ class RankAggregator:
         tensors = shared.state_dict()
         for sync, state in shared.states.items():
             for name, part in state.items() if sync not in self._whole_states else ():
-                buffer = columns.padded(shared.global_row)
-                buffer[columns.part(self._group.index)] = part
-                self._group.all_gather(buffer, "checkpoint")
-                tensors[f"{sync}.{name}"] = buffer[: columns.d]
+                row = torch.empty_like(shared.global_row)
+                row[columns.part(self._group.index)] = part
+                tensors[f"{sync}.{name}"] = columns.whole(self._group, row, "checkpoint")
         return tensors
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
@@ -240,7 +250,7 @@ class RankAggregator:
         for place, slot in enumerate(context.slots):
             rank, row = self.placement.rows[slot]
             bad[place] = rank == self._group.index and row in rows
-        self._part.linear_stats(context, _marked(self._group.all_reduce(bad, "facts")))
+        self._part.linear_stats(context, self._group.all_reduce(bad, "facts").nonzero().flatten().tolist())
         assert self._task.hook is not None
         raise ExperimentError(
             f"round {context.moment[0]}: the mean of the gradients is not finite, though each of them is "
@@ -269,7 +279,7 @@ class RankAggregator:
         self._group.all_reduce(facts, "facts")
         if with_losses:
             self._slot_losses[list(context.slots)] = facts[1]
-        return _marked(facts[0])
+        return facts[0].nonzero().flatten().tolist()
 
     def _sum(self, context: AggregationContext, places: list[list[int]]) -> AggregationStats:
         """A linear rule, and a server step without a state: one sum over the ranks gives all of them the update.
@@ -294,7 +304,7 @@ class RankAggregator:
         stats = self._part.linear_stats(context, bad)
         parts = columns.parts(self._weighted_sum(context, places, stats))
         received = group.exchange(parts, [columns.size(group.index)] * group.count, "aggregate")
-        self._part.set_result(context, torch.stack(received).sum(0))
+        self._part.set_result(context, torch.stack(received).sum(0), bad)
         return stats
 
     def _weighted_sum(self, context: AggregationContext, places: list[list[int]], stats: AggregationStats) -> Tensor:
@@ -324,7 +334,7 @@ class RankAggregator:
             ((_, update),) = self._first.aggregator.result
             parts = columns.parts(update)
         sizes = [columns.size(group.index)] + [0] * (group.count - 1)
-        self._part.set_result(context, group.exchange(parts, sizes, "aggregate")[0])
+        self._part.set_result(context, group.exchange(parts, sizes, "aggregate")[0], bad)
         return stats
 
     def _gather(self, context: AggregationContext) -> None:
@@ -337,7 +347,3 @@ class RankAggregator:
 
     def _reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
         return self._group.all_reduce(values, "products", {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])
-
-
-def _marked(facts: Tensor) -> list[int]:
-    return facts.nonzero().flatten().tolist()

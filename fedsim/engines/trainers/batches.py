@@ -181,7 +181,7 @@ class BatchSource:
         workers = [worker for worker, *_ in wanted]
         keys = [draw_key(task.seed, "batches", round, worker) for worker, round, _ in wanted]
         sizes = [self.size(worker) for worker in workers]
-        shards, starts = self._shards_of(workers)
+        shards, starts = self.shards_of(workers)
         lengths = [size + size % 2 for size in sizes]
         blocks = [0, *accumulate(length // 2 for length in lengths)]
         table = torch.tensor([keys, [epoch for *_, epoch in wanted], sizes, blocks[:-1], starts]).to(task.device)
@@ -190,7 +190,7 @@ class BatchSource:
         counts = map(task.schedule.samples_per_epoch, sizes)
         return {epoch: order[:count] for epoch, order, count in zip(wanted, positions, counts, strict=True)}
 
-    def _shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
         """The positions of these workers' samples in one tensor on the device, and where those of each begin in it."""
         of_workers = [worker for worker in workers if worker != self.root]
         root = self._shared.root.to(self._task.device)
@@ -207,15 +207,19 @@ class BatchSource:
     def _positions_of(self, worker: int) -> Tensor:
         return self._shared.root if worker == self.root else self._shared.shards.of(worker)
 
-    def samples_seen(self, worker: int, round: int, batch_size: int) -> Batches:
+    def samples_seen(self, worker: int, round: int, batch_size: int, purpose: str = "losses") -> Batches:
         """A worker's samples once, as it sees them: by its partition's transform, and poisoned; not augmented."""
-        alter = self._alteration(worker, round, (), ("losses_view", "losses_poison"))
+        alter = self.alteration_of_view(worker, round, purpose)
         for number, (inputs, targets) in enumerate(self.shard(worker).batches(batch_size)):
             yield alter(inputs, targets, number) if alter else (inputs, targets)
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
         """The change of a worker's batches before it trains on them; None if there is none."""
         return self._alteration(worker, round, self._task.augment, ("augment", "poison"))
+
+    def alteration_of_view(self, worker: int, round: int, purpose: str) -> Alteration | None:
+        """The change of a worker's batches without augmentation, with draws for a purpose."""
+        return self._alteration(worker, round, (), (f"{purpose}_view", f"{purpose}_poison"))
 
     def _alteration(
         self, worker: int, round: int, augment: Sequence[ImageTransform], purposes: tuple[str, str]

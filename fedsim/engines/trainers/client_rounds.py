@@ -6,36 +6,64 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fedsim.clients import State, WorkerRound
+from fedsim.clients import State, WorkerFacts, WorkerRound
+from fedsim.engines.aggregator import weights_of
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 
+Index = int | slice | Tensor  # of rows in the `SharedState`: a slot, or what selects a stack
+
 
 class ClientRounds:
-    """Starts and finishes the rounds of workers, of one row [d] or of a stack [k, d].
-
-    The `index` of rows in the `SharedState` is a slot, or what selects a stack.
-    """
+    """Starts and finishes the rounds of workers, of one row [d] or of a stack [k, d]."""
 
     def __init__(self, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
-        self._algorithm, self._shared, self._batch_source = task.solver, shared, batch_source
+        self._task, self._algorithm, self._shared, self._batch_source = task, task.solver, shared, batch_source
 
-    def start(self, rows: Tensor, index: int | slice | Tensor, members: Sequence[WorkItem]) -> State:
+    def start(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> State:
         """The state of the steps; `rows` are as they were sent."""
         return self._algorithm.start_round(rows, self._round_of(rows, index, members))
 
-    def finish(self, rows: Tensor, state: State, index: int | slice | Tensor, members: Sequence[WorkItem]) -> None:
+    def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
         """Store what the workers keep and their messages; may change the rows."""
         worker = self._round_of(rows, index, members)
         for name, message in self._algorithm.finish(rows, state, worker).items():
             self._shared.messages[name][index] = message.to(self._shared.messages[name].dtype)
-        for name, kept in worker.kept.items():
-            self._shared.kept[name][index] = kept
+        self._keep(worker.kept, index)
 
-    def _round_of(self, rows: Tensor, index: int | slice | Tensor, members: Sequence[WorkItem]) -> WorkerRound:
+    def send_gradients(self, index: Index) -> None:
+        """Replace gradients, which lie in the rows, by what the workers send instead of them."""
+        if not self._algorithm.alters_gradients:
+            return
+        rows, kept = self._shared.rows[index], self._kept(index)
+        self._algorithm.send_gradients(rows, kept)
+        self._keep(kept, index)
+        if isinstance(index, Tensor):  # `rows` is a copy
+            self._shared.rows[index] = rows
+
+    def _kept(self, index: Index) -> State:
+        return {name: kept[index] for name, kept in self._shared.kept.items()}
+
+    def _keep(self, kept: State, index: Index) -> None:
+        for name, tensor in kept.items():
+            self._shared.kept[name][index] = tensor
+
+    def _round_of(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> WorkerRound:
         shared = self._shared
         received = {name: sent[index] for name, sent in shared.received.items()}
         if not received:  # all workers of a round are sent the same
             received = self._algorithm.send(shared.server_state)
-        facts = [(member.worker, member.round, self._batch_source.steps_of(member)) for member in members]
-        return WorkerRound(received, {name: kept[index] for name, kept in shared.kept.items()}, facts, rows)
+        full_gradient = shared.full_gradients[index] if self._algorithm.full_gradient else None
+        return WorkerRound(received, self._kept(index), [self._facts(m) for m in members], rows, full_gradient)
+
+    def _facts(self, member: WorkItem) -> WorkerFacts:
+        task, samples = self._task, self._batch_source.size(member.worker)
+        weights = None if member.worker == self._batch_source.root else weights_of(task, [member.worker], [samples])
+        return WorkerFacts(
+            worker=member.worker,
+            round=member.round,
+            steps=self._batch_source.steps_of(member),
+            steps_per_epoch=task.schedule.batches_per_epoch(samples),
+            samples=samples,
+            weight=1.0 if weights is None else weights.item(),
+        )

@@ -41,6 +41,8 @@ def unsafe(task: TaskSpec, probe: StackingProbe) -> str | None:
         return "where gradients are aggregated every step is a synchronisation"
     if task.single_steps:
         return "workers bring the gradient of a single step"
+    if not task.solver.element_wise:
+        return "steps of the local solver need whole rows"
     if probe.coupled:
         return "the samples of a batch see each other (BatchNorm), so short batches are trained apart"
     poisoned = any(task.attack.poison is not None for _ in task.byzantine)

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from fedsim.clients import RowOptimizer
 from fedsim.core.randomness import seed_everything
 from fedsim.core.rows import new_rows
-from fedsim.core.training import Loss, train_epoch
+from fedsim.core.training import Backward, Loss, Optimizer, train_epoch
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import RoundDropout, RowDropout
+from fedsim.engines.trainers.further_gradients import FurtherGradients
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.system.devices import wide_dtype
 
@@ -40,6 +41,9 @@ class Trainer(Protocol):
 
     def train(self, members: Sequence[WorkItem]) -> None:
         """Train each member's row on its worker's shard, for a round or for one step."""
+
+    def full_gradients(self, members: Sequence[WorkItem]) -> None:
+        """Write the mean gradient of all samples of each member, at its row, to `SharedState.full_gradients`."""
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
         """Begin a round of synchronous SGD, in which the members' rows hold gradients."""
@@ -84,6 +88,7 @@ class RowTrainer:
         self._objective = task.objective
         self._dropout = RowDropout(task, shared, batch_source)
         self._modules = [RowModule(self._dropout.new_module)]  # where gradients are aggregated, one for each member
+        self._further = None if task.solver.element_wise else FurtherGradients(self._dropout.new_module, task, shared)
         self._step_by_step: dict[int, RoundDropout] = {}  # of workers who go step by step
         self._participants = list[SyncParticipant]()
 
@@ -97,17 +102,36 @@ class RowTrainer:
                 module.take(self._rows[slot], self._gradient, shared.buffers[slot])
                 self._seed_layers(member, *member.moment)
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
-                optimizer = RowOptimizer(task.solver, self._rows[slot], self._gradient, state)
-                tallies[slot] = train_epoch(
-                    module.module,
-                    with_heartbeats(self._process, self._batch_source.batches_of(member)),
-                    optimizer,
-                    backward=partial(self._backward, self._dropout_of(member), count(member.step or 0)),
-                )
+                optimizer: Optimizer = RowOptimizer(task.solver, self._rows[slot], self._gradient, state)
+                dropout, first = self._dropout_of(member), member.step or 0
+                backward: Backward = partial(self._backward, dropout, count(first))
+                if self._further is not None:
+                    backward_at = partial(self._backward_at, dropout)
+                    optimizer = self._further.begin(self._rows[slot], self._gradient, state, module, backward_at, first)
+                    backward = self._further.backward
+                batches = with_heartbeats(self._process, self._batch_source.batches_of(member))
+                tallies[slot] = train_epoch(module.module, batches, optimizer, backward=backward)
                 self._client_rounds.finish(self._rows[slot], state, slot, [member])
                 module.give(shared.buffers[slot])
         for slot, tally in tallies.items():  # only now, because reading a number waits for the device
             shared.train_loss[slot] = tally.loss
+
+    def full_gradients(self, members: Sequence[WorkItem]) -> None:
+        """One pass over the samples of each member; the dropout masks are those of the steps after its last."""
+        task, shared, module = self._task, self._shared, self._modules[0]
+        for member in members:
+            with self._process.working_on(member.worker, member.round):
+                gradient = shared.full_gradients[member.slot].zero_()
+                module.take(self._rows[member.slot], gradient, shared.buffers[member.slot])
+                seed_everything(task.device, task.seed, "full_gradient", member.round, member.worker)
+                size, first = self._batch_source.size(member.worker), self._batch_source.steps_of(member)
+                seen = self._batch_source.samples_seen(
+                    member.worker, member.round, task.schedule.batch_size, "full_gradient"
+                )
+                dropout = self._dropout.of(member.worker, member.round, first + -(-size // task.schedule.batch_size))
+                for step, (inputs, targets) in enumerate(with_heartbeats(self._process, seen), first):
+                    value = self._value(module.module, inputs, targets, dropout, step)
+                    (value * (len(inputs) / size)).backward()
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
         shared = self._shared
@@ -152,6 +176,7 @@ class RowTrainer:
         value = self._loss_of(participant, step)
         self._rows[slot].zero_()
         value.backward()
+        self._client_rounds.send_gradients(slot)
         loss = value.detach()
         if task.rule.accepts("losses"):
             self._shared.losses[slot] = loss.item()
@@ -183,7 +208,12 @@ class RowTrainer:
         loss: Loss | None = None,
     ) -> Tensor:
         """Add the gradient of the objective to the parameters' `.grad`; returns the objective, detached."""
-        value = self._value(model, inputs, targets, dropout, next(steps))
+        return self._backward_at(dropout, next(steps), model, inputs, targets)
+
+    def _backward_at(
+        self, dropout: RoundDropout, step: int, model: nn.Module, inputs: Tensor, targets: Tensor
+    ) -> Tensor:
+        value = self._value(model, inputs, targets, dropout, step)
         value.backward()
         return value.detach()
 

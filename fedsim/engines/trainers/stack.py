@@ -12,7 +12,7 @@ from torch import Tensor
 from fedsim.core.rows import index_of
 from fedsim.engines.stacking.vmap_operations import Dropout
 from fedsim.engines.task import TaskSpec
-from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, BatchSource, WorkItem
+from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, Alteration, BatchSource, WorkItem
 from fedsim.engines.trainers.dropout import FactorsAhead, layer_key
 from fedsim.system.devices import wide_dtype
 
@@ -160,24 +160,58 @@ class Stack:
                 sizes = np.minimum(schedule.batch_size, samples[:k] - before) * (step < steps[:k])
                 yield self._block(some, positions, begin + (epoch - from_epoch) * samples[:k] + before, sizes)
 
+    def full_pass(self) -> Iterator[StepBatch]:
+        """Yield batches that go through the samples of each member once, in the order of the data set."""
+        workers, size = [member.worker for member in self.members], self._task.schedule.batch_size
+        positions, starts = self._batch_source.shards_of(workers)
+        samples = np.array([self._batch_source.size(worker) for worker in workers])
+        for start in range(0, -(-int(samples.max()) // size), STEPS_AT_A_TIME):
+            begin = np.arange(start, start + STEPS_AT_A_TIME)[:, None] * size
+            sizes = np.clip(samples - begin, 0, size)
+            block = self._block(start, positions, np.array(starts) + begin, sizes)
+            for step in range(int((sizes.max(1) > 0).sum())):
+                some = np.flatnonzero(sizes[step]).tolist()
+                members = range(len(some)) if some[-1] < len(some) else some
+                places = slice(len(some)) if isinstance(members, range) else some
+                yield StepBatch(
+                    start + step,
+                    members,
+                    sizes[step, places],
+                    block.counts[step, places],
+                    block.positions[step, places],
+                    block.weights[step, places],
+                )
+
     @property
     def layer_keys(self) -> list[int]:
         """The `layer_key` of each member."""
         return [layer_key(self._task.seed, member.round, member.worker) for member in self.members]
 
-    def dropout_factors(self, dropouts: Sequence[Dropout]) -> FactorsAhead:
-        """The factors of the members' dropouts, step by step."""
+    def dropout_factors(self, dropouts: Sequence[Dropout], *, after: bool = False) -> FactorsAhead:
+        """The factors of the members' dropouts, step by step; those of the steps `after` their last, if asked for."""
         task = self._task
-        on_host = [self.layer_keys, [member.step or 0 for member in self.members]] if dropouts else [[], []]
+        first_steps = self.steps if after else [member.step or 0 for member in self.members]
+        on_host = [self.layer_keys, first_steps] if dropouts else [[], []]
         keys, first = torch.tensor(on_host, device=task.device)
         return FactorsAhead(keys, self.steps[0], task.schedule.batch_size, dropouts, task.dtype, first_step=first)
 
-    def alter(self, step_batch: StepBatch, inputs: Tensor, targets: Tensor) -> None:
-        """Augment the batches of a step in place: inputs [m, batch, ...], targets [m, batch]."""
+    def alter(
+        self, step_batch: StepBatch, inputs: Tensor, targets: Tensor, alterations: Sequence[Alteration | None] = ()
+    ) -> None:
+        """Alter the batches of a step in place: inputs [m, batch, ...], targets [m, batch].
+
+        Args:
+            alterations: of each member; by default those of its training, which augment.
+        """
         for place, member in enumerate(step_batch.members):
-            if alter := self._laps[member].alter:
+            if alter := alterations[member] if alterations else self._laps[member].alter:
                 step, size = (self.members[member].step or 0) + step_batch.step, int(step_batch.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
+
+    def alterations_of_view(self, purpose: str) -> list[Alteration | None]:
+        """The changes of the members' batches without augmentation, with draws for a purpose."""
+        source = self._batch_source
+        return [source.alteration_of_view(member.worker, member.round, purpose) for member in self.members]
 
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
         """Add the mean losses [m] of a step batch, without waiting for the device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ class StackState:
     def part(self, entry: Entry) -> tuple[Tensor, State]:
         """Views of some columns of the rows and of the solver's state; the dictionary may be written to."""
         if entry not in self._parts:
-            state = {name: view_of(tensor, entry) for name, tensor in self.solver_state.items()}
+            state = {name: _view_of_state(tensor, entry, self.rows) for name, tensor in self.solver_state.items()}
             self._parts[entry] = view_of(self.rows, entry), state
         rows, state = self._parts[entry]
         return rows, dict(state)
@@ -115,6 +115,12 @@ class StackState:
             self.solver_state[name] = torch.zeros_like(self.rows)
             self._parts.clear()
         return self.solver_state[name]
+
+
+def _view_of_state(tensor: Tensor, entry: Entry, rows: Tensor) -> Tensor:
+    """The columns of an entry of a state [k, d]; a number for each row, [k, 1], is given a shape that broadcasts."""
+    is_number = tensor.shape[1] == 1 and rows.shape[1] > 1
+    return tensor.view(-1, *[1] * len(entry.shape)) if is_number else view_of(tensor, entry)
 
 
 def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,6 +142,8 @@ class StackStep:
         Args:
             active: bool [m], which rows may change, with their solver's state and buffers; None: all.
         """
+        if not self._solver.element_wise:
+            return self._whole_rows(state, batch)
         leave_products = None
         if active is None:
             leave_products = 0 if self._on_cpu else LEFT_PRODUCT_BYTES
@@ -143,6 +151,18 @@ class StackStep:
         entries = self._module.layout.parameters
         parts = list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
         move(self._solver, state, parts, active)
+        return losses
+
+    def _whole_rows(self, state: StackState, batch: Batch) -> Tensor:
+        """A step that gets whole rows, and may ask for gradients at other points: see `ClientAlgorithm.step_rows`."""
+
+        def gradient_at(points: Tensor) -> Tensor:
+            at = self._module.views(points)
+            return side_by_side(cast(list[Tensor], self._module.gradients(at, list(state.buffers), *batch)[1]))
+
+        losses, gradients = self.gradients(state, batch)
+        joined_gradients = side_by_side(cast(list[Tensor], gradients))
+        self._solver.step_rows(state.rows, joined_gradients, state.solver_state, gradient_at)
         return losses
 
     def gradients(

@@ -15,7 +15,7 @@ from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.task import SharedState, TaskSpec
-from fedsim.engines.trainers.batches import BatchSource, WorkItem
+from fedsim.engines.trainers.batches import Alteration, BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
 from fedsim.engines.trainers.dropout import FactorsAhead
@@ -70,6 +70,27 @@ class StackTrainer:
                 self._train(stack)
         self._record_losses(stacks)
 
+    def full_gradients(self, members: Sequence[WorkItem]) -> None:
+        """One pass over the samples of each member; the dropout masks are those of the steps after its last."""
+        shared = self._shared
+        for stack in self._stacks(members):
+            with self._process.working_on_several(stack.members[0].round):
+                rows = shared.rows[stack.index]
+                state, total = StackState(self._module, rows, {}, self._buffers(stack)), torch.zeros_like(rows)
+                sizes = [[self._batch_source.size(member.worker)] for member in stack.members]
+                samples = torch.tensor(sizes, dtype=total.dtype, device=total.device)
+                ahead = stack.dropout_factors(self._probe.dropouts, after=True)
+                alterations = stack.alterations_of_view("full_gradient")
+                for whole in stack.full_pass():
+                    factors = ahead.of(whole.step, len(stack))
+                    for step_batch in self._parts_of(whole):
+                        places, theirs = step_batch.places, state.of(step_batch.places)
+                        batch = self._batch(stack, step_batch, factors, alterations)
+                        gradients = side_by_side(cast(list[Tensor], self._step.gradients(theirs, batch)[1]))
+                        total[places] += gradients * (step_batch.counts.unsqueeze(1).to(total.dtype) / samples[places])
+                        state.take_back_buffers(theirs)
+                shared.full_gradients[stack.index] = total
+
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
         self._gradient_states = []
         for stack in self._stacks(members):
@@ -89,7 +110,9 @@ class StackTrainer:
                 for step_batch in self._parts_of(whole):
                     theirs = state.of(step_batch.places)
                     losses, gradients = self._step.gradients(theirs, self._batch(stack, step_batch, factors))
-                    shared.rows[stack.index_of(step_batch)] = side_by_side(cast(list[Tensor], gradients))
+                    index = stack.index_of(step_batch)
+                    shared.rows[index] = side_by_side(cast(list[Tensor], gradients))
+                    self._client_rounds.send_gradients(index)
                     state.take_back_buffers(theirs)
                     stack.count(step_batch, losses)
                     if self._task.rule.accepts("losses"):
@@ -133,11 +156,17 @@ class StackTrainer:
             shared.rows[stack.index] = rows
         self._give_buffers(stack, state)
 
-    def _batch(self, stack: Stack, step_batch: StepBatch, factors: Sequence[Tensor]) -> Batch:
+    def _batch(
+        self,
+        stack: Stack,
+        step_batch: StepBatch,
+        factors: Sequence[Tensor],
+        alterations: Sequence[Alteration | None] = (),
+    ) -> Batch:
         """The data of a step; `factors` are of the whole stack's dropouts, [k, batch, ...]."""
         self._process.heartbeat()
         inputs, targets = gather(self._shared.train, step_batch.positions)
-        stack.alter(step_batch, inputs, targets)
+        stack.alter(step_batch, inputs, targets, alterations)
         size = step_batch.positions.shape[1]
         return Batch(inputs, targets, step_batch.weights, [of_all[step_batch.places][:, :size] for of_all in factors])
 

@@ -43,20 +43,22 @@ class SynchronousLoop:
             bytes_down = engine.pull_down(cohort, round)
         if task.sync_in(round) == "parameters":
             with timer("train"):
+                engine.full_gradients(cohort, round)
                 engine.train(cohort, round)
             with timer("aggregate"):
                 if task.byzantine:
                     engine.attack(cohort, round)
                 sent = engine.process_updates(cohort, round)
                 stats = engine.aggregate(cohort, round)
+                message_bytes = engine.receive(cohort, round, stats.excluded)
                 engine.server_step()
         else:  # every step ends with the same lines, see `Executor.train_on_averaged_gradients`
             with timer("train"):
                 stats = engine.train_on_averaged_gradients(cohort, round)
-            sent = stats.sent
+            sent, message_bytes = stats.sent, 0
             bytes_down += sent.count * self._prepared.row_bytes  # the global row, for each step
-        bytes_up = sent.nbytes + engine.combine_buffers(cohort, round, stats.excluded)
-        bytes_up += engine.receive(cohort, round, stats.excluded)
+        bytes_up = sent.nbytes + message_bytes + engine.combine_buffers(cohort, round, stats.excluded)
+        engine.keep_worker_state(cohort, round, stats.excluded)
         self._check_finite(round)
         with timer("test"):
             results = engine.test(round)

@@ -1,0 +1,67 @@
+"""Steps of one row that need whole rows, or gradients at other points: see `ClientAlgorithm.step_rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients import State
+from fedsim.core.training import Loss
+from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.trainers.row_module import RowModule
+
+
+class FurtherGradients:
+    """The optimizer of a row for `train_epoch`, whose steps may ask for more gradients of their batch.
+
+    Args:
+        make: makes the module that computes these gradients.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], task: TaskSpec, shared: SharedState) -> None:
+        self._algorithm, self._module = task.solver, RowModule(make)
+        self._point, self._gradient = torch.empty(2, *shared.global_row.shape, dtype=task.dtype, device=task.device)
+        self._buffers = shared.global_buffers.clone()
+
+    def begin(
+        self,
+        row: Tensor,
+        gradient: Tensor,
+        state: State,
+        module: RowModule,
+        backward: Callable[[int, nn.Module, Tensor, Tensor], Tensor],
+        first: int,
+    ) -> FurtherGradients:
+        """Begin a member's work at step number `first`.
+
+        Args:
+            row, gradient: what `module` is bound to.
+            backward: adds the gradient of a batch, with the dropout masks of a step.
+        """
+        self._row, self._row_gradient, self._state = row, gradient, state
+        self._of_row, self._backward, self._step = module, backward, first
+        return self
+
+    def zero_grad(self) -> None:
+        self._row_gradient.zero_()
+
+    def backward(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None) -> Tensor:
+        """Add the gradient at the row, and keep the batch for further gradients."""
+        self._batch = inputs, targets
+        return self._backward(self._step, model, inputs, targets)
+
+    def step(self) -> None:
+        self._algorithm.step_rows(self._row, self._row_gradient, self._state, self._gradient_at)
+        self._step += 1
+
+    def _gradient_at(self, point: Tensor) -> Tensor:
+        """The gradient [d] at another point [d]; what this changes in the buffers is dropped."""
+        self._of_row.layout.read_buffers(self._of_row.module, out=self._buffers)
+        self._module.take(self._point, self._gradient, self._buffers)
+        with torch.no_grad():
+            self._point.copy_(point)
+        self._gradient.zero_()
+        self._backward(self._step, self._module.module, *self._batch)
+        return self._gradient.clone()
