@@ -93,9 +93,10 @@ def continued(tables, start, session):
             engine.train(cohort, round)
             engine.attack(cohort, round)
             stats = engine.aggregate(cohort, round)
+            engine.receive(cohort, round, stats.excluded)
             engine.server_step()
             engine.combine_buffers(cohort, round, stats.excluded)
-            engine.receive(cohort, round, stats.excluded)
+            engine.keep_worker_state(cohort, round, stats.excluded)
             after.append(world(engine))
     return after
 
