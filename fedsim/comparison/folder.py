@@ -27,7 +27,7 @@ from fedsim.core.objects import ObjectName, names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.history import read_history
 from fedsim.records.reader import MOST_ERROR_BYTES, MOST_GRID_BYTES
-from fedsim.records.run_folder import CURVE, ERROR, EXPERIMENT, MODEL
+from fedsim.records.run_folder import ERROR, EXPERIMENT, MODEL
 from fedsim.runs.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.runs.differences import differences_of
 from fedsim.system.files import is_file, locked, read_bounded, remedy, require_inside, to_json, write_atomically
@@ -170,7 +170,7 @@ def is_complete(folder: Path, run: PlannedRun) -> bool:
     """Whether all records of a run are in this folder."""
     records = run.experiment.records
     files = [MODEL] if records.model else []
-    files += [CURVE.format(format=format) for format in records.figures] if records.curve else []
+    files += [f"curve.{format}" for format in records.figures] if records.curve else []
     complete = len(read_history(folder)) == run.experiment.rounds and all(is_file(folder / name) for name in files)
     return complete and not (folder / ERROR).exists()
 

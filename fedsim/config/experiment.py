@@ -32,6 +32,7 @@ from fedsim.config.schema import (
     Clock,
     Data,
     Distributed,
+    Evaluation,
     Local,
     Model,
     Partition,
@@ -114,6 +115,7 @@ class Experiment(Table):
     policy: AsyncPolicy = AsyncPolicy()
     clock: Clock = Clock()
     race: Race = Race()
+    evaluation: Evaluation = Evaluation()
     records: Records = Records()
     checkpoint: Checkpoint = Checkpoint()
 

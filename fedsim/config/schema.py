@@ -94,6 +94,7 @@ class Data(PlugTable):
     root: Annotated[str | None, BeforeValidator(_text_of_path)] = (
         None  # folder of downloaded data sets; None: $FEDSIM_DATA, else the user's cache folder
     )
+    worker_test: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of each worker's samples that it tests on
     augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])  # of training batches, in this order
 
     @classmethod
@@ -290,6 +291,14 @@ class Distributed(Table):
     init: Annotated[str, AfterValidator(_init_method)] = "env://"
     inner: Literal["serial", "batched"] = "serial"  # whether a rank trains its rows one by one or stacked
     hook: Hook = Hook()  # compresses gradients that DistributedDataParallel averages
+
+
+class Evaluation(Table):
+    """The test of single workers' models on the workers' own test samples; needs `data.worker_test`."""
+
+    every: Amount = 10  # rounds; also after the last round
+    workers: Amount = 100  # at most so many are tested, drawn at random once; Byzantine workers are not
+    fine_tune: Count = 0  # epochs of local training of the global model before a second test; 0: no second test
 
 
 class Checkpoint(Table):

@@ -31,6 +31,7 @@ def problems_with(experiment: Experiment) -> list[str]:
         *_check_sizes(experiment),
         *_check_engine(experiment, engine_class),
         *_check_unused_keys(experiment),
+        *_check_evaluation(experiment),
         *_check_sync(experiment),
         *_check_local_work(experiment, policy),
         *_check_mode(experiment, policy),
@@ -140,6 +141,8 @@ def what_needs_rows(experiment: Experiment) -> str | None:
         return f"attack.name = {show(experiment.attack.name)}"
     if experiment.processors:
         return "processors"
+    if experiment.data.worker_test:
+        return "data.worker_test"
     if experiment.aggregate.nonfinite == "exclude":
         return 'aggregate.nonfinite = "exclude"'
     if experiment.distributed.inner != "serial":
@@ -156,6 +159,19 @@ def _check_unused_keys(experiment: Experiment) -> Iterator[str]:
         )
     if checkpoint.every == 0 and checkpoint.keep != Checkpoint().keep:
         yield f"checkpoint.keep = {checkpoint.keep}: with checkpoint.every = 0 there are no checkpoints; omit it"
+
+
+def _check_evaluation(experiment: Experiment) -> Iterator[str]:
+    every, updates = experiment.evaluation.every, experiment.records.updates
+    if not experiment.data.worker_test:
+        if experiment.evaluation != type(experiment.evaluation)():
+            yield "evaluation: needs data.worker_test, the fraction of each worker's samples that it tests on; omit it"
+        return
+    if experiment.mode == "race" or not experiment.policy.bind().in_rounds:
+        yield f"data.worker_test = {experiment.data.worker_test}: needs synchronous rounds; omit it"
+    for round in updates:
+        if round % every == 0 or round == experiment.rounds:
+            yield f"records.updates: workers are tested after round {round}, which overwrites its updates; omit it"
 
 
 def _check_sync(experiment: Experiment) -> Iterator[str]:

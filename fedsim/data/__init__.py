@@ -4,6 +4,7 @@ from fedsim.data.heterogeneity import Heterogeneity, label_counts
 from fedsim.data.partitions import (
     ListedShards,
     Shards,
+    hold_out,
     partition,
     partition_shards,
     partition_strategy,
@@ -25,6 +26,7 @@ __all__ = [
     "dataset",
     "dataset_split",
     "draw_partition",
+    "hold_out",
     "label_counts",
     "load_dataset",
     "partition",

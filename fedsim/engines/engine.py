@@ -20,6 +20,7 @@ from fedsim.engines.round_stats import AggregationStats, SentUpdates
 from fedsim.engines.task import SharedState, TaskSpec, message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.traits import EngineTraits
+from fedsim.engines.worker_evaluation import Tested
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.system.devices import resolve_device
 
@@ -194,6 +195,26 @@ class Engine:
         loss_sum, correct, successes, tries = self.shared.test_sums.sum(0).tolist()
         samples = len(self.shared.test)
         return loss_sum / samples, correct / samples, successes / tries if tries else None
+
+    def evaluate_workers(
+        self, workers: Sequence[int], round: int, *, fine_tune: int, at_once: int
+    ) -> dict[int, Tested]:
+        """Test the models of workers on their own test samples: loss and accuracy by worker and model.
+
+        Overwrites the rows of the cohort.
+
+        Args:
+            fine_tune: epochs of local training, after which the models are tested again; 0: none.
+            at_once: how many workers there are rows for.
+        """
+        tested: dict[int, Tested] = {}
+        for start in range(0, len(workers), at_once):
+            some = list(workers[start : start + at_once])
+            self._backend.run(Executor.place, some, round)
+            self.worker_states.load_cohort(some, self.shared.worker_rows)
+            for part in self._backend.run(Executor.evaluate_workers, some, round, fine_tune):
+                tested |= part
+        return tested
 
     def train_loss(self, samples: Sequence[int]) -> float:
         """Mean training loss per sample of the last round.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from fedsim.engines.row_aggregator import RowAggregator
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.sequential import Trainer
 from fedsim.system.devices import synchronize
+
+T = TypeVar("T")
 
 
 class Exchange(Protocol):
@@ -55,6 +57,9 @@ class Exchange(Protocol):
     def total(self, sent: SentUpdates) -> SentUpdates:
         """The updates that all processes have sent, or of this process alone if the engine adds them up."""
 
+    def gather(self, found: dict[int, T]) -> dict[int, T]:
+        """What all processes have found, or this process alone if the engine joins them."""
+
     def describe_failure(self) -> str:
         """What has failed here, as part of a sentence: `worker 3 in round 2 failed`."""
 
@@ -86,6 +91,9 @@ class SharedMemory:
 
     def total(self, sent: SentUpdates) -> SentUpdates:
         return sent
+
+    def gather(self, found: dict[int, T]) -> dict[int, T]:
+        return found
 
     def describe_failure(self) -> str:
         table = self.process.table

@@ -28,6 +28,7 @@ from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.capture import can_capture
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.engines.trainers.sequential import Trainer
+from fedsim.engines.worker_evaluation import Tested, WorkerTests
 from fedsim.processing import apply_chain
 from fedsim.system.allocator import keep_freed_memory
 from fedsim.system.devices import synchronize
@@ -156,6 +157,33 @@ class Executor:
         """Test the global model on this process's share of the test batches."""
         self._evaluation(round, self.process.heartbeat)
         self.exchange.collect(self.shared.test_sums)
+
+    def evaluate_workers(self, workers: Sequence[int], round: int, fine_tune: int) -> dict[int, Tested]:
+        """Test the models of this process's share of some workers on their own test samples; no more than a cohort.
+
+        The engine has loaded the state that these workers keep. The rows are overwritten.
+
+        Args:
+            fine_tune: epochs of local training of the global model, after which it is tested again; 0: none.
+        """
+        task, shared, tests = self.task, self.shared, WorkerTests(self.task, self.shared, self.batch_source)
+        members = [member for member in self._mine(workers, round) if member.worker != self.batch_source.root]
+        tested = {}
+        for member in members:
+            with self.process.working_on(member.worker, round):
+                tested[member.worker] = tests.before_training(member)
+            shared.rows[member.slot] = shared.global_row
+            if task.buffers != "local":
+                shared.buffers[member.slot] = shared.global_buffers
+        if fine_tune:
+            ends = task.solver.has("personal_rows")  # what they keep is part of the personal model
+            members = [
+                m._replace(steps=fine_tune * self.batch_source.steps_of_epoch(m.worker), ends=ends) for m in members
+            ]
+            self.train_mine(members)
+            for member in members:
+                tested[member.worker] |= tests.after_training(member)
+        return self.exchange.gather(tested)
 
     def rule_state(self) -> tuple[dict[str, np.ndarray], bool]:
         """The state of the rule, and whether there is a last update.

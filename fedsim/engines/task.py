@@ -17,7 +17,7 @@ from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import preserve_random_state, seed_everything
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
-from fedsim.data import Shards, TensorData
+from fedsim.data import ListedShards, Shards, TensorData
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform
 from fedsim.engines.distributed.hooks import BoundHook
@@ -123,6 +123,7 @@ class SharedState:
         train, test: the data, once.
         classes: how many classes the labels tell apart.
         shards: who holds which samples.
+        worker_tests: which samples each worker tests on, if workers are evaluated.
         root: positions of the server's own samples, int64, on the host; empty where it has none.
         global_row: [d], the global model.
         rows: [cohort, d], one row for each member of the cohort (its gradient where gradients are aggregated), and one
@@ -147,6 +148,7 @@ class SharedState:
     test: TensorData
     classes: int
     shards: Shards
+    worker_tests: Shards
     root: Tensor
     global_row: Tensor
     rows: Tensor
@@ -173,6 +175,7 @@ class SharedState:
         test: TensorData,
         shards: Shards,
         root: np.ndarray | None = None,
+        worker_tests: Shards | None = None,
         *,
         ranks: int = 1,
     ) -> SharedState:
@@ -199,6 +202,7 @@ class SharedState:
             test=test,
             classes=int(max(train.targets.max(), test.targets.max())) + 1,
             shards=shards,
+            worker_tests=worker_tests or ListedShards.of_arrays([np.zeros(0, dtype=np.int64)]),
             root=torch.from_numpy(np.zeros(0, dtype=np.int64) if root is None else root),
             global_row=global_row,
             rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, layout.d, task),
@@ -238,7 +242,7 @@ class SharedState:
         named = [*self.states.values(), self.kept, self.messages, self.server_state, self.received]
         tensors += [tensor for state in named for tensor in state.values()]
         share([*self.train.tensors, *self.test.tensors])  # separately, since a session keeps them for later runs
-        share([*tensors, *self.shards.tensors])
+        share([*tensors, *self.shards.tensors, *self.worker_tests.tensors])
         return self
 
 

@@ -7,6 +7,7 @@ last line of the metrics may be incomplete. Any other damage is an error with it
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsim.config.toml import read_toml
 from fedsim.core.input_limits import problem_with_words
+from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import RecordError, cut, show
 from fedsim.records.history import METRICS, first_problem, read_file, read_metrics
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import Count, Number, RoundRecord
 from fedsim.records.run_folder import ENVIRONMENT, EXPERIMENT
+from fedsim.records.worker_results import read_csv
 from fedsim.system.files import is_file, is_outside
 
 PARTITION, GRID, ERROR = "partition.json", "grid.json", "error.txt"
@@ -76,6 +79,7 @@ class Run:
     rounds: list[RoundRecord]
     torn: bool  # whether the last line is incomplete
     partition: StoredPartition
+    workers: WorkerResults | None  # the last tests of single workers
 
     @property
     def name(self) -> str:
@@ -157,6 +161,7 @@ def read_run(folder: Path) -> Run | None:
     if not is_file(folder / METRICS):
         return None
     rounds, torn = read_metrics(folder / METRICS)
+    tables = sorted(path for path in folder.glob("workers-*.csv") if re.fullmatch(r"workers-\d{5,9}", path.stem))
     return Run(
         folder=folder,
         experiment=read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {},
@@ -164,6 +169,7 @@ def read_run(folder: Path) -> Run | None:
         rounds=rounds,
         torn=torn,
         partition=_read_partition(folder / PARTITION) if is_file(folder / PARTITION) else StoredPartition(),
+        workers=read_csv(tables[-1]) if tables else None,
     )
 
 

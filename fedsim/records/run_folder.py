@@ -26,9 +26,11 @@ from fedsim.asynchronous.race.log import FILE as RACE_LOG
 from fedsim.config.experiment import Experiment
 from fedsim.config.toml import to_toml
 from fedsim.core.input_limits import problem_with_words
+from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimError, RecordError
 from fedsim.records.history import METRICS, to_line
 from fedsim.records.record import RoundRecord
+from fedsim.records.worker_results import to_csv
 from fedsim.system.files import (
     PART,
     append_atomically,
@@ -47,8 +49,8 @@ EXPERIMENT, ENVIRONMENT = "experiment.toml", "environment.json"
 ERROR = "error.txt"
 EVENTS = "events.jsonl"
 MODEL, PARTITION = "model.safetensors", "partition.json"
-CURVE = "curve.{format}"
 MOST_ENVIRONMENT_BYTES = 2**20
+WORKERS = "workers-{round:05d}.csv"
 UPDATES = "updates-{round:05d}.safetensors"
 
 
@@ -178,9 +180,13 @@ class RunFolder:
         """Write the order of arrivals in a race, for `clock.log`."""
         self._write(RACE_LOG, csv)
 
-    def curve(self, figure: bytes, format: str) -> None:
-        """Write the figure of the history in one format."""
-        self._write(CURVE.format(format=format), figure)
+    def workers(self, results: WorkerResults) -> None:
+        """Write the tests of single workers after a round."""
+        self._write(WORKERS.format(round=results.round), to_csv(results).encode())
+
+    def figure(self, name: str, content: bytes, format: str) -> None:
+        """Write a figure in one format: `curve` of the history, or `workers` of the last tests of single workers."""
+        self._write(f"{name}.{format}", content)
 
     def _write(self, name: str, content: bytes) -> None:
         write_atomically(self.path / name, content)

@@ -13,6 +13,7 @@ from fedsim.records.run_metrics import best_accuracy
 from fedsim.report.combinations import byzantine_weight
 from fedsim.report.curves import charts_of, line_name, run_curves, run_time, scale_choices
 from fedsim.report.heat_maps import partition_heat_map, weights_heat_map
+from fedsim.report.workers import workers_chart
 
 MOST_ROWS = 1_000  # of the table of rounds
 
@@ -40,6 +41,8 @@ def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         charts["weights-chart"] = [weights]
     if partition:
         charts["partition-chart"] = [partition]
+    if run.workers:
+        charts["workers-chart"] = [workers_chart(run.workers)]
     context = {
         "name": run.name,
         "title": run.name,
@@ -54,6 +57,7 @@ def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "weights_note": _weights_note(run),
         "has_weights": weights is not None,
         "has_partition": partition is not None,
+        "has_workers": run.workers is not None,
     }
     return context, charts
 

@@ -17,10 +17,12 @@ from fedsim.config.validation import warnings_about
 from fedsim.core.confidence import fixed
 from fedsim.core.plotting import encode
 from fedsim.engines import engine as engines
+from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError, SettingWarning, plural
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.tensorboard import TensorBoardWriter
+from fedsim.records.worker_results import draw_workers
 from fedsim.runs.loops.choose import loop_of
 from fedsim.runs.recovery import recovering
 from fedsim.runs.resume import ResumeState, choices_of
@@ -128,7 +130,8 @@ def run(
                 on_setup(step)
 
         prepared, engine = stack.enter_context(prepare(past.with_earlier_choices(experiment), session, note, setup))
-        loop = loop_of(prepared, engine, folder.race_log if folder else None)
+        results: list[WorkerResults] = []
+        loop = loop_of(prepared, engine, folder.race_log if folder else None, results.append)
         loop = recovering(loop, prepared, engine, note)
         prepared = replace(prepared, done=past.restore(loop, engine) if resume else 0)
         history, board = past.records, None
@@ -150,6 +153,8 @@ def run(
                 if folder:
                     folder.updates(round, kept)
             if folder:
+                if results and results[-1].round == round:
+                    folder.workers(results[-1])
                 folder.round(record)
             if board:
                 board.round(record)
@@ -163,7 +168,7 @@ def run(
         loop.finish()
         model = finished_model(prepared, engine)
         if folder:
-            _write_last_files(folder, experiment, history, model)
+            _write_last_files(folder, experiment, history, model, results)
         global_row = engine.shared.global_row.cpu().clone()
         del loop  # the engine must be the last to hold its memory when it leaves the task
     result = Result(experiment, history, model, global_row, folder.path if folder else None)
@@ -181,14 +186,22 @@ def _write_first_files(
 
 
 def _write_last_files(
-    folder: RunFolder, experiment: Experiment, history: Sequence[RoundRecord], model: nn.Module
+    folder: RunFolder,
+    experiment: Experiment,
+    history: Sequence[RoundRecord],
+    model: nn.Module,
+    results: Sequence[WorkerResults],
 ) -> None:
     """Write the files of a finished run."""
     records = experiment.records
     folder.settle()
     if records.model:
         folder.model(model)
+    figures = {}
     if records.curve and records.figures:
-        figure = draw_curve(history, experiment.name)
+        figures["curve"] = draw_curve(history, experiment.name)
+    if results and records.figures:
+        figures["workers"] = draw_workers(results[-1], experiment.name)
+    for name, figure in figures.items():
         for format in records.figures:
-            folder.curve(encode(figure, format), format)
+            folder.figure(name, encode(figure, format), format)

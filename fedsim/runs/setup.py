@@ -19,7 +19,7 @@ from fedsim.config.validation import what_needs_rows
 from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.randomness import numpy_generator, preserve_random_state, sample_workers
 from fedsim.core.rows import Layout
-from fedsim.data import Shards, TensorData, label_counts, partition_shards, transforms_of_workers
+from fedsim.data import Shards, TensorData, hold_out, label_counts, partition_shards, transforms_of_workers
 from fedsim.engines import Engine, Schedule, TaskSpec
 from fedsim.engines import engine as engines
 from fedsim.engines.named import RACING
@@ -147,7 +147,7 @@ def prepare(
         checks.check_outputs_of_model(experiment, task, train, test)
 
         on_setup(f"partitioning the data among {experiment.workers:,} workers")
-        shards = _shards(experiment, train)
+        shards, worker_tests = _shards(experiment, train)
         sampled = _sampled_workers(shards, experiment.seed)
         described: Sequence[int] = range(len(shards)) if sampled is None else sampled
         checks.check_smallest_batch(experiment, task, train, {worker: shards.size(worker) for worker in described})
@@ -155,7 +155,7 @@ def prepare(
 
         on_setup(f"getting the engine {experiment.engine} ready for the first round")
         root = _root(experiment, train) if task.rule.accepts("root") else None
-        shared = engine.allocate(task, experiment.cohort_size, train, test, shards, root)
+        shared = engine.allocate(task, experiment.cohort_size, train, test, shards, root, worker_tests)
         how = _begin(experiment, engine, task, shared, note)
         shards_described = [shards.of(worker).numpy() for worker in described]
         prepared = PreparedRun(
@@ -316,11 +316,14 @@ def _root(experiment: Experiment, train: TensorData) -> np.ndarray:
     return np.sort(numpy_generator(experiment.seed, "root").choice(len(train), size, replace=False))
 
 
-def _shards(experiment: Experiment, train: TensorData) -> Shards:
+def _shards(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards | None]:
+    """The samples that each worker trains on, and those that it tests on, if workers are evaluated."""
     chosen, labels = experiment.partition, train.targets.cpu()
-    return partition_shards(
+    shards = partition_shards(
         labels, experiment.workers, chosen.strategy, experiment.seed, ids=train.ids, **chosen.params
     )
+    fraction = experiment.data.worker_test
+    return hold_out(shards, fraction, experiment.seed) if fraction else (shards, None)
 
 
 def _sampled_workers(shards: Shards, seed: int) -> list[int] | None:

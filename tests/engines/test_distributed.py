@@ -51,6 +51,7 @@ FURTHER = {
     "updates quantized after an attack": PROCESSED["updates quantized after an attack"],
     "drawn local work": WORK["drawn local work"],
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
+    "workers tested": {"workers": 5, "cohort": 3, "data.worker_test": 0.3, "evaluation": {"fine_tune": 1}},
 }
 OF_TWO = (
     *("plain averaging", "uneven shards", "partial cohorts of uneven shards", "adam", "dropout", "given weights"),

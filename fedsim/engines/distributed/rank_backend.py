@@ -14,7 +14,7 @@ from fedsim.engines.distributed.placement import RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup, no_heartbeats
 from fedsim.engines.distributed.rank_aggregator import RankAggregator
 from fedsim.engines.distributed.rank_worker_states import RankWorkerStates
-from fedsim.engines.exchange import balance_load
+from fedsim.engines.exchange import T, balance_load
 from fedsim.engines.in_process import InProcess
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats, SentUpdates
@@ -72,6 +72,9 @@ class RankExchange:
 
     def total(self, sent: SentUpdates) -> SentUpdates:
         return SentUpdates.total(self._group.gather_objects(sent))
+
+    def gather(self, found: dict[int, T]) -> dict[int, T]:
+        return {worker: value for part in self._group.gather_objects(found) for worker, value in part.items()}
 
     def describe_failure(self) -> str:
         worker = self.process.table.worker(0)

@@ -35,6 +35,7 @@ class WorkItem(NamedTuple):
         round: number of the worker's round.
         steps: how many steps of the round, from its first; None: all steps of the schedule.
         step: number of the step, from 0, if the work is a single step of the round.
+        ends: whether the client algorithm ends the round with `finish`.
     """
 
     slot: int
@@ -42,6 +43,7 @@ class WorkItem(NamedTuple):
     round: int
     steps: int | None = None
     step: int | None = None
+    ends: bool = True
 
     @property
     def moment(self) -> tuple[int, ...]:
@@ -84,6 +86,10 @@ class BatchSource:
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
         return self._task.schedule.of(worker, round).steps_for(self.size(worker))
+
+    def steps_of_epoch(self, worker: int) -> int:
+        """How many steps are one pass over a worker's samples."""
+        return self._task.schedule.batches_per_epoch(self.size(worker))
 
     def steps_of(self, member: WorkItem) -> int:
         """How many steps a member's work has."""
@@ -211,6 +217,13 @@ class BatchSource:
         """A worker's samples once, as it sees them: by its partition's transform, and poisoned; not augmented."""
         alter = self.alteration_of_view(worker, round, purpose)
         for number, (inputs, targets) in enumerate(self.shard(worker).batches(batch_size)):
+            yield alter(inputs, targets, number) if alter else (inputs, targets)
+
+    def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
+        """A worker's own test samples, as it sees them: by its partition's transform."""
+        alter = self.alteration_of_view(worker, round, "worker_test")
+        samples = CustomSubset(self._shared.train, self._shared.worker_tests.of(worker))
+        for number, (inputs, targets) in enumerate(samples.batches(batch_size)):
             yield alter(inputs, targets, number) if alter else (inputs, targets)
 
     def alteration(self, worker: int, round: int) -> Alteration | None:

@@ -26,6 +26,8 @@ class ClientRounds:
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
         """Store what the workers keep and their messages; may change the rows."""
+        if not members[0].ends:
+            return
         worker = self._round_of(rows, index, members)
         for name, message in self._algorithm.finish(rows, state, worker).items():
             self._shared.messages[name][index] = message.to(self._shared.messages[name].dtype)

@@ -7,14 +7,17 @@ same name of `fedsim.engines.executor.Executor` in every process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from fedsim.core.randomness import sample_cohort
+from fedsim.config.experiment import Experiment
+from fedsim.core.randomness import numpy_generator, sample_cohort, sample_workers
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
+from fedsim.data import Shards
 from fedsim.engines import Engine
 from fedsim.engines.finite_check import FiniteCheck
 from fedsim.engines.round_stats import MetricLog
+from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.runs.loops.round_clock import RoundClock
@@ -24,7 +27,11 @@ from fedsim.runs.setup import PreparedRun
 class SynchronousLoop:
     """Federated averaging and synchronous SGD: a cohort trains, and the server aggregates what it sends."""
 
-    def __init__(self, prepared: PreparedRun, engine: Engine) -> None:
+    def __init__(
+        self, prepared: PreparedRun, engine: Engine, keep_results: Callable[[WorkerResults], object] | None = None
+    ) -> None:
+        self._keep_results = keep_results
+        self._evaluated = workers_to_evaluate(prepared.experiment, engine.shared.worker_tests)
         self._prepared, self._engine = prepared, engine
         self._check_finite = FiniteCheck(prepared.task, engine.shared)
         self._virtual = RoundClock.of(prepared) if prepared.experiment.mode == "clock" else None
@@ -71,12 +78,15 @@ class SynchronousLoop:
         schedule = self._prepared.schedule
         samples = [schedule.of(k, round).samples_for(size) for k, size in zip(cohort, sizes, strict=True)]
         counted = [0 if worker in stats.excluded else n for worker, n in zip(cohort, samples, strict=True)]
+        train_loss = engine.train_loss(counted)
+        with timer("test"):
+            metrics = _means(sent.metrics, stats.metrics) | self._evaluate_workers(round)
         test_loss, test_accuracy, attack_success = results
         return RoundRecord(
             round=round,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
-            train_loss=engine.train_loss(counted),
+            train_loss=train_loss,
             seconds=timer.seconds,
             cohort=cohort,
             coefficients=stats.shares,
@@ -87,8 +97,22 @@ class SynchronousLoop:
             bytes_down=bytes_down,
             samples=samples,
             virtual_seconds=self._virtual.now if self._virtual else None,
-            metrics=_means(sent.metrics, stats.metrics),
+            metrics=metrics,
         )
+
+    def _evaluate_workers(self, round: int) -> dict[str, float]:
+        """Test the models of single workers, in the rounds in which that is due; figures of their accuracies."""
+        experiment, engine, settings = self._prepared.experiment, self._engine, self._prepared.experiment.evaluation
+        if not self._evaluated or (round % settings.every and round != experiment.rounds):
+            return {}
+        samples = {worker: engine.shared.worker_tests.size(worker) for worker in self._evaluated}
+        tested = engine.evaluate_workers(
+            self._evaluated, round, fine_tune=settings.fine_tune, at_once=experiment.cohort_size
+        )
+        found = WorkerResults.of(round, samples, tested)
+        if self._keep_results:
+            self._keep_results(found)
+        return found.metrics()
 
     def _warn_of_attack_without_honest_rows(self, round: int, cohort: Sequence[int], sizes: Sequence[int]) -> None:
         """Warn, once in a run, if an aggregation had Byzantine workers only, and their attack needs honest rows."""
@@ -122,6 +146,21 @@ class SynchronousLoop:
 
     def finish(self) -> None:
         """Do nothing."""
+
+
+def workers_to_evaluate(experiment: Experiment, tests: Shards) -> list[int]:
+    """The workers whose models are tested: those that have test samples and are not Byzantine, or a sample of them.
+
+    Raises ExperimentError if there is none.
+    """
+    if not experiment.data.worker_test:
+        return []
+    size = min(experiment.workers, experiment.evaluation.workers)
+    drawn = sample_workers(numpy_generator(experiment.seed, "evaluated"), experiment.workers, size).tolist()
+    found = [worker for worker in drawn if tests.size(worker) and worker not in set(experiment.byzantine)]
+    if not found:
+        raise ExperimentError(f"data.worker_test = {experiment.data.worker_test}: no worker has samples to test on")
+    return found
 
 
 def _means(*logs: MetricLog) -> dict[str, float]:

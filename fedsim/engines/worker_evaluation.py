@@ -1,0 +1,111 @@
+"""The models of single workers, tested on the workers' own test samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.core.randomness import seed_everything
+from fedsim.core.training import test
+from fedsim.engines.task import SharedState, TaskSpec, test_batch_size
+from fedsim.engines.trainers.batches import BatchSource, WorkItem
+from fedsim.engines.trainers.row_module import RowModule
+
+GLOBAL, PERSONAL, FINE_TUNED = "global", "personal", "fine_tuned"
+WORST = 0.1  # of the workers, for the mean of the worst
+
+Tested = dict[str, tuple[float, float]]  # by model: loss and accuracy
+
+
+@dataclass(frozen=True)
+class WorkerResults:
+    """The tests of one round.
+
+    Attributes:
+        round: after which they were made.
+        workers: whose models were tested.
+        samples: the number of test samples of each.
+        loss, accuracy: by model ("global", "personal", "fine_tuned"), of each worker.
+    """
+
+    round: int
+    workers: list[int]
+    samples: list[int]
+    loss: dict[str, list[float]]
+    accuracy: dict[str, list[float]]
+
+    @classmethod
+    def of(cls, round: int, samples: dict[int, int], tested: dict[int, Tested]) -> WorkerResults:
+        """From the number of samples and the tests of each worker."""
+        workers = sorted(tested)
+        models = list(tested[workers[0]]) if workers else []
+        loss, accuracy = ({model: [tested[k][model][i] for k in workers] for model in models} for i in (0, 1))
+        return cls(round, workers, [samples[worker] for worker in workers], loss, accuracy)
+
+    def metrics(self) -> dict[str, float]:
+        """Mean, standard deviation, mean of the worst 10 percent, and Gini coefficient of the accuracies, by name."""
+        return {
+            f"{model}_worker_accuracy_{name}": value
+            for model, values in self.accuracy.items()
+            for name, value in describe(values).items()
+        }
+
+
+def describe(values: Sequence[float]) -> dict[str, float]:
+    """Figures of a distribution over workers, each worker counted once.
+
+    The worst 10 percent are at least one worker. The Gini coefficient is the mean difference of all pairs over twice
+    the mean: 0 if all values are equal.
+
+    >>> from fedsim.engines.worker_evaluation import describe
+    >>> {name: round(value, 3) for name, value in describe([0.5, 1.0]).items()}
+    {'mean': 0.75, 'std': 0.25, 'worst10': 0.5, 'gini': 0.167}
+    """
+    ascending = np.sort(np.asarray(values, dtype=np.float64))
+    n, mean = len(ascending), float(ascending.mean())
+    pairs = float((2 * np.arange(1, n + 1) - n - 1) @ ascending)  # half the sum of all differences
+    return {
+        "mean": mean,
+        "std": float(ascending.std()),
+        "worst10": float(ascending[: max(1, round(WORST * n))].mean()),
+        "gini": pairs / (n * n * mean) if mean else 0.0,
+    }
+
+
+class WorkerTests:
+    """Tests the rows of workers in one process."""
+
+    def __init__(self, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
+        self._task, self._shared, self._batch_source = task, shared, batch_source
+        self._module = RowModule(task.new_module)
+        self._gradient = torch.empty_like(shared.global_row)
+
+    def before_training(self, member: WorkItem) -> Tested:
+        """Test the global model, and the personal model if the client algorithm has one."""
+        shared = self._shared
+        tested = {GLOBAL: self._test(shared.global_row, shared.global_buffers, member)}
+        if self._task.solver.has("personal_rows"):
+            buffers = shared.buffers[member.slot] if self._task.buffers == "local" else shared.global_buffers
+            tested[PERSONAL] = self._test(self._personal(shared.global_row, member), buffers, member)
+        return tested
+
+    def after_training(self, member: WorkItem) -> Tested:
+        """Test the model that local training has made of the worker's row."""
+        row = self._personal(self._shared.rows[member.slot], member)
+        return {FINE_TUNED: self._test(row, self._shared.buffers[member.slot], member)}
+
+    def _personal(self, row: Tensor, member: WorkItem) -> Tensor:
+        kept = {name: rows[member.slot] for name, rows in self._shared.kept.items()}
+        return self._task.solver.personal_rows(row, kept)
+
+    def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float]:
+        task = self._task
+        self._module.take(row.clone(), self._gradient, buffers)
+        seed_everything(task.device, task.seed, "worker_test", member.round, member.worker)
+        batches = self._batch_source.test_samples(member.worker, member.round, test_batch_size(task.device))
+        sums = test(self._module.module, batches, task.learning_task.loss, task.learning_task.correct)
+        return sums.loss, sums.accuracy

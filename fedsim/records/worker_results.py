@@ -1,0 +1,64 @@
+"""The tests of single workers in a run folder: a table for each evaluated round, and a figure."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedsim.core.plotting import line_style, prepare_axes
+from fedsim.engines.worker_evaluation import WorkerResults
+from fedsim.errors import RecordError
+from fedsim.records.history import read_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_BYTES = 2**28  # of a table that is read, much more than any run writes
+LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": "after local training"}
+
+
+def to_csv(results: WorkerResults) -> str:
+    """A line for each worker: its number, its number of test samples, and the loss and accuracy of each model."""
+    file = io.StringIO()
+    table = csv.writer(file, lineterminator="\n")
+    models = list(results.accuracy)
+    table.writerow(["worker", "samples", *(f"{model}_{what}" for model in models for what in ("loss", "accuracy"))])
+    columns = [values for model in models for values in (results.loss[model], results.accuracy[model])]
+    table.writerows(zip(results.workers, results.samples, *columns, strict=True))
+    return file.getvalue()
+
+
+def read_csv(path: Path) -> WorkerResults:
+    """The table that `to_csv` wrote. Raises RecordError if it holds anything else."""
+    rows = list(csv.reader(io.StringIO(read_file(path, MOST_BYTES).decode(errors="replace"))))
+    try:
+        head, (numbers, samples, *columns) = rows[0][2:], zip(*rows[1:], strict=True)
+        values = {name: [float(cell) for cell in column] for name, column in zip(head, columns, strict=True)}
+        models = [model for model in LABELS if f"{model}_accuracy" in values]
+        loss, accuracy = ({m: values[f"{m}_{what}"] for m in models} for what in ("loss", "accuracy"))
+        workers, counts = list(map(int, numbers)), list(map(int, samples))
+    except (ValueError, IndexError, KeyError):
+        raise RecordError(f"{path}: is not a table of workers, their samples, losses and accuracies") from None
+    return WorkerResults(int(path.stem.rpartition("-")[2]), workers, counts, loss, accuracy)
+
+
+def draw_workers(results: WorkerResults, title: str) -> Figure:
+    """The accuracies of the workers in ascending order, with a line for each model; its mean is in the legend."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    figure.suptitle(f"{title}: accuracy on the workers' own test samples, round {results.round}", fontsize="medium")
+    axes = figure.subplots()
+    n = len(results.workers)
+    share = 100 * (np.arange(n) + 0.5) / n
+    for index, (model, values) in enumerate(results.accuracy.items()):
+        label = f"{LABELS[model]}, mean {np.mean(values):.3f}"
+        axes.plot(share, np.sort(values), **line_style(index, n), label=label)
+    prepare_axes(axes, whole_numbers=False)
+    axes.set(xlabel="percent of workers", ylabel="accuracy", xlim=(0, 100), ylim=(None, 1.01))
+    axes.legend(fontsize="small")
+    return figure

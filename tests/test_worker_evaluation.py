@@ -1,0 +1,208 @@
+"""The tests of single workers' models on the workers' own test samples."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from copy import deepcopy
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedsim
+from fedsim.clients import SGD
+from fedsim.core.philox import Stream, shuffles
+from fedsim.core.randomness import draw_key
+from fedsim.data import ListedShards, hold_out
+from fedsim.data.partitions import partition_shards
+from fedsim.engines.worker_evaluation import describe
+from fedsim.records.reader import read_run
+
+
+@dataclass(frozen=True)
+class KeepsItsRow(SGD):
+    """SGD whose workers keep the last row that they trained, as their personal model."""
+
+    def worker_state(self, row):
+        return {"last": row.clone()}
+
+    def finish(self, rows, state, worker):
+        worker.kept["last"].copy_(rows)
+        return {}
+
+    def personal_rows(self, rows, kept):
+        return kept["last"].clone()
+
+
+@pytest.fixture
+def tables(tiny_experiment):
+    local = {"batch_size": 16, "lr": 0.05}
+    data = {"dataset": "tests.plugs:tiny", "worker_test": 0.25}
+    return {**tiny_experiment, "local": local, "data": data, "partition": "dirichlet", "precision": "float64"}
+
+
+def test_the_test_samples_of_a_worker_are_not_trained_on():
+    shards = ListedShards.of_arrays([np.arange(10), np.arange(10, 13), np.array([13])])
+    train, test = hold_out(shards, 0.3, seed=1)
+    assert [train.size(worker) for worker in range(3)] == [7, 2, 1]
+    assert [test.size(worker) for worker in range(3)] == [3, 1, 0]
+    for worker in range(3):
+        both = torch.cat([train.of(worker), test.of(worker)])
+        assert torch.equal(both.sort().values, shards.of(worker))
+    assert not torch.equal(test.of(0), hold_out(shards, 0.3, seed=2)[1].of(0))
+
+
+def test_shards_that_are_drawn_on_demand_stay_so():
+    labels = torch.arange(100) % 10
+    shards = partition_shards(labels, 10**6, "virtual", 0, samples=20)
+    train, test = hold_out(shards, 0.2, seed=0)
+    assert not train.listed
+    assert len(train) == 10**6
+    assert (train.size(5), test.size(5)) == (16, 4)
+    assert torch.equal(torch.cat([train.of(5), test.of(5)]).sort().values, shards.of(5).sort().values)
+
+
+def test_the_figures_of_a_distribution():
+    values = np.random.default_rng(0).random(37)
+    found = describe(values.tolist())
+    differences = [abs(a - b) for a, b in itertools.product(values, values)]
+    assert found["gini"] == pytest.approx(np.mean(differences) / (2 * values.mean()))
+    assert found["mean"] == pytest.approx(values.mean())
+    assert found["std"] == pytest.approx(values.std())
+    assert found["worst10"] == pytest.approx(np.sort(values)[:4].mean())
+    assert describe([0.0, 0.0])["gini"] == 0
+    assert describe([0.5])["worst10"] == 0.5
+
+
+def test_they_are_those_of_plain_pytorch(tables, tmp_path):
+    tables = {**tables, "rounds": 1, "evaluation": {"fine_tune": 2}, "workers": 4}
+    result = fedsim.run(tables, out=tmp_path / "run")
+    train, _ = fedsim.load_dataset("tests.plugs:tiny")
+    shards = partition_shards(train.targets, 4, "dirichlet", 0)
+    trains, tests = hold_out(shards, 0.25, seed=0)
+    read = read_run(tmp_path / "run").workers
+    assert read.round == 1
+    assert read.workers == list(range(4))
+    data = train.to(torch.device("cpu"), torch.float64)
+    for worker in range(4):
+        inputs, targets = data.gather(tests.of(worker))
+        assert read.samples[worker] == len(targets)
+        model = result.model.double()
+        for kind, trained in (("global", model), ("fine_tuned", fine_tuned(model, data, trains.of(worker), worker))):
+            with torch.no_grad():
+                outputs = trained(inputs)
+            assert read.loss[kind][worker] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item())
+            assert read.accuracy[kind][worker] == (outputs.argmax(1) == targets).double().mean().item()
+    accuracies = read.accuracy["fine_tuned"]
+    assert result.history[-1].metrics["fine_tuned_worker_accuracy_mean"] == pytest.approx(np.mean(accuracies))
+
+
+def fine_tuned(model, data, positions, worker):
+    """A copy of a model after two epochs of SGD, in the orders of the worker's round 1."""
+    copy = deepcopy(model)
+    optimizer, n = torch.optim.SGD(copy.parameters(), lr=0.05), len(positions)
+    for epoch in range(2):
+        key = torch.tensor([draw_key(0, "batches", 1, worker)])
+        lengths = n + n % 2
+        places, _ = shuffles(Stream(key, torch.tensor([epoch])), torch.tensor([n]), torch.tensor([0]), lengths // 2)
+        for batch in positions[places[:n]].split(16):
+            inputs, targets = data.gather(batch)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(copy(inputs), targets).backward()
+            optimizer.step()
+    return copy
+
+
+MODELS = {
+    "2nn": {},
+    "buffers kept by workers": {"model": "tests.plugs:Normalised", "buffers": "local", "local": {"drop_last": True}},
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_training_is_the_same_without_them(tables, case):
+    tables = {**tables, "rounds": 3, "cohort": 2, **MODELS[case], "evaluation": {"fine_tune": 1, "every": 100}}
+    seldom = fedsim.run(tables)
+    often = fedsim.run(tables, evaluation={"every": 1})
+    assert torch.equal(seldom.global_row, often.global_row)
+    assert [record.train_loss for record in seldom.history] == [record.train_loss for record in often.history]
+    assert [bool(record.metrics) for record in often.history] == [True] * 3
+    assert [bool(record.metrics) for record in seldom.history] == [False, False, True]
+    assert seldom.history[-1].metrics == often.history[-1].metrics
+
+
+@pytest.mark.parametrize(
+    "changes", [{"engine": "spawn", "processes": 2}, {"engine": "batched"}], ids=["spawn", "batched"]
+)
+def test_engines_agree(tables, changes):
+    tables = {**tables, "cohort": 2, "workers": 5, "evaluation": {"fine_tune": 1}}
+    tables["local"] = {**tables["local"], "solver": f"{__name__}:KeepsItsRow"}
+    found = [fedsim.run(tables, **more).history[-1].metrics for more in ({}, changes)]
+    assert found[0] == pytest.approx(found[1], abs=1e-9)
+    assert {name.partition("_worker")[0] for name in found[0]} == {"global", "personal", "fine_tuned"}
+
+
+def test_the_personal_model_is_what_the_worker_keeps(tables):
+    tables = {**tables, "rounds": 1, "cohort": 1}
+    tables["local"] = {**tables["local"], "solver": f"{__name__}:KeepsItsRow", "epochs": 5}
+    found = fedsim.run(tables, workers=10, partition={"strategy": "label_k", "k": 1}).history[-1].metrics
+    # The one worker that has trained is good at its only label; the others have the first model.
+    assert found["personal_worker_accuracy_std"] > 0
+    assert found["personal_worker_accuracy_mean"] >= found["global_worker_accuracy_mean"]
+
+
+def test_a_resumed_run_repeats_them(tables, tmp_path):
+    tables = {**tables, "rounds": 4, "cohort": 2, "evaluation": {"every": 2}, "checkpoint": {"every": 1, "keep": 4}}
+    tables["local"] = {**tables["local"], "solver": f"{__name__}:KeepsItsRow"}
+    whole = fedsim.run(tables, out=tmp_path / "whole")
+
+    def stop(record):
+        if record.round == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedsim.run(tables, out=tmp_path / "part", on_round=stop)
+    resumed = fedsim.run(tables, out=tmp_path / "part", resume=True)
+    assert [record.metrics for record in resumed.history] == [record.metrics for record in whole.history]
+    for round in (2, 4):
+        files = [(tmp_path / run / f"workers-{round:05d}.csv").read_text() for run in ("whole", "part")]
+        assert files[0] == files[1]
+    assert (tmp_path / "part" / "workers.png").is_file()
+
+
+def test_byzantine_workers_and_workers_without_test_samples_are_not_tested(tables, tmp_path):
+    tables = {**tables, "attack": {"name": "sign_flipping", "workers": [1]}, "workers": 5}
+    fedsim.run(tables, out=tmp_path / "run", evaluation={"workers": 5})
+    with (tmp_path / "run" / "workers-00002.csv").open() as file:
+        assert [row["worker"] for row in csv.DictReader(file)] == ["0", "2", "3", "4"]
+
+
+def test_of_a_large_population_a_sample_is_tested(tables, tmp_path):
+    tables = {**tables, "workers": 10**5, "cohort": 3, "partition": {"strategy": "virtual", "samples": 20}}
+    fedsim.run(tables, out=tmp_path / "run", evaluation={"workers": 7})
+    assert len(set(read_run(tmp_path / "run").workers.workers)) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"data": {"worker_test": 0.0}, "evaluation": {"every": 3}}, "evaluation"),
+        ({"records": {"updates": [2]}}, "records.updates"),
+        ({"mode": "clock", "policy": "fedasync"}, "data.worker_test"),
+        ({"data": {"worker_test": 1.0}}, "data.worker_test"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tables, changes, key):
+    with pytest.raises(fedsim.ExperimentError) as error:
+        fedsim.run(tables, **changes)
+    assert [line.startswith(key) for line in error.value.lines] == [True]
+
+
+def test_a_damaged_table_is_one_line(tables, tmp_path):
+    fedsim.run(tables, out=tmp_path / "run")
+    (tmp_path / "run" / "workers-00002.csv").write_text("worker,samples\n1,x\n")
+    with pytest.raises(fedsim.errors.RecordError, match="workers-00002.csv"):
+        read_run(tmp_path / "run")
