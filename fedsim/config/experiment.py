@@ -32,7 +32,6 @@ from fedsim.config.schema import (
     Clock,
     Data,
     Distributed,
-    Evaluation,
     Local,
     Model,
     Partition,
@@ -41,6 +40,7 @@ from fedsim.config.schema import (
     Records,
     Server,
     Task,
+    WorkerEvaluation,
 )
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import PlugTable, Table
@@ -115,7 +115,7 @@ class Experiment(Table):
     policy: AsyncPolicy = AsyncPolicy()
     clock: Clock = Clock()
     race: Race = Race()
-    evaluation: Evaluation = Evaluation()
+    evaluation: WorkerEvaluation = WorkerEvaluation()
     records: Records = Records()
     checkpoint: Checkpoint = Checkpoint()
 

@@ -293,7 +293,7 @@ class Distributed(Table):
     hook: Hook = Hook()  # compresses gradients that DistributedDataParallel averages
 
 
-class Evaluation(Table):
+class WorkerEvaluation(Table):
     """The test of single workers' models on the workers' own test samples; needs `data.worker_test`."""
 
     every: Amount = 10  # rounds; also after the last round
