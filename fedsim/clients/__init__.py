@@ -11,7 +11,13 @@ from fedsim.clients.algorithm import (
     needs_local_steps,
     step_along,
 )
+from fedsim.clients.apfl import APFL
+from fedsim.clients.ditto import Ditto
+from fedsim.clients.fedsam import FedSAM
 from fedsim.clients.kept_state import KeptState
+from fedsim.clients.mime import Mime, MimeLite
+from fedsim.clients.per_fedavg import PerFedAvg
+from fedsim.clients.pfedme import PFedMe
 from fedsim.clients.sgd import SGD, FedProx
 from fedsim.clients.solver import (
     Decay,
@@ -25,17 +31,24 @@ from fedsim.clients.solver import (
 )
 
 __all__ = [
+    "APFL",
     "SGD",
     "Adagrad",
     "Adam",
     "AdamW",
     "ClientAlgorithm",
     "Decay",
+    "Ditto",
     "FedProx",
+    "FedSAM",
     "GradientAt",
     "KeptState",
+    "Mime",
+    "MimeLite",
     "NonNegative",
     "OuterProductGrad",
+    "PFedMe",
+    "PerFedAvg",
     "Positive",
     "RowOptimizer",
     "Solver",

@@ -1,4 +1,4 @@
-"""Every local solver, with parameters under which it does all that it can."""
+"""Every element-wise local solver, with parameters under which it does all that it can."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ VARIANTS = {
     "fedprox": ("fedprox", {"mu": 0.5}),
     "fedprox with all": ("fedprox", {"mu": 0.5, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "fedprox that pulls nowhere": ("fedprox", {"mu": 0.0, "momentum": 0.9, "weight_decay": 0.01}),
+    "mimelite": ("mimelite", {"beta": 0.5}),
     "adam": ("adam", {}),
     "adam with all": ("adam", {"beta1": 0.8, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.1, "amsgrad": True}),
     "adam without memory": ("adam", {"beta1": 0.0, "beta2": 0.0}),
