@@ -32,6 +32,7 @@ from fedsim.config.schema import (
     Clock,
     Data,
     Distributed,
+    EvaluationMetric,
     Local,
     Model,
     Partition,
@@ -103,6 +104,9 @@ class Experiment(Table):
     buffers: Literal["average", "local", "server", "error"] = "average"
     processors: Annotated[list[Processor], Field(max_length=100)] = Field(default=[])  # of each update, in this order
     task: Task = Task()
+    metrics: Annotated[list[EvaluationMetric], Field(max_length=20)] = Field(
+        default=[]
+    )  # of each test, beside the accuracy
     model: Model = Model()
     data: Data = Data()
     partition: Partition = Partition()

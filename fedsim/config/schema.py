@@ -16,6 +16,7 @@ from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
 from fedsim.clients import ClientAlgorithm, KeptState, as_algorithm, solver
 from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.learning_task import LearningTask, learning_task
+from fedsim.core.metrics import BoundMetric, bind_metric, metric
 from fedsim.core.objects import Name
 from fedsim.core.registry import Plug
 from fedsim.data import dataset, partition_strategy
@@ -56,6 +57,12 @@ def _check_work(value: Any) -> Any:
 LocalWork = Annotated[int | list[int] | dict[str, list[int]], BeforeValidator(_check_work)]
 
 
+def _label(label: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,49}", label):
+        raise ValueError("a name of letters, digits and _, at most 50 characters")
+    return label
+
+
 def _text_of_path(path: Any) -> Any:
     return str(path) if isinstance(path, Path) else path
 
@@ -70,6 +77,18 @@ class Task(PlugTable):
         if missing := [name for name in ("loss", "correct", "check_outputs") if not hasattr(task, name)]:
             raise ExperimentError(f"task.name = {show(self.name)}: has no method {missing[0]}; see LearningTask")
         return task
+
+
+class EvaluationMetric(PlugTable):
+    """A metric of each test; `label` is its name in the records, by default that of the metric."""
+
+    place, named_by, registry = "metrics", "name", metric
+
+    name: Name
+    label: Annotated[str, AfterValidator(_label)] | None = None
+
+    def bind(self) -> BoundMetric:
+        return bind_metric(self.plug, self.params, self.label)
 
 
 class Model(PlugTable):
@@ -96,6 +115,7 @@ class Data(PlugTable):
     )
     worker_test: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of each worker's samples that it tests on
     augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])  # of training batches, in this order
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the training samples that nobody trains on
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:

@@ -135,8 +135,10 @@ test.__test__ = False  # type: ignore[attr-defined]  # so that pytest does not c
 
 
 @torch.no_grad()
-def check_outputs(model: nn.Module, inputs: Tensor, task: LearningTask = CLASSIFICATION, *, classes: int = 0) -> None:
-    """Check what a model returns for a few inputs in evaluation mode. Raises ExperimentError if the task cannot use it.
+def check_outputs(model: nn.Module, inputs: Tensor, task: LearningTask = CLASSIFICATION, *, classes: int = 0) -> Tensor:
+    """Check what a model returns for a few inputs in evaluation mode, and return it.
+
+    Raises ExperimentError if the task cannot use it.
 
     Args:
         classes: labels are below it.
@@ -146,6 +148,7 @@ def check_outputs(model: nn.Module, inputs: Tensor, task: LearningTask = CLASSIF
     outputs = model(inputs)
     model.train(was_training)
     task.check_outputs(outputs, len(inputs), classes)
+    return outputs
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -110,6 +110,13 @@ class TensorData(Dataset):
         dtype = dtype if self.dtype.is_floating_point else self.dtype
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device), dtype=dtype)
 
+    def take(self, positions: np.ndarray) -> TensorData:
+        """The samples at these positions, as a data set of its own."""
+        index = torch.from_numpy(positions).to(self.inputs.device)
+        ids = None if self.ids is None else self.ids[positions]
+        inputs, targets = (tensor.index_select(0, index) for tensor in self.tensors)
+        return replace(self, inputs=inputs, targets=targets, ids=ids)
+
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """The tensors that the data set holds."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines.backend import Backend
+from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor, MakeTrainer
 from fedsim.engines.round_stats import AggregationStats, SentUpdates
 from fedsim.engines.task import SharedState, TaskSpec, message_bytes
@@ -186,15 +187,13 @@ class Engine:
         """Train rows from their current values, each for a round or for one step."""
         self._backend.run(Executor.train_apart, members)
 
-    def test(self, round: int) -> tuple[float, float, float | None]:
-        """Loss and accuracy of the global model on the test data, and the success rate of an attack that has a goal.
+    def test(self, round: int) -> EvaluationResult:
+        """Test the global model on the test samples, and on those held out for validation.
 
-        Random draws in evaluation mode depend on the seed, the round and the test batch.
+        Random draws in evaluation mode depend on the seed, the round and the batch.
         """
         self._backend.run(Executor.test, round)
-        loss_sum, correct, successes, tries = self.shared.test_sums.sum(0).tolist()
-        samples = len(self.shared.test)
-        return loss_sum / samples, correct / samples, successes / tries if tries else None
+        return EvaluationResult.of(self._task, self.shared)
 
     def evaluate_workers(
         self, workers: Sequence[int], round: int, *, fine_tune: int, at_once: int

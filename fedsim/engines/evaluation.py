@@ -1,9 +1,12 @@
-"""The test of the global model on a process's share of the test batches."""
+"""The test of the global model on a process's share of the test batches, and of the validation batches."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +19,71 @@ from fedsim.engines.trainers.row_module import RowModule
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
 from fedsim.system.devices import wide_dtype
 
+Split = Literal["test", "validation"]
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The numbers of a test of the global model, under their names in `RoundRecord`; None if there is no such number.
+
+    >>> from fedsim.engines.evaluation import EvaluationResult
+    >>> EvaluationResult.mean([EvaluationResult(0.5, 0.75), EvaluationResult(1.5, 0.25)]).test_loss
+    1.0
+    """
+
+    test_loss: float
+    test_accuracy: float | None
+    attack_success: float | None = None
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, task: TaskSpec, shared: SharedState) -> EvaluationResult:
+        """From the sums and the outputs that all processes have computed."""
+        loss, accuracy, success = _means(shared.test_sums, len(shared.test))
+        metrics = dict(_metrics(task, shared.test_outputs, shared.test.targets))
+        if not len(shared.validation):
+            return cls(loss, accuracy, success, metrics=metrics)
+        metrics |= {
+            f"validation_{label}": value
+            for label, value in _metrics(task, shared.validation_outputs, shared.validation.targets)
+        }
+        return cls(loss, accuracy, success, *_means(shared.validation_sums, len(shared.validation))[:2], metrics)
+
+    @classmethod
+    def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
+        """The mean of each number over several runs; None if one of them has none."""
+
+        def of_each(name: str) -> float | None:
+            values = [getattr(result, name) for result in results]
+            return None if None in values else fmean(values)
+
+        labels = results[0].metrics
+        return cls(
+            test_loss=fmean(result.test_loss for result in results),
+            test_accuracy=of_each("test_accuracy"),
+            attack_success=of_each("attack_success"),
+            validation_loss=of_each("validation_loss"),
+            validation_accuracy=of_each("validation_accuracy"),
+            metrics={label: fmean(result.metrics[label] for result in results) for label in labels},
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `RoundRecord`."""
+        return asdict(self)
+
+
+def _means(sums: Tensor, samples: int) -> tuple[float, float | None, float | None]:
+    """Loss, accuracy, and the success rate of an attack."""
+    loss_sum, correct, successes, tries = sums.sum(0).tolist()
+    return loss_sum / samples, correct / samples, successes / tries if tries else None
+
+
+def _metrics(task: TaskSpec, outputs: Tensor, targets: Tensor) -> Iterator[tuple[str, float]]:
+    for metric in task.metrics:
+        yield metric.label, metric(outputs.flatten(0, 1)[: len(targets)], targets)
+
 
 class Evaluation:
     """Tests the global model batch by batch.
@@ -26,17 +94,32 @@ class Evaluation:
 
     Args:
         module: is bound to a copy of the global row.
-        batches: the numbers of this process's test batches.
+        index, count: this process tests the batches index, index + count, ...
+        split: the samples: those of the test, or those held out for validation.
         captured: whether to capture the test of a whole batch. Models or attacks that a graph cannot hold are tested
             without one.
     """
 
     def __init__(
-        self, task: TaskSpec, shared: SharedState, module: RowModule, batches: range, *, captured: bool
+        self,
+        task: TaskSpec,
+        shared: SharedState,
+        module: RowModule,
+        index: int,
+        count: int,
+        split: Split,
+        *,
+        captured: bool,
     ) -> None:
-        self._task, self._shared, self._module, self._batches = task, shared, module, batches
+        self._task, self._shared, self._module, self._split = task, shared, module, split
+        self._data, self._all_sums, self._outputs = (
+            (shared.test, shared.test_sums, shared.test_outputs)
+            if split == "test"
+            else (shared.validation, shared.validation_sums, shared.validation_outputs)
+        )
+        self._batches = batches = range(index, len(self._all_sums), count)
         self._size = size = test_batch_size(task.device)
-        self._sizes = [min(size, len(shared.test) - batch * size) for batch in batches]
+        self._sizes = [min(size, len(self._data) - batch * size) for batch in batches]
         self._to_be_captured = captured and size in self._sizes
         self._replay: Run | None = None
         self._room: tuple[Tensor, Tensor] | None = None  # of a row and its gradient, which a graph works on
@@ -46,6 +129,11 @@ class Evaluation:
         self._positions = torch.arange(size, device=device)
         self._number = torch.zeros(1, dtype=torch.int64, device=device)  # of the next batch in a graph
         self._sums = torch.zeros(len(batches), 4, dtype=wide_dtype(device), device=device)
+
+    @property
+    def results(self) -> list[Tensor]:
+        """What the processes compute, each of them its batches: [batches, ...]."""
+        return [values for values in (self._all_sums, self._outputs) if len(values)]
 
     def __call__(self, round: int, heartbeat: Callable[[], None]) -> None:
         """Write the sums of the batches to the shared state."""
@@ -62,27 +150,34 @@ class Evaluation:
             if self._replay is not None and size == self._size:
                 self._replay()
             else:
-                seed_everything(self._task.device, self._task.seed, "test", round, batch)
+                seed_everything(self._task.device, self._task.seed, self._split, round, batch)
                 positions = self._positions[:size] + batch * self._size
                 torch.stack(self._sums_of(self._module, row, gradient, positions), out=self._sums[number])
-        self._shared.test_sums[list(self._batches)] = self._sums.cpu().double()
+        self._all_sums[list(self._batches)] = self._sums.cpu().double()
 
     def _sums_of(self, module: RowModule, row: Tensor, gradient: Tensor, positions: Tensor) -> list[Tensor]:
-        """The four sums of the batch of these test samples. All of it happens on the device."""
+        """The four sums of the batch of these samples. All of it happens on the device."""
         shared = self._shared
-        inputs, targets = shared.test.gather(positions)
+        inputs, targets = self._data.gather(positions)
         module.take(row.copy_(shared.global_row), gradient, shared.global_buffers)
-        tally = self._test(module, inputs, targets)
+        tally = self._test(module, inputs, targets, positions)
         return [tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)]
 
-    def _test(self, module: RowModule, inputs: Tensor, targets: Tensor) -> MetricSums:
+    def _test(self, module: RowModule, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> MetricSums:
+        """The sums of a batch. With metrics, the outputs are kept at these positions."""
         task = self._task.learning_task
-        return test(module.module, [(inputs, targets)], task.loss, task.correct)
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            if positions is not None and len(self._outputs):
+                self._outputs.flatten(0, 1).index_copy_(0, positions, outputs)
+            return task.loss(outputs, targets)
+
+        return test(module.module, [(inputs, targets)], loss, task.correct)
 
     def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """For a test batch, the number of answers that match the attacker's goal, and of samples with a goal."""
         task, none = self._task, torch.zeros((), dtype=wide_dtype(self._task.device), device=self._task.device)
-        if task.attack.goal is None or not task.byzantine:
+        if task.attack.goal is None or not task.byzantine or self._split == "validation":
             return none, none
         inputs, targets = task.attack.goal(inputs, targets, self._shared.classes)
         if not len(targets):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,8 @@ class Executor:
         with explain_oom(task, self.process.count), self.in_precision():
             self.trainer = make_trainer(self.process, task, shared, self.batch_source)
         captured = self.trainer.replays is not None and task.cuda_graphs is not False and can_capture(task.device)
-        batches = range(exchange.index, len(shared.test_sums), exchange.count)
-        self._evaluation = Evaluation(task, shared, self.module, batches, captured=captured)
+        evaluated = partial(Evaluation, task, shared, self.module, exchange.index, exchange.count, captured=captured)
+        self._evaluations = [evaluated("test"), evaluated("validation")]
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
@@ -154,9 +155,11 @@ class Executor:
         return len(cohort) * buffer_bytes(self.task, self.shared)
 
     def test(self, round: int) -> None:
-        """Test the global model on this process's share of the test batches."""
-        self._evaluation(round, self.process.heartbeat)
-        self.exchange.collect(self.shared.test_sums)
+        """Test the global model on this process's share of the test batches and of the validation batches."""
+        for evaluation in self._evaluations:
+            evaluation(round, self.process.heartbeat)
+            for values in evaluation.results:
+                self.exchange.collect(values)
 
     def evaluate_workers(self, workers: Sequence[int], round: int, fine_tune: int) -> dict[int, Tested]:
         """Test the models of this process's share of some workers on their own test samples; no more than a cohort.

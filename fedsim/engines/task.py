@@ -14,6 +14,7 @@ from fedsim.aggregation import Pipeline
 from fedsim.byzantine import BoundAttack
 from fedsim.clients import ClientAlgorithm, State
 from fedsim.core.learning_task import LearningTask
+from fedsim.core.metrics import BoundMetric
 from fedsim.core.randomness import preserve_random_state, seed_everything
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
@@ -47,6 +48,7 @@ class TaskSpec:
     gradient_rounds: int  # in so many, the first, gradients are aggregated at every step; else parameters, once
     model: Callable[[], nn.Module]
     learning_task: LearningTask
+    metrics: tuple[BoundMetric, ...]  # of each test, besides loss and accuracy
     schedule: Schedule
     solver: ClientAlgorithm
     rule: Pipeline
@@ -121,6 +123,7 @@ class SharedState:
 
     Attributes:
         train, test: the data, once.
+        validation: the samples that are held out of the training data, perhaps none.
         classes: how many classes the labels tell apart.
         shards: who holds which samples.
         worker_tests: which samples each worker tests on, if workers are evaluated.
@@ -142,10 +145,14 @@ class SharedState:
         losses: mean loss of each member at the global row before it trained, for rules that ask; as train_loss.
         test_sums: per test batch the sum of losses and the count of correct answers, then, of the attacker's goal, the
             counts of answers as he wants them and of samples; float64 [batches, 4], on the host.
+        validation_sums: the same of the validation batches.
+        test_outputs, validation_outputs: the outputs of the model for these batches, [batches, batch size, ...], if
+            metrics are computed from them; else [0].
     """
 
     train: TensorData
     test: TensorData
+    validation: TensorData
     classes: int
     shards: Shards
     worker_tests: Shards
@@ -165,6 +172,9 @@ class SharedState:
     train_loss: Tensor
     losses: Tensor
     test_sums: Tensor
+    validation_sums: Tensor
+    test_outputs: Tensor
+    validation_outputs: Tensor
 
     @classmethod
     def allocate(
@@ -176,6 +186,7 @@ class SharedState:
         shards: Shards,
         root: np.ndarray | None = None,
         worker_tests: Shards | None = None,
+        validation: TensorData | None = None,
         *,
         ranks: int = 1,
     ) -> SharedState:
@@ -185,7 +196,10 @@ class SharedState:
         """
         module = task.new_module()
         layout = Layout.of(module)
-        train, test = (replace(data, ids=None).to(task.device, task.dtype) for data in (train, test))
+        validation = test.take(np.zeros(0, dtype=np.int64)) if validation is None else validation
+        train, test, validation = (
+            replace(data, ids=None).to(task.device, task.dtype) for data in (train, test, validation)
+        )
         global_row = new_rows(1, layout.d, task.dtype, task.device)[0]
         global_row.copy_(layout.read(module))
         wide = wide_dtype(task.device)
@@ -200,6 +214,7 @@ class SharedState:
         return cls(
             train=train,
             test=test,
+            validation=validation,
             classes=int(max(train.targets.max(), test.targets.max())) + 1,
             shards=shards,
             worker_tests=worker_tests or ListedShards.of_arrays([np.zeros(0, dtype=np.int64)]),
@@ -218,7 +233,10 @@ class SharedState:
             unfit=torch.zeros(n_rows, dtype=torch.int64),
             train_loss=torch.zeros(n_rows, dtype=torch.double),
             losses=torch.zeros(n_rows, dtype=torch.double),
-            test_sums=torch.zeros(-(-len(test) // test_batch_size(task.device)), 4, dtype=torch.double),
+            test_sums=_sums_of_batches(test, task),
+            validation_sums=_sums_of_batches(validation, task),
+            test_outputs=_outputs_of_batches(test, task, module),
+            validation_outputs=_outputs_of_batches(validation, task, module),
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -241,7 +259,9 @@ class SharedState:
         tensors = [value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)]
         named = [*self.states.values(), self.kept, self.messages, self.server_state, self.received]
         tensors += [tensor for state in named for tensor in state.values()]
-        share([*self.train.tensors, *self.test.tensors])  # separately, since a session keeps them for later runs
+        kept = [self.train, self.test, self.validation]
+        # Separately, since a session keeps them for later runs.
+        share([tensor for data in kept for tensor in data.tensors])
         share([*tensors, *self.shards.tensors, *self.worker_tests.tensors])
         return self
 
@@ -269,6 +289,21 @@ def _rows_of_a_cohort(n: int, d: int, task: TaskSpec) -> Tensor:
         if (reason := describe_os_error(error)) is None:
             raise
         raise ExperimentError(f"memory: {what} takes {show_bytes(nbytes)}; {reason}; use {instead}") from error
+
+
+def _sums_of_batches(data: TensorData, task: TaskSpec) -> Tensor:
+    return torch.zeros(-(-len(data) // test_batch_size(task.device)), 4, dtype=torch.double)
+
+
+def _outputs_of_batches(data: TensorData, task: TaskSpec, module: nn.Module) -> Tensor:
+    """Room for the outputs of the model for all samples; [0] without metrics, or without samples."""
+    if not task.metrics or not len(data):
+        return torch.zeros(0, device=task.device)
+    inputs, _ = data.gather(torch.arange(1))
+    with torch.no_grad(), preserve_random_state(task.device):
+        sample = module.eval()(inputs)
+    size = test_batch_size(task.device)
+    return sample.new_zeros(-(-len(data) // size), size, *sample.shape[1:])
 
 
 def buffer_bytes(task: TaskSpec, shared: SharedState) -> int:

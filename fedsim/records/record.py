@@ -169,6 +169,15 @@ class RoundRecord(Record):
     """Of the global model after the round, as a fraction."""
     test_loss: Annotated[Number, Metric("Test loss", better="lower", column="test loss", tag="test/loss")] = None
     """Of the global model after the round, mean per test sample."""
+    validation_accuracy: Annotated[
+        Number,
+        Metric("Validation accuracy", better="higher", share=True, column="val accuracy", tag="validation/accuracy"),
+    ] = None
+    """As `test_accuracy`, of the samples that `data.validation` holds out; None without such samples."""
+    validation_loss: Annotated[
+        Number, Metric("Validation loss", better="lower", column="val loss", tag="validation/loss")
+    ] = None
+    """As `test_loss`, of these samples."""
     train_loss: Annotated[Number, Metric("Train loss", better="lower", column="train loss", tag="train/loss")] = None
     """Mean per training sample, while the cohort trained, without excluded workers."""
     attack_success: Annotated[Number, Metric("Attack success", share=True, tag="attack/success")] = None

@@ -104,9 +104,11 @@ def check_outputs_of_model(experiment: Experiment, task: TaskSpec, train: Tensor
     shape, classes = tuple(inputs.shape), int(max(train.targets.max(), test.targets.max())) + 1
     try:
         with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}"):
-            check_outputs(task.new_module(), inputs, task.learning_task, classes=classes)
+            outputs = check_outputs(task.new_module(), inputs, task.learning_task, classes=classes)
     except ExperimentError as error:
         raise ExperimentError(f"{place}: {error}") from error
+    for metric in task.metrics:
+        metric(outputs, targets)
     if task.precision.autocast is not None:
         _check_autocast(experiment, task, inputs, targets)
 

@@ -20,6 +20,7 @@ from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.randomness import numpy_generator, preserve_random_state, sample_workers
 from fedsim.core.rows import Layout
 from fedsim.data import Shards, TensorData, hold_out, label_counts, partition_shards, transforms_of_workers
+from fedsim.data.validation_split import split_validation
 from fedsim.engines import Engine, Schedule, TaskSpec
 from fedsim.engines import engine as engines
 from fedsim.engines.named import RACING
@@ -48,7 +49,8 @@ class PreparedRun:
         device: its description.
         how: the choices of the engine, such as the number of processes.
         parameters: of the model.
-        train_samples, test_samples: of the data set.
+        train_samples, test_samples: of the data set, without those held out.
+        validation_samples: held out of the training samples.
         sampled_workers: the workers that `label_counts` describes, of a virtual population; None: all of them.
         label_counts: samples of each class, int [workers, classes].
         byzantine: the Byzantine workers.
@@ -64,6 +66,7 @@ class PreparedRun:
     parameters: int
     train_samples: int
     test_samples: int
+    validation_samples: int
     sampled_workers: list[int] | None
     label_counts: np.ndarray
     byzantine: list[int]
@@ -101,6 +104,7 @@ class PreparedRun:
             "parameters": self.parameters,
             "train_samples": self.train_samples,
             "test_samples": self.test_samples,
+            **({"validation_samples": self.validation_samples} if self.validation_samples else {}),
             "smallest_shard": min(self.shard_sizes),
             "largest_shard": max(self.shard_sizes),
             **({} if self.sampled_workers is None else {"workers_looked_at": len(self.sampled_workers)}),
@@ -145,6 +149,8 @@ def prepare(
         on_setup(f"loading the data set {show(data.dataset)}")
         train, test = session.data(data.dataset, data.root, data.params, device)
         checks.check_outputs_of_model(experiment, task, train, test)
+        fewest = 1 if "worker" in experiment.partition.plug.takes else experiment.workers  # virtual shards may overlap
+        train, validation = split_validation(train, data.validation, experiment.seed, fewest)
 
         on_setup(f"partitioning the data among {experiment.workers:,} workers")
         shards, worker_tests = _shards(experiment, train)
@@ -155,7 +161,7 @@ def prepare(
 
         on_setup(f"getting the engine {experiment.engine} ready for the first round")
         root = _root(experiment, train) if task.rule.accepts("root") else None
-        shared = engine.allocate(task, experiment.cohort_size, train, test, shards, root, worker_tests)
+        shared = engine.allocate(task, experiment.cohort_size, train, test, shards, root, worker_tests, validation)
         how = _begin(experiment, engine, task, shared, note)
         shards_described = [shards.of(worker).numpy() for worker in described]
         prepared = PreparedRun(
@@ -166,6 +172,7 @@ def prepare(
             parameters=len(shared.global_row),
             train_samples=len(train),
             test_samples=len(test),
+            validation_samples=len(validation),
             sampled_workers=sampled,
             label_counts=label_counts(train.targets.cpu().numpy(), shards_described, shared.classes),
             byzantine=experiment.byzantine,
@@ -188,6 +195,7 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         gradient_rounds=experiment.rounds_of_gradients,
         model=experiment.model.bind(),
         learning_task=experiment.task.bind(),
+        metrics=tuple(each.bind() for each in experiment.metrics),
         schedule=schedule_of(experiment),
         solver=GradientOnly() if _sends_gradients(experiment) else as_algorithm(local.bind()),
         in_rounds=experiment.policy.bind().in_rounds and experiment.mode != "race",

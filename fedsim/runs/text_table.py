@@ -26,7 +26,8 @@ def columns_of(record: RoundRecord) -> list[Metric]:
     """
     asynchronous = record.asynchronous is not None and record.race is None
     on_clock = asynchronous or record.virtual_seconds is not None
-    absent = {"virtual_seconds"} if record.virtual_seconds is None else set()
+    optional = ("virtual_seconds", "test_accuracy", "validation_accuracy", "validation_loss")
+    absent = {key for key in optional if record[key] is None}
     absent |= set() if asynchronous else {"asynchronous.updates", "staleness"}
     columns = [ROUND]
     columns += [each for each in METRICS if each.column and each.key not in absent and "{}" not in each.column]
@@ -47,7 +48,8 @@ def headline(prepared: PreparedRun) -> str:
     attackers = f", {byzantine} of them Byzantine ({experiment.attack.name})" if byzantine else ""
     processes = f", {prepared.how['processes']} processes" if prepared.how["processes"] > 1 else ""
     width = f", stacks of {prepared.how['width']} rows" if "width" in prepared.how else ""
-    samples = f"{prepared.train_samples:,} train, {prepared.test_samples:,} test"
+    held_out = f"{prepared.validation_samples:,} validation, " if prepared.validation_samples else ""
+    samples = f"{prepared.train_samples:,} train, {held_out}{prepared.test_samples:,} test"
     return (
         f"{experiment.name}: {experiment.data.dataset} ({samples}), "
         f"{experiment.model.name} ({prepared.parameters:,} parameters)\n"

@@ -32,6 +32,7 @@ NAMED = {  # for each kind of plug, tables that name one
     "noises": {"mode": "clock", "clock": {"noise": {"name": "NAME"}}},
     "engines": {"engine": "NAME"},
     "tasks": {"task": {"name": "NAME"}},
+    "metrics": {"metrics": [{"name": "NAME"}]},
     "hooks": {"engine": "distributed", "sync": "gradients", "distributed": {"hook": {"name": "NAME"}}},
 }
 LOCAL_PLUGS = """

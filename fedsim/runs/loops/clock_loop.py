@@ -61,14 +61,12 @@ class ClockLoop:
         timer.seconds["aggregate"] -= timer.seconds["train"]
         self._check_finite(round)
         with timer("test"):
-            test_loss, test_accuracy, attack_success = self._engine.test(round)
+            tested = self._engine.test(round)
         stats = dispatcher.stats
         return RoundRecord(
             round=round,
-            test_loss=test_loss,
-            test_accuracy=test_accuracy,
             train_loss=stats.train_loss,
-            attack_success=attack_success,
+            **tested.fields(),
             seconds=timer.seconds,
             **work_of(stats, self._model_bytes, self._message_bytes),
             virtual_seconds=source.now,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from fedsim.core.confidence import estimate
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import SpawnEngine
+from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor, balance_load
 from fedsim.engines.finite_check import FiniteCheck
 from fedsim.engines.pool.process_context import ProcessContext
@@ -46,14 +47,14 @@ class RaceRoundResult(ProcessResult):
         lost: number of overwritten updates, by the loss counters.
         updates, arrivals: updates of the global row, and results taken, since the start of the run.
         buffered: number of results that no update has used yet.
-        test: loss, accuracy, and the attacker's success.
+        test: of the global model.
     """
 
     lost: float = 0.0
     updates: int = 0
     arrivals: int = 0
     buffered: int = 0
-    test: tuple[float, float, float | None] = (0.0, 0.0, None)
+    test: EvaluationResult = field(default_factory=lambda: EvaluationResult(0.0, None))
 
     def add(self, result: ProcessResult) -> None:
         """Add the result of one process."""
@@ -95,13 +96,10 @@ class RaceLoop:
                 (run, round, np.array(result.entries, dtype=np.int64)) for run, result in enumerate(results, 1)
             )
         first = results[0]
-        losses, accuracies, successes = zip(*(result.test for result in results), strict=True)
         return RoundRecord(
             round=round,
-            test_loss=statistics.fmean(losses),
-            test_accuracy=statistics.fmean(accuracies),
+            **EvaluationResult.mean([result.test for result in results]).fields(),
             train_loss=statistics.fmean(result.stats.train_loss for result in results),
-            attack_success=None if None in successes else statistics.fmean(successes),
             seconds=self._timer.seconds,
             **work_of(first.stats, self._prepared.row_bytes + self._prepared.buffer_bytes),
             asynchronous=async_record(first.stats, first.updates, first.arrivals, first.buffered),
@@ -186,13 +184,13 @@ def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
     total = Measures()
     for result in results:
         total.add(result.measures)
-    accuracies, lost = [result.test[1] for result in results], sum(result.lost for result in results)
-    spread = estimate(accuracies)
+    accuracies, lost = [result.test.test_accuracy for result in results], sum(result.lost for result in results)
+    spread = estimate([accuracy for accuracy in accuracies if accuracy is not None])
     return RaceRecord(
         runs=len(results),
         test_accuracies=accuracies,
         test_accuracy_half_width=spread.half_width if spread and len(results) > 1 else None,
-        test_losses=[result.test[0] for result in results],
+        test_losses=[result.test.test_loss for result in results],
         train_losses=[result.stats.train_loss for result in results],
         samples_per_second=[result.stats.samples.total() / result.measures.seconds for result in results],
         updates=total.updates,

@@ -68,7 +68,7 @@ class SynchronousLoop:
         engine.keep_worker_state(cohort, round, stats.excluded)
         self._check_finite(round)
         with timer("test"):
-            results = engine.test(round)
+            tested = engine.test(round)
         sizes = [engine.shared.shards.size(worker) for worker in cohort]
         if self._virtual:
             in_step = task.sync_in(round) == "gradients"
@@ -80,24 +80,21 @@ class SynchronousLoop:
         counted = [0 if worker in stats.excluded else n for worker, n in zip(cohort, samples, strict=True)]
         train_loss = engine.train_loss(counted)
         with timer("test"):
-            metrics = _means(sent.metrics, stats.metrics) | self._evaluate_workers(round)
-        test_loss, test_accuracy, attack_success = results
+            of_workers = self._evaluate_workers(round)
+        metrics = _joined(_means(sent.metrics, stats.metrics), tested.metrics | of_workers)
         return RoundRecord(
             round=round,
-            test_loss=test_loss,
-            test_accuracy=test_accuracy,
             train_loss=train_loss,
             seconds=timer.seconds,
             cohort=cohort,
             coefficients=stats.shares,
             excluded=stats.excluded,
             lost=sorted(lost),
-            attack_success=attack_success,
             bytes_up=bytes_up,
             bytes_down=bytes_down,
             samples=samples,
             virtual_seconds=self._virtual.now if self._virtual else None,
-            metrics=metrics,
+            **tested.fields() | {"metrics": metrics},
         )
 
     def _evaluate_workers(self, round: int) -> dict[str, float]:
@@ -161,6 +158,13 @@ def workers_to_evaluate(experiment: Experiment, tests: Shards) -> list[int]:
     if not found:
         raise ExperimentError(f"data.worker_test = {experiment.data.worker_test}: no worker has samples to test on")
     return found
+
+
+def _joined(of_plugs: dict[str, float], of_test: dict[str, float]) -> dict[str, float]:
+    """The numbers that plugs recorded, and the metrics of the test. Raises ExperimentError if a name is in both."""
+    if twice := sorted(of_plugs.keys() & of_test.keys()):
+        raise ExperimentError(f"metrics: {show(twice[0])} is also recorded by a plug; give the metric another label")
+    return of_plugs | of_test
 
 
 def _means(*logs: MetricLog) -> dict[str, float]:

@@ -1,0 +1,152 @@
+"""Metrics of each test, by name, as a function or as a class with update and compute; and the validation split."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import f1_score
+
+import fedsim
+from fedsim import ExperimentError
+from fedsim.core.metrics import bind_metric, metric
+from tests.plugs import TINY_TEST, TINY_TRAIN, real_images, tiny
+
+METRICS = ["macro_f1", {"name": "top_k", "k": 3}, "tests.test_metrics:ShareCorrect", "tests.test_metrics:largest"]
+SMALL = {"rounds": 2, "workers": 3, "model": "logistic", "engine": "serial"}
+
+
+class ShareCorrect:
+    """A metric with the interface of torchmetrics: arguments, update, compute."""
+
+    def __init__(self, classes: int = 10, **others: str) -> None:
+        self.classes, self.correct, self.samples = classes, 0, 0
+
+    def update(self, outputs, targets):
+        self.correct += int((outputs[:, : self.classes].argmax(1) == targets).sum())
+        self.samples += len(targets)
+
+    def compute(self):
+        return torch.tensor(self.correct / self.samples)
+
+
+def largest(outputs, targets, *, factor: float = 1.0):
+    return factor * outputs.max()
+
+
+def one_for_each_sample(outputs, targets):
+    return outputs.max(1).values
+
+
+def several_batches(root):
+    """Three test batches, the last of them smaller."""
+    return tiny(root)[0], real_images()[1].take(np.arange(600))
+
+
+def outputs_of(result, data):
+    with torch.no_grad():
+        return result.model(data.gather(torch.arange(len(data)))[0])
+
+
+def bound(name, **params):
+    return bind_metric(metric.get(name), params)
+
+
+def test_metrics_are_computed_from_all_test_samples(tiny_experiment):
+    result = fedsim.run({**tiny_experiment, **SMALL, "metrics": METRICS})
+    test = tiny(None)[1]
+    outputs, found = outputs_of(result, test), result.history[-1].metrics
+    answers = outputs.argmax(1)
+    assert found["ShareCorrect"] == pytest.approx(result.test_accuracy)
+    assert found["macro_f1"] == pytest.approx(f1_score(test.targets, answers, average="macro"))
+    top_3 = [int(target) in row.topk(3).indices.tolist() for row, target in zip(outputs, test.targets, strict=True)]
+    assert found["top_k"] == pytest.approx(sum(top_3) / TINY_TEST)
+    assert found["largest"] == pytest.approx(outputs.max().item())
+
+
+@pytest.mark.parametrize(
+    "how", [{"engine": "spawn", "processes": 2}, {"engine": "batched"}, {"mode": "clock", "policy": "asgd"}]
+)
+def test_metrics_and_validation_agree_between_engines(how, tiny_experiment):
+    tables = {**tiny_experiment, **SMALL, "precision": "float64", "metrics": METRICS}
+    tables["data"] = {"dataset": "tests.test_metrics:several_batches", "validation": 0.2}
+    reference = fedsim.run({**tables, **({} if how.get("engine") else how)}).history
+    for ours, theirs in zip(fedsim.run({**tables, **how}).history, reference, strict=True):
+        assert ours.metrics.keys() == theirs.metrics.keys()
+        assert {"top_k", "validation_top_k"} <= ours.metrics.keys()
+        assert [*ours.metrics.values()] == pytest.approx([*theirs.metrics.values()], abs=1e-9)
+        assert ours.validation_loss == pytest.approx(theirs.validation_loss, abs=1e-9)
+
+
+def test_metrics_agree_with_references():
+    outputs, targets = torch.randn(40, 5, 7), torch.randint(7, (40, 5))
+    expected = math.exp(F.cross_entropy(outputs.reshape(-1, 7), targets.reshape(-1)))
+    assert bound("perplexity")(outputs, targets) == pytest.approx(expected)
+    numbers, wanted = torch.randn(40, 1), torch.randn(40)
+    assert bound("mse")(numbers, wanted) == pytest.approx(float(((numbers[:, 0] - wanted) ** 2).mean()))
+    assert bound("mae")(numbers, wanted) == pytest.approx(float((numbers[:, 0] - wanted).abs().mean()))
+    logits, labels = torch.randn(40, 1), torch.randint(2, (40,))
+    expected = f1_score(labels, (logits[:, 0] > 0).long(), average="macro")
+    assert bound("macro_f1")(logits, labels) == pytest.approx(expected)
+
+
+def test_a_class_gets_its_arguments(tiny_experiment):
+    chosen = {"name": "tests.test_metrics:ShareCorrect", "classes": 1, "label": "zeros"}
+    result = fedsim.run({**tiny_experiment, **SMALL, "metrics": [chosen]})
+    zeros = (tiny(None)[1].targets == 0).float().mean().item()
+    assert result.history[-1].metrics == {"zeros": pytest.approx(zeros)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["top_5"], "top_k"),
+        (["top_k", {"name": "top_k", "k": 1}], "label"),
+        ([{"name": "top_k", "k": 11}], "k = 11"),
+        (["mse"], "one output for each target"),
+        (["tests.test_metrics:one_for_each_sample"], "one_for_each_sample"),
+    ],
+)
+def test_a_metric_that_cannot_be_computed_is_refused_before_the_first_round(wrong, words, tiny_experiment):
+    rounds = []
+    with pytest.raises(ExperimentError, match=words) as caught:
+        fedsim.run({**tiny_experiment, **SMALL, "metrics": wrong}, on_round=rounds.append)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not rounds
+
+
+def test_nobody_trains_on_validation_samples(tiny_experiment):
+    tables = {**tiny_experiment, **SMALL, "data.validation": 0.1}
+    facts = []
+    result = fedsim.run(tables, on_start=facts.append)
+    assert facts[0].validation_samples == 20
+    assert facts[0].train_samples == sum(facts[0].shard_sizes) == TINY_TRAIN - 20
+    _, held_out = fedsim.data.validation_split.split_validation(tiny(None)[0], 0.1, tiny_experiment.get("seed", 0))
+    outputs, last = outputs_of(result, held_out), result.history[-1]
+    assert last.validation_loss == pytest.approx(F.cross_entropy(outputs, held_out.targets).item(), rel=1e-5)
+    assert last.validation_accuracy == pytest.approx((outputs.argmax(1) == held_out.targets).double().mean().item())
+    assert fedsim.run({**tiny_experiment, **SMALL}).history[-1].validation_loss is None
+
+
+def test_the_split_depends_on_the_seed_alone():
+    train = fedsim.TensorData(torch.arange(50.0), torch.arange(50))
+    first, second, other = (fedsim.data.validation_split.split_validation(train, 0.3, seed) for seed in (1, 1, 2))
+    assert torch.equal(first[1].targets, second[1].targets)
+    assert not torch.equal(first[1].targets, other[1].targets)
+    assert sorted([*first[0].targets.tolist(), *first[1].targets.tolist()]) == list(range(50))
+
+
+@pytest.mark.parametrize(("share", "workers", "words"), [(0.95, 20, "has no data"), (0.001, 2, "holds out none")])
+def test_a_split_that_leaves_nothing_is_refused(share, workers, words, tiny_experiment):
+    with pytest.raises(ExperimentError, match=words):
+        fedsim.run({**tiny_experiment, **SMALL, "workers": workers, "data.validation": share})
+
+
+def test_a_race_records_means_of_metrics(tiny_experiment):
+    tables = {**tiny_experiment, "workers": 2, "model": "logistic", "rounds": 1, "mode": "race", "policy": "hogwild"}
+    result = fedsim.run({**tables, "race.runs": 2, "metrics": ["macro_f1"], "data.validation": 0.1, "engine": "spawn"})
+    assert 0 <= result.history[0].metrics["macro_f1"] <= 1
+    assert 0 <= result.history[0].validation_accuracy <= 1
