@@ -32,6 +32,8 @@ KEYS: dict[str, tuple[str, ...]] = _each(
         ),
         "learning_rate learningrate step_size stepsize eta": ("local.lr", "server.lr"),
         "local_lr client_lr client_learning_rate local_learning_rate": ("local.lr",),
+        "scheduler lr_scheduler lr_schedule": ("local.schedule.name", "server.schedule.name"),
+        "warmup warmup_rounds": ("local.schedule.warmup", "server.schedule.warmup"),
         "server_lr global_lr server_learning_rate": ("server.lr",),
         "optimizer optimiser optim opt": ("local.solver", "server.optimizer"),
         "local_optimizer client_optimizer": ("local.solver",),
@@ -127,7 +129,7 @@ NOTES: dict[str, str] = _each(
         "patience early_stopping early_stop": "there is no early stopping; set rounds",
         "test_every eval_every eval_interval eval_freq test_interval test_freq evaluate_every "
         "test_step": "the model is tested after every round; there is no key for it",
-        "scheduler lr_scheduler lr_schedule warmup cosine lr_step": "there is no learning-rate schedule",
+        "cosine lr_step": "write local.schedule=cosine; fedsim list schedules names all",
         "grad_clip clip max_grad_norm clip_grad_norm gradient_clipping clip_norm": (
             """write processors='[{name="clip",max_norm=1.0}]', which clips each update"""
         ),

@@ -15,6 +15,7 @@ from fedsim.clients.apfl import APFL
 from fedsim.clients.ditto import Ditto
 from fedsim.clients.fedsam import FedSAM
 from fedsim.clients.kept_state import KeptState
+from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
 from fedsim.clients.mime import Mime, MimeLite
 from fedsim.clients.per_fedavg import PerFedAvg
 from fedsim.clients.pfedme import PFedMe
@@ -43,6 +44,7 @@ __all__ = [
     "FedSAM",
     "GradientAt",
     "KeptState",
+    "LRSchedule",
     "Mime",
     "MimeLite",
     "NonNegative",
@@ -57,6 +59,7 @@ __all__ = [
     "WorkerRound",
     "as_algorithm",
     "exchanges",
+    "lr_schedule",
     "needs_local_steps",
     "solver",
     "step_along",

@@ -14,7 +14,7 @@ needs whole rows, or more gradients in a step, sets `element_wise = False` and d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -121,6 +121,10 @@ class ClientAlgorithm:
         """The algorithm for a model: itself, or a copy that knows, for example, which columns are personal."""
         return self
 
+    def with_lr(self, lr: float) -> ClientAlgorithm:
+        """A copy with another learning rate `lr`, for learning-rate schedules."""
+        return replace(self, lr=lr)  # type: ignore[type-var]
+
     def worker_state(self, row: Tensor) -> State:
         """What a worker keeps, before its first round: tensors [w]. `row` [d] is the first global model."""
         return {}
@@ -222,6 +226,9 @@ class SolverOnly(ClientAlgorithm):
         for name in ("start", "step", "step_fused"):
             if hasattr(solver, name):
                 setattr(self, name, getattr(solver, name))
+
+    def with_lr(self, lr: float) -> ClientAlgorithm:
+        return SolverOnly(replace(self.solver, lr=lr))
 
     def __repr__(self) -> str:
         return repr(self.solver)

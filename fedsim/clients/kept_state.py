@@ -52,5 +52,8 @@ class KeptState(ClientAlgorithm):
         worker.kept.update(state)
         return {}
 
+    def with_lr(self, lr: float) -> ClientAlgorithm:
+        return KeptState(self.solver.with_lr(lr))
+
     def __repr__(self) -> str:
         return f"KeptState({self.solver!r})"

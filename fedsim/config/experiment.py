@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from fedsim.aggregation import Pipeline
-from fedsim.clients import ClientAlgorithm, exchanges, needs_local_steps
+from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
 from fedsim.config.plugs import keys_of_plug
 from fedsim.config.schema import (
     Aggregate,
@@ -192,6 +192,18 @@ class Experiment(Table):
         return self.local.params.get("lr")
 
     @property
+    def local_schedule(self) -> LRSchedule | None:
+        """How `local_lr` changes; None if it is constant."""
+        per, steps = self.local.schedule.per, self.local.steps
+        steps_of_a_round = steps if isinstance(steps, int) else None
+        return self.local.schedule.schedule(self.rounds if per == "round" else steps_of_a_round, per)
+
+    def local_lr_in(self, round: int) -> float | None:
+        """The learning rate of the local solver in the first step of a round; None if it has none."""
+        schedule = self.local_schedule
+        return self.local_lr if schedule is None or self.local_lr is None else schedule.rate(self.local_lr, round)
+
+    @property
     def rounds_of_gradients(self) -> int:
         """The number of rounds, from the first, that aggregate gradients at every step."""
         return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
@@ -278,8 +290,7 @@ def _plug_tables(table: type[Table], prefix: str = "") -> Iterator[tuple[str, ty
     for key, inner in _tables(table):
         if issubclass(inner, PlugTable):
             yield f"{prefix}{key}", inner
-        else:
-            yield from _plug_tables(inner, f"{prefix}{key}.")
+        yield from _plug_tables(inner, f"{prefix}{key}.")
 
 
 PLUG_TABLES = dict(_plug_tables(Experiment))  # by dotted key: `local`, ..., `clock.speed`

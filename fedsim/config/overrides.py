@@ -74,7 +74,7 @@ def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
 
 def plug_table(keys: Sequence[str]) -> tuple[type[PlugTable] | None, list[str]]:
     """The plug table that holds a key, or None, and the key within it; [] if the key is the table itself."""
-    for depth in range(1, len(keys) + 1):
+    for depth in range(len(keys), 0, -1):
         if table := PLUG_TABLES.get(".".join(keys[:depth])):
             return table, list(keys[depth:])
     return None, []
@@ -111,8 +111,9 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
         keys, within = [*keys, of_plug.named_by], [of_plug.named_by]
     table = description
     for depth, key in enumerate(keys[:-1], start=1):
-        if of_plug and depth == len(keys) - len(within) and of_plug.is_name(table.get(key)):
-            table[key] = {of_plug.named_by: table[key]}
+        holder = PLUG_TABLES.get(".".join(keys[:depth]))
+        if holder and holder.is_name(table.get(key)):
+            table[key] = {holder.named_by: table[key]}
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise ExperimentError(f"{'.'.join(keys)} = {show(value)}: {'.'.join(keys[:depth])} is not a table")

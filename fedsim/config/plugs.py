@@ -23,6 +23,7 @@ PLUGS = {  # kind: the key that names a plug, and its registry, which is importe
     "augmentations": ("data.augment", "fedsim.data.augmentation:augmentation"),
     "partitions": ("partition.strategy", "fedsim.data:partition_strategy"),
     "solvers": ("local.solver", "fedsim.clients:solver"),
+    "schedules": ("local.schedule.name, server.schedule.name", "fedsim.clients:lr_schedule"),
     "attacks": ("attack.name", "fedsim.byzantine:attack_strategy"),
     "rules": ("aggregate.rule", "fedsim.aggregation:rule"),
     "pre-aggregators": ("aggregate.rule, before a rule", "fedsim.aggregation:pre_aggregator"),

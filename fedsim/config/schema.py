@@ -13,7 +13,7 @@ from fedsim.asynchronous.clock.noises import noise
 from fedsim.asynchronous.clock.speeds import speed
 from fedsim.asynchronous.policies import policy
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
-from fedsim.clients import ClientAlgorithm, KeptState, as_algorithm, solver
+from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, lr_schedule, solver
 from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.learning_task import LearningTask, learning_task
 from fedsim.core.metrics import BoundMetric, bind_metric, metric
@@ -131,6 +131,30 @@ class Partition(PlugTable):
     strategy: Name = "iid"
 
 
+class ServerSchedule(PlugTable):
+    """How the learning rate changes over the rounds; in the first `warmup` rounds it grows linearly."""
+
+    place, named_by, registry = "server.schedule", "name", lr_schedule
+
+    name: Name = "constant"
+    warmup: Count = 0
+
+    def schedule(self, length: int | None, per: Literal["round", "step"] = "round") -> LRSchedule | None:
+        """The schedule, of so many rounds or steps; None if the learning rate is constant."""
+        if self == type(self)():
+            return None
+        settings = {"length": length, "warmup": self.warmup, "per": per, "place": self.place}
+        return LRSchedule.of(self.plug, self.params, **settings)
+
+
+class LocalSchedule(ServerSchedule):
+    """The same of the local solver; with `per = "step"`, over the steps of each round."""
+
+    place = "local.schedule"
+
+    per: Literal["round", "step"] = "round"
+
+
 class Local(PlugTable):
     """The work of a worker between two synchronizations: `epochs` or `steps`, not both.
 
@@ -150,6 +174,7 @@ class Local(PlugTable):
     batch_size: Amount = 10
     drop_last: bool = False
     keep_state: bool = False  # whether a worker's solver continues with its state (momentum, ...) of its last round
+    schedule: LocalSchedule = LocalSchedule()  # of the solver's parameter `lr`
 
     def bind(self) -> ClientAlgorithm:
         algorithm = as_algorithm(super().bind())
@@ -250,6 +275,7 @@ class Server(PlugTable):
     place, named_by, registry = "server", "optimizer", server_optimizer
 
     optimizer: Name = "sgd"
+    schedule: ServerSchedule = ServerSchedule()  # of the optimizer's parameter `lr`
 
 
 class AsyncPolicy(PlugTable):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedsim.asynchronous.policies import Policy
+from fedsim.clients import LRSchedule
 from fedsim.config.schema import Aggregate, Checkpoint, Hook, Server
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines import Engine, engine
@@ -34,6 +37,7 @@ def problems_with(experiment: Experiment) -> list[str]:
         *_check_evaluation(experiment),
         *_check_sync(experiment),
         *_check_local_work(experiment, policy),
+        *_check_schedules(experiment, policy),
         *_check_mode(experiment, policy),
         *_check_weights(experiment),
         *_check_metrics(experiment),
@@ -207,6 +211,36 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
     elif isinstance(amount, dict) and not policy.in_rounds and policy.work == "gradient":
         policy_name = show(experiment.policy.name)
         yield f"{where}: with policy.name = {policy_name} a worker sends each gradient and has no rounds; use a number"
+
+
+def _check_schedules(experiment: Experiment, policy: Policy) -> Iterator[str]:
+    local, server = experiment.local, experiment.server
+    yield from _check_schedule(experiment.local_schedule, local.bind().with_lr, local.params, policy)
+    yield from _check_schedule(
+        server.schedule.schedule(experiment.rounds), partial(replace, server.bind()), server.params, policy
+    )
+    if local.schedule.per == "step":
+        needing = experiment.pipeline.name if experiment.pipeline.accepts("local_lr") else None
+        needing = local.solver if experiment.exchanges else needing
+        if needing is not None:
+            yield f'local.schedule.per = "step": {show(needing)} uses one learning rate for a round; use per=round'
+
+
+def _check_schedule(
+    schedule: LRSchedule | None, with_lr: Callable[..., Any], params: Mapping[str, Any], policy: Policy
+) -> Iterator[str]:
+    """Check the schedule of the learning rate of a solver or a server optimizer with these parameters."""
+    if schedule is None:
+        return
+    if not policy.in_rounds:
+        yield f"{schedule.place}: asynchronous policies have no rounds in common; omit it"
+        return
+    try:
+        with_lr(lr=schedule.rate(params["lr"], 1))
+    except ExperimentError as error:
+        yield from error.lines
+    except (KeyError, TypeError):
+        yield f"{schedule.place}: needs a dataclass with a learning rate `lr`, which the plug is not; omit it"
 
 
 def _needs_local_steps(experiment: Experiment, setting: str) -> str:

@@ -28,7 +28,7 @@ class Aggregator(Protocol):
     has_last: bool
     deferred_check: DeferredCheck | None
 
-    def sent_row(self) -> Tensor:
+    def sent_row(self, round: int) -> Tensor:
         """The row [d] that the workers get in a round in which parameters are aggregated; read only."""
 
     def begin(self, round: int, slots: Sequence[int]) -> None:

@@ -129,7 +129,7 @@ class Engine:
 
     def full_gradients(self, cohort: Sequence[int], round: int) -> None:
         """Compute the gradients of the cohort over all samples, for client algorithms that ask for them."""
-        algorithm = self._task.solver
+        algorithm = self._task.solver_at(round)
         if not algorithm.full_gradient:
             return
         self._backend.run(Executor.full_gradients, cohort, round)
@@ -175,7 +175,7 @@ class Engine:
         if self.shared.messages:
             slots = _slots_of_others(cohort, excluded)
             sums = self.worker_states.sums(self.shared.messages, slots)
-            self._task.solver.receive(self.shared.server_state, sums, len(slots), len(self.shared.shards))
+            self._task.solver_at(round).receive(self.shared.server_state, sums, len(slots), len(self.shared.shards))
         return len(cohort) * message_bytes(self._task, self.shared)[1]
 
     def keep_worker_state(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> None:

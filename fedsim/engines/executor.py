@@ -89,7 +89,7 @@ class Executor:
         members = self._mine(cohort, round)
         index = index_of([member.slot for member in members], task.device)
         if task.sync_in(round) == "parameters":
-            row = self.aggregator.sent_row()
+            row = self.aggregator.sent_row(round)
             pull_down(row, shared.rows, index)
             nbytes += row.nbytes
         if task.buffers != "local":

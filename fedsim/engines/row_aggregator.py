@@ -54,6 +54,7 @@ class RowAggregator:
         self._number = 0  # of aggregations so far, the same in every process
         self.workers = 0  # whose rows the current aggregation uses
         self._sync: Sync = task.sync_in(1)  # of the current aggregation
+        self._moment: tuple[int, ...] = (1,)  # of it
         self._sent = shared.global_row
         self._known_shares: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)  # weights, rows, their shares
         self.has_last = False
@@ -61,8 +62,9 @@ class RowAggregator:
         may_defer = task.device.type != "cpu" and process.count == 1 and task.nonfinite != "keep"
         self.deferred_check = DeferredCheck(shared) if may_defer and task.rule.columnwise else None
 
-    def sent_row(self) -> Tensor:
-        self._sent = self._task.server.broadcast(self._shared.global_row, self._shared.states["parameters"])
+    def sent_row(self, round: int) -> Tensor:
+        server = self._task.server_at(round)
+        self._sent = server.broadcast(self._shared.global_row, self._shared.states["parameters"])
         return self._sent
 
     def begin(self, round: int, slots: Sequence[int]) -> None:
@@ -118,7 +120,8 @@ class RowAggregator:
         Args:
             bad: positions of the rows that are not finite, if the caller knows them.
         """
-        rule, self._sync = self._task.rule, self._task.sync_in(context.moment[0])
+        rule = self._task.rule
+        self._sync, self._moment = self._task.sync_in(context.moment[0]), context.moment
         inputs, bad = self._screened(context, bad)
         self.workers = len(inputs.updates)
         if rule.columnwise:
@@ -149,7 +152,8 @@ class RowAggregator:
     def set_result(self, context: AggregationContext, update: Tensor, bad: list[int]) -> None:
         """Set the aggregated update [d], which the caller has computed without the rows at the positions `bad`."""
         self.workers = len(context.slots) - len(bad)
-        self._sync, self.result = self._task.sync_in(context.moment[0]), [(slice(None), update)]
+        self._sync, self._moment = self._task.sync_in(context.moment[0]), context.moment
+        self.result = [(slice(None), update)]
 
     def server_step(self) -> None:
         task, shared = self._task, self._shared
@@ -157,13 +161,13 @@ class RowAggregator:
             if task.keeps_last:
                 shared.last[block] = update
             self._correct(update, block)
-            task.stepper(self._sync).step(shared.global_row[block], update, self._state_of(block))
+            task.stepper_at(self._moment).step(shared.global_row[block], update, self._state_of(block))
         self.result = []
         self.has_last = task.keeps_last
 
     def _correct(self, update: Tensor, block: slice) -> None:
         """Let the client algorithm correct an update in place."""
-        shared, algorithm = self._shared, self._task.solver
+        shared, algorithm = self._shared, self._task.solver_at(*self._moment)
         if self._sync == "parameters" and algorithm.has("correct"):
             d = len(shared.global_row)
             server = {name: kept[block] if len(kept) == d else kept for name, kept in shared.server_state.items()}
@@ -206,7 +210,7 @@ class RowAggregator:
             moment=context.moment,
             state=self._state,
             last=shared.last if self.has_last else None,
-            local_lr=task.local_lr,
+            local_lr=task.local_lr_at(*context.moment),
             sync=task.sync_in(context.moment[0]),
             reduce=self._reduce,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedsim.aggregation import Pipeline
 from fedsim.byzantine import BoundAttack
-from fedsim.clients import ClientAlgorithm, State
+from fedsim.clients import ClientAlgorithm, LRSchedule, State
 from fedsim.core.learning_task import LearningTask
 from fedsim.core.metrics import BoundMetric
 from fedsim.core.randomness import preserve_random_state, seed_everything
@@ -69,6 +69,8 @@ class TaskSpec:
     hook: BoundHook | None = None  # how ranks average gradients; None: by the rule, of single rows
     rows_for: str | None = None  # what that needs single rows for
     local_lr: float | None = None  # of the local solver, if it has one
+    local_schedule: LRSchedule | None = None  # of that learning rate; None: it is constant
+    server_schedule: LRSchedule | None = None  # of the learning rate of the server optimizer
     in_rounds: bool = True  # whether all workers of a cohort start together; else on a virtual clock, or in a race
     single_steps: bool = False  # whether workers send the gradient of one step at a time
 
@@ -104,6 +106,28 @@ class TaskSpec:
     def stepper(self, sync: Sync) -> ClientAlgorithm | ServerStep:
         """What moves the global row: the server optimizer along updates, or the solver along gradients."""
         return self.server if sync == "parameters" else self.solver
+
+    def local_lr_at(self, round: int, step: int = 0) -> float | None:
+        """The learning rate of the local solver in a step (from 0) of a round, if it has one."""
+        if self.local_schedule is None or self.local_lr is None:
+            return self.local_lr
+        return self.local_schedule.rate(self.local_lr, round, step)
+
+    def solver_at(self, round: int, step: int = 0) -> ClientAlgorithm:
+        """The solver with the learning rate of a step (from 0) of a round."""
+        lr = self.local_lr_at(round, step)
+        return self.solver if self.local_schedule is None or lr is None else self.solver.with_lr(lr)
+
+    def server_at(self, round: int) -> ServerStep:
+        """The server optimizer with the learning rate of a round."""
+        if self.server_schedule is None:
+            return self.server
+        server: Any = self.server
+        return replace(server, lr=self.server_schedule.rate(server.lr, round))
+
+    def stepper_at(self, moment: tuple[int, ...]) -> ClientAlgorithm | ServerStep:
+        """The `stepper` of a round, or of a round and a step, with the learning rates of then."""
+        return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.solver_at(*moment)
 
     def new_module(self) -> nn.Module:
         """The model at its start, the same in every process; the global random state is left as it was.

@@ -144,6 +144,13 @@ def check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorDa
         task.objective(task.new_module().train(), *sample)
 
 
+def check_lr_schedules(task: TaskSpec, sizes: Mapping[int, int]) -> None:
+    """Check that the schedules of learning rates last to the end of the run, and of the longest round."""
+    steps = max(task.schedule.longest(worker).steps_for(size) for worker, size in sizes.items())
+    task.solver_at(task.rounds, steps - 1)
+    task.server_at(task.rounds)
+
+
 def check_last_steps(experiment: Experiment, task: TaskSpec, shards: Shards) -> None:
     """Check that the rule can aggregate the gradients of the few workers that have data for the last step of a round.
 

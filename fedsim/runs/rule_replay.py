@@ -227,7 +227,7 @@ def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
         workers=stored.workers,
         seed=experiment.seed,
         moment=(stored.round,),
-        local_lr=experiment.local_lr,
+        local_lr=experiment.local_lr_in(stored.round),
         sync="gradients" if stored.round <= experiment.rounds_of_gradients else "parameters",
     )
 

@@ -156,7 +156,9 @@ def prepare(
         shards, worker_tests = _shards(experiment, train)
         sampled = _sampled_workers(shards, experiment.seed)
         described: Sequence[int] = range(len(shards)) if sampled is None else sampled
-        checks.check_smallest_batch(experiment, task, train, {worker: shards.size(worker) for worker in described})
+        sizes = {worker: shards.size(worker) for worker in described}
+        checks.check_smallest_batch(experiment, task, train, sizes)
+        checks.check_lr_schedules(task, sizes)
         checks.check_last_steps(experiment, task, shards)
 
         on_setup(f"getting the engine {experiment.engine} ready for the first round")
@@ -217,6 +219,8 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         hook=experiment.distributed.hook.bind() if by_hook else None,
         rows_for=rows_for,
         local_lr=experiment.local_lr,
+        local_schedule=experiment.local_schedule,
+        server_schedule=experiment.server.schedule.schedule(experiment.rounds),
         single_steps=_sends_gradients(experiment),
     )
     checks.check_model(experiment, task)

@@ -114,6 +114,14 @@ WORK = {
         **{"local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "partition": "tests.plugs:uneven"},
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
+    "learning rates by round": {
+        **{"local": {"solver": "adam", "schedule": "cosine"}, "rounds": 3},
+        "server": {"optimizer": "momentum", "schedule": {"name": "exponential", "gamma": 0.5}},
+    },
+    "learning rates by step": {
+        "local": {"steps": 4, "momentum": 0.5, "schedule": {"name": "one_cycle", "per": "step"}},
+        "partition": "tests.plugs:uneven",
+    },
 }
 ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK}
 EXACT = {"spawn": 2}  # engines that give the very same bits on a CPU, with a number of processes that share the work

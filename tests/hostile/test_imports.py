@@ -22,6 +22,7 @@ NAMED = {  # for each kind of plug, tables that name one
     "augmentations": {"data": {"augment": ["flip", {"name": "NAME"}]}},
     "partitions": {"partition": {"strategy": "NAME"}},
     "solvers": {"local": {"solver": "NAME"}},
+    "schedules": {"local": {"schedule": {"name": "NAME"}}},
     "attacks": {"attack": {"name": "NAME", "fraction": 0.3}},
     "rules": {"aggregate": {"rule": "NAME"}},
     "pre-aggregators": {"aggregate": {"rule": [{"rule": "NAME"}, "mean"]}},

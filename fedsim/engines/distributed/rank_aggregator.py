@@ -28,7 +28,7 @@ from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.row_aggregator import RowAggregator
-from fedsim.engines.task import SharedState, Sync, TaskSpec
+from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import synchronize
 
@@ -80,7 +80,7 @@ class RankAggregator:
         self._first = FirstRank(group, task, shared, n_rows, root_slot, self._aggregator_of)
         self._gathered = 0  # the number of the aggregation whose rows the first rank has
         self._number = 0  # of aggregations so far
-        self._whole_update: tuple[Sync, Tensor] | None = None  # the result, if every rank has all of it
+        self._whole_update: tuple[tuple[int, ...], Tensor] | None = None  # its moment and the result, if all have it
         self.placement = RowPlacement([[]])
 
     def _aggregator_of(self, **tensors: Any) -> RowAggregator:
@@ -96,9 +96,9 @@ class RankAggregator:
     def has_last(self, value: bool) -> None:
         self._part.has_last = value
 
-    def sent_row(self) -> Tensor:
+    def sent_row(self, round: int) -> Tensor:
         d, own = self._columns.d, self._columns.part(self._group.index)
-        start = self._part.sent_row()
+        start = self._part.sent_row(round)
         if start is self._own_columns:
             self._sent_buffer = self._global_buffer
         else:
@@ -147,13 +147,14 @@ class RankAggregator:
     def server_step(self) -> None:
         """Move the global row: each rank all of it if it has the whole update, else its columns, which all then get."""
         if self._whole_update is not None:
-            sync, update = self._whole_update
+            moment, update = self._whole_update
             if self._task.keeps_last:
                 self._shared.last.copy_(update)
-            if sync == "parameters":
+            if self._task.sync_in(moment[0]) == "parameters":
                 workers, population = self._part.workers, len(self._shared.shards)
-                self._task.solver.correct(update, self._shared.server_state, workers, population)
-            self._task.stepper(sync).step(self._shared.global_row, update, {})
+                solver = self._task.solver_at(moment[0])
+                solver.correct(update, self._shared.server_state, workers, population)
+            self._task.stepper_at(moment).step(self._shared.global_row, update, {})
             self._whole_update, self.has_last = None, self._task.keeps_last
             return
         self._part.server_step()
@@ -234,10 +235,10 @@ class RankAggregator:
         own = self.placement.places(context.slots)[self._group.index]
         return dict(zip(self._own_row_numbers(context, own), (values[place] for place in own), strict=True))
 
-    def move_along(self, mean: Tensor) -> None:
+    def move_along(self, moment: tuple[int, ...], mean: Tensor) -> None:
         """Move the whole global row by the solver's step along a mean gradient [d] that every rank has."""
         self._number += 1
-        self._task.solver.step(self._shared.global_row, mean, self._shared.states["gradients"])
+        self._task.solver_at(*moment).step(self._shared.global_row, mean, self._shared.states["gradients"])
         synchronize(self._task.device)
 
     def refuse(self, context: AggregationContext, rows: Collection[int]) -> NoReturn:
@@ -295,7 +296,7 @@ class RankAggregator:
         if checks and not math.isfinite(total.sum()) and (bad := self._exchange_facts(context, places)):
             stats = self._part.linear_stats(context, bad)
             total = self._group.all_reduce(self._weighted_sum(context, places, stats), "aggregate")
-        self._whole_update = self._task.sync_in(context.moment[0]), total
+        self._whole_update = context.moment, total
         return stats
 
     def _sum_columns(self, context: AggregationContext, places: list[list[int]], bad: list[int]) -> AggregationStats:

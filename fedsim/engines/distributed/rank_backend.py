@@ -58,7 +58,7 @@ class RankExchange:
             mean = trainer.mean_gradient(step, aggregator.own_values(context, shares))
             if task.nonfinite != "keep" and not math.isfinite(mean.sum()):
                 aggregator.refuse(context, trainer.not_finite(step))
-        aggregator.move_along(mean)
+        aggregator.move_along(context.moment, mean)
         return AggregationStats(shares, [])
 
     def barrier(self, task: TaskSpec) -> None:

@@ -22,14 +22,14 @@ class ClientRounds:
 
     def start(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> State:
         """The state of the steps; `rows` are as they were sent."""
-        return self._algorithm.start_round(rows, self._round_of(rows, index, members))
+        return self._task.solver_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
         """Store what the workers keep and their messages; may change the rows."""
         if not members[0].ends:
             return
         worker = self._round_of(rows, index, members)
-        for name, message in self._algorithm.finish(rows, state, worker).items():
+        for name, message in self._task.solver_at(members[0].round).finish(rows, state, worker).items():
             self._shared.messages[name][index] = message.to(self._shared.messages[name].dtype)
         self._keep(worker.kept, index)
 
@@ -54,7 +54,7 @@ class ClientRounds:
         shared = self._shared
         received = {name: sent[index] for name, sent in shared.received.items()}
         if not received:  # all workers of a round are sent the same
-            received = self._algorithm.send(shared.server_state)
+            received = self._task.solver_at(members[0].round).send(shared.server_state)
         full_gradient = shared.full_gradients[index] if self._algorithm.full_gradient else None
         return WorkerRound(received, self._kept(index), [self._facts(m) for m in members], rows, full_gradient)
 

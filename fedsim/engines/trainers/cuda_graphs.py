@@ -43,6 +43,8 @@ def unsafe(task: TaskSpec, probe: StackingProbe) -> str | None:
         return "workers bring the gradient of a single step"
     if not task.solver.element_wise:
         return "steps of the local solver need whole rows"
+    if task.local_schedule is not None:
+        return "the learning rate changes (local.schedule), and a captured step keeps its own"
     if probe.coupled:
         return "the samples of a batch see each other (BatchNorm), so short batches are trained apart"
     poisoned = any(task.attack.poison is not None for _ in task.byzantine)

@@ -21,7 +21,7 @@ class FurtherGradients:
     """
 
     def __init__(self, make: Callable[[], nn.Module], task: TaskSpec, shared: SharedState) -> None:
-        self._algorithm, self._module = task.solver, RowModule(make)
+        self._task, self._module = task, RowModule(make)
         self._point, self._gradient = torch.empty(2, *shared.global_row.shape, dtype=task.dtype, device=task.device)
         self._buffers = shared.global_buffers.clone()
 
@@ -32,16 +32,17 @@ class FurtherGradients:
         state: State,
         module: RowModule,
         backward: Callable[[int, nn.Module, Tensor, Tensor], Tensor],
+        round: int,
         first: int,
     ) -> FurtherGradients:
-        """Begin a member's work at step number `first`.
+        """Begin a member's work at step number `first` of a round.
 
         Args:
             row, gradient: what `module` is bound to.
             backward: adds the gradient of a batch, with the dropout masks of a step.
         """
         self._row, self._row_gradient, self._state = row, gradient, state
-        self._of_row, self._backward, self._step = module, backward, first
+        self._of_row, self._backward, self._round, self._step = module, backward, round, first
         return self
 
     def zero_grad(self) -> None:
@@ -53,7 +54,8 @@ class FurtherGradients:
         return self._backward(self._step, model, inputs, targets)
 
     def step(self) -> None:
-        self._algorithm.step_rows(self._row, self._row_gradient, self._state, self._gradient_at)
+        solver = self._task.solver_at(self._round, self._step)
+        solver.step_rows(self._row, self._row_gradient, self._state, self._gradient_at)
         self._step += 1
 
     def _gradient_at(self, point: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients import RowOptimizer
+from fedsim.clients import RowOptimizer, State
 from fedsim.core.randomness import seed_everything
 from fedsim.core.rows import new_rows
 from fedsim.core.training import Backward, Loss, Optimizer, train_epoch
@@ -102,12 +102,13 @@ class RowTrainer:
                 module.take(self._rows[slot], self._gradient, shared.buffers[slot])
                 self._seed_layers(member, *member.moment)
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
-                optimizer: Optimizer = RowOptimizer(task.solver, self._rows[slot], self._gradient, state)
+                row, gradient = self._rows[slot], self._gradient
+                optimizer: Optimizer = LocalOptimizer(task, member.round, row, gradient, state)
                 dropout, first = self._dropout_of(member), member.step or 0
                 backward: Backward = partial(self._backward, dropout, count(first))
                 if self._further is not None:
                     backward_at = partial(self._backward_at, dropout)
-                    optimizer = self._further.begin(self._rows[slot], self._gradient, state, module, backward_at, first)
+                    optimizer = self._further.begin(row, gradient, state, module, backward_at, member.round, first)
                     backward = self._further.backward
                 batches = with_heartbeats(self._process, self._batch_source.batches_of(member))
                 tallies[slot] = train_epoch(module.module, batches, optimizer, backward=backward)
@@ -220,6 +221,19 @@ class RowTrainer:
     def _value(self, model: nn.Module, inputs: Tensor, targets: Tensor, dropout: RoundDropout, step: int) -> Tensor:
         with dropout.at(step, len(inputs)):
             return self._objective(model, inputs, targets)
+
+
+class LocalOptimizer(RowOptimizer):
+    """The solver of a row in a round, with the learning rate of each step."""
+
+    def __init__(self, task: TaskSpec, round: int, row: Tensor, gradient: Tensor, state: State) -> None:
+        super().__init__(task.solver_at(round), row, gradient, state)
+        self._task, self._round, self._steps = task, round, 0
+
+    def step(self) -> None:
+        solver = self._task.solver_at(self._round, self._steps)
+        solver.step(self._row, self._gradient, self._state)
+        self._steps += 1
 
 
 def with_heartbeats(process: ProcessContext, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:

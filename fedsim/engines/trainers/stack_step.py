@@ -133,27 +133,31 @@ class StackStep:
     """One step of the local solver for the rows of a stack."""
 
     def __init__(self, task: TaskSpec, module: StackedModule) -> None:
-        self._solver, self._module = task.solver, module
+        self._task, self._module = task, module
         self._on_cpu = task.device.type == "cpu"
 
-    def __call__(self, state: StackState, batch: Batch, active: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, state: StackState, batch: Batch, active: Tensor | None = None, *, moment: tuple[int, int] = (1, 0)
+    ) -> Tensor:
         """Move the rows of a state along their gradients, in place; returns the losses [m].
 
         Args:
+            moment: the round and the step, for the learning rate.
             active: bool [m], which rows may change, with their solver's state and buffers; None: all.
         """
-        if not self._solver.element_wise:
-            return self._whole_rows(state, batch)
+        solver = self._task.solver_at(*moment)
+        if not solver.element_wise:
+            return self._whole_rows(solver, state, batch)
         leave_products = None
         if active is None:
             leave_products = 0 if self._on_cpu else LEFT_PRODUCT_BYTES
         losses, gradients = self.gradients(state, batch, active, leave_products=leave_products)
         entries = self._module.layout.parameters
         parts = list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
-        move(self._solver, state, parts, active)
+        move(solver, state, parts, active)
         return losses
 
-    def _whole_rows(self, state: StackState, batch: Batch) -> Tensor:
+    def _whole_rows(self, solver: ClientAlgorithm, state: StackState, batch: Batch) -> Tensor:
         """A step that gets whole rows, and may ask for gradients at other points: see `ClientAlgorithm.step_rows`."""
 
         def gradient_at(points: Tensor) -> Tensor:
@@ -162,7 +166,7 @@ class StackStep:
 
         losses, gradients = self.gradients(state, batch)
         joined_gradients = side_by_side(cast(list[Tensor], gradients))
-        self._solver.step_rows(state.rows, joined_gradients, state.solver_state, gradient_at)
+        solver.step_rows(state.rows, joined_gradients, state.solver_state, gradient_at)
         return losses
 
     def gradients(

@@ -148,7 +148,8 @@ class StackTrainer:
             factors = ahead.of(whole.step, len(whole.members))
             for step_batch in self._parts_of(whole):
                 theirs = state.of(step_batch.places)
-                losses = self._step(theirs, self._batch(stack, step_batch, factors))
+                moment = stack.members[0].round, whole.step
+                losses = self._step(theirs, self._batch(stack, step_batch, factors), moment=moment)
                 state.take_back(theirs)
                 stack.count(step_batch, losses)
         rounds.finish(rows, state.solver_state, stack.index, stack.members)

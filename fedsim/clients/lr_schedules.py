@@ -1,0 +1,210 @@
+"""Learning-rate schedules: PyTorch's schedulers, as pure functions of the round or of the step of a round.
+
+A schedule is a function of an optimizer that returns a scheduler of `torch.optim.lr_scheduler`. The simulator gives it
+an optimizer without parameters, steps both, and reads the learning rates. So they are PyTorch's numbers, and neither
+a checkpoint nor a process keeps a scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from fedsim.core.registry import Plug, Registry
+from fedsim.errors import ExperimentError, one_line
+
+lr_schedule = Registry("learning-rate schedule", given=("optimizer", "length"))
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+@lr_schedule("constant")
+def constant(
+    optimizer: Optimizer, *, factor: Fraction = 1.0, total_iters: Annotated[int, Field(ge=0)] = 0
+) -> LRScheduler:
+    """lr factor for `total_iters` rounds, then lr: `torch.optim.lr_scheduler.ConstantLR`."""
+    return lr_scheduler.ConstantLR(optimizer, factor, total_iters)
+
+
+@lr_schedule("step")
+def step(optimizer: Optimizer, *, step_size: Count, gamma: Positive = 0.1) -> LRScheduler:
+    """Multiplies lr by `gamma` after every `step_size` rounds: `torch.optim.lr_scheduler.StepLR`."""
+    return lr_scheduler.StepLR(optimizer, step_size, gamma)
+
+
+@lr_schedule("multi_step")
+def multi_step(optimizer: Optimizer, *, milestones: list[Count], gamma: Positive = 0.1) -> LRScheduler:
+    """Multiplies lr by `gamma` after each of `milestones` rounds: `torch.optim.lr_scheduler.MultiStepLR`."""
+    return lr_scheduler.MultiStepLR(optimizer, milestones, gamma)
+
+
+@lr_schedule("exponential")
+def exponential(optimizer: Optimizer, *, gamma: Positive) -> LRScheduler:
+    """Multiplies lr by `gamma` after each round: `torch.optim.lr_scheduler.ExponentialLR`."""
+    return lr_scheduler.ExponentialLR(optimizer, gamma)
+
+
+@lr_schedule("linear")
+def linear(
+    optimizer: Optimizer,
+    *,
+    start_factor: Fraction = 1 / 3,
+    end_factor: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    total_iters: Count = 5,
+) -> LRScheduler:
+    """From lr start_factor to lr end_factor in `total_iters` rounds: `torch.optim.lr_scheduler.LinearLR`."""
+    return lr_scheduler.LinearLR(optimizer, start_factor, end_factor, total_iters)
+
+
+@lr_schedule("cosine")
+def cosine(
+    optimizer: Optimizer,
+    length: int | None,
+    *,
+    T_max: Count | None = None,  # noqa: N803
+    eta_min: NonNegative = 0.0,
+) -> LRScheduler:
+    """From lr to `eta_min` by a cosine in `T_max` rounds, by default all, and back: PyTorch's `CosineAnnealingLR`.
+
+    Loshchilov and Hutter 2017.
+    """
+    return lr_scheduler.CosineAnnealingLR(optimizer, T_max or _required(length, "T_max"), eta_min)
+
+
+@lr_schedule("one_cycle")
+def one_cycle(
+    optimizer: Optimizer,
+    length: int | None,
+    *,
+    total_steps: Count | None = None,
+    pct_start: Annotated[float, Field(ge=0, le=1)] = 0.3,
+    anneal_strategy: Literal["cos", "linear"] = "cos",
+    div_factor: Positive = 25.0,
+    final_div_factor: Positive = 1e4,
+    three_phase: bool = False,
+) -> LRScheduler:
+    """Up to lr, the largest rate, and down, in `total_steps` rounds, by default all: PyTorch's `OneCycleLR`.
+
+    Smith and Topin 2019.
+    """
+    total = total_steps or _required(length, "total_steps")
+    if length is not None and total < length:
+        raise ExperimentError(f"total_steps = {total}: must be at least {length}, or the schedule ends before the run")
+    return lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=optimizer.param_groups[0]["lr"],
+        total_steps=total,
+        pct_start=pct_start,
+        anneal_strategy=anneal_strategy,
+        cycle_momentum=False,
+        div_factor=div_factor,
+        final_div_factor=final_div_factor,
+        three_phase=three_phase,
+    )
+
+
+def _required(length: int | None, key: str) -> int:
+    """The length of the schedule, by default of a parameter."""
+    if length is None:
+        raise ExperimentError(f"{key}: is required, since the number of steps of a round differs")
+    return length
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """A schedule of the learning rate, over the rounds of a run or over the steps of each round.
+
+    Args:
+        make: the plug with its parameters.
+        takes: which of the inputs optimizer and length it takes.
+        length: how many rounds or steps the schedule has; None if that is unknown.
+        warmup: in the first rounds or steps, the rate grows linearly: lr / warmup, 2 lr / warmup, ..., lr (Goyal et al.
+            2017). The schedule itself begins after them.
+        per: what it counts.
+        place: its table in the experiment, for errors.
+
+    >>> from fedsim.clients.lr_schedules import LRSchedule, exponential
+    >>> from functools import partial
+    >>> schedule = LRSchedule(partial(exponential, gamma=0.5), ("optimizer",), length=4, warmup=2)
+    >>> [schedule.rate(0.1, round) for round in range(1, 5)]
+    [0.05, 0.1, 0.1, 0.05]
+    """
+
+    make: Callable[..., LRScheduler]
+    takes: tuple[str, ...]
+    length: int | None
+    warmup: int = 0
+    per: Literal["round", "step"] = "round"
+    place: str = "local.schedule"
+
+    @classmethod
+    def of(cls, plug: Plug, params: dict[str, Any], **settings: Any) -> LRSchedule:
+        """The schedule of a plug with its parameters."""
+        return cls(plug.bind(params), tuple(plug.takes), **settings)
+
+    def rate(self, lr: float, round: int, step: int = 0) -> float:
+        """The learning rate in a step (from 0) of a round (from 1), of an optimizer with learning rate `lr`.
+
+        Raises ExperimentError if the scheduler cannot be made, or ends before.
+        """
+        return _known_rates(self, lr).at(round - 1 if self.per == "round" else step)
+
+    def rates(self, lr: float) -> Iterator[float]:
+        """Yield the learning rates in their order."""
+        optimizer = torch.optim.SGD([torch.zeros(0)], lr=lr)
+        scheduler = self._scheduler(optimizer)
+        while True:
+            yield float(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+
+    def _scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        warmup, length = self.warmup, self.length
+        if length is not None and warmup >= length:
+            raise ExperimentError(f"warmup = {warmup}: must be less than {length}, the number of {self.per}s")
+        first = lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup - 1) if warmup else None
+        inputs = {"optimizer": optimizer, "length": None if length is None else length - warmup}
+        scheduler = self.make(**{name: inputs[name] for name in self.takes})
+        if not isinstance(scheduler, LRScheduler):
+            kind = type(scheduler).__name__
+            raise ExperimentError(f"name: must return a scheduler of torch.optim.lr_scheduler, not {kind}")
+        if first is None:
+            return scheduler
+        if isinstance(scheduler, lr_scheduler.OneCycleLR):
+            raise ExperimentError(f"warmup = {warmup}: one_cycle begins with its own warm-up; use pct_start")
+        return lr_scheduler.SequentialLR(optimizer, [first, scheduler], [warmup])
+
+
+class KnownRates:
+    """The first learning rates of a schedule, as many as were asked for."""
+
+    def __init__(self, rates: Iterator[float], place: str) -> None:
+        self._rates, self._place, self._known = rates, place, list[float]()
+
+    def at(self, position: int) -> float:
+        while len(self._known) <= position:
+            try:
+                self._known.append(next(self._rates))
+            except ExperimentError as error:
+                raise ExperimentError(*(f"{self._place}.{line}" for line in error.lines)) from None
+            except Exception as error:
+                number = len(self._known) + 1
+                raise ExperimentError(
+                    f"{self._place}.name: has no learning rate {number}: {one_line(error)}"
+                ) from error
+        return self._known[position]
+
+
+@lru_cache(maxsize=64)
+def _known_rates(schedule: LRSchedule, lr: float) -> KnownRates:
+    return KnownRates(schedule.rates(lr), schedule.place)

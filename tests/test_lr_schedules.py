@@ -1,0 +1,219 @@
+"""Learning-rate schedules: PyTorch's numbers, in every engine, without state."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+
+import fedsim
+from fedsim.errors import ExperimentError
+from fedsim.runs.setup import task_of
+from tests.test_local_work import BATCH, ENGINES, EXPERIMENT, LR, ROUNDS, averaged, of_local
+
+SCHEDULES = {
+    "step": ({"name": "step", "step_size": 2}, lambda o: lr_scheduler.StepLR(o, 2)),
+    "multi_step": (
+        {"name": "multi_step", "milestones": [1, 4], "gamma": 0.5},
+        lambda o: lr_scheduler.MultiStepLR(o, [1, 4], 0.5),
+    ),
+    "exponential": ({"name": "exponential", "gamma": 0.9}, lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
+    "linear": ({"name": "linear", "total_iters": 4}, lambda o: lr_scheduler.LinearLR(o, total_iters=4)),
+    "constant": (
+        {"name": "constant", "factor": 0.5, "total_iters": 2},
+        lambda o: lr_scheduler.ConstantLR(o, 0.5, total_iters=2),
+    ),
+    "cosine": ({"name": "cosine", "eta_min": 0.01}, lambda o: lr_scheduler.CosineAnnealingLR(o, 6, 0.01)),
+    "cosine of 3 rounds": ({"name": "cosine", "T_max": 3}, lambda o: lr_scheduler.CosineAnnealingLR(o, 3)),
+    "one_cycle": (
+        {"name": "one_cycle", "pct_start": 0.5},
+        lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=6, pct_start=0.5, cycle_momentum=False),
+    ),
+}
+
+
+def task(**tables):
+    return task_of(fedsim.Experiment(rounds=6, **tables), torch.device("cpu"))
+
+
+def rates_of_torch(make, lr, count):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+    scheduler, rates = make(optimizer), []
+    for _ in range(count):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_the_rates_are_those_of_pytorch(case):
+    table, make = SCHEDULES[case]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        by_rounds = task(local={"lr": 0.3, "schedule": table})
+        rates = [by_rounds.solver_at(round, step=7).lr for round in range(1, 7)]
+    last_step = 6 if case == "one_cycle" else 5
+    expected = rates_of_torch(make, 0.3, last_step)
+    assert rates[: len(expected)] == expected[:6]
+    by_steps = task(local={"lr": 0.3, "steps": 6, "schedule": {**table, "per": "step"}})
+    assert [by_steps.solver_at(4, step).lr for step in range(6)] == rates
+    of_server = task(server={"lr": 0.3, "schedule": table})
+    assert [of_server.server_at(round).lr for round in (6, 1)] == [rates[5], rates[0]]
+
+
+def test_the_rate_grows_linearly_in_the_warm_up():
+    warmed = task(local={"lr": 0.3, "schedule": {"name": "cosine", "warmup": 2}})
+    expected = [0.15, 0.3, *rates_of_torch(lambda o: lr_scheduler.CosineAnnealingLR(o, 4), 0.3, 4)]
+    assert [warmed.solver_at(round).lr for round in range(1, 7)] == pytest.approx(expected, rel=1e-12)
+    constant = task(local={"lr": 0.3, "schedule": {"warmup": 3}})
+    assert [constant.local_lr_at(round) for round in range(1, 6)] == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3], rel=1e-12)
+
+
+def exponential_round(per):
+    def train(model, batches, round):
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for _ in range(round - 1 if per == "round" else 0):
+            optimizer.step()
+            scheduler.step()
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            if per == "step":
+                scheduler.step()
+
+    return train
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("per", ["round", "step"])
+def test_training_equals_a_loop_of_pytorch(per, engine):
+    schedule = {"name": "exponential", "gamma": 0.5, "per": per}
+    tables = of_local(steps=[3, 1, 5, 4], momentum=0.5, schedule=schedule)
+    row = fedsim.run({**tables, **ENGINES[engine]}).global_row
+    expected = averaged(lambda worker, round: [3, 1, 5, 4][worker], exponential_round(per))
+    assert torch.allclose(row, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("per", ["round", "step"])
+def test_averaged_gradients_step_by_the_rate_of_their_round_or_step(per):
+    """One worker of synchronous SGD is one worker of federated averaging."""
+    local = {"batch_size": BATCH, "lr": LR, "schedule": {"name": "exponential", "gamma": 0.5, "per": per}}
+    tables = {**EXPERIMENT, "workers": 1, "local": local}
+    rows = [fedsim.run({**tables, "sync": sync}).global_row for sync in ("parameters", "gradients")]
+    assert torch.allclose(*rows, rtol=0, atol=1e-12)
+    constant = fedsim.run({**tables, "local": {"batch_size": BATCH, "lr": LR}}).global_row
+    assert not torch.allclose(rows[0], constant, rtol=0, atol=1e-3)
+
+
+def test_the_server_steps_by_the_rate_of_the_round():
+    tables = {**of_local(steps=2), "rounds": 1}
+    start = torch.zeros(21, dtype=torch.float64)
+    update = fedsim.run(tables).global_row - start
+    halved = fedsim.run(
+        {**tables, "rounds": 2, "server": {"schedule": {"warmup": 1, "name": "exponential", "gamma": 0.5}}}
+    )
+    alone = fedsim.run(
+        {**tables, "server": {"lr": 1.0, "schedule": {"name": "constant", "factor": 0.25, "total_iters": 1}}}
+    )
+    assert torch.allclose(alone.global_row, 0.25 * update, rtol=0, atol=1e-15)
+    assert halved.history[0]["test_loss"] == fedsim.run(tables).history[0]["test_loss"]
+
+
+def test_a_rule_gets_the_learning_rate_of_the_round():
+    """With q = 0, qfedavg has updates of lr times mean(update) / lr."""
+    tables = {
+        **of_local(steps=2, schedule={"name": "exponential", "gamma": 0.5}),
+        "aggregate": {"rule": "qfedavg", "q": 1.0},
+    }
+    first = fedsim.run(tables).global_row
+    constant_in_rule = fedsim.run({**tables, "aggregate": {"rule": "qfedavg", "q": 1.0, "lr": LR}}).global_row
+    assert not torch.allclose(first, constant_in_rule, rtol=0, atol=1e-6)
+
+
+def test_a_resumed_run_continues_at_the_rate_of_its_round(tmp_path):
+    tables = of_local(steps=2, schedule="cosine")
+    tables["checkpoint"] = {"every": 1}
+    whole = fedsim.run(tables, tmp_path / "whole").global_row
+    table = {"name": "cosine", "T_max": ROUNDS}
+    fedsim.run({**of_local(steps=2, schedule=table), "rounds": 1, "checkpoint": {"every": 1}}, tmp_path / "part")
+    resumed = fedsim.run(
+        {**of_local(steps=2, schedule=table), "checkpoint": {"every": 1}}, tmp_path / "part", resume=True
+    )
+    assert torch.equal(resumed.global_row, whole)
+
+
+def ended(optimizer, *, rounds: int = 2):
+    return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=rounds, cycle_momentum=False)
+
+
+def no_scheduler(optimizer):
+    return optimizer
+
+
+class Rateless(nn.Module):
+    """A solver without a learning rate."""
+
+    def start(self, rows):
+        return {}
+
+    def step(self, rows, gradients, state):
+        rows.sub_(gradients)
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        (
+            {"local": {"schedule": {"name": "one_cycle", "total_steps": 5}}},
+            "local.schedule.total_steps = 5: must be at least 6, or the schedule ends before the run",
+        ),
+        ({"local": {"schedule": {"name": "one_cycle", "warmup": 2}}}, "local.schedule.warmup = 2: one_cycle begins"),
+        (
+            {"local": {"schedule": {"warmup": 6}}},
+            "local.schedule.warmup = 6: must be less than 6, the number of rounds",
+        ),
+        ({"local": {"schedule": "consine"}}, 'did you mean "cosine"'),
+        ({"local": {"schedule": {"name": "cosine", "per": "step"}}}, "local.schedule.T_max: is required"),
+        ({"server": {"optimizer": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a dataclass with a learning"),
+        ({"local": {"schedule": "cosine"}, "policy": "fedasync", "mode": "clock"}, "local.schedule: asynchronous"),
+        (
+            {"local": {"steps": 2, "schedule": {"name": "cosine", "per": "step"}}, "aggregate": "qfedavg"},
+            'local.schedule.per = "step": "qfedavg" uses one learning rate',
+        ),
+        ({"local": {"schedule": {"name": f"{__name__}:no_scheduler"}}}, "local.schedule.name: must return a scheduler"),
+        (
+            {"local": {"solver": f"{__name__}:Rateless", "schedule": "cosine"}},
+            "local.schedule: needs a dataclass with a learning rate `lr`",
+        ),
+    ],
+)
+def test_a_schedule_without_a_meaning_is_refused(tables, line):
+    with pytest.raises(ExperimentError, match=line):
+        fedsim.Experiment(rounds=6, **tables)
+
+
+@pytest.mark.parametrize("per", ["round", "step"])
+def test_a_schedule_that_ends_before_the_run_is_refused_before_the_first_round(per):
+    tables = of_local(steps=3, schedule={"name": f"{__name__}:ended", "per": per})
+    with pytest.raises(ExperimentError, match=r"local.schedule.name: has no learning rate 4"):
+        fedsim.run({**tables, "rounds": 4 if per == "round" else 1, "local": {**tables["local"], "steps": 4}})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["local=adam", "local.schedule=cosine", "local.schedule.T_max=7"],
+        ["local.schedule.T_max=7", "local.schedule.name=cosine", "local.solver=adam"],
+    ],
+)
+def test_the_keys_of_a_schedule_come_in_any_order(words):
+    experiment = fedsim.load_experiment(overrides=words)
+    assert experiment.local.schedule.params["T_max"] == 7
+    assert experiment.local.solver == "adam"
