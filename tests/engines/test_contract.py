@@ -123,7 +123,39 @@ WORK = {
         "partition": "tests.plugs:uneven",
     },
 }
-ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK}
+ALGORITHMS = {  # with what their further gradients and their full gradients have to see as the steps do
+    "fedsam": {"local": {"solver": "fedsam", "rho": 0.5, "momentum": 0.5, "batch_size": 16}, "model": "net"},
+    "mimelite, some samples left out": {
+        **{"local": {"solver": "mimelite", "batch_size": 16, "drop_last": True}, "partition": "tests.plugs:uneven"},
+        **{"workers": 5, "cohort": 3, "rounds": 3, "model": "net"},
+    },
+    "mimelite, samples seen differently": {
+        **{"local": {"solver": "mimelite", "batch_size": 16}, "partition": {"strategy": "feature_noise", "sigma": 1.0}},
+        "data": {"dataset": "tests.plugs:tiny", "augment": ["flip"]},
+    },
+    "mime": {
+        **{"local": {"solver": "mime", "batch_size": 16}, "model": "net", "partition": "tests.plugs:uneven"},
+        **{"workers": 5, "cohort": 3, "rounds": 3},
+    },
+    "mime with BatchNorm": {"local": {"solver": "mime", "batch_size": 16}, "model": "tests.plugs:Normalised"},
+    "ditto with BatchNorm": {
+        **{"local": {"solver": "ditto", "personal_steps": 2, "batch_size": 16}, "workers": 5, "cohort": 2, "rounds": 4},
+        **{"model": "tests.plugs:Normalised", "buffers": "local", "partition": "tests.plugs:uneven"},
+    },
+    "pfedme": {
+        **{"local": {"solver": "pfedme", "inner_steps": 2, "batch_size": 16}, "workers": 5, "cohort": 2, "rounds": 4},
+        **{"model": "net", "partition": "tests.plugs:uneven"},
+    },
+    "apfl": {
+        **{"local": {"solver": "apfl", "adaptive": True, "momentum": 0.5, "batch_size": 15}, "rounds": 3},
+        **{"model": "tests.plugs:Normalised", "partition": "tests.plugs:uneven"},
+    },
+    "per_fedavg": {
+        **{"local": {"solver": "per_fedavg", "inner_lr": 0.05, "batch_size": 16}, "model": "tests.plugs:Normalised"},
+        **{"workers": 4, "partition": "tests.plugs:uneven"},
+    },
+}
+ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS}
 EXACT = {"spawn": 2}  # engines that give the very same bits on a CPU, with a number of processes that share the work
 CLOSE = {
     "batched": {"processes": 1, "batched": {"width": 3}}
@@ -171,8 +203,8 @@ def cases_and_syncs(shift):
     """
     pairs = []
     for index, (case, tables) in enumerate(ALL_CASES.items()):
-        solver = tables.get("local", {}).get("solver")
-        needs_parameters = "server" in tables or solver in ("fedprox", "tests.plugs:Counting")  # needs local steps
+        needs_local_steps = fedsim.Experiment(local=tables.get("local", {})).needs_local_steps
+        needs_parameters = "server" in tables or needs_local_steps
         for sync in SYNCS[:1] if needs_parameters else SYNCS:
             is_default = needs_parameters or sync == SYNCS[(index + shift) % 2]
             pairs.append(pytest.param(case, sync, marks=() if is_default else pytest.mark.slow))

@@ -18,7 +18,7 @@ import fedsim
 from fedsim.records.history import METRICS
 from fedsim.records.run_folder import MODEL
 from tests.commands import ROOT, ended, free_port, read_until, start, start_python, start_ranks
-from tests.engines.test_contract import CASES, CHAIN, PROCESSED, ROUNDING, WORK, assert_close, without_times
+from tests.engines.test_contract import ALGORITHMS, CASES, CHAIN, PROCESSED, ROUNDING, WORK, assert_close, without_times
 from tests.engines.torch_post_local import TABLES
 
 PROGRAM = ROOT / "tests" / "engines" / "rank_program.py"
@@ -55,7 +55,7 @@ FURTHER = {
 }
 OF_TWO = (
     *("plain averaging", "uneven shards", "partial cohorts of uneven shards", "adam", "dropout", "given weights"),
-    *("worker state and messages", "worker state of rows left out"),
+    *("worker state and messages", "worker state of rows left out", "mime", "ditto with BatchNorm"),
     *("a rule on whole rows", "gradients first, then parameters", "buffers averaged", "buffers kept by workers"),
     *("a rule on columns", "a rule by distances, under attack", "pre-aggregators", "a rule with a state"),
     *("a rule that starts where it ended", "a rule that draws", "a rule with data of the server's own"),
@@ -127,7 +127,7 @@ NOT_FINITE = {"model": "tests.plugs:OneIsTooFew", "partition": "tests.plugs:endi
 def cases_of(count):
     """The experiments of a group of ranks, by name."""
     names = {1: OF_FOUR[:2], 2: OF_TWO, 4: OF_FOUR}[count]
-    cases = {name: {**TINY, **CASES[name]} for name in names}
+    cases = {name: {**TINY, **{**CASES, **ALGORITHMS}[name]} for name in names}
     if count > 1:
         cases |= {name: {**TINY, **case} for name, case in FURTHER.items()}
         cases |= {

@@ -162,7 +162,8 @@ class StackStep:
 
         def gradient_at(points: Tensor) -> Tensor:
             at = self._module.views(points)
-            return side_by_side(cast(list[Tensor], self._module.gradients(at, list(state.buffers), *batch)[1]))
+            buffers = [buffer.clone() for buffer in state.buffers]  # some layers change them in place
+            return side_by_side(cast(list[Tensor], self._module.gradients(at, buffers, *batch)[1]))
 
         losses, gradients = self.gradients(state, batch)
         joined_gradients = side_by_side(cast(list[Tensor], gradients))
