@@ -32,6 +32,7 @@ KEYS: dict[str, tuple[str, ...]] = _each(
         ),
         "learning_rate learningrate step_size stepsize eta": ("local.lr", "server.lr"),
         "local_lr client_lr client_learning_rate local_learning_rate": ("local.lr",),
+        "grad_clip max_grad_norm clip_grad_norm gradient_clipping": ("local.clip_norm",),
         "scheduler lr_scheduler lr_schedule": ("local.schedule.name", "server.schedule.name"),
         "warmup warmup_rounds": ("local.schedule.warmup", "server.schedule.warmup"),
         "server_lr global_lr server_learning_rate": ("server.lr",),
@@ -130,9 +131,7 @@ NOTES: dict[str, str] = _each(
         "test_every eval_every eval_interval eval_freq test_interval test_freq evaluate_every "
         "test_step": "the model is tested after every round; there is no key for it",
         "cosine lr_step": "write local.schedule=cosine; fedsim list schedules names all",
-        "grad_clip clip max_grad_norm clip_grad_norm gradient_clipping clip_norm": (
-            """write processors='[{name="clip",max_norm=1.0}]', which clips each update"""
-        ),
+        "clip": """write local.clip_norm=1.0 for gradients, or processors='[{name="clip",max_norm=1.0}]' for updates""",
         "dp differential_privacy noise_multiplier target_epsilon": (
             "no privacy budget is computed; "
             """write processors='[{name="clip",max_norm=1.0},{name="gaussian_noise",std=0.01}]'"""

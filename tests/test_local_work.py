@@ -67,6 +67,15 @@ def sgd_round(model, batches, round):
         optimizer.step()
 
 
+def clipped_round(model, batches, round):
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5, weight_decay=0.1)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
 def drawn(values):
     return DrawnAmount(values, seed=0).of
 
@@ -89,6 +98,32 @@ def test_each_worker_takes_its_own_number_of_steps(local, steps_of, engine):
     for record in result.history:
         steps = [steps_of(worker, record["round"]) for worker in range(WORKERS)]
         assert record["samples"] == [sum(sizes[step % 4] for step in range(count)) for count in steps]
+
+
+CLIPPED = of_local(epochs=2, momentum=0.5, weight_decay=0.1, clip_norm=0.5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_are_clipped_as_by_pytorch(engine):
+    result = fedsim.run({**CLIPPED, **ENGINES[engine]})
+    assert torch.allclose(result.global_row, averaged(lambda worker, round: 8, clipped_round), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_gradients_of_workers_are_clipped_before_they_are_averaged(engine):
+    """With one worker, averaged gradients are local steps; with several, each gradient is clipped."""
+    alone = {**CLIPPED, "workers": 1, **ENGINES[engine]}
+    rows = [fedsim.run({**alone, "sync": sync}).global_row for sync in ("parameters", "gradients")]
+    assert torch.allclose(*rows, rtol=0, atol=1e-12)
+    tables = {**of_local(steps=1, lr=1.0, clip_norm=1e-3), "sync": "gradients", "rounds": 1, **ENGINES[engine]}
+    assert fedsim.run(tables).global_row.norm() <= 1e-3
+
+
+def test_all_gradients_of_a_client_algorithm_are_clipped():
+    tables = of_local(solver="fedsam", rho=0.1, steps=1, lr=1.0, clip_norm=1e-3)
+    rows = [fedsim.run({**tables, "rounds": 1, **extra}).global_row for extra in ENGINES.values()]
+    assert 0 < rows[0].norm() <= 1e-3
+    assert torch.allclose(*rows, rtol=0, atol=1e-12)
 
 
 def test_amounts_are_drawn_uniformly_for_each_worker_and_round():

@@ -173,6 +173,7 @@ class Local(PlugTable):
     steps: LocalWork | None = None
     batch_size: Amount = 10
     drop_last: bool = False
+    clip_norm: PositiveFloat | None = None  # the largest L2 norm of a worker's gradient at each step
     keep_state: bool = False  # whether a worker's solver continues with its state (momentum, ...) of its last round
     schedule: LocalSchedule = LocalSchedule()  # of the solver's parameter `lr`
 

@@ -148,6 +148,8 @@ def what_needs_rows(experiment: Experiment) -> str | None:
         return "processors"
     if experiment.data.worker_test:
         return "data.worker_test"
+    if experiment.local.clip_norm is not None:
+        return "local.clip_norm"
     if experiment.aggregate.nonfinite == "exclude":
         return 'aggregate.nonfinite = "exclude"'
     if experiment.distributed.inner != "serial":

@@ -174,6 +174,25 @@ def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(No
     rows[index] = global_row
 
 
+def clip_rows(gradients: Tensor, max_norm: float | None) -> None:
+    """Scale each row to an L2 norm of at most `max_norm`, in place, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Args:
+        gradients: [..., d].
+        max_norm: > 0; None: leave them as they are.
+
+    >>> from fedsim.core.rows import clip_rows
+    >>> rows = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    >>> clip_rows(rows, 1.0)
+    >>> rows
+    tensor([[0.6000, 0.8000],
+            [0.3000, 0.4000]])
+    """
+    if max_norm is not None:
+        norms = torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)
+        gradients.mul_((max_norm / (norms + 1e-6)).clamp(max=1.0))
+
+
 def index_of(slots: Sequence[int], device: torch.device) -> slice | Tensor:
     """The index of these rows of a matrix on `device`: a slice, which selects a view, if they ascend in equal steps.
 

@@ -69,6 +69,7 @@ class TaskSpec:
     hook: BoundHook | None = None  # how ranks average gradients; None: by the rule, of single rows
     rows_for: str | None = None  # what that needs single rows for
     local_lr: float | None = None  # of the local solver, if it has one
+    clip_norm: float | None = None  # the largest L2 norm of a worker's gradient
     local_schedule: LRSchedule | None = None  # of that learning rate; None: it is constant
     server_schedule: LRSchedule | None = None  # of the learning rate of the server optimizer
     in_rounds: bool = True  # whether all workers of a cohort start together; else on a virtual clock, or in a race

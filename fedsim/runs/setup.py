@@ -219,6 +219,7 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         hook=experiment.distributed.hook.bind() if by_hook else None,
         rows_for=rows_for,
         local_lr=experiment.local_lr,
+        clip_norm=experiment.local.clip_norm,
         local_schedule=experiment.local_schedule,
         server_schedule=experiment.server.schedule.schedule(experiment.rounds),
         single_steps=_sends_gradients(experiment),

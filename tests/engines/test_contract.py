@@ -114,6 +114,10 @@ WORK = {
         **{"local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "partition": "tests.plugs:uneven"},
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
+    "clipped gradients": {
+        **{"local": {"clip_norm": 0.5, "momentum": 0.5, "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        "model": "tests.plugs:Normalised",
+    },
     "learning rates by round": {
         **{"local": {"solver": "adam", "schedule": "cosine"}, "rounds": 3},
         "server": {"optimizer": "momentum", "schedule": {"name": "exponential", "gamma": 0.5}},

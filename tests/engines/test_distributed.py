@@ -49,7 +49,7 @@ FURTHER = {
     "an empty part of the columns": {"model": "tests.plugs:Few", "data": "tests.plugs:few", "aggregate": "median"},
     "processed updates": {"processors": CHAIN, "workers": 5, "partition": "tests.plugs:uneven"},
     "updates quantized after an attack": PROCESSED["updates quantized after an attack"],
-    **{name: WORK[name] for name in ("drawn local work", "learning rates by round")},
+    **{name: WORK[name] for name in ("drawn local work", "clipped gradients", "learning rates by round")},
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
     "workers tested": {"workers": 5, "cohort": 3, "data.worker_test": 0.3, "evaluation": {"fine_tune": 1}},
 }

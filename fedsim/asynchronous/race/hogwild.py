@@ -14,6 +14,7 @@ from fedsim.asynchronous.policy import Arrival
 from fedsim.asynchronous.race.state import WRITES_BEGUN
 from fedsim.asynchronous.race.worker import ProcessResult, RaceWorker
 from fedsim.core.randomness import global_states, seed_everything
+from fedsim.core.rows import clip_rows
 from fedsim.engines.pool.barrier import SHARED_ROW
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.dropout import RowDropout
@@ -103,6 +104,7 @@ class HogwildWorker(RaceWorker):
                 raise nonfinite_error(round, f"the gradient of worker {slot}")
             stats.excluded.append(slot)
             return None
+        clip_rows(gradient, self._executor.task.clip_norm)
         self._writes_begun[slot] += 1
         with process.holding(SHARED_ROW):
             self._policy.take(server, Arrival(slot, slot, unit, staleness))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients import State
+from fedsim.core.rows import clip_rows
 from fedsim.core.training import Loss
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.row_module import RowModule
@@ -54,6 +55,7 @@ class FurtherGradients:
         return self._backward(self._step, model, inputs, targets)
 
     def step(self) -> None:
+        clip_rows(self._row_gradient, self._task.clip_norm)
         solver = self._task.solver_at(self._round, self._step)
         solver.step_rows(self._row, self._row_gradient, self._state, self._gradient_at)
         self._step += 1
@@ -66,4 +68,5 @@ class FurtherGradients:
             self._point.copy_(point)
         self._gradient.zero_()
         self._backward(self._step, self._module.module, *self._batch)
+        clip_rows(self._gradient, self._task.clip_norm)
         return self._gradient.clone()

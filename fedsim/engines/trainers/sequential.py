@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedsim.clients import RowOptimizer, State
 from fedsim.core.randomness import seed_everything
-from fedsim.core.rows import new_rows
+from fedsim.core.rows import clip_rows, new_rows
 from fedsim.core.training import Backward, Loss, Optimizer, train_epoch
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
@@ -177,6 +177,7 @@ class RowTrainer:
         value = self._loss_of(participant, step)
         self._rows[slot].zero_()
         value.backward()
+        clip_rows(self._rows[slot], task.clip_norm)
         self._client_rounds.send_gradients(slot)
         loss = value.detach()
         if task.rule.accepts("losses"):
@@ -224,13 +225,14 @@ class RowTrainer:
 
 
 class LocalOptimizer(RowOptimizer):
-    """The solver of a row in a round, with the learning rate of each step."""
+    """The solver of a row in a round, with clipped gradients and the learning rate of each step."""
 
     def __init__(self, task: TaskSpec, round: int, row: Tensor, gradient: Tensor, state: State) -> None:
         super().__init__(task.solver_at(round), row, gradient, state)
         self._task, self._round, self._steps = task, round, 0
 
     def step(self) -> None:
+        clip_rows(self._gradient, self._task.clip_norm)
         solver = self._task.solver_at(self._round, self._steps)
         solver.step(self._row, self._gradient, self._state)
         self._steps += 1

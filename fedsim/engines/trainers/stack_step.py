@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsim.clients import ClientAlgorithm, OuterProductGrad, State, step_along
-from fedsim.core.rows import Entry
+from fedsim.core.rows import Entry, clip_rows
 from fedsim.data import TensorData
 from fedsim.engines.stacking.stacked_module import StackedModule, view_of
 from fedsim.engines.task import TaskSpec
@@ -148,6 +148,10 @@ class StackStep:
         solver = self._task.solver_at(*moment)
         if not solver.element_wise:
             return self._whole_rows(solver, state, batch)
+        if self._task.clip_norm is not None:
+            losses, clipped = self.clipped_gradients(state, batch, active)
+            move(solver, state, [(Entry("row", clipped.shape[1:], 0), clipped)], active)
+            return losses
         leave_products = None
         if active is None:
             leave_products = 0 if self._on_cpu else LEFT_PRODUCT_BYTES
@@ -163,12 +167,20 @@ class StackStep:
         def gradient_at(points: Tensor) -> Tensor:
             at = self._module.views(points)
             buffers = [buffer.clone() for buffer in state.buffers]  # some layers change them in place
-            return side_by_side(cast(list[Tensor], self._module.gradients(at, buffers, *batch)[1]))
+            gradients = side_by_side(cast(list[Tensor], self._module.gradients(at, buffers, *batch)[1]))
+            clip_rows(gradients, self._task.clip_norm)
+            return gradients
 
-        losses, gradients = self.gradients(state, batch)
-        joined_gradients = side_by_side(cast(list[Tensor], gradients))
-        solver.step_rows(state.rows, joined_gradients, state.solver_state, gradient_at)
+        losses, gradients = self.clipped_gradients(state, batch)
+        solver.step_rows(state.rows, gradients, state.solver_state, gradient_at)
         return losses
+
+    def clipped_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The losses [m] and the gradients [m, d], clipped to `local.clip_norm`; buffers change as in `gradients`."""
+        losses, of_parameters = self.gradients(state, batch, active)
+        gradients = side_by_side(cast(list[Tensor], of_parameters))
+        clip_rows(gradients, self._task.clip_norm)
+        return losses, gradients
 
     def gradients(
         self, state: StackState, batch: Batch, active: Tensor | None = None, *, leave_products: int | None = None

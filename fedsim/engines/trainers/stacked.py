@@ -109,9 +109,9 @@ class StackTrainer:
                 factors = ahead.of(step, len(whole.members))
                 for step_batch in self._parts_of(whole):
                     theirs = state.of(step_batch.places)
-                    losses, gradients = self._step.gradients(theirs, self._batch(stack, step_batch, factors))
+                    losses, gradients = self._step.clipped_gradients(theirs, self._batch(stack, step_batch, factors))
                     index = stack.index_of(step_batch)
-                    shared.rows[index] = side_by_side(cast(list[Tensor], gradients))
+                    shared.rows[index] = gradients
                     self._client_rounds.send_gradients(index)
                     state.take_back_buffers(theirs)
                     stack.count(step_batch, losses)
