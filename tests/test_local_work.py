@@ -76,6 +76,20 @@ def clipped_round(model, batches, round):
         optimizer.step()
 
 
+def accumulated_round(model, batches, round):
+    """Momentum, clipping and a learning rate that changes with each step of the optimizer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for start in range(0, len(batches), 3):
+        optimizer.zero_grad()
+        group = batches[start : start + 3]
+        for inputs, targets in group:
+            (F.cross_entropy(model(inputs), targets) / len(group)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+
+
 def drawn(values):
     return DrawnAmount(values, seed=0).of
 
@@ -112,7 +126,7 @@ def test_gradients_are_clipped_as_by_pytorch(engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_gradients_of_workers_are_clipped_before_they_are_averaged(engine):
     """With one worker, averaged gradients are local steps; with several, each gradient is clipped."""
-    alone = {**CLIPPED, "workers": 1, **ENGINES[engine]}
+    alone = {**CLIPPED, "workers": 1, "rounds": 1, **ENGINES[engine]}
     rows = [fedsim.run({**alone, "sync": sync}).global_row for sync in ("parameters", "gradients")]
     assert torch.allclose(*rows, rtol=0, atol=1e-12)
     tables = {**of_local(steps=1, lr=1.0, clip_norm=1e-3), "sync": "gradients", "rounds": 1, **ENGINES[engine]}
@@ -124,6 +138,22 @@ def test_all_gradients_of_a_client_algorithm_are_clipped():
     rows = [fedsim.run({**tables, "rounds": 1, **extra}).global_row for extra in ENGINES.values()]
     assert 0 < rows[0].norm() <= 1e-3
     assert torch.allclose(*rows, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("local", "batches"),
+    [({"steps": [1, 3, 2, 4]}, [3, 9, 6, 12]), ({"epochs": [1, 2, 1, 3]}, [4, 8, 4, 12]), ({"epochs": 2}, [8] * 4)],
+    ids=["steps", "listed epochs", "epochs"],
+)
+def test_a_step_takes_the_mean_gradient_of_several_batches(local, batches, engine):
+    schedule = {"name": "exponential", "gamma": 0.5, "per": "step"}
+    tables = of_local(**local, accumulate=3, clip_norm=0.5, momentum=0.5, schedule=schedule)
+    result = fedsim.run({**tables, **ENGINES[engine]})
+    expected = averaged(lambda worker, round: batches[worker], accumulated_round)
+    assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
+    sizes = [4, 4, 4, 3]
+    assert result.history[0]["samples"] == [sum(sizes[step % 4] for step in range(n)) for n in batches]
 
 
 def test_amounts_are_drawn_uniformly_for_each_worker_and_round():
@@ -179,6 +209,9 @@ def test_on_the_clock_a_policy_that_takes_models_draws_the_work_of_each_round_of
             {"local": {"steps": {"choice": [1, 2]}}, "policy": "asgd", "mode": "clock"},
             "a worker sends each gradient and has no rounds; use a number",
         ),
+        ({"local": {"accumulate": 2}, "sync": "gradients"}, "each batch has its own average; use a larger"),
+        ({"local": {"accumulate": 2}, "policy": "fedasync", "mode": "clock"}, "needs synchronous rounds; use a larger"),
+        ({"local": {"accumulate": 2, "solver": "fedsam"}}, "takes further gradients of each batch; use a larger"),
     ],
 )
 def test_work_without_a_meaning_is_refused(tables, line):

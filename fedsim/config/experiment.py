@@ -21,6 +21,7 @@ from pydantic import (
 
 from fedsim.aggregation import Pipeline
 from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
+from fedsim.config.local_schema import Local
 from fedsim.config.plugs import keys_of_plug
 from fedsim.config.schema import (
     Aggregate,
@@ -33,7 +34,6 @@ from fedsim.config.schema import (
     Data,
     Distributed,
     EvaluationMetric,
-    Local,
     Model,
     Partition,
     Processor,

@@ -13,7 +13,7 @@ from fedsim.asynchronous.clock.noises import noise
 from fedsim.asynchronous.clock.speeds import speed
 from fedsim.asynchronous.policies import policy
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
-from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, lr_schedule, solver
+from fedsim.config.local_schema import Amount, Count, ServerSchedule
 from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.learning_task import LearningTask, learning_task
 from fedsim.core.metrics import BoundMetric, bind_metric, metric
@@ -28,33 +28,12 @@ from fedsim.processing import BoundProcessor, bind_processor, processor
 from fedsim.server import server_optimizer
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-Amount = Annotated[int, Field(gt=0, lt=2**63)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def _init_method(init: str) -> str:
     if not re.fullmatch(r"env://|tcp://.+:\d+|file:///.+", init):
         raise ValueError("env://, tcp://HOST:PORT or file:///PATH")
     return init
-
-
-def _check_work(value: Any) -> Any:
-    """Check an amount of local work: n, [n, ...], {uniform = [low, high]} or {choice = [n, ...]}."""
-    form, values = "one", [value]
-    if isinstance(value, list) and value:
-        form, values = "list", value
-    elif isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), list):
-        ((form, values),) = value.items()
-    if form not in ("one", "list", "uniform", "choice") or not values or any(type(n) is not int for n in values):
-        raise ValueError("an integer, a list of integers, {uniform = [low, high]} or {choice = [n, ...]}")
-    if min(values) < 1 or max(values) >= 2**63:
-        raise ValueError("greater than 0" if min(values) < 1 else "less than 2^63")
-    if form == "uniform" and not (len(values) == 2 and values[0] <= values[1]):
-        raise ValueError("{uniform = [low, high]} with low <= high")
-    return value
-
-
-LocalWork = Annotated[int | list[int] | dict[str, list[int]], BeforeValidator(_check_work)]
 
 
 def _label(label: str) -> str:
@@ -129,64 +108,6 @@ class Partition(PlugTable):
     place, named_by, registry = "partition", "strategy", partition_strategy
 
     strategy: Name = "iid"
-
-
-class ServerSchedule(PlugTable):
-    """How the learning rate changes over the rounds; in the first `warmup` rounds it grows linearly."""
-
-    place, named_by, registry = "server.schedule", "name", lr_schedule
-
-    name: Name = "constant"
-    warmup: Count = 0
-
-    def schedule(self, length: int | None, per: Literal["round", "step"] = "round") -> LRSchedule | None:
-        """The schedule, of so many rounds or steps; None if the learning rate is constant."""
-        if self == type(self)():
-            return None
-        settings = {"length": length, "warmup": self.warmup, "per": per, "place": self.place}
-        return LRSchedule.of(self.plug, self.params, **settings)
-
-
-class LocalSchedule(ServerSchedule):
-    """The same of the local solver; with `per = "step"`, over the steps of each round."""
-
-    place = "local.schedule"
-
-    per: Literal["round", "step"] = "round"
-
-
-class Local(PlugTable):
-    """The work of a worker between two synchronizations: `epochs` or `steps`, not both.
-
-    Each is a number, a list with one for each worker, or drawn for each worker and round: {uniform = [1, 5]} draws an
-    integer from 1 to 5, {choice = [1, 5, 20]} one of these.
-
-    `drop_last` omits the last batch of an epoch if it is smaller than `batch_size`, as PyTorch's DataLoader does. A
-    shard that is smaller than a batch is still used, as one batch.
-    """
-
-    place, named_by, registry = "local", "solver", solver
-    alternatives = ("epochs", "steps")
-
-    solver: Name = "sgd"
-    epochs: LocalWork | None = None
-    steps: LocalWork | None = None
-    batch_size: Amount = 10
-    drop_last: bool = False
-    clip_norm: PositiveFloat | None = None  # the largest L2 norm of a worker's gradient at each step
-    keep_state: bool = False  # whether a worker's solver continues with its state (momentum, ...) of its last round
-    schedule: LocalSchedule = LocalSchedule()  # of the solver's parameter `lr`
-
-    def bind(self) -> ClientAlgorithm:
-        algorithm = as_algorithm(super().bind())
-        return KeptState(algorithm) if self.keep_state else algorithm
-
-    @classmethod
-    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        given = [key for key in cls.alternatives if table.get(key) is not None]
-        if len(given) > 1:
-            raise cls.not_both()
-        return table if given else {**table, "epochs": 1}
 
 
 class Attack(PlugTable):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedsim.asynchronous.policies import Policy
-from fedsim.clients import LRSchedule
+from fedsim.config.local_validation import check_local_work
 from fedsim.config.schema import Aggregate, Checkpoint, Hook, Server
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines import Engine, engine
@@ -36,8 +34,7 @@ def problems_with(experiment: Experiment) -> list[str]:
         *_check_unused_keys(experiment),
         *_check_evaluation(experiment),
         *_check_sync(experiment),
-        *_check_local_work(experiment, policy),
-        *_check_schedules(experiment, policy),
+        *check_local_work(experiment, policy),
         *_check_mode(experiment, policy),
         *_check_weights(experiment),
         *_check_metrics(experiment),
@@ -198,51 +195,6 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
         yield _needs_local_steps(experiment, f"sync={sync}")
     if sync != "gradients" and experiment.client_algorithm.alters_gradients:
         yield f'local.momentum_at = "worker": needs sync=gradients, not {sync}; omit it'
-
-
-def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
-    key = "epochs" if experiment.local.steps is None else "steps"
-    amount = getattr(experiment.local, key)
-    where = f"local.{key} = {show(amount)}"
-    if isinstance(amount, list):
-        if len(amount) != experiment.workers:
-            yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(amount)}"
-        if experiment.pipeline.accepts("root"):
-            rule = experiment.pipeline.name
-            yield f"{where}: the rule {rule} lets the server train too, which is not in the list; use a number"
-    elif isinstance(amount, dict) and not policy.in_rounds and policy.work == "gradient":
-        policy_name = show(experiment.policy.name)
-        yield f"{where}: with policy.name = {policy_name} a worker sends each gradient and has no rounds; use a number"
-
-
-def _check_schedules(experiment: Experiment, policy: Policy) -> Iterator[str]:
-    local, server = experiment.local, experiment.server
-    yield from _check_schedule(experiment.local_schedule, local.bind().with_lr, local.params, policy)
-    yield from _check_schedule(
-        server.schedule.schedule(experiment.rounds), partial(replace, server.bind()), server.params, policy
-    )
-    if local.schedule.per == "step":
-        needing = experiment.pipeline.name if experiment.pipeline.accepts("local_lr") else None
-        needing = local.solver if experiment.exchanges else needing
-        if needing is not None:
-            yield f'local.schedule.per = "step": {show(needing)} uses one learning rate for a round; use per=round'
-
-
-def _check_schedule(
-    schedule: LRSchedule | None, with_lr: Callable[..., Any], params: Mapping[str, Any], policy: Policy
-) -> Iterator[str]:
-    """Check the schedule of the learning rate of a solver or a server optimizer with these parameters."""
-    if schedule is None:
-        return
-    if not policy.in_rounds:
-        yield f"{schedule.place}: asynchronous policies have no rounds in common; omit it"
-        return
-    try:
-        with_lr(lr=schedule.rate(params["lr"], 1))
-    except ExperimentError as error:
-        yield from error.lines
-    except (KeyError, TypeError):
-        yield f"{schedule.place}: needs a dataclass with a learning rate `lr`, which the plug is not; omit it"
 
 
 def _needs_local_steps(experiment: Experiment, setting: str) -> str:

@@ -29,6 +29,9 @@ class Schedule:
 
     If the amount differs between workers or rounds, only the schedule that `of` returns has a number of steps.
 
+    With `accumulate`, the solver steps along the mean gradient of so many batches, of fewer at the end of a round. The
+    methods count the steps before that, one for each batch; `solver_steps` counts those of the solver.
+
     >>> from fedsim.engines.schedule import DrawnAmount, Schedule
     >>> schedule = Schedule(batch_size=10, epochs=DrawnAmount(range(1, 6), seed=0))
     >>> [schedule.of(worker, round=1).steps_for(n_samples=25) for worker in range(6)]
@@ -39,6 +42,7 @@ class Schedule:
     epochs: Amount | None = 1
     steps: Amount | None = None
     drop_last: bool = False
+    accumulate: int = 1
 
     @property
     def drawn(self) -> bool:
@@ -82,7 +86,11 @@ class Schedule:
         """Steps that a worker with this many samples takes in one round."""
         amount = self._amount
         assert isinstance(amount, int), "`of` gives the schedule of a worker in a round"
-        return amount if self.steps is not None else amount * self.batches_per_epoch(n_samples)
+        return amount * (self.accumulate if self.steps is not None else self.batches_per_epoch(n_samples))
+
+    def solver_steps(self, steps: int) -> int:
+        """Steps of the solver in so many steps from the start of a round."""
+        return -(-steps // self.accumulate)
 
     def samples_for(self, n_samples: int) -> int:
         """Samples that a worker with this many goes through in one round, repetitions counted."""

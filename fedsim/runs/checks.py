@@ -147,7 +147,7 @@ def check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorDa
 def check_lr_schedules(task: TaskSpec, sizes: Mapping[int, int]) -> None:
     """Check that the schedules of learning rates last to the end of the run, and of the longest round."""
     steps = max(task.schedule.longest(worker).steps_for(size) for worker, size in sizes.items())
-    task.solver_at(task.rounds, steps - 1)
+    task.solver_at(task.rounds, task.schedule.solver_steps(steps) - 1)
     task.server_at(task.rounds)
 
 

@@ -240,7 +240,7 @@ def schedule_of(experiment: Experiment) -> Schedule:
             return DrawnAmount(range(uniform[0], uniform[1] + 1) if uniform else tuple(choice), experiment.seed)
         return tuple(given) if isinstance(given, list) else given
 
-    return Schedule(local.batch_size, amount(local.epochs), amount(local.steps), local.drop_last)
+    return Schedule(local.batch_size, amount(local.epochs), amount(local.steps), local.drop_last, local.accumulate)
 
 
 def _sends_gradients(experiment: Experiment) -> bool:

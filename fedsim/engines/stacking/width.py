@@ -26,7 +26,7 @@ def stack_width(task: TaskSpec, shared: SharedState, probe: StackingProbe, proce
     row, kept = shared.rows.shape[1] * task.dtype.itemsize, len(task.solver.start(shared.global_row[:1]))
     on_cpu = task.device.type == "cpu"
     captured = task.cuda_graphs is not False and unsafe(task, probe) is None
-    gradients = 1 if task.clip_norm is None else 2  # of the parameters, and joined
+    gradients = 1 + (task.clip_norm is not None) + 2 * (task.schedule.accumulate > 1)  # and joined, and their sums
     made = (gradients if on_cpu else 3 + kept) * row + 2 * task.schedule.batch_size * probe.sample_bytes
     row_bytes = (2 + 2 * kept) * row + (2 if captured else 1) * made
     most = math.inf

@@ -64,8 +64,8 @@ class ClientRounds:
         return WorkerFacts(
             worker=member.worker,
             round=member.round,
-            steps=self._batch_source.steps_of(member),
-            steps_per_epoch=task.schedule.batches_per_epoch(samples),
+            steps=task.schedule.solver_steps(self._batch_source.steps_of(member)),
+            steps_per_epoch=task.schedule.solver_steps(task.schedule.batches_per_epoch(samples)),
             samples=samples,
             weight=1.0 if weights is None else weights.item(),
         )

@@ -43,6 +43,8 @@ def unsafe(task: TaskSpec, probe: StackingProbe) -> str | None:
         return "workers bring the gradient of a single step"
     if not task.solver.element_wise:
         return "steps of the local solver need whole rows"
+    if task.schedule.accumulate > 1:
+        return "gradients are accumulated (local.accumulate)"
     if task.local_schedule is not None:
         return "the learning rate changes (local.schedule), and a captured step keeps its own"
     if probe.coupled:

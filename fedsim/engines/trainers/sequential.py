@@ -103,15 +103,16 @@ class RowTrainer:
                 self._seed_layers(member, *member.moment)
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
                 row, gradient = self._rows[slot], self._gradient
-                optimizer: Optimizer = LocalOptimizer(task, member.round, row, gradient, state)
+                batches = self._batch_source.steps_of(member)
+                optimizer: Optimizer = LocalOptimizer(task, member.round, batches, row, gradient, state)
                 dropout, first = self._dropout_of(member), member.step or 0
                 backward: Backward = partial(self._backward, dropout, count(first))
                 if self._further is not None:
                     backward_at = partial(self._backward_at, dropout)
                     optimizer = self._further.begin(row, gradient, state, module, backward_at, member.round, first)
                     backward = self._further.backward
-                batches = with_heartbeats(self._process, self._batch_source.batches_of(member))
-                tallies[slot] = train_epoch(module.module, batches, optimizer, backward=backward)
+                data = with_heartbeats(self._process, self._batch_source.batches_of(member))
+                tallies[slot] = train_epoch(module.module, data, optimizer, backward=backward)
                 self._client_rounds.finish(self._rows[slot], state, slot, [member])
                 module.give(shared.buffers[slot])
         for slot, tally in tallies.items():  # only now, because reading a number waits for the device
@@ -225,17 +226,27 @@ class RowTrainer:
 
 
 class LocalOptimizer(RowOptimizer):
-    """The solver of a row in a round, with clipped gradients and the learning rate of each step."""
+    """The solver of a row in a round of so many batches: it accumulates and clips gradients, and has a schedule."""
 
-    def __init__(self, task: TaskSpec, round: int, row: Tensor, gradient: Tensor, state: State) -> None:
+    def __init__(self, task: TaskSpec, round: int, batches: int, row: Tensor, gradient: Tensor, state: State) -> None:
         super().__init__(task.solver_at(round), row, gradient, state)
-        self._task, self._round, self._steps = task, round, 0
+        self._task, self._round, self._batches = task, round, batches
+        self._steps = self._accumulated = 0
+
+    def zero_grad(self) -> None:
+        if not self._accumulated:
+            self._gradient.zero_()
 
     def step(self) -> None:
+        self._batches, self._accumulated = self._batches - 1, self._accumulated + 1
+        if self._accumulated < self._task.schedule.accumulate and self._batches:
+            return
+        if self._accumulated > 1:
+            self._gradient.div_(self._accumulated)
         clip_rows(self._gradient, self._task.clip_norm)
         solver = self._task.solver_at(self._round, self._steps)
         solver.step(self._row, self._gradient, self._state)
-        self._steps += 1
+        self._steps, self._accumulated = self._steps + 1, 0
 
 
 def with_heartbeats(process: ProcessContext, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:

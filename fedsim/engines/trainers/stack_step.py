@@ -150,7 +150,7 @@ class StackStep:
             return self._whole_rows(solver, state, batch)
         if self._task.clip_norm is not None:
             losses, clipped = self.clipped_gradients(state, batch, active)
-            move(solver, state, [(Entry("row", clipped.shape[1:], 0), clipped)], active)
+            move_rows(solver, state, clipped, active)
             return losses
         leave_products = None
         if active is None:
@@ -174,6 +174,11 @@ class StackStep:
         losses, gradients = self.clipped_gradients(state, batch)
         solver.step_rows(state.rows, gradients, state.solver_state, gradient_at)
         return losses
+
+    def along(self, state: StackState, gradients: Tensor, moment: tuple[int, int]) -> None:
+        """Move the rows of a state along gradients [m, d], which this clips, in a round and a step of the solver."""
+        clip_rows(gradients, self._task.clip_norm)
+        move_rows(self._task.solver_at(*moment), state, gradients)
 
     def clipped_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The losses [m] and the gradients [m, d], clipped to `local.clip_norm`; buffers change as in `gradients`."""
@@ -228,6 +233,11 @@ def move(solver: ClientAlgorithm, state: StackState, parts: Sequence[Part], movi
         new += [(name, entry, tensor) for name, tensor in kept.items() if tensor is not before.get(name)]
     for name, entry, tensor in new:  # some solvers replace the tensors of their state, or add them in the first step
         view_of(state.state_of(name), entry).copy_(tensor)
+
+
+def move_rows(solver: ClientAlgorithm, state: StackState, gradients: Tensor, moving: Tensor | None = None) -> None:
+    """The same along gradients [m, d] of whole rows."""
+    move(solver, state, [(Entry("row", gradients.shape[1:], 0), gradients)], moving)
 
 
 def step_where(moving: Tensor, solver: ClientAlgorithm, rows: Tensor, gradients: Tensor, state: State) -> None:

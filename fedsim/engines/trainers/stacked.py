@@ -143,6 +143,16 @@ class StackTrainer:
         rows = shared.rows[stack.index] if in_place else self._copies(stack)
         solver_state = rounds.start(rows, stack.index, stack.members)
         state = StackState(self._module, rows, solver_state, self._buffers(stack))
+        if self._task.schedule.accumulate > 1:
+            self._accumulate(stack, state)
+        else:
+            self._step_by_batch(stack, state)
+        rounds.finish(rows, state.solver_state, stack.index, stack.members)
+        if not in_place:
+            shared.rows[stack.index] = rows
+        self._give_buffers(stack, state)
+
+    def _step_by_batch(self, stack: Stack, state: StackState) -> None:
         ahead = stack.dropout_factors(self._probe.dropouts)
         for whole in stack.step_batches():
             factors = ahead.of(whole.step, len(whole.members))
@@ -152,10 +162,27 @@ class StackTrainer:
                 losses = self._step(theirs, self._batch(stack, step_batch, factors), moment=moment)
                 state.take_back(theirs)
                 stack.count(step_batch, losses)
-        rounds.finish(rows, state.solver_state, stack.index, stack.members)
-        if not in_place:
-            shared.rows[stack.index] = rows
-        self._give_buffers(stack, state)
+
+    def _accumulate(self, stack: Stack, state: StackState) -> None:
+        """Steps along the mean gradient of several batches, of fewer at the end of a member's round."""
+        ahead, accumulate = stack.dropout_factors(self._probe.dropouts), self._task.schedule.accumulate
+        total = torch.zeros_like(state.rows)
+        for whole in stack.step_batches():
+            factors = ahead.of(whole.step, len(whole.members))
+            for step_batch in self._parts_of(whole):
+                theirs = state.of(step_batch.places)
+                losses, gradients = self._step.gradients(theirs, self._batch(stack, step_batch, factors))
+                total[step_batch.places] += side_by_side(cast(list[Tensor], gradients))
+                state.take_back_buffers(theirs)
+                stack.count(step_batch, losses)
+            number, count = whole.step // accumulate, whole.step % accumulate + 1
+            going_on = sum(steps > whole.step + 1 for steps in stack.steps) if count < accumulate else 0
+            if going_on < len(whole.members):  # the last of the members, since those with most steps come first
+                stepping = slice(going_on, len(whole.members))
+                theirs = state.of(stepping)
+                self._step.along(theirs, total[stepping].div_(count), (stack.members[0].round, number))
+                state.take_back(theirs)
+                total[stepping] = 0
 
     def _batch(
         self,
