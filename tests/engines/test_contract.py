@@ -115,7 +115,11 @@ WORK = {
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
     "clipped gradients": {
-        **{"local": {"clip_norm": 0.5, "momentum": 0.5, "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{"local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}, "partition": "tests.plugs:uneven"},
+        "model": "tests.plugs:Normalised",
+    },
+    "accumulated gradients": {
+        **{"local": {"accumulate": 3, "epochs": 2, "drop_last": True}, "partition": "tests.plugs:uneven"},
         "model": "tests.plugs:Normalised",
     },
     "learning rates by round": {
@@ -208,7 +212,7 @@ def cases_and_syncs(shift):
     pairs = []
     for index, (case, tables) in enumerate(ALL_CASES.items()):
         needs_local_steps = fedsim.Experiment(local=tables.get("local", {})).needs_local_steps
-        needs_parameters = "server" in tables or needs_local_steps
+        needs_parameters = "server" in tables or needs_local_steps or "accumulate" in tables.get("local", {})
         for sync in SYNCS[:1] if needs_parameters else SYNCS:
             is_default = needs_parameters or sync == SYNCS[(index + shift) % 2]
             pairs.append(pytest.param(case, sync, marks=() if is_default else pytest.mark.slow))
