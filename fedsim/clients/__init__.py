@@ -13,12 +13,15 @@ from fedsim.clients.algorithm import (
 )
 from fedsim.clients.apfl import APFL
 from fedsim.clients.ditto import Ditto
+from fedsim.clients.feddyn import FedDyn
+from fedsim.clients.fednova import FedNova
 from fedsim.clients.fedsam import FedSAM
 from fedsim.clients.kept_state import KeptState
 from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
 from fedsim.clients.mime import Mime, MimeLite
 from fedsim.clients.per_fedavg import PerFedAvg
 from fedsim.clients.pfedme import PFedMe
+from fedsim.clients.scaffold import Scaffold
 from fedsim.clients.sgd import SGD, FedProx
 from fedsim.clients.solver import (
     Decay,
@@ -40,6 +43,8 @@ __all__ = [
     "ClientAlgorithm",
     "Decay",
     "Ditto",
+    "FedDyn",
+    "FedNova",
     "FedProx",
     "FedSAM",
     "GradientAt",
@@ -53,6 +58,7 @@ __all__ = [
     "PerFedAvg",
     "Positive",
     "RowOptimizer",
+    "Scaffold",
     "Solver",
     "State",
     "WorkerFacts",

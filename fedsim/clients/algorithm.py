@@ -103,8 +103,6 @@ class ClientAlgorithm:
     Attributes:
         element_wise: whether `step` works on any columns of rows. If not, `step_rows` is called, with whole rows.
         uses_start_row: whether the steps use the row that the worker was sent.
-        full_gradient: whether a round begins with the gradient of each worker over all its samples, which costs one
-            pass over them: `WorkerRound.full_gradient`.
 
     Cost: each row that `worker_state` names takes d numbers for each worker that has taken part.
 
@@ -115,7 +113,14 @@ class ClientAlgorithm:
 
     element_wise: ClassVar[bool] = True
     uses_start_row: ClassVar[bool] = False
-    full_gradient: ClassVar[bool] = False
+
+    @property
+    def full_gradient(self) -> bool:
+        """Whether a round begins with the gradient of each worker over all its samples, which costs one pass over them.
+
+        It is then `WorkerRound.full_gradient`. A subclass may declare `full_gradient: ClassVar[bool] = True`.
+        """
+        return False
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
         """The algorithm for a model: itself, or a copy that knows, for example, which columns are personal."""
