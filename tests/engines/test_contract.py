@@ -19,6 +19,26 @@ CASES = {
     "several local epochs": {"local": {"epochs": 2, "batch_size": 50}},
     "momentum, weight decay": {"local": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
     "fedprox": {"local": {"solver": "fedprox", "mu": 1.0, "momentum": 0.5}, "partition": "tests.plugs:uneven"},
+    "scaffold": {
+        **{"local": {"solver": "scaffold", "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{"workers": 5, "cohort": 3, "rounds": 3, "aggregate": "mean"},
+    },
+    "scaffold with full gradients": {
+        **{"local": {"solver": "scaffold", "option": 1, "weight_decay": 0.01}, "partition": "tests.plugs:uneven"},
+        **{"model": "net", "workers": 4, "cohort": 3, "rounds": 3},
+    },
+    "fednova": {
+        **{"local": {"solver": "fednova", "momentum": 0.9, "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{"workers": 5, "cohort": 3},
+    },
+    "feddyn": {
+        **{"local": {"solver": "feddyn", "alpha": 0.1, "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{"workers": 5, "cohort": 3, "rounds": 3, "aggregate": "mean"},
+    },
+    "feddyn of rows left out": {
+        **{**ATTACKED, "local": {"solver": "feddyn"}, "rounds": 3},
+        **{"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"rule": "median", "nonfinite": "exclude"}},
+    },
     "adam": {"local": {"solver": "adam", "weight_decay": 0.1, "amsgrad": True}, "partition": "tests.plugs:uneven"},
     "adamw": {"local": {"solver": "adamw", "batch_size": 16, "epochs": 2}},
     "worker state and messages": {

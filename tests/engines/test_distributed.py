@@ -40,6 +40,12 @@ FURTHER = {
     },
     "geometric median, weighted": {"workers": 5, "aggregate": {"rule": "geometric_median", "weights": "samples"}},
     "rows of equal workers": {"workers": 6, "attack": {"name": "mimic", "fraction": 0.4}, "aggregate": "medoid"},
+    "feddyn and a rule on columns": {
+        **CASES["feddyn"],
+        "aggregate": {"rule": "trimmed_mean", "f": 1},
+    },
+    "feddyn and a rule by distances": {**CASES["feddyn"], "aggregate": {"rule": "krum", "f": 0}},
+    "feddyn and an adaptive server": {**CASES["feddyn"], "server": "adam"},
     "stacked in each rank": {"workers": 5, "distributed": {"inner": "batched"}, "partition": "tests.plugs:uneven"},
     "a linear rule that draws": {"aggregate": "tests.plugs:drawn_mean"},
     "a linear rule that draws on the device": {"aggregate": "tests.plugs:drawn_on_device"},
@@ -56,6 +62,7 @@ FURTHER = {
 OF_TWO = (
     *("plain averaging", "uneven shards", "partial cohorts of uneven shards", "adam", "dropout", "given weights"),
     *("worker state and messages", "worker state of rows left out", "mime", "ditto with BatchNorm"),
+    *("scaffold", "scaffold with full gradients", "fednova", "feddyn", "feddyn of rows left out"),
     *("a rule on whole rows", "gradients first, then parameters", "buffers averaged", "buffers kept by workers"),
     *("a rule on columns", "a rule by distances, under attack", "pre-aggregators", "a rule with a state"),
     *("a rule that starts where it ended", "a rule that draws", "a rule with data of the server's own"),

@@ -1,0 +1,148 @@
+"""Client algorithms against loops in plain PyTorch, written from the definitions in their papers, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fedsim
+from fedsim.core.randomness import batch_order, sample_cohort
+from tests import plugs
+
+WORKERS, COHORT, ROUNDS, EPOCHS, BATCH, LR, D = 5, 3, 4, 2, 16, 0.05, 7850
+
+
+def run(rounds=ROUNDS, **changes):
+    """The experiment: uneven shards, partial cohorts, several epochs, softmax regression."""
+    local = {"lr": LR, "epochs": EPOCHS, "batch_size": BATCH, **changes.pop("local")}
+    tables = {"workers": WORKERS, "cohort": COHORT, "partition": "tests.plugs:uneven", "model": "logistic", **changes}
+    fixed = {"data": "tests.plugs:tiny", "precision": "float64", "engine": "serial", "rounds": rounds}
+    return fedsim.run({**fixed, **tables, "local": local})
+
+
+class Workers:
+    """The workers' data, batches and gradients, without the engines."""
+
+    def __init__(self) -> None:
+        train = plugs.tiny(None)[0].to(torch.device("cpu"), torch.float64)
+        shards = fedsim.dataset_split(train, WORKERS, "tests.plugs:uneven", seed=0)
+        self.data = [shard.gather(range(len(shard))) for shard in shards]
+        self.sizes = [len(shard) for shard in shards]
+        assert len(set(self.sizes)) == WORKERS
+        self.start = torch.zeros(D).double()  # as softmax regression starts
+
+    def cohorts(self):
+        for round in range(1, ROUNDS + 1):
+            yield round, sample_cohort(0, round, WORKERS, COHORT).tolist()
+
+    def batches(self, worker, round):
+        inputs, targets = self.data[worker]
+        for epoch in range(EPOCHS):
+            order = torch.as_tensor(batch_order(0, round, worker, epoch, len(targets)))
+            for places in order.split(BATCH):
+                yield inputs[places], targets[places]
+
+    def gradient(self, row, inputs, targets):
+        row = row.detach().requires_grad_()
+        outputs = inputs.flatten(1) @ row[:7840].view(10, 784).T + row[7840:]
+        return torch.autograd.grad(F.cross_entropy(outputs, targets), row)[0]
+
+
+@pytest.fixture(scope="module")
+def workers():
+    return Workers()
+
+
+@pytest.mark.parametrize("option", [1, 2])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_scaffold(option, weight_decay, workers):
+    x, c, c_of = workers.start, torch.zeros(D).double(), torch.zeros(WORKERS, D).double()
+    for round, cohort in workers.cohorts():
+        updates, changes = [], []
+        for k in cohort:
+            y, steps = x, 0
+            for batch in workers.batches(k, round):
+                y, steps = y - LR * (workers.gradient(y, *batch) + weight_decay * y - c_of[k] + c), steps + 1
+            whole = workers.gradient(x, *workers.data[k]) + weight_decay * x
+            renewed = whole if option == 1 else c_of[k] - c + (x - y) / (steps * LR)
+            updates.append(y - x)
+            changes.append(renewed - c_of[k])
+            c_of[k] = renewed
+        x = x + torch.stack(updates).mean(0)
+        c = c + COHORT / WORKERS * torch.stack(changes).mean(0)
+    local = {"solver": "scaffold", "option": option, "weight_decay": weight_decay}
+    result = run(local=local, aggregate="mean")
+    assert torch.allclose(result.global_row, x, rtol=0, atol=1e-11)
+    assert {(record["bytes_down"], record["bytes_up"]) for record in result.history} == {(2 * COHORT * D * 8,) * 2}
+
+
+@pytest.mark.parametrize("params", [{}, {"momentum": 0.9}, {"momentum": 0.5, "nesterov": True, "weight_decay": 0.1}])
+@pytest.mark.parametrize("rule", ["mean", "weighted_mean"])
+def test_fednova(params, rule, workers):
+    """The vector a of each worker has one element for each of its steps."""
+    r, nesterov, decay = (params.get(name, 0.0) for name in ("momentum", "nesterov", "weight_decay"))
+    x = workers.start
+    for round, cohort in workers.cohorts():
+        normalised, norms, weights = [], [], []
+        for k in cohort:
+            y, v, a, a_of_v = x, 0, *torch.zeros(2, 200).double()
+            for step, batch in enumerate(workers.batches(k, round)):
+                one = F.one_hot(torch.tensor(step), 200)
+                g = workers.gradient(y, *batch) + decay * y
+                v, a_of_v = r * v + g, r * a_of_v + one
+                y, a = (y - LR * (g + r * v), a + one + r * a_of_v) if nesterov else (y - LR * v, a + a_of_v)
+            norms.append(a.norm(1).item())
+            normalised.append((y - x) / norms[-1])
+            weights.append(workers.sizes[k] if rule == "weighted_mean" else 1)
+        p = torch.tensor(weights).double() / sum(weights)
+        x = x + p @ torch.tensor(norms).double() * (p @ torch.stack(normalised))
+    result = run(local={"solver": "fednova", **params}, aggregate=rule)
+    assert torch.allclose(result.global_row, x, rtol=0, atol=1e-11)
+    assert {record["bytes_up"] - record["bytes_down"] for record in result.history} == {COHORT * 2 * 8}
+
+
+@pytest.mark.parametrize("params", [{"alpha": 0.3}, {"alpha": 0.1, "momentum": 0.9, "weight_decay": 0.1}])
+def test_feddyn(params, workers):
+    a, r, decay = params["alpha"], params.get("momentum", 0.0), params.get("weight_decay", 0.0)
+    w, h, h_of = workers.start, torch.zeros(D).double(), torch.zeros(WORKERS, D).double()
+    for round, cohort in workers.cohorts():
+        models = []
+        for k in cohort:
+            x, v = w, 0
+            for batch in workers.batches(k, round):
+                v = r * v + workers.gradient(x, *batch) + decay * x - h_of[k] + a * (x - w)
+                x = x - LR * v
+            h_of[k] -= a * (x - w)
+            models.append(x)
+        h = h - a / WORKERS * sum(x - w for x in models)
+        w = torch.stack(models).mean(0) - h / a
+    result = run(local={"solver": "feddyn", **params}, aggregate="mean")
+    assert torch.allclose(result.global_row, w, rtol=0, atol=1e-11)
+    assert {(record["bytes_down"], record["bytes_up"]) for record in result.history} == {(COHORT * D * 8,) * 2}
+
+
+def test_scaffold_of_one_worker_is_sgd():
+    """Its control is the server's, so nothing is corrected; in the first round of any cohort neither."""
+    alone = {"workers": 1, "cohort": 1}
+    scaffold, sgd = (run(local={"solver": name}, **alone).global_row for name in ("scaffold", "sgd"))
+    assert torch.allclose(scaffold, sgd, rtol=0, atol=1e-12)
+    first, plain = (run(1, local={"solver": name}, aggregate="mean").global_row for name in ("scaffold", "sgd"))
+    assert torch.equal(first, plain)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fednova_with_equal_steps_is_fedavg(momentum):
+    """The weights differ all the same."""
+    fednova, sgd = (
+        run(local={"solver": name, "momentum": momentum, "epochs": None, "steps": 4}).global_row
+        for name in ("fednova", "sgd")
+    )
+    assert torch.allclose(fednova, sgd, rtol=0, atol=1e-12)
+
+
+def test_the_first_round_of_feddyn_with_a_small_alpha_goes_further_along_the_update_of_fedavg(workers):
+    """w = mean x_k - h / alpha, and h / alpha = -|S| / N times the mean of the x_k - w, whatever alpha is."""
+    feddyn = run(1, local={"solver": "feddyn", "alpha": 1e-9}, aggregate="mean").global_row - workers.start
+    fedavg = run(1, local={"solver": "sgd"}, aggregate="mean").global_row - workers.start
+    assert torch.allclose(feddyn, (1 + COHORT / WORKERS) * fedavg, rtol=0, atol=1e-8)
