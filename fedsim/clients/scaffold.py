@@ -24,7 +24,7 @@ class Scaffold(ClientAlgorithm):
         server:    x += aggregate of the y - x;  c += sum over S of (c_k+ - c_k) / N
 
     N is the number of workers. The paper averages the updates without weights: `aggregate = "mean"`. Workers who are
-    not in the cohort keep their c_k. A worker without samples keeps its c_k with option 2.
+    not in the cohort keep their c_k, and so do those who take no step with option 2.
 
     Args:
         lr: learning rate, > 0.
@@ -79,9 +79,9 @@ class Scaffold(ClientAlgorithm):
             assert worker.full_gradient is not None
             after = worker.full_gradient + self.weight_decay * state["start"]
         else:
-            steps = worker.steps.clamp(min=1)
-            after = (state["start"] - rows) / (steps * self.lr) - state["correction"]
-            after = torch.where(worker.steps > 0, after, before)
+            travelled = worker.steps.to(rows.dtype) * self.lr
+            after = (state["start"] - rows) / travelled - state["correction"]
+            after = torch.where(travelled > 0, after, before)
         worker.kept["c_k"] = after
         return {"change": after - before}
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fedsim
+from fedsim.clients import FedNova, Scaffold, WorkerFacts, WorkerRound
 from fedsim.core.randomness import batch_order, sample_cohort
 from tests import plugs
 
@@ -96,7 +99,7 @@ def test_fednova(params, rule, workers):
             normalised.append((y - x) / norms[-1])
             weights.append(workers.sizes[k] if rule == "weighted_mean" else 1)
         p = torch.tensor(weights).double() / sum(weights)
-        x = x + p @ torch.tensor(norms).double() * (p @ torch.stack(normalised))
+        x = x + p @ torch.tensor(norms, dtype=torch.double) * (p @ torch.stack(normalised))
     result = run(local={"solver": "fednova", **params}, aggregate=rule)
     assert torch.allclose(result.global_row, x, rtol=0, atol=1e-11)
     assert {record["bytes_up"] - record["bytes_down"] for record in result.history} == {COHORT * 2 * 8}
@@ -146,3 +149,25 @@ def test_the_first_round_of_feddyn_with_a_small_alpha_goes_further_along_the_upd
     feddyn = run(1, local={"solver": "feddyn", "alpha": 1e-9}, aggregate="mean").global_row - workers.start
     fedavg = run(1, local={"solver": "sgd"}, aggregate="mean").global_row - workers.start
     assert torch.allclose(feddyn, (1 + COHORT / WORKERS) * fedavg, rtol=0, atol=1e-8)
+
+
+def test_a_worker_that_takes_no_step_keeps_its_control_variate():
+    """With option 2, whose (x - y) / (K lr) is 0 / 0 then; so does a worker whose learning rate is 0."""
+    kept, control = {"c_k": torch.full((2, 3), 5.0)}, torch.ones(3)
+    facts = [WorkerFacts(worker=k, round=1, steps=k, steps_per_epoch=k, samples=k, weight=1.0) for k in (0, 2)]
+    algorithm, rows = Scaffold(lr=0.5), torch.zeros(2, 3)
+    worker = WorkerRound({"c": control}, kept, facts, rows)
+    state = algorithm.start_round(rows, worker)
+    rows[1] -= 4
+    assert algorithm.finish(rows, state, worker)["change"].tolist() == [[0, 0, 0], [3, 3, 3]]
+    assert kept["c_k"].tolist() == [[5, 5, 5], [8, 8, 8]]
+    unmoved = replace(algorithm, lr=0.0).finish(torch.zeros(2, 3), state, worker)
+    assert not unmoved["change"].any()
+
+
+def test_the_update_of_a_worker_that_takes_no_step_is_zero_in_fednova():
+    facts = [WorkerFacts(worker=0, round=1, steps=0, steps_per_epoch=0, samples=0, weight=2.0)]
+    rows = torch.ones(1, 3)
+    messages = FedNova().finish(rows, {"start": torch.ones(1, 3)}, WorkerRound({}, {}, facts, rows))
+    assert rows.tolist() == [[1, 1, 1]]
+    assert [message.item() for message in messages.values()] == [2, 0]
