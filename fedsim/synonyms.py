@@ -126,8 +126,8 @@ NOTES: dict[str, str] = _each(
         "save": "records.model=false leaves the model out, and --out FOLDER says where the records go",
         "quiet silent": "write --quiet",
         "verbose log_every log_interval print_every": "every round is one line; --quiet prints none",
-        "target target_accuracy": "fedsim compare --target 0.97 says how long a run takes to reach an accuracy",
-        "patience early_stopping early_stop": "there is no early stopping; set rounds",
+        "target_accuracy": "stop.target=0.97 ends a run there; fedsim compare --target 0.97 says how long that takes",
+        "early_stopping early_stop": "write stop.patience=5 data.validation=0.1",
         "test_every eval_every eval_interval eval_freq test_interval test_freq evaluate_every "
         "test_step": "the model is tested after every round; there is no key for it",
         "cosine lr_step": "write local.schedule=cosine; fedsim list schedules names all",

@@ -25,6 +25,7 @@ from fedsim.config.toml import read_toml
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import ObjectName, names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show
+from fedsim.records.early_stopping import stop_reason
 from fedsim.records.history import read_history
 from fedsim.records.reader import MOST_ERROR_BYTES, MOST_GRID_BYTES
 from fedsim.records.run_folder import ERROR, EXPERIMENT, MODEL
@@ -171,7 +172,9 @@ def is_complete(folder: Path, run: PlannedRun) -> bool:
     records = run.experiment.records
     files = [MODEL] if records.model else []
     files += [f"curve.{format}" for format in records.figures] if records.curve else []
-    complete = len(read_history(folder)) == run.experiment.rounds and all(is_file(folder / name) for name in files)
+    history, experiment = read_history(folder), run.experiment
+    ended = len(history) == experiment.rounds or stop_reason(history, experiment.stop) is not None
+    complete = ended and all(is_file(folder / name) for name in files)
     return complete and not (folder / ERROR).exists()
 
 

@@ -33,16 +33,15 @@ from fedsim.config.schema import (
     Clock,
     Data,
     Distributed,
-    EvaluationMetric,
     Model,
     Partition,
     Processor,
     Race,
     Records,
     Server,
-    Task,
     WorkerEvaluation,
 )
+from fedsim.config.task_tables import EvaluationMetric, Stop, Task
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.objects import Name, plain
@@ -120,6 +119,7 @@ class Experiment(Table):
     clock: Clock = Clock()
     race: Race = Race()
     evaluation: WorkerEvaluation = WorkerEvaluation()
+    stop: Stop = Stop()
     records: Records = Records()
     checkpoint: Checkpoint = Checkpoint()
 

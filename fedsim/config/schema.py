@@ -15,8 +15,6 @@ from fedsim.asynchronous.policies import policy
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
 from fedsim.config.local_schema import Amount, Count, ServerSchedule
 from fedsim.core.base_table import PlugTable, Table
-from fedsim.core.learning_task import LearningTask, learning_task
-from fedsim.core.metrics import BoundMetric, bind_metric, metric
 from fedsim.core.objects import Name
 from fedsim.core.registry import Plug
 from fedsim.data import dataset, partition_strategy
@@ -36,38 +34,8 @@ def _init_method(init: str) -> str:
     return init
 
 
-def _label(label: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,49}", label):
-        raise ValueError("a name of letters, digits and _, at most 50 characters")
-    return label
-
-
 def _text_of_path(path: Any) -> Any:
     return str(path) if isinstance(path, Path) else path
-
-
-class Task(PlugTable):
-    place, named_by, registry = "task", "name", learning_task
-
-    name: Name = "classification"
-
-    def bind(self) -> LearningTask:
-        task = super().bind()
-        if missing := [name for name in ("loss", "correct", "check_outputs") if not hasattr(task, name)]:
-            raise ExperimentError(f"task.name = {show(self.name)}: has no method {missing[0]}; see LearningTask")
-        return task
-
-
-class EvaluationMetric(PlugTable):
-    """A metric of each test; `label` is its name in the records, by default that of the metric."""
-
-    place, named_by, registry = "metrics", "name", metric
-
-    name: Name
-    label: Annotated[str, AfterValidator(_label)] | None = None
-
-    def bind(self) -> BoundMetric:
-        return bind_metric(self.plug, self.params, self.label)
 
 
 class Model(PlugTable):

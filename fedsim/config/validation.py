@@ -11,6 +11,7 @@ import torch
 from fedsim.asynchronous.policies import Policy
 from fedsim.config.local_validation import check_local_work
 from fedsim.config.schema import Aggregate, Checkpoint, Hook, Server
+from fedsim.config.task_tables import check_metrics, check_stop
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines import Engine, engine
 from fedsim.engines.traits import SETTINGS
@@ -37,7 +38,8 @@ def problems_with(experiment: Experiment) -> list[str]:
         *check_local_work(experiment, policy),
         *_check_mode(experiment, policy),
         *_check_weights(experiment),
-        *_check_metrics(experiment),
+        *check_metrics(experiment),
+        *check_stop(experiment),
         *_check_attackers(experiment),
     ]
     if not policy.in_rounds and experiment.mode != "rounds":
@@ -211,12 +213,6 @@ def _check_weights(experiment: Experiment) -> Iterator[str]:
         yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(weights)}"
     elif isinstance(weights, list) and weights.count(0) >= cohort:
         yield f"{where}: too many zeros: all weights of a cohort of {cohort} can be zero"
-
-
-def _check_metrics(experiment: Experiment) -> Iterator[str]:
-    labels = [each.bind().label for each in experiment.metrics]
-    for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
-        yield f"metrics: {labels.count(label)} metrics are called {show(label)}; give each another `label`"
 
 
 def _check_attackers(experiment: Experiment) -> Iterator[str]:

@@ -19,6 +19,7 @@ from fedsim.config.toml import read_toml
 from fedsim.core.input_limits import problem_with_words
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import RecordError, cut, show
+from fedsim.records.early_stopping import stop_reason, stored_stop
 from fedsim.records.history import METRICS, first_problem, read_file, read_metrics
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import Count, Number, RoundRecord
@@ -93,7 +94,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return bool(self.rounds) and len(self.rounds) >= (self.planned or 0)
+        return bool(self.rounds) and (len(self.rounds) >= (self.planned or 0) or self.stopped is not None)
+
+    @cached_property
+    def stopped(self) -> str | None:
+        """Why it ended before its last round; None if it did not."""
+        return stop_reason(self.rounds, stored_stop(self.experiment))
 
     @cached_property
     def progress(self) -> list[Progress]:

@@ -85,7 +85,11 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     shown = [
         ("final accuracy", fmt.fraction(last.test_accuracy), f"test loss {fmt.number(last.test_loss)}"),
         ("best accuracy", fmt.fraction(best), f"in round {best_round}"),
-        ("rounds", str(len(run.rounds)), "all finished" if run.finished else f"of {run.planned}"),
+        (
+            "rounds",
+            str(len(run.rounds)),
+            "stopped early" if run.stopped else "all finished" if run.finished else f"of {run.planned}",
+        ),
     ]
     if seconds:
         shown.append(("time", fmt.seconds(sum(seconds)), f"{fmt.seconds(sum(seconds) / len(seconds))} per round"))
@@ -107,7 +111,9 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
 def notes(run: Run) -> list[str]:
     """Warnings: parts of the run that are missing."""
     found = []
-    if not run.finished:
+    if run.stopped:
+        found.append(f"Stopped after round {len(run.rounds)} of {run.planned}: {run.stopped}.")
+    elif not run.finished:
         found.append(f"Not finished: {len(run.rounds)} of {run.planned} rounds.")
     if run.torn:
         found.append("The last line of metrics.jsonl is incomplete and was left out.")

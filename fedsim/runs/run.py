@@ -19,6 +19,7 @@ from fedsim.core.plotting import encode
 from fedsim.engines import engine as engines
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError, SettingWarning, plural
+from fedsim.records.early_stopping import EarlyStopping, stop_reason
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.tensorboard import TensorBoardWriter
@@ -44,6 +45,7 @@ class Result:
         model: the global model, on the CPU, in evaluation mode.
         global_row: its parameters as one row [d], on the CPU.
         folder: the run folder; None without one.
+        stopped: why the run ended before its last round (`stop`); None if it did not.
 
     >>> result = run(rounds=1, workers=2, model="logistic", engine="serial", local={"steps": 1})
     >>> len(result.history), result.global_row.shape
@@ -55,6 +57,7 @@ class Result:
     model: nn.Module
     global_row: Tensor
     folder: Path | None
+    stopped: str | None = None
 
     @property
     def test_accuracy(self) -> float:
@@ -129,6 +132,7 @@ def run(
             if on_setup:
                 on_setup(step)
 
+        ended = stop_reason(past.records, experiment.stop)  # of an earlier session
         prepared, engine = stack.enter_context(prepare(past.with_earlier_choices(experiment), session, note, setup))
         results: list[WorkerResults] = []
         loop = loop_of(prepared, engine, folder.race_log if folder else None, results.append)
@@ -145,9 +149,20 @@ def run(
         display.start(prepared)
         if on_start:
             on_start(prepared)
+        stopping, stopped = EarlyStopping(experiment.stop), stop_reason(history, experiment.stop)
+        for record in history:
+            stopping.update(record)
+        if ended:
+            display.stopped(f"this run is finished: {ended}")
         for round in range(prepared.done + 1, experiment.rounds + 1):
+            if stopped:
+                break
             record = loop.run_round(round)
             history.append(record)
+            if experiment.stop.active:
+                if round == 1 and not experiment.data.worker_test:
+                    stopping.require_number(record)
+                stopped = engine.broadcast(stopping.update(record))
             if out is not None and round in experiment.records.updates:  # all ranks take part
                 kept = kept_updates(prepared, engine, record)
                 if folder:
@@ -161,17 +176,23 @@ def run(
             display.round(record)
             if on_round:
                 on_round(record)
-            if out is not None and engine.broadcast(past.checkpoints.due(round, experiment.rounds)):
+            if out is not None and engine.broadcast(
+                past.checkpoints.due(round, round if stopped else experiment.rounds)
+            ):
                 if folder:
                     folder.settle()
                 past.checkpoints.write(round, loop.state, way=choices_of(prepared))
+        if stopped and not ended:
+            display.stopped(f"stopped after round {len(history)} of {experiment.rounds}: {stopped}")
+            if folder:
+                folder.event("stopped", round=len(history), reason=stopped)
         loop.finish()
         model = finished_model(prepared, engine)
         if folder:
             _write_last_files(folder, experiment, history, model, results)
         global_row = engine.shared.global_row.cpu().clone()
         del loop  # the engine must be the last to hold its memory when it leaves the task
-    result = Result(experiment, history, model, global_row, folder.path if folder else None)
+    result = Result(experiment, history, model, global_row, folder.path if folder else None, stopped)
     display.finish(result.test_accuracy)
     return result
 

@@ -78,12 +78,16 @@ class Display:
             self._print(table_header(self._columns))
         self._print(table_line(self._columns, record))
 
+    def stopped(self, line: str) -> None:
+        """Print that the run ends, or has ended, before its last round."""
+        self._print(line)
+
     def finish(self, accuracy: float) -> None:
         """Print the final accuracy and the time."""
         seconds = time.perf_counter() - self._started
         virtual = "" if self._virtual_seconds is None else f" and {self._virtual_seconds:.1f} virtual seconds"
-        now = f", {self._bar.total - self._before} of them in this session," if self._before else ""
-        rounds = plural(self._bar.total, "round")
+        now = f", {self._done - self._before} of them in this session," if self._before else ""
+        rounds = plural(self._done, "round")
         self._print(
             f"final test accuracy {fixed(accuracy)} after {rounds}{virtual}{now} in {seconds:.1f} s "
             f"(and {self._started - self._begun:.1f} s to start)"

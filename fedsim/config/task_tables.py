@@ -1,0 +1,111 @@
+"""The tables of the task, of the metrics of its tests, and of early stopping; and the checks of the latter two."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.learning_task import LearningTask, learning_task
+from fedsim.core.metrics import BoundMetric, bind_metric, metric
+from fedsim.core.objects import Name
+from fedsim.core.suggestions import nearest
+from fedsim.errors import ExperimentError, show
+
+if TYPE_CHECKING:
+    from fedsim.config.experiment import Experiment
+
+DIRECTIONS: dict[str, Literal["min", "max"]] = {
+    "validation_accuracy": "max",
+    "validation_loss": "min",
+    "test_accuracy": "max",
+    "test_loss": "min",
+    "train_loss": "min",
+}
+
+
+def _label(label: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,49}", label):
+        raise ValueError("a name of letters, digits and _, at most 50 characters")
+    return label
+
+
+class Task(PlugTable):
+    place, named_by, registry = "task", "name", learning_task
+
+    name: Name = "classification"
+
+    def bind(self) -> LearningTask:
+        task = super().bind()
+        if missing := [name for name in ("loss", "correct", "check_outputs") if not hasattr(task, name)]:
+            raise ExperimentError(f"task.name = {show(self.name)}: has no method {missing[0]}; see LearningTask")
+        return task
+
+
+class EvaluationMetric(PlugTable):
+    """A metric of each test; `label` is its name in the records, by default that of the metric."""
+
+    place, named_by, registry = "metrics", "name", metric
+
+    name: Name
+    label: Annotated[str, AfterValidator(_label)] | None = None
+
+    def bind(self) -> BoundMetric:
+        return bind_metric(self.plug, self.params, self.label)
+
+
+class Stop(Table):
+    """A run ends after a round in which `metric` reaches `target`, or has not improved for `patience` rounds.
+
+    `metric` is a number of the rounds' records. An improvement is larger than `min_delta`. `mode` says whether a
+    higher ("max") or a lower ("min") value is better; None: as of a loss or an accuracy.
+    """
+
+    metric: str = "validation_accuracy"
+    mode: Literal["min", "max"] | None = None
+    patience: Annotated[int, Field(gt=0, lt=2**63)] | None = None
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    target: float | None = None
+
+    @property
+    def direction(self) -> Literal["min", "max"]:
+        return self.mode or DIRECTIONS.get(self.metric, "max")
+
+    @property
+    def active(self) -> bool:
+        """Whether a run can end early."""
+        return self.patience is not None or self.target is not None
+
+
+def check_metrics(experiment: Experiment) -> Iterator[str]:
+    """One error line for each label that several metrics have."""
+    labels = [each.bind().label for each in experiment.metrics]
+    for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
+        yield f"metrics: {labels.count(label)} metrics are called {show(label)}; give each another `label`"
+
+
+def check_stop(experiment: Experiment) -> Iterator[str]:
+    """One error line for each setting of `stop` that does not work."""
+    stop = experiment.stop
+    where = f"stop.metric = {show(stop.metric)}"
+    if not stop.active:
+        if stop != Stop():
+            yield "stop: needs stop.patience, a number of rounds, or stop.target, a value of the metric; omit it"
+        return
+    if experiment.mode == "race":
+        yield "stop: does not work with mode=race, whose runs are not repeatable; omit it"
+    if stop.min_delta and stop.patience is None:
+        yield f"stop.min_delta = {stop.min_delta}: needs stop.patience; omit it"
+    label = stop.metric.removeprefix("metrics.")
+    if label == stop.metric:
+        if stop.metric not in DIRECTIONS:
+            labels = [each.bind().label for each in experiment.metrics]
+            hint = nearest(stop.metric, [*DIRECTIONS, *(f"metrics.{each}" for each in labels)])
+            yield f"{where}: no such number of a round; {hint}"
+    elif stop.mode is None:
+        yield f'{where}: needs stop.mode, "max" if a higher value is better, or "min"'
+    if label.startswith("validation_") and not experiment.data.validation:
+        yield f"{where}: needs data.validation, such as data.validation=0.1; or use stop.metric=test_accuracy"

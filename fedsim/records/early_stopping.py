@@ -1,0 +1,72 @@
+"""Early stopping: whether a run has ended before its last round, as a function of its records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedsim.config.task_tables import Stop
+from fedsim.core.suggestions import nearest
+from fedsim.errors import ExperimentError, show
+from fedsim.records.record import Metric, RoundRecord
+
+
+class EarlyStopping:
+    """Looks at the records of a run in order.
+
+    The run ends if the metric has reached the target, or has not improved by more than `min_delta` for `patience`
+    rounds. A round without a finite number is no improvement (Prechelt 1998).
+
+    >>> from fedsim.config.task_tables import Stop
+    >>> stopping = EarlyStopping(Stop(metric="test_accuracy", patience=2))
+    >>> for round, accuracy in enumerate([0.5, 0.7, 0.6, 0.7], start=1):
+    ...     reason = stopping.update(RoundRecord(round=round, test_accuracy=accuracy))
+    >>> reason
+    'test_accuracy has not improved for 2 rounds; the best is 0.7 in round 2'
+    """
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop, self._metric = stop, Metric("", path=tuple(stop.metric.split(".", 1)))
+        self._best, self._best_round = math.nan, 0
+
+    def update(self, record: RoundRecord) -> str | None:
+        """Why the run ends after this round; None if it does not."""
+        stop, sign = self._stop, 1 if self._stop.direction == "max" else -1
+        value = self._metric.read(record)
+        if value is not None and stop.target is not None and sign * value >= sign * stop.target:
+            return f"{stop.metric} is {value:.6g} and has reached the target {stop.target:g}"
+        if value is not None and not sign * (value - self._best) <= stop.min_delta:  # true without a best
+            self._best, self._best_round = value, record.round
+        if stop.patience is None or record.round - self._best_round < stop.patience:
+            return None
+        more = f" by more than {stop.min_delta:g}" if stop.min_delta else ""
+        best = f"; the best is {self._best:.6g} in round {self._best_round}" if self._best_round else ""
+        return f"{stop.metric} has not improved{more} for {stop.patience} rounds{best}"
+
+    def require_number(self, record: RoundRecord) -> None:
+        """Raise ExperimentError if a round does not have the metric at all."""
+        first, *name = self._metric.path
+        if record[first] is None or any(each not in record[first] for each in name):
+            known = [key for key in ("test_loss", "test_accuracy", "train_loss") if record[key] is not None]
+            hint = nearest(self._stop.metric, [*known, *(f"metrics.{each}" for each in record.metrics)])
+            raise ExperimentError(f"stop.metric = {show(self._stop.metric)}: round {record.round} has none; {hint}")
+
+
+def stop_reason(history: Iterable[RoundRecord], stop: Stop) -> str | None:
+    """Why a run ended with the last of these records; None if it did not end early."""
+    stopping, reason = EarlyStopping(stop), None
+    if stop.active:
+        for record in history:
+            reason = stopping.update(record)
+    return reason
+
+
+def stored_stop(experiment: Mapping[str, Any]) -> Stop:
+    """The table `stop` of a stored experiment; one that never ends a run if it is missing or damaged."""
+    try:
+        return Stop.model_validate(experiment.get("stop", {}))
+    except ValidationError:
+        return Stop()

@@ -1,0 +1,105 @@
+"""Early stopping: when a run ends, what it records, and what resuming and comparing do with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import fedsim
+from fedsim import ExperimentError
+from fedsim.config.task_tables import Stop
+from fedsim.records.early_stopping import stop_reason
+from fedsim.records.reader import read_run
+from fedsim.records.record import RoundRecord
+
+SMALL = {"rounds": 8, "workers": 2, "model": "logistic", "engine": "serial", "records.figures": []}
+# No step of this size changes a float32 parameter, so nothing improves after round 1.
+STANDING = {**SMALL, "model": "2nn", "local": {"lr": 1e-30}, "data.validation": 0.2, "stop": {"patience": 2}}
+
+
+def history_of(*losses):
+    return [RoundRecord(round=round, test_loss=loss) for round, loss in enumerate(losses, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "losses", "ends"),
+    [
+        ({"patience": 2}, [3.0, 2.0, 2.0, 1.0], None),
+        ({"patience": 2}, [3.0, 2.0, 2.5, 2.0], 4),
+        ({"patience": 1, "min_delta": 0.5}, [3.0, 2.0, 1.6], 3),
+        ({"patience": 2}, [float("nan"), None], 2),
+        ({"patience": 2}, [1.0, float("nan"), 2.0], 3),
+        ({"target": 1.5}, [3.0, 2.0, 1.5], 3),
+        ({"target": 1.5, "mode": "max"}, [1.0, 1.2, 2.0], 3),
+    ],
+)
+def test_a_run_ends_after_the_round_that_decides_it(settings, losses, ends):
+    stop, history = Stop(metric="test_loss", **settings), history_of(*losses)
+    rounds = [record.round for record in history if stop_reason(history[: record.round], stop)]
+    assert rounds == ([] if ends is None else [ends])
+
+
+@pytest.mark.parametrize("mode", [{}, {"mode": "clock"}, {"mode": "clock", "policy": "asgd"}])
+def test_a_stopped_run_records_its_reason_and_stays_finished(mode, tiny_experiment, tmp_path, capsys):
+    tables = {**tiny_experiment, **STANDING, **mode}
+    result = fedsim.run(tables, tmp_path / "run", progress=True)
+    assert len(result.history) == 3
+    assert "stopped after round 3 of 8: validation_accuracy has not improved for 2 rounds" in capsys.readouterr().out
+    event = json.loads((tmp_path / "run/events.jsonl").read_text())
+    assert event == {"event": "stopped", "round": 3, "reason": result.stopped}
+    assert read_run(tmp_path / "run").finished
+    again = fedsim.run(tables, tmp_path / "run", resume=True, progress=True)
+    assert "this run is finished: validation_accuracy" in capsys.readouterr().out
+    assert [record.test_loss for record in again.history] == [record.test_loss for record in result.history]
+    assert len((tmp_path / "run/events.jsonl").read_text().splitlines()) == 1
+
+
+def test_an_interrupted_run_stops_in_the_same_round(tiny_experiment, tmp_path):
+    class InterruptionError(Exception):
+        pass
+
+    def interrupt(record):
+        if record.round == 2:
+            raise InterruptionError
+
+    tables = {**tiny_experiment, **STANDING, "checkpoint.every": 1}
+    with pytest.raises(InterruptionError):
+        fedsim.run(tables, tmp_path, on_round=interrupt)
+    assert len(fedsim.run(tables, tmp_path, resume=True).history) == 3
+
+
+def test_a_comparison_has_runs_of_different_lengths(tiny_experiment, tmp_path):
+    tables = {**tiny_experiment, **STANDING, "rounds": 4}
+    grid = {"local.lr": [1e-30, 0.1], "seed": [0, 1]}
+    compared = fedsim.compare(tables, grid, tmp_path)
+    assert [len(run.history) for run in compared.runs][:2] == [3, 3]
+    assert all(run.error is None for run in compared.runs)
+    assert len(fedsim.compare(tables, grid, tmp_path).runs) == 4  # all of them are found finished
+
+
+def test_a_run_can_stop_on_a_metric(tiny_experiment):
+    stop = {"metric": "metrics.validation_top_k", "mode": "max", "target": 0.0}
+    result = fedsim.run({**tiny_experiment, **SMALL, "data.validation": 0.2, "metrics": ["top_k"], "stop": stop})
+    assert len(result.history) == 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [
+        ({"patience": 2}, "data.validation"),
+        ({"min_delta": 0.1}, "stop.patience"),
+        ({"metric": "accuracy", "target": 0.5}, "test_accuracy"),
+        ({"metric": "metrics.top_k", "target": 0.5}, "stop.mode"),
+        ({"metric": "metrics.top_k", "mode": "max", "target": 0.5}, "round 1 has none"),
+        ({"metric": "test_loss", "target": 0.5, "min_delta": 0.1}, "stop.min_delta"),
+    ],
+)
+def test_a_wrong_table_is_refused(stop, words, tiny_experiment):
+    with pytest.raises(ExperimentError, match=words):
+        fedsim.run({**tiny_experiment, **SMALL, "stop": stop})
+
+
+def test_a_race_does_not_stop_early():
+    with pytest.raises(ExperimentError, match="stop: does not work with mode=race"):
+        fedsim.Experiment(mode="race", policy="hogwild", stop={"metric": "test_loss", "target": 1.0})
