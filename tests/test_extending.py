@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fedsim
@@ -97,6 +98,25 @@ def test_the_objects_of_the_document_run(tmp_path, capsys):
     )
     runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out.startswith("Result(MyNet-TensorDataset")
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+def test_the_scaffold_of_the_document_is_the_built_in_one(engine, tmp_path, monkeypatch, tiny_experiment):
+    """To the bit, if rows are trained one by one; also with workers who take different numbers of steps."""
+    (text,) = (block for block in blocks("docs/extending.md", "python") if "class MyScaffold" in block)
+    assert len([line for line in text.splitlines() if line]) <= 25
+    (tmp_path / "my_algorithms.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    tables = {**tiny_experiment, "partition": "tests.plugs:uneven", "workers": 5, "cohort": 3, "rounds": 4}
+    tables |= {"aggregate": "mean", "engine": engine, "processes": 1, "precision": "float64"}
+    theirs, ours = (
+        fedsim.run({**tables, "model": "logistic", "local": {"solver": solver, "lr": 0.1, "batch_size": 16}})
+        for solver in ("my_algorithms:MyScaffold", "scaffold")
+    )
+    if engine == "serial":
+        assert torch.equal(theirs.global_row, ours.global_row)
+    assert torch.allclose(theirs.global_row, ours.global_row, rtol=0, atol=1e-9)
+    assert theirs.history[-1]["bytes_up"] == ours.history[-1]["bytes_up"] == 3 * 2 * 7850 * 8
 
 
 def test_the_readme_has_the_right_numbers_of_plugs():

@@ -56,9 +56,15 @@ def test_a_finished_run_of_ranks_can_be_resumed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["weighted_mean", "median", "krum", "foolsgold"])
-def test_another_number_of_ranks_continues_to_the_same_numbers(rule, tmp_path):
-    words = (*WORDS, f"aggregate.rule={rule}", "precision=float64", "model=logistic")
+@pytest.mark.parametrize(
+    ("rule", "solver"),
+    [
+        *((rule, "sgd") for rule in ("weighted_mean", "median", "krum", "foolsgold")),
+        *(("weighted_mean", "scaffold"), ("median", "feddyn"), ("krum", "feddyn")),
+    ],
+)
+def test_another_number_of_ranks_continues_to_the_same_numbers(rule, solver, tmp_path):
+    words = (*WORDS, f"aggregate.rule={rule}", "precision=float64", "model=logistic", f"local.solver={solver}")
     ranks(3, *words, "rounds=3", "--resume", "run", cwd=tmp_path)
     ranks(2, *words, "--resume", "run", cwd=tmp_path)
     ranks(1, *words, "--resume", "whole", cwd=tmp_path)

@@ -100,11 +100,14 @@ def test_memory_follows_the_workers_that_have_taken_part(tiny_experiment):
     assert kept["workers"].tolist() == sorted({worker for cohort in cohorts for worker in cohort})
 
 
-@pytest.mark.parametrize("failure", ["retry", "drop"])
-def test_a_lost_process_leaves_no_trace_in_worker_state(failure, tmp_path, tiny_experiment):
+FEDDYN = {"solver": "feddyn", "alpha": 0.1, "batch_size": 16}
+
+
+@pytest.mark.parametrize(("failure", "local"), [("retry", COUNTING), ("drop", COUNTING), ("retry", FEDDYN)])
+def test_a_lost_process_leaves_no_trace_in_worker_state(failure, local, tmp_path, tiny_experiment):
     """A repeated round begins with the state before it; a dropped worker keeps the state that it had."""
     model = {"name": "tests.lethal:Mortal", "folder": str(tmp_path)}
-    tables = {**tiny_experiment, "model": model, "local": COUNTING, "rounds": 3, "on_worker_failure": failure}
+    tables = {**tiny_experiment, "model": model, "local": local, "rounds": 3, "on_worker_failure": failure}
     spawn = {**tables, "engine": "spawn", "processes": 2}
 
     def kill_in_round_2(record):

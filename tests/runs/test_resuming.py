@@ -38,6 +38,9 @@ CASES = {
     "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 4, "server": "adam"},
     "own buffers": {"model": "tests.plugs:Normalised", "buffers": "local"},
     "worker state and messages": {"local": {"solver": "tests.plugs:Counting"}, "workers": 50, "cohort": 3},
+    "scaffold": {"local": {"solver": "scaffold", "batch_size": 16}, "workers": 6, "cohort": 3},
+    "fednova": {"local": {"solver": "fednova", "batch_size": 16}, "partition": "tests.plugs:uneven", "cohort": 3},
+    "feddyn": {"local": {"solver": "feddyn", "batch_size": 16}, "workers": 6, "cohort": 3, "aggregate": "mean"},
     "averaged buffers": {"model": "tests.plugs:Normalised", "cohort": 2},
     "processors": {"processors": ["qsgd", {"name": "gaussian_noise", "std": 0.1}]},
     "float64": {"precision": "float64"},
@@ -116,7 +119,7 @@ def test_a_resumed_run_has_bitwise_the_same_result(case, tables, tmp_path, sessi
 
 
 @pytest.mark.parametrize("engine", [{"engine": "spawn", "processes": 2}, {"engine": "batched", "processes": 1}])
-@pytest.mark.parametrize("case", ["rule with a state", "fedbuff, sampled"])
+@pytest.mark.parametrize("case", ["rule with a state", "fedbuff, sampled", "scaffold", "feddyn"])
 def test_other_engines_resume_with_bitwise_the_same_result(case, engine, tables, tmp_path, session):
     tables |= {**(CASES | ASYNCHRONOUS)[case], **engine}
     whole = fedsim.run(tables, tmp_path / "whole", session=session)
