@@ -251,11 +251,11 @@ def exchanges(algorithm: ClientAlgorithm) -> bool:
 
 
 def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
-    """Whether an algorithm needs rounds of local steps, since it does more than to step along a gradient."""
-    if algorithm.alters_gradients:
-        return False
+    """Whether an algorithm needs rounds of local steps, since it does more than to send and step along gradients."""
+    row = torch.zeros(2)
     needs = (algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct"))
-    return any(needs) or exchanges(algorithm)
+    state = algorithm.worker_state(row) and not algorithm.alters_gradients
+    return any(needs) or any((state, algorithm.server_state(row), algorithm.message(row)))
 
 
 def step_along(solver: ClientAlgorithm, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:

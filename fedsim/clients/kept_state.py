@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedsim.clients.algorithm import ClientAlgorithm, WorkerRound
+from fedsim.clients.algorithm import ClientAlgorithm, WorkerRound, exchanges
 from fedsim.clients.solver import OuterProductGrad, State
 from fedsim.errors import ExperimentError
 
@@ -26,8 +26,8 @@ class KeptState(ClientAlgorithm):
 
     def __init__(self, solver: ClientAlgorithm) -> None:
         self.solver = solver
-        others = ("worker_state", "server_state", "message", "start_round", "step_rows", "finish", "correct")
-        if any(solver.has(method) for method in others) or solver.uses_start_row:
+        others = ("start_round", "step_rows", "finish", "correct")
+        if any(solver.has(method) for method in others) or solver.uses_start_row or exchanges(solver):
             raise ExperimentError("local.keep_state = true: is for solvers such as sgd and adam only; omit it")
 
     def worker_state(self, row: Tensor) -> State:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,18 +18,31 @@ from fedsim.errors import ExperimentError
 class SGD(ClientAlgorithm):
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, as in `torch.optim.SGD`.
 
-    g = gradient + weight_decay w;  v = momentum v + g;  w -= lr v  (Nesterov: w -= lr (g + momentum v)).
+    g = gradient + weight_decay w;  v = momentum v + (1 - dampening) g;  w -= lr v  (Nesterov: w -= lr (g + momentum v)).
+
+    v = 0 at first. `torch.optim.SGD` begins with v = g, so with dampening its first steps are longer.
 
     A parameter that a step does not use has gradient 0 here, so weight decay and momentum still move it;
     `torch.optim.SGD` skips it. Robbins and Monro 1951.
+
+    With momentum_at = "worker" and sync = "gradients", worker k sends its momentum in place of its gradient g_k, which
+    is how robust rules are used (El Mhamdi et al. 2021; with dampening = momentum: Karimireddy et al. 2021):
+
+        v_k = momentum v_k + (1 - dampening) g_k;  w -= lr (rule(v_1, ..., v_n) + weight_decay w)
+
+    v_k is kept while k is not in the cohort. With a linear rule, all workers in each step and no weight decay, this is
+    the momentum of the server up to rounding.
 
     Args:
         lr: learning rate, >= 0.
         momentum: 0 <= momentum < 1.
         weight_decay: >= 0.
-        nesterov: needs momentum > 0.
+        nesterov: needs momentum > 0, dampening = 0 and momentum_at = "server".
+        dampening: 0 <= dampening < 1; needs momentum > 0.
+        momentum_at: "server": of the aggregated gradient, or of the steps of a round; "worker": needs momentum > 0.
 
-    Cost: a few passes over the row [d]; with momentum a state of [d].
+    Cost: a few passes over the row [d]; with momentum a state of [d], which is one for each worker that has taken part
+    with momentum_at = "worker".
 
     >>> row = torch.tensor([1.0])
     >>> solver = fedsim.clients.SGD(lr=0.1)
@@ -42,31 +55,53 @@ class SGD(ClientAlgorithm):
     momentum: Decay = 0.0
     weight_decay: NonNegative = 0.0
     nesterov: bool = False
+    dampening: Decay = field(default=0.0, kw_only=True)
+    momentum_at: Literal["server", "worker"] = field(default="server", kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.nesterov and not self.momentum:
-            raise ExperimentError("local.nesterov = true: needs local.momentum > 0")
+        at_worker = self.momentum_at == "worker"
+        keys = {"nesterov = true": self.nesterov, f"dampening = {self.dampening}": self.dampening}
+        for key, given in {**keys, 'momentum_at = "worker"': at_worker}.items():
+            if given and not self.momentum:
+                raise ExperimentError(f"local.{key}: needs local.momentum > 0")
+        if self.nesterov and self.dampening:
+            raise ExperimentError("local.nesterov = true: needs local.dampening = 0")
+        if self.nesterov and at_worker:
+            raise ExperimentError("local.nesterov = true: needs local.momentum_at=server")
+
+    @property
+    def alters_gradients(self) -> bool:
+        return self.momentum_at == "worker"
+
+    def worker_state(self, row: Tensor) -> State:
+        return {"momentum": torch.zeros_like(row)} if self.alters_gradients else {}
+
+    def send_gradients(self, gradients: Tensor, kept: State) -> None:
+        gradients.copy_(self._averaged(kept["momentum"], gradients))
 
     def start(self, rows: Tensor) -> State:
-        return {"momentum": torch.zeros_like(rows)} if self.momentum else {}
+        return {"momentum": torch.zeros_like(rows)} if self.momentum and not self.alters_gradients else {}
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         if self.weight_decay:
             gradients.add_(rows, alpha=self.weight_decay)
         direction = gradients
-        if self.momentum:
-            velocity = state["momentum"].mul_(self.momentum).add_(gradients)
+        if "momentum" in state:
+            velocity = self._averaged(state["momentum"], gradients)
             direction = gradients.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
         rows.add_(direction, alpha=-self.lr)
+
+    def _averaged(self, velocity: Tensor, gradients: Tensor) -> Tensor:
+        return velocity.mul_(self.momentum).add_(gradients, alpha=1 - self.dampening)
 
     def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
         if self.nesterov:  # goes along the gradient twice
             self.step(rows, product.computed(), state)
-        elif self.momentum:
-            velocity = state["momentum"]
-            product.add_to(velocity, beta=self.momentum)
+        elif "momentum" in state:
+            velocity, share = state["momentum"], 1 - self.dampening
+            product.add_to(velocity, beta=self.momentum, alpha=share)
             if self.weight_decay:
-                velocity.add_(rows, alpha=self.weight_decay)
+                velocity.add_(rows, alpha=share * self.weight_decay)
             rows.add_(velocity, alpha=-self.lr)
         else:
             product.add_to(rows, beta=1 - self.lr * self.weight_decay, alpha=-self.lr)
@@ -82,7 +117,8 @@ class FedProx(SGD):
 
     Args:
         mu: >= 0.
-        lr, momentum, weight_decay, nesterov: see `SGD`.
+        lr, momentum, weight_decay, nesterov, dampening: see `SGD`.
+        momentum_at: "server"; "worker" is refused, since fedprox has local steps.
 
     Cost: as sgd, with another state of [d] and two more passes over the row.
 

@@ -149,6 +149,8 @@ def what_needs_rows(experiment: Experiment) -> str | None:
         return "data.worker_test"
     if experiment.local.clip_norm is not None:
         return "local.clip_norm"
+    if experiment.client_algorithm.alters_gradients:
+        return _client_setting(experiment)
     if experiment.aggregate.nonfinite == "exclude":
         return 'aggregate.nonfinite = "exclude"'
     if experiment.distributed.inner != "serial":
@@ -195,13 +197,31 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
         )
     if experiment.rounds_of_gradients and experiment.needs_local_steps:
         yield _needs_local_steps(experiment, f"sync={sync}")
-    if sync != "gradients" and experiment.client_algorithm.alters_gradients:
-        yield f'local.momentum_at = "worker": needs sync=gradients, not {sync}; omit it'
+    if experiment.client_algorithm.alters_gradients:
+        policy, setting = experiment.policy, _client_setting(experiment)
+        if not policy.bind().in_rounds:
+            yield f"{setting}: needs rounds of gradients, and policy.name = {show(policy.name)} has none; omit it"
+        elif sync != "gradients":
+            yield f"{setting}: needs sync=gradients, not {sync}; omit it"
+        elif experiment.pipeline.accepts("root"):
+            yield (
+                f"{setting}: the rule {experiment.pipeline.name} compares it with a gradient of the server, which has "
+                "no momentum; use another rule"
+            )
+
+
+def _client_setting(experiment: Experiment) -> str:
+    """The setting because of which workers do more than to step along gradients."""
+    if experiment.local.keep_state:
+        return "local.keep_state = true"
+    if experiment.local.params.get("momentum_at") == "worker":
+        return 'local.momentum_at = "worker"'
+    return f"local.solver = {show(experiment.local.solver)}"
 
 
 def _needs_local_steps(experiment: Experiment, setting: str) -> str:
-    solver = show(experiment.local.solver)
-    return f"local.solver = {solver}: needs local steps, so it does not work with {setting}; use another solver"
+    instead = "omit it" if experiment.local.keep_state else "use another solver"
+    return f"{_client_setting(experiment)}: needs local steps, so it does not work with {setting}; {instead}"
 
 
 def _check_weights(experiment: Experiment) -> Iterator[str]:
@@ -299,6 +319,6 @@ def _check_race(experiment: Experiment, engine_class: type[Engine]) -> Iterator[
         yield f"batched.width = {experiment.batched.width}: a race does not stack rows; omit it"
     if experiment.exchanges:
         yield (
-            f"local.solver = {show(experiment.local.solver)}: keeps worker state or exchanges more than rows with the "
-            "server, which a race does not support; use mode=clock"
+            f"{_client_setting(experiment)}: keeps worker state or exchanges more than rows with the server, which a "
+            "race does not support; use mode=clock"
         )
