@@ -125,8 +125,8 @@ def events_per_second(workers: int = 100) -> float:
     speeds = draw_speeds(speed.get("equal"), {}, workers, 0)
     delays = Delays(speeds, bind_noise(noise.get("shifted_exponential"), {"shift": 0.0}))
 
-    def duration(item: WorkItem, unit: int, models: int) -> float:
-        return delays.seconds(item.worker, unit, 1, models)
+    def duration(item: WorkItem, unit: int, models: tuple[int, int]) -> float:
+        return delays.seconds(item.worker, unit, 1, sum(models))
 
     clock = VirtualClock(server, scheduler, duration, lambda items: None)
     started, taken = time.perf_counter(), 0

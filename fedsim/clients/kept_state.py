@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm, WorkerRound, exchanges
@@ -29,12 +30,11 @@ class KeptState(ClientAlgorithm):
         others = ("start_round", "step_rows", "finish", "correct")
         if any(solver.has(method) for method in others) or solver.uses_start_row or exchanges(solver):
             raise ExperimentError("local.keep_state = true: is for solvers such as sgd and adam only; omit it")
+        if not solver.start(torch.zeros(1)):
+            raise ExperimentError("local.keep_state = true: the solver has no state with these parameters; omit it")
 
     def worker_state(self, row: Tensor) -> State:
-        state = self.solver.start(row)
-        if not state:
-            raise ExperimentError("local.keep_state = true: the solver has no state with these parameters; omit it")
-        return state
+        return self.solver.start(row)
 
     def start(self, rows: Tensor) -> State:
         return self.solver.start(rows)

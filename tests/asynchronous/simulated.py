@@ -167,8 +167,8 @@ def simulate(
             shared.buffers[item.slot] += item.worker + 1
             shared.train_loss[item.slot] = item.worker
 
-    def duration(item: WorkItem, unit: int, moved: int) -> float:
-        return delays.seconds(item.worker, unit, scheduler.steps(item), moved * models)
+    def duration(item: WorkItem, unit: int, moved: tuple[int, int]) -> float:
+        return delays.seconds(item.worker, unit, scheduler.steps(item), sum(moved) * models)
 
     result.clock = VirtualClock(
         server, scheduler, duration, train_all if train else lambda items: None, departures, total_items

@@ -50,6 +50,14 @@ def test_a_round_takes_as_long_as_the_model_the_update_and_the_buffers_travel():
         assert clock.now == seconds
 
 
+@pytest.mark.parametrize("policy", ["sync", "fedbuff"])
+def test_the_messages_of_a_client_algorithm_travel_with_its_model(policy, tiny_experiment):
+    """Each way the model and a message of a row and a number, at one number in a second."""
+    tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "mode": "clock", "policy": policy}
+    tables |= {"local": {"solver": "tests.plugs:Counting", "steps": 2}, "clock": {"bandwidth": 4.0}}
+    assert fedsim.run(tables).history[0]["virtual_seconds"] == 2 + 2 * (2 * 7850 + 1)
+
+
 @pytest.mark.parametrize("in_step", [False, True])
 def test_each_worker_counts_its_own_units(in_step):
     """So its delays are those of any other policy, and do not depend on the cohorts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,7 +42,8 @@ def test_each_worker_s_optimizer_lives_on_between_its_rounds(solver):
     layout = Layout.of(models[0])
     global_row = layout.read(models[0])
     models += [logistic().double() for _ in range(4)]
-    optimizers = [in_pytorch(*OPTIMIZERS[solver])(model.parameters()) for model in models]
+    make = in_pytorch(*OPTIMIZERS[solver]) if solver != "sgd" else partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizers = [make(model.parameters()) for model in models]
     for round in range(1, 7):
         cohort, rows = sample_cohort(0, round, 5, 2).tolist(), []
         for worker in cohort:
@@ -70,9 +73,8 @@ def test_spawn_gives_the_bits_of_serial_and_stacks_its_numbers(solver, session):
 
 
 def test_asynchronous_workers_that_wait_for_each_other_keep_their_state():
-    """With k_sync of all workers the virtual clock runs synchronous rounds."""
-    clock = {"mode": "clock", "cohort": 5}
-    asynchronous = fedsim.run(tables(**clock, policy={"name": "fedbuff", "size": 5}, aggregate="weighted_mean"))
+    """With a buffer for all workers, the virtual clock runs synchronous rounds."""
+    asynchronous = fedsim.run(tables(mode="clock", cohort=5, policy="fedbuff"))
     synchronous = fedsim.run(tables(cohort=5, aggregate="mean"))
     assert torch.allclose(asynchronous.global_row, synchronous.global_row, rtol=0, atol=1e-9)
 

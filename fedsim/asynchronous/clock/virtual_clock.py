@@ -19,7 +19,7 @@ from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError
 
-Duration = Callable[[WorkItem, int, int], float]
+Duration = Callable[[WorkItem, int, tuple[int, int]], float]
 
 
 class VirtualClock:
@@ -29,7 +29,7 @@ class VirtualClock:
 
     Args:
         duration: seconds of a work item, given the item, the number of items that its worker started before, and the
-            number of models or gradients that it moves.
+            numbers of models or gradients that it sends and receives.
         train: computes work items, see `Dispatcher`.
         departures: virtual seconds at which workers leave, by slot; work that has not arrived by then never does.
         total_items: number of work items after which the run ends; the clock computes none that arrives later.
@@ -123,7 +123,7 @@ class VirtualClock:
 
     def _start(self, slot: int) -> None:
         item = self.dispatcher.dispatch(slot)
-        moved = sum(self._policy.traffic(int(self._server.units[slot]) - 1))
+        moved = self._policy.traffic(int(self._server.units[slot]) - 1)
         seconds = self._duration(item, self._started[item.worker], moved)
         self._started[item.worker] += 1
         if self._departures and (remaining := self._departures.get(slot, math.inf) - self.now) < seconds:

@@ -48,7 +48,8 @@ class ClockLoop:
         self._model_bytes = prepared.row_bytes + prepared.buffer_bytes
         self._message_bytes = message_bytes(prepared.task, shared)
         train = partial(_train, engine, self._timer)  # a method of this loop would be a cycle that keeps the rows
-        self._source = _source_of(prepared, self._server, scheduler, train, self._model_bytes)
+        sent_and_received = [self._model_bytes + nbytes for nbytes in reversed(self._message_bytes)]
+        self._source = _source_of(prepared, self._server, scheduler, train, sent_and_received)
 
     def run_round(self, round: int) -> RoundRecord:
         timer, source, policy = self._timer, self._source, self._policy
@@ -117,9 +118,9 @@ def _train(engine: Engine, timer: PhaseTimer, items: Sequence[WorkItem]) -> None
 
 
 def _source_of(
-    prepared: PreparedRun, server: ServerState, scheduler: Scheduler, train: Train, model_bytes: int
+    prepared: PreparedRun, server: ServerState, scheduler: Scheduler, train: Train, nbytes: Sequence[int]
 ) -> VirtualClock | LoggedOrder:
-    """The source of the order of events: delays, or the log of a race."""
+    """The source of the order of events: delays, or the log of a race; `nbytes` travel with a model, up and down."""
     experiment, clock = prepared.experiment, prepared.experiment.clock
     if clock.log is not None:
         return LoggedOrder(read_log(clock.log, experiment.resolved()), clock.log, server, scheduler, train)
@@ -127,8 +128,9 @@ def _source_of(
     if experiment.cohort_size == experiment.workers:
         server.step_seconds.copy_(torch.from_numpy(delays.base * delays.speeds))
 
-    def duration(item: WorkItem, unit: int, models: int) -> float:
-        return delays.seconds(item.worker, unit, scheduler.steps(item), models * model_bytes)
+    def duration(item: WorkItem, unit: int, models: tuple[int, int]) -> float:
+        travel = models[0] * nbytes[0] + models[1] * nbytes[1]
+        return delays.seconds(item.worker, unit, scheduler.steps(item), travel)
 
     total_items = experiment.rounds * scheduler.total_items_per_round()
     return VirtualClock(server, scheduler, duration, train, departures, total_items)

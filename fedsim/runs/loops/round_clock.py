@@ -30,16 +30,21 @@ class RoundClock:
         now: virtual seconds since the start.
     """
 
-    def __init__(self, delays: Delays, schedule: Schedule, row_bytes: int, buffer_bytes: int) -> None:
+    def __init__(
+        self, delays: Delays, schedule: Schedule, row_bytes: int, buffer_bytes: int, message_bytes: int = 0
+    ) -> None:
         self._delays, self._schedule = delays, schedule
-        self._other_bytes = row_bytes + 2 * buffer_bytes  # the model that a worker receives, and buffers both ways
+        # The model that a worker receives, buffers both ways, and what it receives and sends besides.
+        self._other_bytes = row_bytes + 2 * buffer_bytes + message_bytes
         self._started: Counter[int] = Counter()  # work items, by worker
         self.now = 0.0
 
     @classmethod
     def of(cls, prepared: PreparedRun) -> RoundClock:
         """The clock of a run."""
-        return cls(delays_of(prepared.experiment), prepared.schedule, prepared.row_bytes, prepared.buffer_bytes)
+        messages = sum(prepared.task.solver.numbers_sent(prepared.parameters)) * prepared.task.dtype.itemsize
+        delays, row_bytes = delays_of(prepared.experiment), prepared.row_bytes
+        return cls(delays, prepared.schedule, row_bytes, prepared.buffer_bytes, messages)
 
     def pass_round(
         self, cohort: Sequence[int], sizes: Sequence[int], *, round: int, update_bytes: float, in_step: bool
