@@ -18,12 +18,11 @@ from fedsim.errors import ExperimentError
 class SGD(ClientAlgorithm):
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, as in `torch.optim.SGD`.
 
-    g = gradient + weight_decay w;  v = momentum v + (1 - dampening) g;  w -= lr v  (Nesterov: w -= lr (g + momentum v)).
+    g = gradient + weight_decay w;  v = momentum v + (1 - dampening) g;  w -= lr v
 
-    v = 0 at first. `torch.optim.SGD` begins with v = g, so with dampening its first steps are longer.
-
-    A parameter that a step does not use has gradient 0 here, so weight decay and momentum still move it;
-    `torch.optim.SGD` skips it. Robbins and Monro 1951.
+    With Nesterov w -= lr (g + momentum v). v = 0 at first, where `torch.optim.SGD` has v = g after its first step: with
+    dampening its first steps are longer. A parameter that a step does not use has gradient 0 here, so weight decay and
+    momentum still move it; `torch.optim.SGD` skips it. Robbins and Monro 1951.
 
     With momentum_at = "worker" and sync = "gradients", worker k sends its momentum in place of its gradient g_k, which
     is how robust rules are used (El Mhamdi et al. 2021; with dampening = momentum: Karimireddy et al. 2021):
