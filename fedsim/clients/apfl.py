@@ -27,7 +27,7 @@ class APFL(SGD):
         alpha: share of v, 0 <= alpha <= 1. With 0 the row moves as under `sgd`, and v does not move.
         adaptive: each worker keeps an alpha of its own, from `alpha` on, and at each step moves it along its gradient:
             alpha -= lr <v - x, gradient at u>, kept within [0, 1].
-        lr, momentum, weight_decay, nesterov: see `SGD`; of these only lr applies to v and alpha.
+        lr, momentum, weight_decay, nesterov, dampening: see `SGD`; of these only lr applies to v and alpha.
 
     Cost: two gradients a step; a state of [d], and v [d] for each worker that has taken part.
 

@@ -25,7 +25,7 @@ class Ditto(SGD):
     Args:
         lam: the paper's lambda, >= 0: 0 trains v on the worker's samples alone.
         personal_steps: v takes only so many first steps of a round; None: all.
-        lr, momentum, weight_decay, nesterov: see `SGD`; of these only lr applies to v.
+        lr, momentum, weight_decay, nesterov, dampening: see `SGD`; of these only lr applies to v.
 
     Cost: two gradients a step; states of [d] for v and w, and v [d] for each worker that has taken part.
 

@@ -22,7 +22,7 @@ class FedSAM(SGD):
 
     Args:
         rho: distance of the point, >= 0. With 0, and where g is 0, it is `sgd` to the bit.
-        lr, momentum, weight_decay, nesterov: see `SGD`.
+        lr, momentum, weight_decay, nesterov, dampening: see `SGD`.
 
     Cost: two gradients a step, and a few passes over the row [d].
 
