@@ -94,6 +94,7 @@ class Experiment(Table):
     timeout: PositiveFloat = 300.0  # seconds without a heartbeat after which a process counts as lost
     on_worker_failure: Literal["retry", "drop", "abort"] = "retry"  # if a round loses a process
     worker_retries: NonNegativeInt = 2  # repetitions of one round at most
+    worker_state_memory: Amount = 4_000_000_000  # bytes from which on the state that workers keep lies in files
     device: str = "auto"
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
     cuda_graphs: bool | None = None  # for stacked steps on CUDA; None: if it is safe

@@ -165,6 +165,11 @@ def _check_unused_keys(experiment: Experiment) -> Iterator[str]:
             f"aggregate.root_samples = {aggregate.root_samples}: the rule {rule.name} uses no samples of the server; "
             "omit it"
         )
+    if _given(experiment, "worker_state_memory"):
+        kept = experiment.buffers == "local" or experiment.client_algorithm.worker_state(torch.zeros(2))
+        reason = "a race keeps its state in shared memory" if experiment.mode == "race" else "workers keep no state"
+        if not kept or experiment.mode == "race":
+            yield f"worker_state_memory = {experiment.worker_state_memory}: {reason}; omit it"
     if checkpoint.every == 0 and checkpoint.keep != Checkpoint().keep:
         yield f"checkpoint.keep = {checkpoint.keep}: with checkpoint.every = 0 there are no checkpoints; omit it"
 

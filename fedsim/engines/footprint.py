@@ -15,6 +15,7 @@ def memory_needed(
     task: TaskSpec,
     d: int,
     cohort: int,
+    population: int,
     processes: int,
     *,
     stacked: bool,
@@ -28,6 +29,7 @@ def memory_needed(
         task: what is trained.
         d: parameters of the model.
         cohort: how many workers take part in a round.
+        population: how many workers there are.
         processes: how many processes train them.
         stacked: whether a process trains stacks of rows.
         in_rounds: whether a round begins with the global model alone; on the clock, rows go on from round to round.
@@ -49,10 +51,14 @@ def memory_needed(
     copies = (1 if replaces else 0) + (3 if checkpoints else 0)  # a checkpoint: a snapshot, its bytes, and the file
     kept, messages = task.solver.worker_state(torch.zeros(2)), task.solver.message(torch.zeros(2))
     kept_rows, message_rows = (sum(len(tensor) > 1 for tensor in state.values()) for state in (kept, messages))
+    taking_part = population * (1 - (1 - cohort / population) ** task.rounds)  # workers in any round, on average
+    stored = round(taking_part) * kept_rows * row
+    limit = stored if task.worker_state_memory is None else task.worker_state_memory
     parts = {
         "rows": n_rows * row,
         "global model and optimizer state": state * row,
-        "worker state and messages": (2 * kept_rows + message_rows) * n_rows * row,
+        "worker state and messages": (kept_rows + message_rows) * n_rows * row,
+        "state that workers keep between rounds": min(stored, limit) + copies * stored,
         "modules": modules * row,
         "gradients and solver state": training * row,
         "copies for recovery and checkpoints": copies * lasting * row,

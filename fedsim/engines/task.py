@@ -73,6 +73,8 @@ class TaskSpec:
     local_schedule: LRSchedule | None = None  # of that learning rate; None: it is constant
     server_schedule: LRSchedule | None = None  # of the learning rate of the server optimizer
     in_rounds: bool = True  # whether all workers of a cohort start together; else on a virtual clock, or in a race
+    worker_state_memory: int | None = None  # bytes from which on the state that workers keep lies in files; None: never
+    scratch_folder: str | None = None  # of these files; None: that of the system
     single_steps: bool = False  # whether workers send the gradient of one step at a time
 
     @property

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import IO
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedsim.clients import State
 from fedsim.core.rows import new_rows
 from fedsim.engines.task import SharedState, TaskSpec
-from fedsim.errors import RecordError
+from fedsim.errors import ExperimentError, RecordError, show_bytes
+from fedsim.system.limits import describe_os_error
 
 
 class WorkerStates:
@@ -21,26 +27,37 @@ class WorkerStates:
 
     Args:
         initial: the state of a worker before its first round, tensors [w].
+        limit: bytes from which on the rows lie in files that are mapped to memory; None: never. The files have no
+            names, so the system removes them when the process ends, also if it is killed.
+        folder: of these files; None: that of the system for temporary files.
+
+    Raises ExperimentError if a file cannot grow.
     """
 
-    def __init__(self, initial: State) -> None:
-        self.initial = initial
+    def __init__(self, initial: State, limit: int | None = None, folder: str | None = None) -> None:
+        self.initial, self._limit, self._folder = initial, limit, folder
         self.rows = {name: _room(0, row) for name, row in initial.items()}
+        self._files: dict[str, IO[bytes]] = {}
         self._places: dict[int, int] = {}
 
     @classmethod
     def of(cls, task: TaskSpec, shared: SharedState) -> WorkerStates:
         """For a task at its start."""
-        return cls(initial_worker_state(task, shared))
+        return cls(initial_worker_state(task, shared), task.worker_state_memory, task.scratch_folder)
 
     def __len__(self) -> int:
         return len(self._places)
+
+    @property
+    def in_files(self) -> bool:
+        """Whether the rows lie in files."""
+        return bool(self._files)
 
     def load(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
         """Copy the workers' state to these slots of `rows`, tensors [n, w] by name."""
         places = self.reserve(workers)
         for name, kept in self.rows.items():
-            rows[name][slots] = kept[places]
+            rows[name][slots] = kept[places].to(rows[name].device)
 
     def load_cohort(self, cohort: Sequence[int], rows: State) -> None:
         """Copy the state of a cohort to the first of `rows` [n, w]; the others get that of a first round."""
@@ -52,7 +69,7 @@ class WorkerStates:
         """Copy the state from these slots of `rows` back."""
         places = self.reserve(workers)
         for name, kept in self.rows.items():
-            kept[places] = rows[name][slots]
+            kept[places] = rows[name][slots].to(kept.device)
 
     def sums(self, messages: State, slots: Sequence[int]) -> State:
         """The sums [w] of the messages [n, w] at these slots."""
@@ -64,14 +81,43 @@ class WorkerStates:
             return []
         new = [worker for worker in workers if worker not in self._places]
         begin, end = len(self._places), len(self._places) + len(new)
+        if any(end > len(rows) for rows in self.rows.values()):
+            self._grow(begin, end)
         for name, row in self.initial.items():
-            if end > len(self.rows[name]):
-                grown = _room(max(end, 2 * begin), row)
-                grown[:begin] = self.rows[name][:begin]
-                self.rows[name] = grown
-            self.rows[name][begin:end] = row
+            self.rows[name][begin:end] = row.to(self.rows[name].device)
         self._places |= {worker: place for place, worker in enumerate(new, begin)}
         return [self._places[worker] for worker in workers]
+
+    def _grow(self, begin: int, end: int) -> None:
+        """Make room for `end` workers, and for up to twice the `begin` workers of before."""
+        size, fit = max(end, 2 * begin), end
+        if self._limit is not None:
+            fit = self._limit // sum(row.nbytes for row in self.initial.values())
+            size = min(size, fit) if end <= fit else size
+        for name, row in self.initial.items():
+            before, in_file = self.rows[name], name in self._files
+            self.rows[name] = _room(size, row) if end <= fit else self._map(name, size, row)
+            if not in_file:
+                self.rows[name][:begin] = before[:begin].to(self.rows[name].device)
+
+    def _map(self, name: str, n: int, row: Tensor) -> Tensor:
+        """A file with `n` rows, mapped to memory; it keeps the rows that it has."""
+        nbytes = n * row.nbytes
+        try:
+            if name not in self._files:
+                self._files[name] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  # as long as this object
+                weakref.finalize(self, self._files[name].close)
+            file = self._files[name]
+            if hasattr(os, "posix_fallocate"):  # writing to a mapped file on a full disk would kill the process
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=(nbytes,))
+        except OSError as error:
+            raise ExperimentError(
+                f"worker_state_memory = {self._limit}: what workers keep goes to a file in "
+                f"{self._folder or tempfile.gettempdir()}, which cannot grow to {show_bytes(nbytes)}: "
+                f"{describe_os_error(error)}; use a larger value, or a folder with more space"
+            ) from error
+        return torch.from_numpy(mapped).view(row.dtype).view(n, len(row))
 
     def tensors(self) -> dict[str, Tensor]:
         """The state for a checkpoint: `workers` int64 [t], ascending, and rows [t, w] by name; empty without any."""

@@ -80,6 +80,7 @@ def check_memory(
         task,
         d,
         experiment.cohort_size,
+        experiment.workers,
         1 if engine.traits.chooses else processes,  # an engine that chooses may choose one process
         stacked=engine.traits.stacks and not engine.traits.chooses,
         in_rounds=experiment.policy.bind().in_rounds,

@@ -12,6 +12,7 @@ NO_EFFECT = (  # keys that do not change results
     *("name", "engine", "processes", "timeout", "batched.width", "cuda_graphs"),
     *("distributed.backend", "distributed.timeout", "distributed.init", "distributed.inner"),
     *("checkpoint.every", "checkpoint.keep", "on_worker_failure", "worker_retries", "records.figures"),
+    "worker_state_memory",
 )
 
 

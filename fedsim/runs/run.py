@@ -133,7 +133,8 @@ def run(
                 on_setup(step)
 
         ended = stop_reason(past.records, experiment.stop)  # of an earlier session
-        prepared, engine = stack.enter_context(prepare(past.with_earlier_choices(experiment), session, note, setup))
+        experiment_here, scratch = past.with_earlier_choices(experiment), str(folder.path) if folder else None
+        prepared, engine = stack.enter_context(prepare(experiment_here, session, note, setup, scratch=scratch))
         results: list[WorkerResults] = []
         loop = loop_of(prepared, engine, folder.race_log if folder else None, results.append)
         loop = recovering(loop, prepared, engine, note)

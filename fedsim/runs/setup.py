@@ -117,6 +117,8 @@ def prepare(
     session: Session,
     note: Note | None = None,
     on_setup: Callable[[str], object] = lambda step: None,
+    *,
+    scratch: str | None = None,
 ) -> Iterator[tuple[PreparedRun, Engine]]:
     """Prepare a run; a context manager that gives its facts and an engine of the session, and frees the engine's task.
 
@@ -125,6 +127,7 @@ def prepare(
         session: owns the engine and the data.
         note: called for every process that is lost and replaced; see `RunFolder.event`.
         on_setup: called with the name of each step of the preparation.
+        scratch: folder for temporary files; None: that of the system.
 
     Raises:
         ExperimentError, DataError: the experiment cannot be run on this machine.
@@ -141,7 +144,7 @@ def prepare(
         contextlib.ExitStack() as stack,
     ):
         on_setup(f"making the model {show(experiment.model.name)}")
-        task = task_of(experiment, device)
+        task = replace(task_of(experiment, device), scratch_folder=scratch)
         stack.enter_context(_explained_oom(task, processes))
         checks.check_memory(experiment, engines.get(engine_name).target, task, processes, recorded=note is not None)
 
@@ -223,6 +226,7 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         local_schedule=experiment.local_schedule,
         server_schedule=experiment.server.schedule.schedule(experiment.rounds),
         single_steps=_sends_gradients(experiment),
+        worker_state_memory=None if experiment.mode == "race" else experiment.worker_state_memory,
     )
     checks.check_model(experiment, task)
     if task.solver.has("for_model"):

@@ -9,7 +9,6 @@ import torch
 
 import fedsim
 from fedsim.clients import SGD, OuterProductGrad, as_algorithm, step_along
-from fedsim.core.randomness import sample_cohort
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import RecordError
 from fedsim.runs.loops.synchronous import SynchronousLoop
@@ -57,6 +56,49 @@ def test_saved_tensors_ascend_and_resume():
     assert all(torch.equal(tensor, saved[name]) for name, tensor in other.tensors().items())
 
 
+def test_above_the_limit_the_rows_lie_in_a_file_without_a_name(tmp_path):
+    kept, rows = WorkerStates({"x": torch.zeros(2), "n": torch.zeros(1)}, 24, str(tmp_path)), torch.rand(9, 2)
+    for count in (1, 2, 5, 9):
+        workers = list(range(count))
+        kept.save(workers, {"x": rows, "n": rows[:, :1]}, workers)
+        assert kept.in_files == (count > 2)
+        assert torch.equal(kept.tensors()["rows.x"], rows[:count])
+        assert torch.equal(kept.tensors()["rows.n"], rows[:count, :1])
+    assert list(tmp_path.iterdir()) == []
+    kept.resume({name: tensor[:3] for name, tensor in kept.tensors().items()})
+    assert torch.equal(kept.tensors()["rows.x"], rows[:3])
+
+
+def test_a_file_that_cannot_grow_is_one_line(tmp_path):
+    with pytest.raises(fedsim.ExperimentError, match=r"^worker_state_memory = 8: .* cannot grow to 48 B: "):
+        WorkerStates({"x": torch.zeros(4)}, 8, str(tmp_path / "none")).reserve([1, 2, 3])
+
+
+@pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
+def test_a_run_with_its_worker_state_in_a_file_has_the_same_bits(engine, tmp_path, tiny_experiment):
+    tables = {**tiny_experiment, "engine": engine, "local": COUNTING, "workers": 9, "cohort": 3, "rounds": 5}
+    tables |= {"model": "tests.plugs:Normalised", "buffers": "local", "checkpoint": {"every": 1}}
+    tables |= {"processes": 2} if engine != "serial" else {}
+    whole = fedsim.run(tables)
+    for rounds in (3, 5):
+        limited = {**tables, "worker_state_memory": 1, "rounds": rounds}
+        result = fedsim.run(limited, tmp_path / "run", resume=rounds == 5)
+    assert torch.equal(result.global_row, whole.global_row)
+    assert not [path for path in (tmp_path / "run").iterdir() if "tmp" in path.name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "workers keep no state"),
+        ({"buffers": "local", "mode": "race", "policy": "hogwild", "engine": "spawn"}, "a race keeps its state"),
+    ],
+)
+def test_a_limit_without_worker_state_is_refused(changes, message, tiny_experiment):
+    with pytest.raises(fedsim.ExperimentError, match=f"worker_state_memory = 5: {message}"):
+        fedsim.Experiment(**{**tiny_experiment, "worker_state_memory": 5, **changes})
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -73,7 +115,7 @@ def test_tensors_that_do_not_fit_are_refused(change):
 
 
 def run_rounds(tables):
-    """The cohorts of a run, and the worker states and the server's state after it."""
+    """The records of a run, and the worker states and the server's state after it."""
     experiment = fedsim.Experiment(**tables)
     with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
         loop = SynchronousLoop(prepared, engine)
@@ -94,10 +136,14 @@ def test_workers_count_their_rounds_and_the_server_all_of_them(engine, tiny_expe
 
 
 def test_memory_follows_the_workers_that_have_taken_part(tiny_experiment):
-    tables = {**tiny_experiment, "local": COUNTING, "workers": 10**6, "cohort": 3, "rounds": 2, "model": "logistic"}
-    _, kept, _ = run_rounds({**tables, "partition": {"strategy": "virtual", "samples": 20}})
-    cohorts = [sample_cohort(0, round, 10**6, 3).tolist() for round in (1, 2)]
-    assert kept["workers"].tolist() == sorted({worker for cohort in cohorts for worker in cohort})
+    tables = {**tiny_experiment, "workers": 10**6, "cohort": 100, "rounds": 2, "model": "logistic"}
+    tables |= {"partition": {"strategy": "virtual", "samples": 20}, "local": {**COUNTING, "steps": 1}}
+    with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (prepared, engine):
+        loop = SynchronousLoop(prepared, engine)
+        cohorts = [loop.run_round(round).cohort for round in (1, 2)]
+        kept = engine.worker_states
+        assert kept.tensors()["workers"].tolist() == sorted({worker for cohort in cohorts for worker in cohort})
+        assert sum(rows.untyped_storage().nbytes() for rows in kept.rows.values()) < 1.1 * 200 * 4 * 7850
 
 
 FEDDYN = {"solver": "feddyn", "alpha": 0.1, "batch_size": 16}

@@ -20,6 +20,7 @@ SERIAL = {"workers": 4, "model": "logistic", "data": "tests.plugs:tiny", "engine
         ({}, True, 4 + 1 + 3 + 1 + 3),
         ({"checkpoint": {"every": 0}}, True, 4 + 1 + 3 + 1),
         ({"local": {"momentum": 0.9}}, False, 4 + 1 + 3 + 2),
+        ({"local": {"momentum": 0.9, "keep_state": True}}, True, 4 + 1 + 3 + 2 + 4 + 4 + 3 + 3 * 4),
         ({"server": "adam"}, True, 4 + 3 + 3 + 1 + 3 * 3),
         ({"sync": "gradients"}, False, 4 + 1 + 6 + 1),
         ({"engine": "spawn", "processes": 2}, False, 4 + 1 + 6 + 2 + 1),

@@ -110,8 +110,9 @@ class InRank(InProcess):
         return self.run(lambda executor: self._ranks.rank_aggregator.round_rows(executor.context(cohort, round)))[0]
 
     def new_worker_states(self, task: TaskSpec) -> WorkerStates:
-        initial = initial_worker_state(task, self.shared)
-        return RankWorkerStates(initial, self._group, lambda: self._ranks.rank_aggregator.placement)
+        initial, limit = initial_worker_state(task, self.shared), task.worker_state_memory
+        placement = lambda: self._ranks.rank_aggregator.placement  # noqa: E731
+        return RankWorkerStates(initial, self._group, placement, limit, task.scratch_folder)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.run(lambda _: self._ranks.rank_aggregator.state_dict())[0]

@@ -20,17 +20,25 @@ class RankWorkerStates(WorkerStates):
 
     Args:
         placement: gives the placement of the current cohort.
+        limit, folder: as for `WorkerStates`, of this rank alone.
     """
 
-    def __init__(self, initial: State, ranks: RankGroup, placement: Callable[[], RowPlacement]) -> None:
-        super().__init__(initial)
+    def __init__(
+        self,
+        initial: State,
+        ranks: RankGroup,
+        placement: Callable[[], RowPlacement],
+        limit: int | None = None,
+        folder: str | None = None,
+    ) -> None:
+        super().__init__(initial, limit, folder)
         self._ranks, self._placement = ranks, placement
 
     def load_cohort(self, cohort: Sequence[int], rows: State) -> None:
         mine, sent, received = self._places_of(cohort, range(len(cohort)))
         self.reserve([cohort[slot] for of_rank in sent for slot in of_rank])
         for name, initial in self.initial.items():
-            parts = [self.rows[name][self._indices(cohort, of_rank)] for of_rank in sent]
+            parts = [self.rows[name][self._indices(cohort, of_rank)].to(initial.device) for of_rank in sent]
             got = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in received], PURPOSE)
             rows[name][:] = initial
             for slots, part in zip(received, got, strict=True):
@@ -43,7 +51,8 @@ class RankWorkerStates(WorkerStates):
             parts = [rows[name][[mine[slot] for slot in of_rank]] for of_rank in sent]
             got = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in received], PURPOSE)
             for of_rank, part in zip(received, got, strict=True):
-                self.rows[name][self._indices(cohort, of_rank)] = part.view(-1, len(initial))
+                kept = self.rows[name]
+                kept[self._indices(cohort, of_rank)] = part.view(-1, len(initial)).to(kept.device)
 
     def sums(self, messages: State, slots: Sequence[int]) -> State:
         placed = self._placement().rows
@@ -58,6 +67,8 @@ class RankWorkerStates(WorkerStates):
         counts = self._ranks.gather_objects(len(self))
         whole = {}
         for name, tensor in own.items():
+            if name != "workers":
+                tensor = tensor.to(self.initial[name.removeprefix("rows.")].device)
             sizes = [count * tensor[:1].numel() if self._ranks.first else 0 for count in counts]
             parts = [tensor] + [tensor[:0]] * (self._ranks.count - 1)
             whole[name] = torch.cat(self._ranks.exchange(parts, sizes, "checkpoint")).view(-1, *tensor.shape[1:])

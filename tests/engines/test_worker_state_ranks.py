@@ -1,0 +1,28 @@
+"""Worker state on two ranks: the numbers of `serial`, also if the run is resumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engines.test_resuming_ranks import model_of, ranks
+
+WORDS = (
+    *("run_experiment.py", "tiny.toml", "data=tests.plugs:tiny", "workers=5", "cohort=3", "local.batch_size=16"),
+    *("local.steps=3", "local.lr=0.1", "local.momentum=0.9", "precision=float64", "checkpoint.every=1"),
+)
+CASES = {
+    "momentum of workers": ("model=logistic", "sync=gradients", "local.momentum_at=worker", "aggregate.rule=median"),
+    "kept state and buffers": ("model=tests.plugs:Normalised", "buffers=local", "local.keep_state=true"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_keep_the_state_of_workers_and_resume(case, tmp_path):
+    words, limit = (*WORDS, *CASES[case]), "worker_state_memory=10000"
+    on_ranks = (*words, "engine=distributed", "distributed.timeout=60", "--resume", "run")
+    ranks(2, *on_ranks, "rounds=2", cwd=tmp_path)
+    out, _ = ranks(2, *on_ranks, limit, "rounds=4", cwd=tmp_path)
+    assert "continuing after round 2 of 4" in out
+    ranks(1, *words, "engine=serial", "rounds=4", "--resume", "whole", cwd=tmp_path)
+    assert torch.allclose(model_of(tmp_path / "run"), model_of(tmp_path / "whole"), rtol=0, atol=1e-9)
