@@ -156,9 +156,10 @@ class Processor(PlugTable):
     place, named_by, registry = "processors", "name", processor
 
     name: Name
+    error_feedback: bool = False  # whether a worker adds what was left out of its updates before
 
     def bind(self) -> BoundProcessor:
-        return bind_processor(self.plug, self.params)
+        return bind_processor(self.plug, self.params, error_feedback=self.error_feedback)
 
 
 class Server(PlugTable):

@@ -166,7 +166,8 @@ def _check_unused_keys(experiment: Experiment) -> Iterator[str]:
             "omit it"
         )
     if _given(experiment, "worker_state_memory"):
-        kept = experiment.buffers == "local" or experiment.client_algorithm.worker_state(torch.zeros(2))
+        feedback = any(processor.error_feedback for processor in experiment.processors)
+        kept = experiment.buffers == "local" or feedback or experiment.client_algorithm.worker_state(torch.zeros(2))
         reason = "a race keeps its state in shared memory" if experiment.mode == "race" else "workers keep no state"
         if not kept or experiment.mode == "race":
             yield f"worker_state_memory = {experiment.worker_state_memory}: {reason}; omit it"

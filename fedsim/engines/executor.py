@@ -285,7 +285,8 @@ class Executor:
             metrics: dict[str, Any] = {}
             with self.process.working_on(member.worker, context.moment[0]):
                 coordinates = (*context.moment, member.worker)
-                nbytes = apply_chain(task.processors, rows[member.slot], task.seed, coordinates, metrics)
+                residuals = {name: kept[member.slot] for name, kept in self.shared.residuals.items()}
+                nbytes = apply_chain(task.processors, rows[member.slot], task.seed, coordinates, metrics, residuals)
             sent.add(1, nbytes, metrics)
         self.aggregator.rows_processed([member.slot for member in members])
 

@@ -51,6 +51,7 @@ def memory_needed(
     copies = (1 if replaces else 0) + (3 if checkpoints else 0)  # a checkpoint: a snapshot, its bytes, and the file
     kept, messages = task.solver.worker_state(torch.zeros(2)), task.solver.message(torch.zeros(2))
     kept_rows, message_rows = (sum(len(tensor) > 1 for tensor in state.values()) for state in (kept, messages))
+    kept_rows += sum(processor.error_feedback for processor in task.processors)
     taking_part = population * (1 - (1 - cohort / population) ** task.rounds)  # workers in any round, on average
     stored = round(taking_part) * kept_rows * row
     limit = stored if task.worker_state_memory is None else task.worker_state_memory

@@ -25,7 +25,7 @@ from fedsim.engines.distributed.hooks import BoundHook
 from fedsim.engines.pool.shared_memory import share
 from fedsim.engines.schedule import Schedule
 from fedsim.errors import ExperimentError, show_bytes
-from fedsim.processing import BoundProcessor
+from fedsim.processing import BoundProcessor, initial_residuals
 from fedsim.server import ServerStep
 from fedsim.system.devices import require_memory, wide_dtype
 from fedsim.system.limits import describe_os_error
@@ -160,6 +160,7 @@ class SharedState:
             more for the server's own where the rule compares with it; [0, d] where nobody asks for any.
         global_buffers, buffers: the same for buffers, float64 [b] and [cohort, b].
         kept: the cohort's worker state, tensors [cohort, w]; see `fedsim.clients.ClientAlgorithm` and `WorkerStates`.
+        residuals: the same of what processors with error feedback have left out.
         messages: what the workers of the cohort send besides their rows, tensors [cohort, w].
         full_gradients: [cohort, d], of all samples of each worker, if the client algorithm asks for them; else [0, d].
         server_state: what the server keeps for the client algorithm, tensors [w].
@@ -189,6 +190,7 @@ class SharedState:
     global_buffers: Tensor
     buffers: Tensor
     kept: State
+    residuals: State
     messages: State
     full_gradients: Tensor
     server_state: State
@@ -251,6 +253,7 @@ class SharedState:
             global_buffers=global_buffers,
             buffers=new_rows(n_rows, layout.n_buffer_values, wide, task.device),
             kept=for_each(task.solver.worker_state(global_row)),
+            residuals=for_each(initial_residuals(task.processors, global_row)),
             messages=for_each(task.solver.message(global_row)),
             full_gradients=new_rows(n_rows if task.solver.full_gradient else 0, layout.d, task.dtype, task.device),
             server_state=server_state,
@@ -276,7 +279,7 @@ class SharedState:
     @property
     def worker_rows(self) -> State:
         """The cohort's rows that a worker may keep until its next round."""
-        return {"buffers": self.buffers, **self.kept}
+        return {"buffers": self.buffers, **self.residuals, **self.kept}
 
     def share(self) -> SharedState:
         """Move the tensors on the host to memory that other processes can map, in place.
@@ -284,7 +287,7 @@ class SharedState:
         Raises ExperimentError if there is not enough of it.
         """
         tensors = [value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)]
-        named = [*self.states.values(), self.kept, self.messages, self.server_state, self.received]
+        named = [*self.states.values(), self.kept, self.residuals, self.messages, self.server_state, self.received]
         tensors += [tensor for state in named for tensor in state.values()]
         kept = [self.train, self.test, self.validation]
         # Separately, since a session keeps them for later runs.

@@ -16,6 +16,7 @@ from fedsim.clients import State
 from fedsim.core.rows import new_rows
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.errors import ExperimentError, RecordError, show_bytes
+from fedsim.processing import initial_residuals
 from fedsim.system.limits import describe_os_error
 
 
@@ -154,7 +155,8 @@ def initial_worker_state(task: TaskSpec, shared: SharedState) -> State:
     """What a worker has before its first round: the algorithm's state, and buffers where workers keep their own."""
     own_buffers = task.buffers == "local" and shared.global_buffers.numel()
     buffers = {"buffers": shared.global_buffers.clone()} if own_buffers else {}
-    return buffers | task.solver.worker_state(shared.global_row)
+    residuals = initial_residuals(task.processors, shared.global_row)
+    return buffers | residuals | task.solver.worker_state(shared.global_row)
 
 
 def _room(n: int, row: Tensor) -> Tensor:

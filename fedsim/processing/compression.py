@@ -19,7 +19,7 @@ INDEX_BYTES = 4  # of a position in an update of less than 2^32 numbers
 def top_k(update: Tensor, metrics: dict[str, Any], *, k: PositiveInt) -> tuple[Tensor, int]:
     """Keep the k numbers of largest magnitude; all others become zero (Stich et al. 2018).
 
-    There is no error feedback: what is left out is not added to a later update.
+    What is left out is lost, unless `error_feedback = true` adds it to the worker's next update.
 
     Args:
         update: [d]. If k >= d, the update is sent as it is.
@@ -71,7 +71,7 @@ def qsgd(update: Tensor, draws: Draws, *, levels: PositiveInt = 16) -> tuple[Ten
 def sign(update: Tensor) -> tuple[Tensor, int]:
     """Send one bit for each number: x becomes sign(x) times the mean of |x| (Karimireddy et al. 2019).
 
-    There is no error feedback.
+    With `error_feedback = true` it is EF-SGD.
 
     Args:
         update: [d]; the sign of zero is +1.

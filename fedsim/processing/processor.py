@@ -16,10 +16,11 @@ type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedsim.core.randomness import Draws
@@ -35,11 +36,13 @@ class BoundProcessor:
 
     Attributes:
         accepts: the names of its inputs.
+        error_feedback: whether a worker adds what the processor has left out of its updates so far.
     """
 
     function: Callable[..., Any]
     name: str
     accepts: tuple[str, ...]
+    error_feedback: bool = False
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, int | None]:
         """The new update and the bytes that the processor declares. Raises ExperimentError for another result."""
@@ -54,26 +57,44 @@ class BoundProcessor:
         return update, nbytes
 
 
-def bind_processor(plug: Plug, params: dict[str, Any]) -> BoundProcessor:
+def bind_processor(plug: Plug, params: dict[str, Any], *, error_feedback: bool = False) -> BoundProcessor:
     """The processor `plug` with checked parameters."""
-    return BoundProcessor(plug.bind(params), plug.name, tuple(plug.takes))
+    return BoundProcessor(plug.bind(params), plug.name, tuple(plug.takes), error_feedback)
+
+
+def initial_residuals(chain: Sequence[BoundProcessor], row: Tensor) -> dict[str, Tensor]:
+    """What the processors with error feedback have left out at first: zeros [d], by the name of their place."""
+    return {f"residual_{place}": torch.zeros_like(row) for place, each in enumerate(chain) if each.error_feedback}
 
 
 def apply_chain(
-    chain: Sequence[BoundProcessor], row: Tensor, seed: int, coordinates: Sequence[int], metrics: dict[str, Any]
+    chain: Sequence[BoundProcessor],
+    row: Tensor,
+    seed: int,
+    coordinates: Sequence[int],
+    metrics: dict[str, Any],
+    residuals: Mapping[str, Tensor] | None = None,
 ) -> int:
     """Apply processors to an update [d], in place, one after another.
+
+    A processor C with error feedback gets p = update + e, and returns C(p); then e = p - C(p) (Seide et al. 2014;
+    Karimireddy et al. 2019).
 
     Args:
         coordinates: of random draws: (round, worker) or (round, step, worker).
         metrics: receives the numbers of the processors.
+        residuals: the e [d] of the worker, as `initial_residuals` names them; they change.
 
     Returns the bytes of the processed update.
     """
     update, nbytes = row, row.nbytes
     for place, each in enumerate(chain):
         draws = Draws.of(seed, "process", *coordinates, place, device=row.device)
-        update, declared = each(update=update, draws=draws, metrics=metrics)
+        residual = residuals[f"residual_{place}"] if residuals and each.error_feedback else None
+        given = update if residual is None else update + residual
+        update, declared = each(update=given, draws=draws, metrics=metrics)
+        if residual is not None:
+            torch.sub(given, update, out=residual)
         nbytes = nbytes if declared is None else declared
     row.copy_(update)
     return nbytes
