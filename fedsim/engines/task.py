@@ -159,8 +159,7 @@ class SharedState:
         rows: [cohort, d], one row for each member of the cohort (its gradient where gradients are aggregated), and one
             more for the server's own where the rule compares with it; [0, d] where nobody asks for any.
         global_buffers, buffers: the same for buffers, float64 [b] and [cohort, b].
-        kept: the cohort's worker state, tensors [cohort, w]; see `fedsim.clients.ClientAlgorithm` and `WorkerStates`.
-        residuals: the same of what processors with error feedback have left out.
+        kept, residuals: the cohort's worker state, tensors [cohort, w], of the client algorithm and of the processors.
         messages: what the workers of the cohort send besides their rows, tensors [cohort, w].
         full_gradients: [cohort, d], of all samples of each worker, if the client algorithm asks for them; else [0, d].
         server_state: what the server keeps for the client algorithm, tensors [w].
