@@ -145,9 +145,11 @@ def check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorDa
         task.objective(task.new_module().train(), *sample)
 
 
-def check_lr_schedules(task: TaskSpec, sizes: Mapping[int, int]) -> None:
+def check_lr_schedules(experiment: Experiment, task: TaskSpec, sizes: Mapping[int, int]) -> None:
     """Check that the schedules of learning rates last to the end of the run, and of the longest round."""
-    steps = max(task.schedule.longest(worker).steps_for(size) for worker, size in sizes.items())
+    tuned = experiment.evaluation.fine_tune
+    schedules = [(task.schedule.longest(worker), size) for worker, size in sizes.items()]
+    steps = max(max(each.steps_for(size), tuned * each.batches_per_epoch(size)) for each, size in schedules)
     task.solver_at(task.rounds, task.schedule.solver_steps(steps) - 1)
     task.server_at(task.rounds)
 

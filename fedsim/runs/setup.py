@@ -161,7 +161,7 @@ def prepare(
         described: Sequence[int] = range(len(shards)) if sampled is None else sampled
         sizes = {worker: shards.size(worker) for worker in described}
         checks.check_smallest_batch(experiment, task, train, sizes)
-        checks.check_lr_schedules(task, sizes)
+        checks.check_lr_schedules(experiment, task, sizes)
         checks.check_last_steps(experiment, task, shards)
 
         on_setup(f"getting the engine {experiment.engine} ready for the first round")

@@ -130,8 +130,8 @@ class ServerDiLoCo(MomentumStep):
 class ServerSlowMo(ServerStep):
     """Slow momentum: u = beta u - D / lr; w -= alpha lr u, with the workers' learning rate lr. Wang et al. 2020.
 
-    lr is constant here, so it cancels up to rounding: the row moves as under `momentum` with lr = alpha, and u has the
-    units of a gradient.
+    A constant lr cancels up to rounding: the row moves as under `momentum` with lr = alpha, and u has the units of a
+    gradient. If `local.schedule` changes the workers' rate, give `server.schedule` the same values.
 
     Args:
         alpha: slow learning rate, >= 0.
