@@ -9,7 +9,7 @@ import fedsim
 from fedsim.clients import solver
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import prepare
-from tests.clients import plain_loops
+from tests.clients import plain_loops, quadratics
 from tests.clients.plain_loops import BATCH, TABLES, WORKERS, Federation
 
 VARIANTS = {
@@ -175,3 +175,23 @@ def test_an_algorithm_without_a_cohort_runs_on_the_virtual_clock(name):
 def test_per_fedavg_refuses_a_round_of_one_step():
     with pytest.raises(fedsim.ExperimentError, match="needs two local steps"):
         fedsim.run({**TABLES, "engine": "serial", "local": {"solver": "per_fedavg", "steps": 1}})
+
+
+def distance_from_optimum(rounds, **local):
+    """Of the final row, on least squares with other inputs and targets at each worker."""
+    return (fedsim.run(quadratics.tables(rounds=rounds, local=local)).global_row - quadratics.optimum()).norm()
+
+
+def test_mimelite_stops_nearer_to_the_global_optimum_than_federated_averaging():
+    """Its local gradients have the weight 1 - beta, and the distance is about (1 - beta)^2 = 1/100 of that of SGD."""
+    assert distance_from_optimum(120, solver="mimelite", beta=0.9) < distance_from_optimum(60, solver="sgd") / 30
+
+
+def test_mime_reaches_the_global_optimum():
+    assert distance_from_optimum(60, solver="mime", beta=0.5, lr=0.02) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["fedsam", "per_fedavg"])
+def test_a_race_trains_rows_by_whole_row_steps(name):
+    tables = tables_of(name, {}, mode="race", policy="fedasync", cohort=None, rounds=1, engine="spawn")
+    assert fedsim.run(tables).global_row.isfinite().all()
