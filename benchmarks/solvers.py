@@ -1,0 +1,78 @@
+"""Seconds of a local step of each client algorithm, over a step of plain SGD on the same engine.
+
+Every algorithm trains the same workers on the same batches. `per_gradient` is its time over that of SGD, divided by the
+gradients that its definition needs for each batch; a pass over all samples at the start of a round counts as one. The
+rows of both engines must agree up to rounding. Timed is the training alone, not start-up and not tests.
+
+    python benchmarks/solvers.py [--repeats 5] [--rounds 11] [--model 2nn]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+from common import median, report
+
+import fedsim
+
+ENGINES: dict[str, dict[str, Any]] = {"serial": {}, "batched": {"processes": 1}}
+SOLVERS: dict[str, tuple[int, dict[str, Any]]] = {  # gradients for each batch, and parameters
+    "sgd": (1, {}),
+    "fedprox": (1, {}),
+    "adam": (1, {"lr": 1e-3}),
+    "fedsam": (2, {}),
+    "mimelite": (2, {}),
+    "mime": (3, {}),
+    "ditto": (2, {}),
+    "pfedme": (5, {"inner_steps": 5}),
+    "apfl": (2, {"adaptive": True}),
+    "per_fedavg": (1, {}),
+}
+BATCH = 10
+TOLERANCE = 1e-3  # between rows of float32 after a few rounds
+
+
+def seconds_of_step(tables: dict[str, Any]) -> tuple[float, torch.Tensor]:
+    """The median time of a local step over the rounds after the first, and the final row."""
+    result = fedsim.run({**tables, "local": {"batch_size": BATCH, **tables["local"]}})
+    seconds = [
+        record["seconds"]["train"] / sum(-(-samples // BATCH) for samples in record["samples"])
+        for record in result.history[1:]
+    ]
+    return statistics.median(seconds), result.global_row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--model", default="2nn")
+    parser.add_argument("--no-keep", action="store_true", help="print the figures only")
+    arguments = parser.parse_args()
+    base = {"model": arguments.model, "workers": 20, "cohort": 4, "rounds": arguments.rounds, "data": "mnist5k"}
+    times: dict[tuple[str, str], list[float]] = {}
+    rows: dict[tuple[str, str], torch.Tensor] = {}
+    for _ in range(arguments.repeats):  # all algorithms in turn, so that a slow minute does not fall on one of them
+        for engine, settings in ENGINES.items():
+            for name, (_, params) in SOLVERS.items():
+                local = {"solver": name, **params}
+                seconds, row = seconds_of_step({**base, "engine": engine, **settings, "local": local})
+                times.setdefault((engine, name), []).append(seconds)
+                rows[engine, name] = row
+    figures: dict[str, Any] = {}
+    for name, (gradients, _) in SOLVERS.items():
+        furthest = float((rows["serial", name] - rows["batched", name]).abs().max())
+        assert furthest < TOLERANCE, f"{name}: the engines did different work: rows differ by {furthest}"
+        figures[name] = {"gradients": gradients, "largest_difference": furthest}
+        for engine in ENGINES:
+            pairs = zip(times[engine, name], times[engine, "sgd"], strict=True)
+            ratio = median([ours / of_sgd for ours, of_sgd in pairs])
+            figures[name][engine] = {"over_sgd": ratio, "per_gradient": round(ratio / gradients, 4)}
+    report("solvers", model=arguments.model, repeats=arguments.repeats, **figures, keep=not arguments.no_keep)
+
+
+if __name__ == "__main__":
+    main()
