@@ -49,10 +49,19 @@ class Classification:
     tensor([True, True])
     >>> task.correct(outputs, targets)
     tensor([False,  True])
+
+    With `label_smoothing` s, a target is 1 - s + s / classes for the label and s / classes for the others, in training
+    and in tests (Szegedy et al. 2016). It is at least 0 and below 1.
     """
 
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ExperimentError(f"task.label_smoothing = {self.label_smoothing}: must be at least 0 and less than 1")
+
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        return F.cross_entropy(outputs, targets, reduction=reduction)
+        return F.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing, reduction=reduction)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.argmax(1) == targets
@@ -69,6 +78,37 @@ class Classification:
             )
         if classes > outputs.shape[1]:
             raise ExperimentError(f"tells {outputs.shape[1]} classes apart, but the labels go up to {classes - 1}")
+
+
+@learning_task("binary")
+@dataclass(frozen=True)
+class Binary:
+    """Labels 0 and 1: binary cross entropy with logits, and accuracy (Goodfellow et al. 2016, section 6.2).
+
+    Outputs are logits of the label 1, [batch] or [batch, 1]. Cost: a few passes over the outputs.
+
+    >>> task = fedsim.core.learning_task.Binary()
+    >>> outputs, targets = torch.tensor([[0.0], [9.0]]), torch.tensor([1, 1])
+    >>> task.loss(outputs, targets, "none") < torch.tensor([0.7, 0.1])
+    tensor([True, True])
+    >>> task.correct(outputs, targets)
+    tensor([False,  True])
+    """
+
+    def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
+        outputs = outputs.reshape(targets.shape)
+        return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction=reduction)
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs.reshape(targets.shape) > 0) == (targets > 0)
+
+    def check_outputs(self, outputs: Tensor, samples: int, classes: int) -> None:
+        """Raise ExperimentError for another shape, and for labels other than 0 and 1."""
+        shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        if shape not in ((samples,), (samples, 1)):
+            raise ExperimentError(f"must return logits [batch] or [batch, 1], for {samples} inputs not {shape}")
+        if classes > 2:
+            raise ExperimentError(f"tells two classes apart, but the labels go up to {classes - 1}")
 
 
 CLASSIFICATION = Classification()

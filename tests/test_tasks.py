@@ -1,0 +1,89 @@
+"""The tasks that come with fedsim, against plain PyTorch, in rows and in stacks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fedsim
+from fedsim import ExperimentError, TensorData
+from fedsim.core.learning_task import Binary, Classification
+from tests.plugs import tiny
+
+
+def even_digits(root):
+    """Whether a digit is even."""
+    return tuple(TensorData(d.inputs, 1 - d.targets % 2, d.scale, d.shift) for d in tiny(root))
+
+
+def one_logit() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 1))
+
+
+BINARY = {"task": "binary", "data": "tests.test_tasks:even_digits", "model": "tests.test_tasks:one_logit"}
+SMOOTHED = {"task": {"name": "classification", "label_smoothing": 0.1}}
+LOSSES = {
+    "binary": lambda outputs, targets: F.binary_cross_entropy_with_logits(outputs[:, 0], targets.to(outputs.dtype)),
+    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
+}
+both = pytest.mark.parametrize(("tables", "loss"), [(BINARY, "binary"), (SMOOTHED, "smoothed")], ids=list(LOSSES))
+
+
+def plain_sgd(result, train, loss, lr):
+    """One full-batch step of plain PyTorch from the model's start."""
+    start = fedsim.run({**result.experiment.resolved(), "local": {"lr": 1e-300}})
+    model = start.model.train()
+    inputs, targets = train.to(torch.device("cpu"), torch.float64).gather(torch.arange(len(train)))
+    value = loss(model(inputs), targets)
+    value.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= lr * parameter.grad
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@both
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+def test_a_step_is_that_of_plain_pytorch(engine, tables, loss, tiny_experiment):
+    local = {"lr": 0.1, "batch_size": 1000}
+    tables = {**tiny_experiment, **tables, "rounds": 1, "workers": 1, "precision": "float64", "local": local}
+    result = fedsim.run({**tables, "engine": engine})
+    data = even_digits(None) if loss == "binary" else tiny(None)
+    expected = plain_sgd(fedsim.run({**tables, "engine": "serial"}), data[0], LOSSES[loss], 0.1)
+    assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
+    inputs, targets = data[1].to(torch.device("cpu"), torch.float64).gather(torch.arange(len(data[1])))
+    with torch.no_grad():
+        outputs = result.model(inputs)
+    assert result.history[0].test_loss == pytest.approx(float(LOSSES[loss](outputs, targets)), rel=1e-12)
+    answers = (outputs[:, 0] > 0).long() if loss == "binary" else outputs.argmax(1)
+    assert result.test_accuracy == pytest.approx((answers == targets).double().mean().item())
+
+
+@both
+def test_stacks_agree_with_rows(tables, loss, tiny_experiment):
+    tables = {**tiny_experiment, **tables, "precision": "float64"}
+    rows, stacks = (fedsim.run({**tables, "engine": engine}).global_row for engine in ("serial", "batched"))
+    assert torch.allclose(rows, stacks, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("task", [Classification(label_smoothing=0.2), Binary()])
+def test_the_mean_loss_is_the_mean_of_the_samples(task):
+    outputs, targets = torch.randn(6, 1 if isinstance(task, Binary) else 3).double(), torch.tensor([0, 1, 1, 0, 1, 0])
+    losses = task.loss(outputs, targets, "none")
+    assert losses.shape == (6,)
+    assert torch.allclose(losses.mean(), task.loss(outputs, targets))
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"task.label_smoothing": 1.0}, "task.label_smoothing = 1.0"),
+        ({**BINARY, "model": "logistic"}, r"must return logits \[batch\] or \[batch, 1\]"),
+        ({**BINARY, "data": "tests.plugs:tiny"}, "the labels go up to 9"),
+    ],
+)
+def test_what_does_not_fit_the_task_is_refused(tables, words, tiny_experiment):
+    with pytest.raises(ExperimentError, match=words):
+        fedsim.run({**tiny_experiment, **tables})
