@@ -141,7 +141,7 @@ NOTES: dict[str, str] = _each(
             """write processors='["sign"]', or another of `fedsim list processors`"""
         ),
         "wandb use_wandb mlflow": "in Python, fedsim.run(..., on_round=f) calls f after every round",
-        "loss criterion loss_fn loss_function": "the loss belongs to the task: task=binary, or your own, task=my_plugs:MyTask",
+        "loss criterion loss_fn loss_function": "the loss belongs to the task: task=binary or task=my_plugs:MyTask",
         "metric": """write metrics='["top_k"]', or others of `fedsim list metrics`""",
         "workshop": "in Python, fedsim.run(..., session=s) takes a fedsim.Session",
         "shuffle": "there is no key for it; samples are shuffled in every epoch",
