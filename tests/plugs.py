@@ -227,6 +227,47 @@ class Normalised(nn.Module):
         return self.layers(images)
 
 
+def layer_normalised() -> nn.Module:
+    """A network with LayerNorm, so without buffers."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.LayerNorm(8), nn.Linear(8, 10))
+
+
+class WithFeatures(nn.Module):
+    """A network with a method that computes its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(784, 8), nn.Linear(8, 6), nn.Linear(6, 10)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.second(self.first(images.flatten(1)).tanh())
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(self.features(images).tanh())
+
+
+class NormalisedFeatures(WithFeatures):
+    """The same with BatchNorm, so that no merged batch can be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(images.flatten(1))))
+
+
+class Convolved(nn.Module):
+    """A network without linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 10, 28)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.convolution(images).flatten(1)
+
+
 class MoreThanTwo(Normalised):
     """Fails on batches of two samples."""
 

@@ -19,7 +19,9 @@ from fedsim.clients.fedsam import FedSAM
 from fedsim.clients.kept_state import KeptState
 from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
 from fedsim.clients.mime import Mime, MimeLite
+from fedsim.clients.moon import Moon
 from fedsim.clients.per_fedavg import PerFedAvg
+from fedsim.clients.personal import FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
 from fedsim.clients.pfedme import PFedMe
 from fedsim.clients.scaffold import Scaffold
 from fedsim.clients.sgd import SGD, FedProx
@@ -43,15 +45,21 @@ __all__ = [
     "ClientAlgorithm",
     "Decay",
     "Ditto",
+    "FedBN",
     "FedDyn",
     "FedNova",
+    "FedPer",
     "FedProx",
+    "FedRep",
     "FedSAM",
     "GradientAt",
     "KeptState",
+    "LGFedAvg",
     "LRSchedule",
+    "LocalOnly",
     "Mime",
     "MimeLite",
+    "Moon",
     "NonNegative",
     "OuterProductGrad",
     "PFedMe",

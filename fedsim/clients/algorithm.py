@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients.solver import OuterProductGrad, Solver, State
+from fedsim.core.rows import ColumnSpans
 
 GradientAt = Callable[[Tensor], Tensor]
 
@@ -103,6 +104,8 @@ class ClientAlgorithm:
     Attributes:
         element_wise: whether `step` works on any columns of rows. If not, `step_rows` is called, with whole rows.
         uses_start_row: whether the steps use the row that the worker was sent.
+        personal_columns: columns of the rows that are not sent either way. The updates must be 0 there.
+        needs_local_buffers: whether buffers, such as BatchNorm statistics, must be personal too: `buffers = "local"`.
 
     Cost: each row that `worker_state` names takes d numbers for each worker that has taken part.
 
@@ -113,6 +116,8 @@ class ClientAlgorithm:
 
     element_wise: ClassVar[bool] = True
     uses_start_row: ClassVar[bool] = False
+    personal_columns: ClassVar[ColumnSpans] = ColumnSpans()
+    needs_local_buffers: ClassVar[bool] = False
 
     @property
     def full_gradient(self) -> bool:
@@ -121,6 +126,9 @@ class ClientAlgorithm:
         It is then `WorkerRound.full_gradient`. A subclass may declare `full_gradient: ClassVar[bool] = True`.
         """
         return False
+
+    def check_work(self, epochs: int | None, steps: int | None) -> None:
+        """Raise ExperimentError if rounds of so many epochs, or else steps, at least, are too short."""
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
         """The algorithm for a model: itself, or a copy that knows, for example, which columns are personal."""
@@ -172,6 +180,19 @@ class ClientAlgorithm:
         """
         raise NotImplementedError(f"{type(self).__name__} must define `step_rows`")
 
+    def feature_points(self, state: State) -> Sequence[Tensor]:
+        """Rows [..., d] of the state at which `feature_loss` needs the model's features too; none: no such loss."""
+        return ()
+
+    def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:
+        """What is added to the loss of each sample, [..., batch].
+
+        Args:
+            features: of the samples at the rows, [..., batch, f]; see `fedsim.core.recorded_features`.
+            at_points: the features at each of the `feature_points`, without gradient.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define `feature_loss`")
+
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
         """End a round: the messages, as `message` names them. May change `worker.kept` and `rows` [..., d]."""
         return {}
@@ -216,7 +237,7 @@ class ClientAlgorithm:
         return self.has("send_gradients")
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
-        """How many numbers a worker receives and sends in a round besides its row [d]."""
+        """How many numbers a worker receives and sends in a round besides its row [d] without personal columns."""
         row = torch.empty(d, device="meta")
         received, sent = self.send(self.server_state(row)), self.message(row)
         return sum(tensor.numel() for tensor in received.values()), sum(tensor.numel() for tensor in sent.values())

@@ -8,7 +8,7 @@ step is one operation over a flat vector, and averaging N models is arithmetic o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -120,6 +120,48 @@ class Layout:
                 if tensor is None or (tensor.numel() and tensor.data_ptr() != address):
                     return entry.name
         return None
+
+
+@dataclass(frozen=True)
+class ColumnSpans:
+    """Some columns of rows, as spans (start, stop) that ascend.
+
+    >>> columns = fedsim.core.rows.ColumnSpans(((0, 1), (3, 5)))
+    >>> columns.of(torch.arange(5))
+    tensor([0, 3, 4])
+    """
+
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of_entries(cls, entries: Iterable[Entry]) -> ColumnSpans:
+        """The columns of entries of a layout, in their order."""
+        spans: list[tuple[int, int]] = []
+        for span in (entry.span for entry in entries):
+            start = spans.pop()[0] if spans and spans[-1][1] == span.start else span.start
+            spans.append((start, span.stop))
+        return cls(tuple(spans))
+
+    @property
+    def width(self) -> int:
+        """How many columns these are."""
+        return sum(stop - start for start, stop in self.spans)
+
+    def others(self, d: int) -> ColumnSpans:
+        """The other columns of rows [..., d]."""
+        cuts = [0, *(cut for span in self.spans for cut in span), d]
+        return ColumnSpans(tuple((a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=True) if a < b))
+
+    def of(self, rows: Tensor) -> Tensor:
+        """A copy [..., width] of these columns of rows [..., d]."""
+        return torch.cat([rows[..., :0], *(rows[..., start:stop] for start, stop in self.spans)], -1)
+
+    def write(self, rows: Tensor, values: Tensor) -> None:
+        """Set these columns of rows [..., d] to values [..., width]."""
+        done = 0
+        for start, stop in self.spans:
+            rows[..., start:stop] = values[..., done : done + stop - start]
+            done += stop - start
 
 
 def bind(module: nn.Module, row: Tensor, grad_row: Tensor) -> Layout:

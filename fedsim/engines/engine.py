@@ -17,6 +17,7 @@ from fedsim.core.snapshot import Snapshot
 from fedsim.engines.backend import Backend
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor, MakeTrainer
+from fedsim.engines.footprint import personal_bytes
 from fedsim.engines.round_stats import AggregationStats, SentUpdates
 from fedsim.engines.task import SharedState, TaskSpec, message_bytes
 from fedsim.engines.trainers.batches import WorkItem
@@ -148,7 +149,8 @@ class Engine:
     def process_updates(self, cohort: Sequence[int], round: int) -> SentUpdates:
         """Apply the processors to the updates of the cohort."""
         if not self._has_processors:
-            return SentUpdates(len(cohort), len(cohort) * self.shared.global_row.nbytes)
+            nbytes = self.shared.global_row.nbytes - personal_bytes(self._task)
+            return SentUpdates(len(cohort), len(cohort) * nbytes)
         return SentUpdates.total(self._backend.run(Executor.process_updates, cohort, round))
 
     def aggregate(self, cohort: Sequence[int], round: int) -> AggregationStats:

@@ -21,6 +21,7 @@ from fedsim.engines.aggregator import weights_of
 from fedsim.engines.deferred_check import DeferredCheck
 from fedsim.engines.evaluation import Evaluation
 from fedsim.engines.exchange import Exchange, balance_load
+from fedsim.engines.footprint import personal_bytes
 from fedsim.engines.out_of_memory import explain_oom
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats, GradientRoundStats, SentUpdates
@@ -91,7 +92,7 @@ class Executor:
         if task.sync_in(round) == "parameters":
             row = self.aggregator.sent_row(round)
             pull_down(row, shared.rows, index)
-            nbytes += row.nbytes
+            nbytes += row.nbytes - personal_bytes(task)
         if task.buffers != "local":
             pull_down(shared.global_buffers, shared.buffers, index)
         synchronize(task.device)
@@ -278,15 +279,24 @@ class Executor:
         return stats
 
     def _process(self, members: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
-        """Apply the processors to the rows of those members that take part in an aggregation."""
+        """Apply the processors to what those members send that take part in an aggregation."""
         task, rows, active = self.task, self.shared.rows, set(context.workers)
+        sent_columns = task.solver.personal_columns.others(rows.shape[1])
+        personal = task.solver.personal_columns.width > 0
         members = [member for member in members if member.worker in active]  # the server's own row is not sent
         for member in members:
             metrics: dict[str, Any] = {}
             with self.process.working_on(member.worker, context.moment[0]):
                 coordinates = (*context.moment, member.worker)
-                residuals = {name: kept[member.slot] for name, kept in self.shared.residuals.items()}
-                nbytes = apply_chain(task.processors, rows[member.slot], task.seed, coordinates, metrics, residuals)
+                row, residuals = rows[member.slot], {n: e[member.slot] for n, e in self.shared.residuals.items()}
+                parts = [row, *residuals.values()]
+                if personal:
+                    parts = [sent_columns.of(part) for part in parts]
+                given = dict(zip(residuals, parts[1:], strict=True))
+                nbytes = apply_chain(task.processors, parts[0], task.seed, coordinates, metrics, given)
+                if personal:
+                    for whole, part in zip([row, *residuals.values()], parts, strict=True):
+                        sent_columns.write(whole, part)
             sent.add(1, nbytes, metrics)
         self.aggregator.rows_processed([member.slot for member in members])
 

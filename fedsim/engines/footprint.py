@@ -66,3 +66,8 @@ def memory_needed(
         "distances of all pairs": 8 * cohort * cohort if task.rule.accepts("gram") else 0,
     }
     return {what: nbytes for what, nbytes in parts.items() if nbytes}
+
+
+def personal_bytes(task: TaskSpec) -> int:
+    """Bytes of the columns of a row that stay with the workers."""
+    return task.solver.personal_columns.width * task.dtype.itemsize

@@ -110,6 +110,10 @@ class RowAggregator:
             last=shared.last if self.has_last else None,
             aggregate=aggregate,
         )
+        personal = task.solver.personal_columns
+        if personal.width:  # an attacker cannot send them
+            rows = rows.clone()
+            personal.write(rows, rows.new_zeros(personal.width))
         shared.rows[index] = rows
         if self._checks_now:
             shared.unfit[byzantine] = torch.where(rows.isfinite().all(1).cpu(), 0, self._number)

@@ -55,6 +55,13 @@ class Schedule:
         assert amount is not None
         return amount
 
+    @property
+    def least(self) -> tuple[int | None, int | None]:
+        """The fewest epochs of a round, or the fewest steps, of any worker; the other one is None."""
+        amount = self._amount
+        values = amount.values if isinstance(amount, DrawnAmount) else (amount,) if isinstance(amount, int) else amount
+        return (min(values), None) if self.steps is None else (None, min(values))
+
     def of(self, worker: int, round: int) -> Schedule:
         """The schedule of one worker in one round."""
         amount = self._amount

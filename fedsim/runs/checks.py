@@ -54,6 +54,21 @@ def check_model(experiment: Experiment, task: TaskSpec) -> None:
         raise ExperimentError(f'buffers = "error": {place} has buffers ({names}); use average, local or server')
 
 
+def check_client_algorithm(experiment: Experiment, task: TaskSpec) -> None:
+    """Check settings against what the client algorithm needs, and what it keeps at the workers."""
+    task.solver.check_work(*task.schedule.least)
+    solver, layout = f"local.solver = {show(experiment.local.solver)}", Layout.of(task.new_module())
+    if task.solver.needs_local_buffers and layout.buffers and task.buffers != "local":
+        raise ExperimentError(
+            f"buffers = {show(task.buffers)}: with {solver} buffers such as BatchNorm statistics stay with the "
+            "workers; use buffers=local"
+        )
+    if task.solver.personal_columns.width == layout.d:
+        for key, value in (("processors", experiment.processors), ("attack", experiment.byzantine)):
+            if value:
+                raise ExperimentError(f"{key}: with {solver} the workers send no parameters; omit {key}")
+
+
 def _check_parameters(place: str, task: TaskSpec) -> None:
     """Check the size of the model on the meta device, which takes no memory; a user's own class is not built twice."""
     if isinstance(task.model, Imported):

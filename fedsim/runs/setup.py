@@ -229,8 +229,8 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         worker_state_memory=None if experiment.mode == "race" else experiment.worker_state_memory,
     )
     checks.check_model(experiment, task)
-    if task.solver.has("for_model"):
-        task = replace(task, solver=task.solver.for_model(task.new_module()))
+    task = replace(task, solver=task.solver.for_model(task.new_module()))
+    checks.check_client_algorithm(experiment, task)
     return task
 
 

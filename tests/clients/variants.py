@@ -32,6 +32,11 @@ VARIANTS = {
         "adagrad",
         {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.3, "eps": 1e-3},
     ),
+    "fedper": ("fedper", {"personal": ["*"], "momentum": 0.5}),
+    "lg_fedavg": ("lg_fedavg", {"personal": ["*"], "weight_decay": 0.1}),
+    "fedbn": ("fedbn", {"momentum": 0.9, "nesterov": True}),
+    "moon": ("moon", {"momentum": 0.5}),
+    "local_only": ("local_only", {"momentum": 0.5}),
 }
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)

@@ -27,9 +27,10 @@ ENGINES = {
 }
 ROUNDING = 1e-9  # in float64, after a few rounds
 
-VALUES = {"f": 2, "c": 1.0, "k": 2}  # of the parameters that have no default
+VALUES = {"f": 2, "c": 1.0, "k": 2, "personal": ["*.bias"]}  # of the parameters that have no default
 FITTING = {  # plugs whose defaults do not fit such small experiments
     "alie": {"z": 1.5},
+    "fedrep": {"head_steps": 1},
     "feature_rotation": {"groups": 2, "angles": [0, 45]},
     "label_k": {"k": 4},
     "virtual": {"samples": 20},

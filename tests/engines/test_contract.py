@@ -182,6 +182,26 @@ ALGORITHMS = {  # with what their further gradients and their full gradients hav
         **{"local": {"solver": "per_fedavg", "inner_lr": 0.05, "batch_size": 16}, "model": "tests.plugs:Normalised"},
         **{"workers": 4, "partition": "tests.plugs:uneven"},
     },
+    "personal parameters": {
+        **{"local": {"solver": "fedper", "personal": ["*.bias"], "momentum": 0.5}, "partition": "tests.plugs:uneven"},
+        **{"workers": 5, "cohort": 3, "rounds": 3},
+    },
+    "personal parameters first": {
+        "local": {"solver": "fedrep", "personal": ["*.bias"], "momentum": 0.5, "weight_decay": 0.1, "epochs": 3},
+        **{"partition": "tests.plugs:uneven", "workers": 5, "cohort": 3, "rounds": 3},
+    },
+    "personal normalisation layers": {
+        **{"local": {"solver": "fedbn", "batch_size": 16}, "model": "tests.plugs:Normalised", "buffers": "local"},
+        **{"workers": 5, "cohort": 3, "rounds": 4},
+    },
+    "features of three models": {
+        **{"local": {"solver": "moon", "batch_size": 16}, "model": "net", "partition": "tests.plugs:uneven"},
+        **{"workers": 5, "cohort": 3, "rounds": 3},
+    },
+    "features of normalised models": {
+        **{"local": {"solver": "moon", "batch_size": 16}, "model": "tests.plugs:NormalisedFeatures"},
+        **{"workers": 5, "cohort": 3, "rounds": 3},
+    },
 }
 ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS}
 EXACT = {"spawn": 2}  # engines that give the very same bits on a CPU, with a number of processes that share the work

@@ -56,6 +56,10 @@ FURTHER = {
     "processed updates": {"processors": CHAIN, "workers": 5, "partition": "tests.plugs:uneven"},
     "updates quantized after an attack": PROCESSED["updates quantized after an attack"],
     **{name: WORK[name] for name in ("drawn local work", "clipped gradients", "learning rates by round")},
+    "personal parameters under attack": {
+        **{"workers": 5, "attack": {"name": "gaussian", "fraction": 0.4}, "aggregate": {"rule": "krum", "f": 0}},
+        **{"local": {"solver": "fedper", "personal": ["*.bias"]}, "processors": CHAIN},
+    },
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
     "workers tested": {"workers": 5, "cohort": 3, "data.worker_test": 0.3, "evaluation": {"fine_tune": 1}},
 }
@@ -63,6 +67,8 @@ OF_TWO = (
     *("plain averaging", "uneven shards", "partial cohorts of uneven shards", "adam", "dropout", "given weights"),
     *("worker state and messages", "worker state of rows left out", "mime", "ditto with BatchNorm"),
     *("scaffold", "scaffold with full gradients", "fednova", "feddyn", "feddyn of rows left out"),
+    *("personal parameters", "personal parameters first", "personal normalisation layers"),
+    "features of three models",
     *("a rule on whole rows", "gradients first, then parameters", "buffers averaged", "buffers kept by workers"),
     *("a rule on columns", "a rule by distances, under attack", "pre-aggregators", "a rule with a state"),
     *("a rule that starts where it ended", "a rule that draws", "a rule with data of the server's own"),

@@ -41,6 +41,10 @@ CASES = {
     "scaffold": {"local": {"solver": "scaffold", "batch_size": 16}, "workers": 6, "cohort": 3},
     "fednova": {"local": {"solver": "fednova", "batch_size": 16}, "partition": "tests.plugs:uneven", "cohort": 3},
     "feddyn": {"local": {"solver": "feddyn", "batch_size": 16}, "workers": 6, "cohort": 3, "aggregate": "mean"},
+    "personal parameters": {
+        **{"local": {"solver": "fedrep", "personal": ["*.bias"], "steps": 3, "head_steps": 1}, "cohort": 2},
+    },
+    "features": {"local": {"solver": "moon", "steps": 3}, "cohort": 2},
     "averaged buffers": {"model": "tests.plugs:Normalised", "cohort": 2},
     "processors": {"processors": ["qsgd", {"name": "gaussian_noise", "std": 0.1}]},
     "float64": {"precision": "float64"},
@@ -61,6 +65,10 @@ ASYNCHRONOUS = {
         **{**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3, "local": {"solver": "tests.plugs:Counting"}},
         "model": "tests.plugs:Normalised",
         "buffers": "local",
+    },
+    "fedbuff, personal parameters": {
+        **{**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3},
+        "local": {"solver": "fedper", "personal": ["*.bias"], "steps": 3},
     },
     "fedbuff, buffers": {**TIMED, "policy": "fedbuff", "model": "tests.plugs:Normalised"},
     "asgd, adam": {**TIMED, "policy": "asgd", "local": {"solver": "adam", "batch_size": 16, "steps": 3}},

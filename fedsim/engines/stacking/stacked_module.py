@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
 from fedsim.clients import OuterProductGrad
+from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import Entry, Layout
 from fedsim.core.training import Objective
 from fedsim.data.tensors import in_order
@@ -21,6 +24,18 @@ DEFAULT = Objective()
 Places = list[tuple[nn.Module, str]]
 
 OTHERWISE = "it does to some batches what it does not to others (splits large ones, or goes by their numbers)"
+
+
+class FeatureTerm(NamedTuple):
+    """What a client algorithm adds to the losses: see `ClientAlgorithm.feature_loss`.
+
+    Attributes:
+        points: stacks of rows [k, d] at which features are computed too.
+        loss: [k, batch], of features [k, batch, f] and those at each of the points.
+    """
+
+    points: Sequence[Tensor]
+    loss: Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
 class StackedModule:
@@ -35,7 +50,7 @@ class StackedModule:
 
     def __init__(self, make: Callable[[], nn.Module], objective: Objective = DEFAULT, *, merged: bool = False) -> None:
         self._objective, self._precision, self._merged = objective, objective.precision, merged
-        self._module = make().train()
+        self._module, self._records = make().train(), False
         self.layout = Layout.of(self._module)
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
         self._parameters = [_places(self._module, parameters[entry.name]) for entry in self.layout.parameters]
@@ -70,6 +85,7 @@ class StackedModule:
         factors: Sequence[Tensor] = (),
         *,
         leave_products: int | None = None,
+        term: FeatureTerm | None = None,
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
         """Each row's loss [k] on its batch, and its gradients, a stack [k, ...] for each parameter.
 
@@ -82,14 +98,19 @@ class StackedModule:
             factors: of each dropout in turn, [k, batch, ...].
             leave_products: bytes of a stack of weights from which on a gradient that is a product is left uncomputed;
                 None: all are computed.
+            term: added to the losses of samples.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
         left = None if leave_products is None or self._precision.autocast is not None else LeftProducts(leave_products)
         forward = partial(self._forward_merged, products=left) if self._merged else vmap(self._forward_one)
+        if term is not None:
+            at_points = [self._features(self.views(point), buffers, inputs, factors) for point in term.points]
         with torch.enable_grad():
-            with self._precision.forward(inputs.device):
-                outputs, buffers[:] = forward(leaves, list(buffers), inputs, list(factors))
+            with self._precision.forward(inputs.device), self._recording(term is not None):
+                outputs, buffers[:], features = forward(leaves, list(buffers), inputs, list(factors))
             losses = self._objective.loss(outputs.flatten(0, 1), targets.flatten(), "none").view(targets.shape)
+            if term is not None:
+                losses = losses + term.loss(self._precision.widened(features[0]), at_points)
             losses = (losses * weights).sum(1)
             found = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
         gradients = [
@@ -97,6 +118,26 @@ class StackedModule:
             for place, (parameter, gradient) in enumerate(zip(parameters, found, strict=True))
         ]
         return losses.detach(), _owned(gradients)
+
+    @torch.no_grad()
+    def _features(
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
+    ) -> Tensor:
+        """The features [k, batch, f] of other rows on the same batches; the buffers stay as they are."""
+        forward = partial(self._forward_merged, products=None) if self._merged else vmap(self._forward_one)
+        copies = [buffer.clone() for buffer in buffers]
+        with self._precision.forward(inputs.device), self._recording(True):
+            (features,) = forward(list(parameters), copies, inputs.clone(), list(factors))[2]
+        return self._precision.widened(features)
+
+    @contextlib.contextmanager
+    def _recording(self, on: bool) -> Iterator[None]:
+        """In the block, forward passes give features too, if `on`."""
+        self._records = on
+        try:
+            yield
+        finally:
+            self._records = False
 
     def _forward_merged(
         self,
@@ -106,25 +147,34 @@ class StackedModule:
         factors: list[Tensor],
         *,
         products: LeftProducts | None,
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         self._hold(parameters, buffers)
         merged = in_order(inputs.flatten(0, 1))
         try:
             with MergedBatch(factors, [*parameters, *buffers], len(merged), products) as batch:
-                outputs = self._module(merged)
+                outputs, features = self._outputs(merged)
         except NotMergeableError as error:
             raise not_stackable(OTHERWISE) from error
         batch.require_all_used()
-        return outputs.unflatten(0, inputs.shape[:2]), buffers
+        outputs, *features = (tensor.unflatten(0, inputs.shape[:2]) for tensor in (outputs, *features))
+        return outputs, buffers, features
 
     def _forward_one(
         self, parameters: list[Tensor], buffers: list[Tensor], inputs: Tensor, factors: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         self._hold(parameters, buffers)
         with VmapOverrides(factors) as substitutes:
-            outputs = self._module(inputs)
+            outputs, features = self._outputs(inputs)
         substitutes.require_all_used()
-        return outputs, [module.get_buffer(name) for (module, name), *_ in self._buffers]
+        return outputs, [module.get_buffer(name) for (module, name), *_ in self._buffers], features
+
+    def _outputs(self, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The outputs of the module, and, if they are recorded, its features."""
+        if not self._records:
+            return self._module(inputs), []
+        with recorded_features(self._module) as recorded:
+            outputs = self._module(inputs)
+        return outputs, [recorded.of(len(inputs))]
 
     def _hold(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Replace the module's parameters and buffers."""

@@ -20,6 +20,7 @@ from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import RoundDropout, RowDropout
+from fedsim.engines.trainers.feature_losses import FeatureLosses
 from fedsim.engines.trainers.further_gradients import FurtherGradients
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.system.devices import wide_dtype
@@ -89,6 +90,7 @@ class RowTrainer:
         self._dropout = RowDropout(task, shared, batch_source)
         self._modules = [RowModule(self._dropout.new_module)]  # where gradients are aggregated, one for each member
         self._further = None if task.solver.element_wise else FurtherGradients(self._dropout.new_module, task, shared)
+        self._feature_losses = FeatureLosses(self._dropout.new_module, task, shared)
         self._step_by_step: dict[int, RoundDropout] = {}  # of workers who go step by step
         self._participants = list[SyncParticipant]()
 
@@ -112,7 +114,8 @@ class RowTrainer:
                     optimizer = self._further.begin(row, gradient, state, module, backward_at, member.round, first)
                     backward = self._further.backward
                 data = with_heartbeats(self._process, self._batch_source.batches_of(member))
-                tallies[slot] = train_epoch(module.module, data, optimizer, backward=backward)
+                with self._feature_losses.of(module, state):
+                    tallies[slot] = train_epoch(module.module, data, optimizer, backward=backward)
                 self._client_rounds.finish(self._rows[slot], state, slot, [member])
                 module.give(shared.buffers[slot])
         for slot, tally in tallies.items():  # only now, because reading a number waits for the device
@@ -221,8 +224,10 @@ class RowTrainer:
         return value.detach()
 
     def _value(self, model: nn.Module, inputs: Tensor, targets: Tensor, dropout: RoundDropout, step: int) -> Tensor:
-        with dropout.at(step, len(inputs)):
-            return self._objective(model, inputs, targets)
+        masks = partial(dropout.at, step, len(inputs))
+        with self._feature_losses.added(model, inputs, masks) as added, masks():
+            value = self._objective(model, inputs, targets)
+        return added(value)
 
 
 class LocalOptimizer(RowOptimizer):

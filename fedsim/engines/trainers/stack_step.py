@@ -13,7 +13,7 @@ from torch import Tensor
 from fedsim.clients import ClientAlgorithm, OuterProductGrad, State, step_along
 from fedsim.core.rows import Entry, clip_rows
 from fedsim.data import TensorData
-from fedsim.engines.stacking.stacked_module import StackedModule, view_of
+from fedsim.engines.stacking.stacked_module import FeatureTerm, StackedModule, view_of
 from fedsim.engines.task import TaskSpec
 
 # Gradients of weights that are products are left uncomputed from this size on, in bytes of a stack's weights; smaller
@@ -167,7 +167,8 @@ class StackStep:
         def gradient_at(points: Tensor) -> Tensor:
             at = self._module.views(points)
             buffers = [buffer.clone() for buffer in state.buffers]  # some layers change them in place
-            gradients = side_by_side(cast(list[Tensor], self._module.gradients(at, buffers, *batch)[1]))
+            _, found = self._module.gradients(at, buffers, *batch, term=self._feature_term(state))
+            gradients = side_by_side(cast(list[Tensor], found))
             clip_rows(gradients, self._task.clip_norm)
             return gradients
 
@@ -195,11 +196,19 @@ class StackStep:
         The buffers change in place, of the active rows. `leave_products` as for `StackedModule.gradients`.
         """
         buffers = list(state.buffers)
-        losses, gradients = self._module.gradients(state.parameters, buffers, *batch, leave_products=leave_products)
+        term = self._feature_term(state)
+        losses, gradients = self._module.gradients(
+            state.parameters, buffers, *batch, leave_products=leave_products, term=term
+        )
         for ours, new in zip(state.buffers, buffers, strict=True):
             if new is not ours:
                 ours.copy_(new if active is None else torch.where(_like(active, new), new, ours))
         return losses, gradients
+
+    def _feature_term(self, state: StackState) -> FeatureTerm | None:
+        solver = self._task.solver
+        points = solver.feature_points(state.solver_state)
+        return FeatureTerm(points, solver.feature_loss) if points else None
 
 
 def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:

@@ -18,6 +18,7 @@ from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine
 from fedsim.engines.finite_check import FiniteCheck
+from fedsim.engines.footprint import personal_bytes
 from fedsim.engines.task import message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.records.record import AsyncRecord, RoundRecord
@@ -45,7 +46,7 @@ class ClockLoop:
             prepared.schedule,
             shared.shards.size,
         )
-        self._model_bytes = prepared.row_bytes + prepared.buffer_bytes
+        self._model_bytes = prepared.row_bytes - personal_bytes(prepared.task) + prepared.buffer_bytes
         self._message_bytes = message_bytes(prepared.task, shared)
         train = partial(_train, engine, self._timer)  # a method of this loop would be a cycle that keeps the rows
         sent_and_received = [self._model_bytes + nbytes for nbytes in reversed(self._message_bytes)]

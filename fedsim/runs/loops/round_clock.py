@@ -11,6 +11,7 @@ from fedsim.asynchronous.clock.delays import Delays
 from fedsim.asynchronous.clock.noises import bind_noise
 from fedsim.asynchronous.clock.speeds import draw_speeds
 from fedsim.config.experiment import Experiment
+from fedsim.engines.footprint import personal_bytes
 from fedsim.engines.task import Schedule
 from fedsim.runs.setup import PreparedRun
 
@@ -43,7 +44,7 @@ class RoundClock:
     def of(cls, prepared: PreparedRun) -> RoundClock:
         """The clock of a run."""
         messages = sum(prepared.task.solver.numbers_sent(prepared.parameters)) * prepared.task.dtype.itemsize
-        delays, row_bytes = delays_of(prepared.experiment), prepared.row_bytes
+        delays, row_bytes = delays_of(prepared.experiment), prepared.row_bytes - personal_bytes(prepared.task)
         return cls(delays, prepared.schedule, row_bytes, prepared.buffer_bytes, messages)
 
     def pass_round(

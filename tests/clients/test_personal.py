@@ -1,0 +1,239 @@
+"""Personal parameters against plain PyTorch loops, and what is not sent of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fedsim
+from fedsim.core.randomness import batch_order, draw_key, sample_cohort
+from fedsim.core.rows import ColumnSpans, Layout
+from fedsim.runs.loops.synchronous import SynchronousLoop
+from fedsim.runs.setup import prepare
+from tests import plugs
+
+WORKERS, COHORT, ROUNDS, BATCH = 5, 3, 4, 16
+SGD = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.01}
+PERCEPTRON = {"name": "tests.plugs:sized", "hidden": [8]}
+HEAD = {"personal": ["2.*"]}  # the last layer of PERCEPTRON
+
+
+@pytest.fixture
+def tables():
+    return {
+        **{"rounds": ROUNDS, "workers": WORKERS, "cohort": COHORT, "engine": "serial", "precision": "float64"},
+        **{"model": PERCEPTRON, "data": "tests.plugs:tiny", "local": {"batch_size": BATCH, **SGD}},
+    }
+
+
+def finished(tables):
+    """The records of a run, its global row, the state of its workers, and its last updates."""
+    experiment = fedsim.Experiment(**tables)
+    with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
+        loop = SynchronousLoop(prepared, engine)
+        start = engine.shared.global_row.clone()
+        records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
+        kept = engine.worker_states.tensors()
+        workers = kept.pop("workers").tolist() if kept else []
+        states = {worker: {name: rows[k].clone() for name, rows in kept.items()} for k, worker in enumerate(workers)}
+        rows, _ = engine.round_rows(records[-1].cohort, experiment.rounds)
+        columns = prepared.task.solver.personal_columns
+        return records, engine.shared.global_row.clone(), states, rows.clone(), columns, start
+
+
+def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(names, steps)], epochs=1):
+    """Federated averaging by hand: the parameters and buffers that are `personal` (by name) stay with the workers.
+
+    `phases` gives the names that move and for how many steps, one after another.
+    """
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(draw_key(0, "model"))
+        model = factory().to(torch.float64)
+    train, _ = plugs.tiny(None)
+    shards = fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), WORKERS, "iid", seed=0)
+    shared = copy.deepcopy(model.state_dict())
+    own = {}
+    for round in range(1, ROUNDS + 1):
+        cohort, trained = sample_cohort(0, round, WORKERS, COHORT).tolist(), []
+        for worker in cohort:
+            model.load_state_dict({**shared, **own.get(worker, {})})
+            model.train()
+            batches = []
+            for epoch in range(epochs):
+                order = batch_order(0, round, worker, epoch, len(shards[worker]))
+                inputs, targets = shards[worker].gather(order)
+                batches += zip(inputs.split(BATCH), targets.split(BATCH), strict=True)
+            names, todo = [name for name, _ in model.named_parameters()], iter(batches)
+            for moving, steps in phases(names, len(batches) // epochs, len(batches)):
+                moved = [p for name, p in model.named_parameters() if name in moving]
+                optimizer = torch.optim.SGD(moved, **SGD)
+                for _ in range(steps):
+                    x, y = next(todo)
+                    model.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+            state = copy.deepcopy(model.state_dict())
+            own[worker] = {name: value for name, value in state.items() if personal(name)}
+            trained.append(state)
+        sizes = torch.tensor([len(shards[worker]) for worker in cohort], dtype=torch.double)
+        for name in shared:
+            if not personal(name):
+                stacked = torch.stack([state[name] for state in trained])
+                shared[name] = torch.tensordot(sizes / sizes.sum(), stacked, 1)
+    row = torch.cat([shared[name].flatten() for name, _ in model.named_parameters()])
+    names = [entry.name for entry in Layout.of(model).parameters if personal(entry.name)]
+    return row, {worker: torch.cat([state[name].flatten() for name in names]) for worker, state in own.items()}, own
+
+
+def assert_is(reference_of, tables):
+    """The run has the reference's global row and personal parameters."""
+    _, row, states, *_ = finished(tables)
+    expected, own, _ = reference_of
+    assert torch.allclose(row, expected, rtol=0, atol=1e-12)
+    assert states.keys() == own.keys()
+    for worker, personal in own.items():
+        assert torch.allclose(states[worker]["rows.personal"], personal, rtol=0, atol=1e-12), worker
+
+
+@pytest.mark.parametrize(("solver", "layer"), [("fedper", "2."), ("lg_fedavg", "1.")])
+def test_matching_parameters_stay_with_the_workers(solver, layer, tables):
+    tables["local"] |= {"solver": solver, "personal": [f"{layer}*"]}
+    assert_is(reference(lambda: plugs.sized(hidden=(8,)), lambda name: name.startswith(layer)), tables)
+
+
+@pytest.mark.parametrize(("params", "first"), [({}, 1), ({"head_epochs": 2}, 2)])
+def test_fedrep_trains_the_head_and_then_the_rest(params, first, tables):
+    def phases(names, epoch_steps, steps):
+        head = [name for name in names if name.startswith("2.")]
+        return [(head, first * epoch_steps), (set(names) - set(head), steps - first * epoch_steps)]
+
+    tables["local"] |= {"solver": "fedrep", "epochs": 3, **HEAD, **params}
+    assert_is(reference(lambda: plugs.sized(hidden=(8,)), lambda name: name.startswith("2."), phases, epochs=3), tables)
+
+
+def test_fedrep_by_steps_is_fedrep_by_epochs_of_as_many_steps(tables):
+    """Three batches are an epoch of each worker."""
+    by_epochs = {**tables["local"], "solver": "fedrep", **HEAD, "epochs": 2}
+    by_steps = {**tables["local"], "solver": "fedrep", **HEAD, "steps": 6, "head_steps": 3}
+    rows = [finished({**tables, "local": local})[1] for local in (by_epochs, by_steps)]
+    assert torch.equal(*rows)
+
+
+def test_fedbn_keeps_the_parameters_and_statistics_of_normalisation(tables):
+    by_hand = reference(plugs.Normalised, lambda name: name.startswith("layers.2"))
+    tables |= {"model": "tests.plugs:Normalised", "buffers": "local"}
+    tables["local"] |= {"solver": "fedbn"}
+    assert_is(by_hand, tables)
+    _, _, states, *_ = finished(tables)
+    for worker, own in by_hand[2].items():
+        buffers = [own[f"layers.2.{name}"].flatten().double() for name in ("running_mean", "running_var")]
+        assert torch.allclose(states[worker]["rows.buffers"][:32], torch.cat(buffers), rtol=0, atol=1e-12)
+
+
+def test_local_only_averages_nothing_and_sends_nothing(tables):
+    tables["local"] |= {"solver": "local_only"}
+    assert_is(reference(lambda: plugs.sized(hidden=(8,)), lambda name: True), tables)
+    records, row, *_, start = finished(tables)
+    assert torch.equal(row, start)
+    assert {(record.bytes_up, record.bytes_down) for record in records} == {(0, 0)}
+
+
+@pytest.mark.parametrize("solver", ["fedper", "lg_fedavg"])
+def test_without_personal_parameters_it_is_sgd_and_with_all_local_only(solver, tables):
+    local = tables["local"]
+
+    def run(**changes):
+        return finished({**tables, "local": {**local, **changes}})
+
+    (records, row, *_), (plain, expected, *_) = run(solver=solver, personal=[]), run(solver="sgd")
+    assert torch.equal(row, expected)
+    assert [record.bytes_up for record in records] == [record.bytes_up for record in plain]
+    (_, row, states, *_), (_, start, expected_states, *_) = run(solver=solver, personal=["*"]), run(solver="local_only")
+    assert torch.equal(row, start)
+    assert all(torch.equal(states[k]["rows.personal"], expected_states[k]["rows.personal"]) for k in expected_states)
+
+
+def test_a_copy_with_another_learning_rate_has_the_same_columns():
+    solver = fedsim.clients.FedPer(personal=["bias"]).for_model(torch.nn.Linear(2, 1))
+    other = solver.with_lr(0.5)
+    assert other.lr == 0.5
+    assert other.personal_columns == solver.personal_columns == ColumnSpans(((2, 3),))
+
+
+def test_a_personal_row_is_the_global_row_with_the_worker_s_columns():
+    solver = fedsim.clients.FedPer(personal=["bias"]).for_model(torch.nn.Linear(2, 1))
+    rows = solver.personal_rows(torch.zeros(2, 3), {"personal": torch.tensor([[5.0], [6.0]])})
+    assert rows.tolist() == [[0, 0, 5], [0, 0, 6]]
+
+
+@pytest.mark.parametrize("solver", ["fedper", "fedrep"])
+def test_personal_columns_are_not_sent_or_processed_and_attackers_cannot_send_them(solver, tables):
+    tables |= {"attack": {"name": "gaussian", "fraction": 0.4}, "aggregate": {"rule": "krum", "f": 0}}
+    tables |= {"processors": [{"name": "gaussian_noise", "std": 0.1}, {"name": "top_k", "k": 50}]}
+    tables["local"] |= {"solver": solver, "epochs": 2, **HEAD}
+    records, row, _, updates, columns, start = finished(tables)
+    assert torch.equal(columns.of(row), columns.of(start))
+    assert not columns.of(updates).any()
+    assert columns.others(len(row)).of(updates).count_nonzero(1).tolist() == [50] * COHORT
+    plain = finished({**tables, "local": {"batch_size": BATCH, **SGD}})[0]
+    saved = COHORT * 90 * 8
+    assert [record.bytes_down for record in records] == [record.bytes_down - saved for record in plain]
+    assert [record.bytes_up for record in records] == [record.bytes_up for record in plain]  # 50 values and places
+    without = finished({**tables, "processors": []})[0]
+    assert {record.bytes_up for record in without} == {COHORT * 8 * columns.others(len(row)).width}
+
+
+def test_a_rule_sees_the_rows_without_personal_columns(tables):
+    """Personal columns that differ between workers do not change which worker Krum follows."""
+    tables |= {"aggregate": {"rule": "krum", "f": 0}, "workers": 4, "cohort": 4}
+    tables["local"] |= {"solver": "fedper", **HEAD}
+    _, _, _, updates, columns, _ = finished(tables)
+    assert not columns.of(updates).any()
+
+
+def test_columns_of_entries_join_neighbours_and_have_others():
+    layout = Layout.of(plugs.sized(hidden=(8,)))
+    columns = ColumnSpans.of_entries(layout.parameters[1:3])
+    assert columns.spans == ((784 * 8, 784 * 8 + 8 + 80),)
+    assert columns.others(layout.d).spans == ((0, 784 * 8), (784 * 8 + 88, layout.d))
+    assert ColumnSpans.of_entries(layout.parameters).others(layout.d).width == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"solver": "fedper", "personal": ["4.*"]}, 'local.personal = ["4.*"]: no parameter matches "4.*"; '),
+        ({"solver": "fedper", "personal": ["2.wieght"]}, 'did you mean "2.weight"?'),
+        ({"solver": "fedrep", "personal": []}, "use local.solver=sgd"),
+        ({"solver": "fedrep", "personal": ["*"]}, "use local.solver=local_only"),
+        ({"solver": "fedrep", **HEAD}, "local.head_epochs = 1: leaves nothing of local.epochs = 1 for the other"),
+        ({"solver": "fedrep", **HEAD, "epochs": {"uniform": [2, 5]}, "head_epochs": 2}, "local.epochs = 2 for"),
+        ({"solver": "fedrep", **HEAD, "steps": 5, "head_steps": 5}, "leaves nothing of local.steps = 5"),
+        ({"solver": "fedrep", **HEAD, "steps": 5}, "local.head_steps: is required with local.steps"),
+        ({"solver": "fedrep", **HEAD, "epochs": 2, "head_steps": 5}, "use local.head_epochs"),
+        ({"solver": "fedbn"}, "has no normalisation layers"),
+    ],
+)
+def test_impossible_personal_parameters_are_an_error_in_one_line(changes, line, tables):
+    tables["local"] |= changes
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.run(tables)
+    assert line in str(caught.value)
+    assert len(caught.value.lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"model": "tests.plugs:Normalised"}, "buffers"),
+        ({"processors": ["sign"]}, "processors"),
+        ({"attack": {"name": "gaussian", "fraction": 0.4}}, "attack"),
+    ],
+)
+def test_settings_without_a_meaning_for_local_only_are_an_error(changes, key, tables):
+    tables["local"] |= {"solver": "local_only"}
+    with pytest.raises(fedsim.ExperimentError, match=f"^{key}.*local_only"):
+        fedsim.run({**tables, **changes})
