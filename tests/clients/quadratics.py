@@ -58,9 +58,9 @@ def tables(dataset="data", **changes):
     made = {
         **{"task": "tests.clients.quadratics:SquaredError", "model": "tests.clients.quadratics:Line"},
         **{"data": f"tests.clients.quadratics:{dataset}", "partition": "tests.plugs:in_blocks", "workers": WORKERS},
-        **{"precision": "float64", "engine": "serial", "aggregate": "mean", "rounds": 100},
+        **{"precision": "float64", "engine": "serial", "aggregate": "mean", "rounds": 40},
     }
-    local = {"batch_size": SAMPLES, "steps": 10, "lr": 0.05, **changes.pop("local", {})}
+    local = {"batch_size": SAMPLES, "steps": 10, "lr": 0.1, **changes.pop("local", {})}
     return {**made, "local": local, **changes}
 
 

@@ -19,7 +19,7 @@ def test_fedavg_stops_short_of_the_optimum():
     inputs = data(None)[0].inputs.double().view(WORKERS, SAMPLES, D)
     targets = data(None)[0].targets.double().view(WORKERS, SAMPLES, 1)
     hessians, optima = inputs.mT @ inputs / SAMPLES, torch.linalg.lstsq(inputs, targets).solution
-    shrink = torch.eye(D) - torch.linalg.matrix_power(torch.eye(D) - 0.05 * hessians, 10)
+    shrink = torch.eye(D) - torch.linalg.matrix_power(torch.eye(D) - 0.1 * hessians, 10)
     fixed_point = torch.linalg.solve(shrink.sum(0), (shrink @ optima).sum(0)).squeeze(1)
     row = fedsim.run(tables()).global_row
     assert torch.allclose(row, fixed_point, rtol=0, atol=1e-10)
@@ -28,18 +28,30 @@ def test_fedavg_stops_short_of_the_optimum():
 
 @pytest.mark.parametrize(
     "local",
+    [{"solver": "scaffold"}, {"solver": "feddyn", "alpha": 1.0}],
+)
+def test_corrected_steps_approach_the_optimum(local):
+    assert distance(local) < 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "local",
     [{"solver": "scaffold"}, {"solver": "scaffold", "option": 1}, {"solver": "feddyn", "alpha": 1.0}],
 )
 def test_corrected_steps_reach_the_optimum(local):
-    assert distance(local) < 1e-8
+    assert distance({**local, "lr": 0.05}, rounds=100) < 1e-8
 
 
 @pytest.mark.parametrize(
     ("local", "rounds"),
-    [({"solver": "scaffold"}, 150), ({"solver": "feddyn", "alpha": 1.0}, 300)],
+    [
+        ({"solver": "scaffold", "lr": 0.05}, 60),
+        pytest.param({"solver": "feddyn", "alpha": 1.0, "lr": 0.05}, 300, marks=pytest.mark.slow),
+    ],
 )
 def test_corrected_steps_reach_the_optimum_with_partial_cohorts(local, rounds):
-    assert distance(local, cohort=2, rounds=rounds) < 1e-6
+    assert distance(local, cohort=2, rounds=rounds) < 1e-3
 
 
 def test_scaffold_reaches_the_regularised_optimum():
@@ -48,7 +60,7 @@ def test_scaffold_reaches_the_regularised_optimum():
     mean = train.targets.double().view(4, 3).mean(0)
     for option in (1, 2):
         local = {"solver": "scaffold", "weight_decay": 0.5, "option": option, "batch_size": 3, "lr": 0.3}
-        row = fedsim.run(tables("bowls", local=local)).global_row
+        row = fedsim.run(tables("bowls", local=local, rounds=25)).global_row
         assert torch.allclose(row, mean / 3 / (1 / 3 + 0.5), rtol=0, atol=1e-8)
 
 
@@ -64,9 +76,9 @@ def fixed_point(lr, normalised):
 
 @pytest.mark.parametrize(("solver", "normalised"), [("sgd", False), ("fednova", True)])
 def test_the_fixed_point_under_unequal_steps(solver, normalised):
-    local = {"solver": solver, "batch_size": 3, "steps": STEPS.tolist(), "lr": 0.3}
-    row = fedsim.run(tables("bowls", local=local)).global_row
-    assert torch.allclose(row, fixed_point(0.3, normalised), rtol=0, atol=1e-9)
+    local = {"solver": solver, "batch_size": 3, "steps": STEPS.tolist(), "lr": 0.6}
+    row = fedsim.run(tables("bowls", local=local, rounds=25)).global_row
+    assert torch.allclose(row, fixed_point(0.6, normalised), rtol=0, atol=1e-9)
 
 
 def test_fednova_s_fixed_point_is_the_optimum_for_small_steps_and_fedavg_s_is_not():
