@@ -107,6 +107,11 @@ def some(labels, worker, rng, *, most: int = 30):
     return rng.choice(len(labels), rng.integers(1, most + 1), replace=False)
 
 
+def planned(round, *, cohorts: list[list[int]]):
+    """A cohort strategy: these workers in each round, each with probability 1/2."""
+    return np.array(cohorts[round - 1]), np.full(len(cohorts[round - 1]), 0.5)
+
+
 def nothing(labels, worker):
     return np.zeros(0, dtype=np.int64)
 

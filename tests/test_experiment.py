@@ -67,7 +67,10 @@ WRONG = [
     ("engine=tests.plugs:tiny", 'engine = "tests.plugs:tiny": cannot be used: the argument root is not one that feds'),
     ("engine=fedsim.errors:FedsimError", 'engine = "fedsim.errors:FedsimError": cannot be used: has no signature; wr'),
     ({"model": {"name": "tests.plugs:sized", "scale": None}}, "model.scale = None: TOML cannot express None; omit th"),
-    ("aggregate.weights=smaples", 'aggregate.weights = "smaples": must be "uniform" or "samples" or a list'),
+    (
+        "aggregate.weights=smaples",
+        'aggregate.weights = "smaples": must be "uniform", "samples" or "inverse',
+    ),
     ("aggregate.weights=[1,1,1,-1]", "aggregate.weights[3] = -1: must be greater than or equal to 0"),
     ("aggregate.rule=tests.plugs:clipped_mean aggregate.weights=samples", 'aggregate.weights = "samples": the rule t'),
     ("server.optimizer=sdg", 'server.optimizer = "sdg": no such server optimizer; did you mean "sgd"?'),

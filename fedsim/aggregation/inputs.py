@@ -38,6 +38,7 @@ class AggregationInputs:
     Attributes:
         moment: (round,) or (round, step), which seeds random draws together with `seed`.
         state: None if the next state is not kept.
+        weight_total: what an average divides by; None: the sum of the weights.
         local_lr: 0.1 in `fedsim.aggregate`, which knows no local solver.
         excluded: the number of rows that were excluded; they count as Byzantine.
         gram: the Gram of the updates if it is known.
@@ -65,6 +66,7 @@ class AggregationInputs:
     gram: Gram | None = None
     reduce: Reduce = keep_own
     metrics: dict[str, Any] = field(default_factory=dict)
+    weight_total: float | None = None
 
     def __post_init__(self) -> None:
         if self.workers is None:

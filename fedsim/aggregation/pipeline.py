@@ -73,7 +73,9 @@ class Pipeline:
     @property
     def linear_by_weights(self) -> bool:
         """Whether the result is linear with coefficients that depend only on the number of rows and their weights."""
-        return self.columnwise and self.rule.linear and self.rule.accepts.keys() <= {"updates", "weights"}
+        return (
+            self.columnwise and self.rule.linear and self.rule.accepts.keys() <= {"updates", "weights", "weight_total"}
+        )
 
     @property
     def by_parts(self) -> bool:

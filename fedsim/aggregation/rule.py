@@ -7,6 +7,9 @@ inputs by name; its keyword-only parameters are its configuration:
     weights   float64 [n], >= 0, not all zero; on the device of the updates if the rule also accepts `updates`, else on
               the CPU. Weights are an error for a rule without this parameter. If the parameter has no default, an
               experiment weights by sample counts unless it says otherwise
+    weight_total
+              the number that an average divides the weighted sum by; None: the sum of the weights. It is 1 with
+              `aggregate.weights = "inverse_probability"`, whose weights sum to 1 on average over the cohorts
     gram      Gram: distances and inner products of all pairs of rows, computed once for all rules that accept it
     rng       NumPy generator seeded by (seed, round), for a few numbers
     draws     Draws, a function of (seed, round), for tensors as long as a row, on the device of the updates
@@ -50,7 +53,7 @@ from fedsim.errors import ExperimentError
 
 GIVEN = (
     *("updates", "weights", "gram", "rng", "draws", "state", "root", "losses", "workers", "last", "local_lr", "sync"),
-    "metrics",
+    *("metrics", "weight_total"),
 )
 
 Count = Annotated[int, Field(ge=0)]  # f, the number of Byzantine rows that a rule tolerates

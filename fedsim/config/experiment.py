@@ -23,6 +23,7 @@ from fedsim.aggregation import Pipeline
 from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
 from fedsim.config.local_schema import Local
 from fedsim.config.plugs import keys_of_plug
+from fedsim.config.sampling import Sampling
 from fedsim.config.schema import (
     Aggregate,
     Amount,
@@ -102,6 +103,7 @@ class Experiment(Table):
     sync: Literal["parameters", "gradients", "post_local"] = "parameters"
     gradient_rounds: NonNegativeInt | None = None  # of sync = "post_local": rounds before parameters are averaged
     buffers: Literal["average", "local", "server", "error"] = "average"
+    worker_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # probability that a chosen worker does not report
     processors: Annotated[list[Processor], Field(max_length=100)] = Field(default=[])  # of each update, in this order
     task: Task = Task()
     metrics: Annotated[list[EvaluationMetric], Field(max_length=20)] = Field(
@@ -110,6 +112,7 @@ class Experiment(Table):
     model: Model = Model()
     data: Data = Data()
     partition: Partition = Partition()
+    sampling: Sampling = Sampling()
     local: Local = Local(epochs=1)
     batched: Batched = Batched()
     distributed: Distributed = Distributed()

@@ -22,6 +22,7 @@ PLUGS = {  # kind: the key that names a plug, and its registry, which is importe
     "datasets": ("data.dataset", "fedsim.data:dataset"),
     "augmentations": ("data.augment", "fedsim.data.augmentation:augmentation"),
     "partitions": ("partition.strategy", "fedsim.data:partition_strategy"),
+    "cohorts": ("sampling.strategy", "fedsim.server:cohort_strategy"),
     "solvers": ("local.solver", "fedsim.clients:solver"),
     "schedules": ("local.schedule.name, server.schedule.name", "fedsim.clients:lr_schedule"),
     "attacks": ("attack.name", "fedsim.byzantine:attack_strategy"),

@@ -107,13 +107,14 @@ class Aggregate(PlugTable):
 
     `f` is the number of Byzantine rows that the rule tolerates; None: the number of Byzantine workers.
     `weights` None: sample counts for a rule that requires weights, equal weights for any other rule.
+    "inverse_probability": the share of all samples over the probability of being in the cohort, for unbiased means.
     """
 
     place, named_by, registry = "aggregate", "rule", rule
 
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
     f: NonNegativeInt | None = None
-    weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
+    weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None
     nonfinite: Literal["error", "exclude", "keep"] = "error"  # for rows with NaN or infinity
     root_samples: Amount = 100  # training samples of the server, for rules that use its gradient
 

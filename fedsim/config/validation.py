@@ -10,6 +10,7 @@ import torch
 
 from fedsim.asynchronous.policies import Policy
 from fedsim.config.local_validation import check_local_work
+from fedsim.config.sampling import check_sampling
 from fedsim.config.schema import Aggregate, Checkpoint, Hook, Server
 from fedsim.config.task_tables import check_metrics, check_stop
 from fedsim.core.randomness import preserve_random_state
@@ -40,6 +41,7 @@ def problems_with(experiment: Experiment) -> list[str]:
         *_check_weights(experiment),
         *check_metrics(experiment),
         *check_stop(experiment),
+        *check_sampling(experiment, policy),
         *_check_attackers(experiment),
     ]
     if not policy.in_rounds and experiment.mode != "rounds":

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -59,7 +59,20 @@ class Aggregator(Protocol):
         """Continue with a state of the rule."""
 
 
-def weights_of(task: TaskSpec, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
+def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
+    """Set the weights by inverse probability of the workers of a cohort."""
+    workers, n = sorted(weights), len(weights)
+    shared.cohort_workers.fill_(torch.iinfo(torch.int64).max)
+    shared.cohort_workers[:n] = torch.tensor(workers)
+    shared.cohort_weights[:n] = torch.tensor([weights[worker] for worker in workers], dtype=torch.double)
+
+
+def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
+    """The weights [n] by inverse probability of some workers of the cohort."""
+    return shared.cohort_weights[torch.searchsorted(shared.cohort_workers, torch.tensor(workers))]
+
+
+def weights_of(task: TaskSpec, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
     """The weights [n] of these workers for the rule, on the CPU, or None for equal ones.
 
     Args:
@@ -67,6 +80,8 @@ def weights_of(task: TaskSpec, workers: Sequence[int], samples: Sequence[int]) -
     """
     if not task.rule.accepts_weights or (task.weights == "uniform" and not task.rule.needs_weights):
         return None
+    if task.weights == "inverse_probability":
+        return weights_by_probability(shared, workers)
     if task.weights == "samples":
         values: Sequence[float] = samples
     else:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor, MakeTrainer
 from fedsim.engines.footprint import personal_bytes
 from fedsim.engines.round_stats import AggregationStats, SentUpdates
-from fedsim.engines.task import SharedState, TaskSpec, message_bytes
+from fedsim.engines.task import SharedState, TaskSpec, buffer_bytes, message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.traits import EngineTraits
 from fedsim.engines.worker_evaluation import Tested
@@ -138,6 +139,17 @@ class Engine:
             sums = self.worker_states.sums({"gradient": self.shared.full_gradients}, range(len(cohort)))
             algorithm.receive_gradients(self.shared.server_state, sums["gradient"] / len(cohort))
 
+    def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
+        """The mean loss of the global model on the samples of each worker, float64 [k]."""
+        results = self._backend.run(Executor.global_losses, list(workers), round)
+        return np.array([results[place % len(results)][place] for place in range(len(workers))])
+
+    def received_bytes(self, round: int) -> int:
+        """The bytes that one worker receives before it trains."""
+        task, shared = self._task, self.shared
+        row = shared.global_row.nbytes if task.sync_in(round) == "parameters" else 0
+        return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
+
     def train(self, cohort: Sequence[int], round: int) -> None:
         """Train every member of the cohort on its shard. The rows hold the members' updates afterwards."""
         self._backend.run(Executor.train, cohort, round)
@@ -184,6 +196,10 @@ class Engine:
         """Store the state that workers keep; excluded workers keep that of before."""
         slots = _slots_of_others(cohort, excluded)
         self.worker_states.save([cohort[slot] for slot in slots], self.shared.worker_rows, slots)
+
+    def skip_round(self, round: int) -> None:
+        """Run a round in which no worker takes part: the model and all states stay."""
+        self._backend.run(Executor.end_round, round)
 
     def train_apart(self, members: Sequence[WorkItem]) -> None:
         """Train rows from their current values, each for a round or for one step."""

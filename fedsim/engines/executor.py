@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedsim.core.randomness import seed_everything
 from fedsim.core.rows import index_of, new_rows, pull_down
-from fedsim.core.training import test
 from fedsim.engines.aggregator import weights_of
 from fedsim.engines.deferred_check import DeferredCheck
 from fedsim.engines.evaluation import Evaluation
@@ -25,7 +23,8 @@ from fedsim.engines.footprint import personal_bytes
 from fedsim.engines.out_of_memory import explain_oom
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats, GradientRoundStats, SentUpdates
-from fedsim.engines.task import SharedState, TaskSpec, buffer_bytes, test_batch_size
+from fedsim.engines.sample_losses import SampleLosses
+from fedsim.engines.task import SharedState, TaskSpec, buffer_bytes
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.capture import can_capture
 from fedsim.engines.trainers.row_module import RowModule
@@ -57,6 +56,7 @@ class Executor:
         self.module = RowModule(task.new_module)
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
         self.batch_source = BatchSource(task, shared)
+        self._loss_on_samples = SampleLosses(task, self.module, self.gradient, self.batch_source)
         self.aggregator = exchange.aggregator(task, shared, has_root=self.batch_source.root is not None)
         # A captured step keeps the precision in which it was captured.
         with explain_oom(task, self.process.count), self.in_precision():
@@ -104,13 +104,24 @@ class Executor:
             self.trainer.full_gradients(self._mine(cohort, round))
         synchronize(self.task.device)
 
+    def global_losses(self, workers: Sequence[int], round: int) -> list[float]:
+        """The global model's mean loss on each worker's samples; of this process's workers, or of all in ranks."""
+        losses, shared = torch.zeros(len(workers), dtype=torch.double), self.shared
+        for place in range(self.exchange.index, len(workers), self.exchange.count):
+            with self.process.working_on(workers[place], round):
+                row, buffers = shared.global_row, shared.global_buffers.clone()
+                losses[place] = self._loss_on_samples(row, buffers, workers[place], round)
+        self.exchange.collect(losses)
+        return losses.tolist()
+
     def train(self, cohort: Sequence[int], round: int) -> None:
         """Train this process's members of the cohort, each on its own row and shard; their rows become updates."""
         members = self._mine(cohort, round)
         if self.task.rule.accepts("losses"):
             for member in members:
                 with self.process.working_on(member.worker, round):
-                    self.shared.losses[member.slot] = self._loss_before_training(member)
+                    row, buffers = self.shared.rows[member.slot], self.shared.buffers[member.slot]
+                    self.shared.losses[member.slot] = self._loss_on_samples(row, buffers, member.worker, round)
         with self.in_precision():
             self.trainer.train(members)
         self.aggregator.begin(round, [member.slot for member in members])
@@ -202,6 +213,11 @@ class Executor:
         self.aggregator.restore_rule({name: torch.from_numpy(array) for name, array in state.items()})
         self.aggregator.has_last = has_last
 
+    def end_round(self, round: int) -> None:
+        """Begin with parameters if this was the last round in which gradients are aggregated."""
+        if round == self.task.gradient_rounds < self.task.rounds:
+            self.aggregator.begin_with_parameters()
+
     def begin_with_parameters(self) -> None:
         """Reset the states of rule and server after the last round in which gradients are aggregated."""
         self.aggregator.begin_with_parameters()
@@ -221,8 +237,7 @@ class Executor:
         stats = self._steps_checked_later(cohort, round, check) if check is not None and check.usable else None
         if stats is None:
             stats = self._steps_together(cohort, round)
-        if round == self.task.gradient_rounds < self.task.rounds:
-            self.aggregator.begin_with_parameters()
+        self.end_round(round)
         if self.task.processors:
             stats.sent = self.exchange.total(stats.sent)
         return stats
@@ -302,7 +317,7 @@ class Executor:
 
     def context(self, cohort: Sequence[int], round: int) -> AggregationContext:
         """The aggregation of a whole cohort."""
-        weights = weights_of(self.task, cohort, self._shard_sizes(cohort))
+        weights = weights_of(self.task, self.shared, cohort, self._shard_sizes(cohort))
         return AggregationContext(range(len(cohort)), list(cohort), weights, (round,))
 
     def _contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
@@ -313,7 +328,7 @@ class Executor:
             if batch_sizes != (batch_sizes := [schedule.batch_size_at(step, n) for schedule, n in works]):
                 active = [slot for slot, size in enumerate(batch_sizes) if size]
                 workers, samples = [cohort[slot] for slot in active], [batch_sizes[slot] for slot in active]
-                weights = weights_of(self.task, workers, samples)
+                weights = weights_of(self.task, self.shared, workers, samples)
                 if weights is not None and not weights.any():
                     return  # the workers that still have data have weight 0
             yield AggregationContext(active, workers, weights, (round, step))
@@ -336,11 +351,3 @@ class Executor:
 
     def _shard_sizes(self, cohort: Sequence[int]) -> list[int]:
         return [self.batch_source.size(worker) for worker in cohort]
-
-    def _loss_before_training(self, member: WorkItem) -> float:
-        """Mean loss of a copy of a member's row on its worker's own samples, as the worker sees them."""
-        task, shared = self.task, self.shared
-        self.module.take(shared.rows[member.slot].clone(), self.gradient, shared.buffers[member.slot])
-        seed_everything(task.device, task.seed, "losses", member.round, member.worker)
-        batches = self.batch_source.samples_seen(member.worker, member.round, test_batch_size(task.device))
-        return test(self.module.module, batches, task.learning_task.loss).loss

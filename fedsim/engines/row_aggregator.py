@@ -217,6 +217,7 @@ class RowAggregator:
             local_lr=task.local_lr_at(*context.moment),
             sync=task.sync_in(context.moment[0]),
             reduce=self._reduce,
+            weight_total=1.0 if task.weights == "inverse_probability" else None,
         )
 
     def _shares(self, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> Tensor | None:

@@ -52,7 +52,7 @@ class TaskSpec:
     schedule: Schedule
     solver: ClientAlgorithm
     rule: Pipeline
-    weights: Literal["uniform", "samples"] | tuple[float, ...]
+    weights: Literal["uniform", "samples", "inverse_probability"] | tuple[float, ...]
     nonfinite: NonFinite
     attack: BoundAttack
     byzantine: frozenset[int]
@@ -170,6 +170,7 @@ class SharedState:
         unfit: [cohort], number of the last aggregation in which a row held something not finite, int64, on the host.
         train_loss: mean training loss of each member of the cohort, float64 [cohort], on the host.
         losses: mean loss of each member at the global row before it trained, for rules that ask; as train_loss.
+        cohort_workers, cohort_weights: the cohort, ascending, and its weights by inverse probability, in every rank.
         test_sums: per test batch the sum of losses and the count of correct answers, then, of the attacker's goal, the
             counts of answers as he wants them and of samples; float64 [batches, 4], on the host.
         validation_sums: the same of the validation batches.
@@ -199,6 +200,8 @@ class SharedState:
     unfit: Tensor
     train_loss: Tensor
     losses: Tensor
+    cohort_workers: Tensor
+    cohort_weights: Tensor
     test_sums: Tensor
     validation_sums: Tensor
     test_outputs: Tensor
@@ -266,6 +269,8 @@ class SharedState:
             validation_sums=_sums_of_batches(validation, task),
             test_outputs=_outputs_of_batches(test, task, module),
             validation_outputs=_outputs_of_batches(validation, task, module),
+            cohort_workers=torch.arange(cohort),
+            cohort_weights=torch.ones(cohort, dtype=torch.double),
         )
 
     def state_dict(self) -> dict[str, Tensor]:

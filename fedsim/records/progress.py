@@ -59,6 +59,8 @@ def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequenc
     )
     if isinstance(steps, int):
         return [steps] * len(cohort)
+    if not cohort:
+        return []
     if not (record.samples and isinstance(epochs, int) and isinstance(batch, int) and epochs > 0 and batch > 0):
         return None
     return [epochs * -(-count // (epochs * batch)) for count in record.samples]  # an epoch ends with a smaller batch

@@ -187,13 +187,14 @@ class RoundRecord(Record):
     ] = field(default_factory=dict)
     """By phase: pull_down, train, aggregate, test."""
     cohort: list[Count] = field(default_factory=list)
-    """The workers that took part."""
+    """The workers that took part; empty if no worker was available, or none reported."""
     coefficients: list[Number] | None = None
     """The coefficient of each worker's row in the aggregate; None if the rule has none."""
     excluded: list[Count] = field(default_factory=list)
     """Workers whose rows were excluded because they were not finite."""
     lost: list[Count] = field(default_factory=list)
-    """Workers left out because their process was lost (`on_worker_failure = "drop"`)."""
+    """Workers that were chosen and did not report: by `worker_dropout`, or because their process was lost
+    (`on_worker_failure = "drop"`)."""
     bytes_up: Annotated[Count | None, Metric("Bytes up", "B", better="lower", tag="bytes/up", chart=False)] = None
     """Bytes that a real network would carry from workers to server."""
     bytes_down: Annotated[Count | None, Metric("Bytes down", "B", better="lower", tag="bytes/down", chart=False)] = None

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from fedsim.config.experiment import Experiment
-from fedsim.core.randomness import preserve_random_state, sample_cohort
+from fedsim.core.randomness import preserve_random_state
 from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
-from fedsim.data import Shards, TensorData
+from fedsim.data import TensorData
 from fedsim.engines import Engine, TaskSpec
 from fedsim.engines.footprint import memory_needed
 from fedsim.errors import ExperimentError, one_line, show, show_bytes
+from fedsim.server import CohortSampler
 from fedsim.system.devices import free_memory
 
 PROBE_SAMPLES = 8
@@ -169,20 +170,22 @@ def check_lr_schedules(experiment: Experiment, task: TaskSpec, sizes: Mapping[in
     task.server_at(task.rounds)
 
 
-def check_last_steps(experiment: Experiment, task: TaskSpec, shards: Shards) -> None:
+def check_last_steps(experiment: Experiment, task: TaskSpec, sampler: CohortSampler) -> None:
     """Check that the rule can aggregate the gradients of the few workers that have data for the last step of a round.
 
-    All rounds are checked, since cohorts are known in advance.
+    All rounds are checked, if cohorts are known in advance.
     """
-    if not experiment.rounds_of_gradients:
+    if not experiment.rounds_of_gradients or not sampler.strategy.known_ahead(timed=experiment.mode == "clock"):
         return
     with contextlib.suppress(ExperimentError):
         task.rule.dry_run(1)
         return  # then any number is enough
-    whole = experiment.cohort_size == experiment.workers and not task.schedule.drawn
-    fewest, first = experiment.cohort_size, 1
+    whole = experiment.cohort_size == experiment.workers and not (task.schedule.drawn or experiment.worker_dropout)
+    whole = whole and "now" not in sampler.strategy.accepts
+    fewest, first, shards = experiment.cohort_size, 1, sampler.shards
     for round in (1,) if whole else range(1, experiment.rounds_of_gradients + 1):
-        cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
+        if not (cohort := sampler(round).workers):
+            continue
         steps = [task.schedule.of(worker, round).steps_for(shards.size(worker)) for worker in cohort]
         count = _in_last_step(task, cohort, steps)
         if count < fewest:

@@ -21,6 +21,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.core.text_wrapping import hang
 from fedsim.engines import Engine
+from fedsim.engines.aggregator import weights_by_probability
 from fedsim.errors import ExperimentError, RecordError, cut, printable, show
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT
@@ -37,8 +38,9 @@ STORED = {  # name: dtypes and shape; `root` and `losses` only for rules that ta
     "byzantine": ((torch.bool,), "n"),
     "root": (FLOATS, "d"),
     "losses": (FLOATS, "n"),
+    "cohort_weights": (FLOATS, "n"),
 }
-OPTIONAL = {"root", "losses"}
+OPTIONAL = {"root", "losses", "cohort_weights"}
 CHOSEN = 1e-6  # a row is chosen if its coefficient is more than this fraction of the largest
 
 
@@ -133,7 +135,9 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
 
 def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
     """The first difference from the tensors that `RunFolder.updates` writes; None if there is none."""
-    if missing := set(STORED) - OPTIONAL - set(tensors):
+    by_probability = experiment.aggregate.weights == "inverse_probability"
+    required = set(STORED) - OPTIONAL | ({"cohort_weights"} if by_probability else set())
+    if missing := required - set(tensors):
         return f"lacks {', '.join(sorted(missing))}"
     n, d = (*tensors["updates"].shape, 0, 0)[:2]
     if tensors["updates"].ndim != 2 or not n or not d:
@@ -215,6 +219,8 @@ def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
     given, weights = experiment.aggregate.weights, None
     if isinstance(given, list):
         weights = torch.tensor([given[worker] for worker in stored.workers], dtype=torch.double)
+    elif given == "inverse_probability":
+        weights = tensors["cohort_weights"].double()
     elif given == "samples" or (given is None and pipeline.needs_weights):
         weights = tensors["samples"].double()
     elif pipeline.needs_weights:
@@ -229,6 +235,7 @@ def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
         moment=(stored.round,),
         local_lr=experiment.local_lr_in(stored.round),
         sync="gradients" if stored.round <= experiment.rounds_of_gradients else "parameters",
+        weight_total=1.0 if given == "inverse_probability" else None,
     )
 
 
@@ -309,4 +316,6 @@ def kept_updates(prepared: PreparedRun, engine: Engine, record: RoundRecord) -> 
         kept["root"] = rows[-1]
     if rule.accepts("losses"):
         kept["losses"] = losses[:n]
+    if prepared.task.weights == "inverse_probability":
+        kept["cohort_weights"] = weights_by_probability(shared, cohort)
     return {name: tensor.cpu().clone() for name, tensor in kept.items()}

@@ -164,7 +164,7 @@ def run(
                 if round == 1 and not experiment.data.worker_test:
                     stopping.require_number(record)
                 stopped = engine.broadcast(stopping.update(record))
-            if out is not None and round in experiment.records.updates:  # all ranks take part
+            if out is not None and round in experiment.records.updates and record.cohort:  # all ranks take part
                 kept = kept_updates(prepared, engine, record)
                 if folder:
                     folder.updates(round, kept)

@@ -1,7 +1,23 @@
-"""Server optimizers: how the aggregated update moves the global row."""
+"""The server: server optimizers, which move the global row by the aggregate, and cohort strategies."""
 
-from fedsim.server import fedopt  # noqa: F401  (registers its optimizers)
+from fedsim.server import availability, cohort_strategies, fedopt  # noqa: F401  (register their plugs)
+from fedsim.server.cohort import (
+    BoundCohortStrategy,
+    Cohort,
+    CohortSampler,
+    bind_cohort_strategy,
+    cohort_strategy,
+)
 from fedsim.server.functional import ServerOptimizer
 from fedsim.server.optimizer import ServerStep, server_optimizer
 
-__all__ = ["ServerOptimizer", "ServerStep", "server_optimizer"]
+__all__ = [
+    "BoundCohortStrategy",
+    "Cohort",
+    "CohortSampler",
+    "ServerOptimizer",
+    "ServerStep",
+    "bind_cohort_strategy",
+    "cohort_strategy",
+    "server_optimizer",
+]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fedsim
+from tests.engines.sampled_cases import SAMPLED
 
 ATTACKED = {"workers": 7}  # enough for two attackers
 
@@ -203,7 +204,7 @@ ALGORITHMS = {  # with what their further gradients and their full gradients hav
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
 }
-ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS}
+ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS, **SAMPLED}
 EXACT = {"spawn": 2}  # engines that give the very same bits on a CPU, with a number of processes that share the work
 CLOSE = {
     "batched": {"processes": 1, "batched": {"width": 3}}

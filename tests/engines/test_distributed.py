@@ -18,6 +18,7 @@ import fedsim
 from fedsim.records.history import METRICS
 from fedsim.records.run_folder import MODEL
 from tests.commands import ROOT, ended, free_port, read_until, start, start_python, start_ranks
+from tests.engines.sampled_cases import SAMPLED
 from tests.engines.test_contract import ALGORITHMS, CASES, CHAIN, PROCESSED, ROUNDING, WORK, assert_close, without_times
 from tests.engines.torch_post_local import TABLES
 
@@ -62,6 +63,7 @@ FURTHER = {
     },
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
     "workers tested": {"workers": 5, "cohort": 3, "data.worker_test": 0.3, "evaluation": {"fine_tune": 1}},
+    **SAMPLED,
 }
 OF_TWO = (
     *("plain averaging", "uneven shards", "partial cohorts of uneven shards", "adam", "dropout", "given weights"),
@@ -122,6 +124,7 @@ ROWS_OF_GRADIENTS = {  # averaged, or aggregated otherwise, as rows of single wo
     "stacked in each rank": FURTHER["stacked in each rank"],
     "another loss": {"task": "tests.plugs:Smoothed"},
     "processed gradients": PROCESSED["processed gradients"],
+    **SAMPLED,
 }
 LEARNING = {
     **{"rounds": 3, "workers": 4, "model": "2nn", "data": "tests.plugs:tiny", "sync": "gradients"},

@@ -21,6 +21,7 @@ NAMED = {  # for each kind of plug, tables that name one
     "datasets": {"data": {"dataset": "NAME"}},
     "augmentations": {"data": {"augment": ["flip", {"name": "NAME"}]}},
     "partitions": {"partition": {"strategy": "NAME"}},
+    "cohorts": {"sampling": {"strategy": "NAME"}},
     "solvers": {"local": {"solver": "NAME"}},
     "schedules": {"local": {"schedule": {"name": "NAME"}}},
     "attacks": {"attack": {"name": "NAME", "fraction": 0.3}},

@@ -50,6 +50,11 @@ CASES = {
     "float64": {"precision": "float64"},
     "virtual shards": {"partition": "tests.plugs:some", "workers": 50, "cohort": 3},
     "rounds on the clock": TIMED,
+    "cohorts by loss": {"workers": 9, "cohort": 2, "sampling": {"strategy": "power_of_choice", "candidates": 5}},
+    "cohorts of available workers, on the clock": {
+        **{**TIMED, "workers": 9, "cohort": 2, "worker_dropout": 0.3},
+        **{"sampling": {"strategy": "daily", "period": 10.0}, "aggregate": {"weights": "inverse_probability"}},
+    },
 }
 
 OF_POLICIES = {

@@ -17,12 +17,13 @@ LEAST_LOSS = 1e-10  # so that a loss of zero can be raised to a negative power
 
 
 @rule("mean", columnwise=True, linear=True)
-def mean(updates: Tensor, weights: Tensor | None = None) -> Tensor:
+def mean(updates: Tensor, weights: Tensor | None = None, weight_total: float | None = None) -> Tensor:
     """The plain average of the rows, or their weighted average if weights are given.
 
     Args:
         updates: [n, d], n >= 1.
         weights: [n], not all zero; None: equal weights.
+        weight_total: as in `weighted_mean`.
 
     Returns [d]. Cost: one pass over the updates.
 
@@ -30,27 +31,30 @@ def mean(updates: Tensor, weights: Tensor | None = None) -> Tensor:
     tensor([2., 3.])
     """
     if weights is not None:
-        return weighted_mean(updates, weights)
+        return weighted_mean(updates, weights, weight_total)
     if updates.element_size() < 4:  # sums of half precision may be too large for it
         return updates.mean(0)
     return (updates.new_ones(len(updates)) @ updates).div_(len(updates))  # faster than updates.mean(0)
 
 
 @rule("weighted_mean", columnwise=True, linear=True)
-def weighted_mean(updates: Tensor, weights: Tensor) -> Tensor:
+def weighted_mean(updates: Tensor, weights: Tensor, weight_total: float | None = None) -> Tensor:
     """Sum of p_k x_k with p_k = weight_k / sum of weights: the average of FedAvg (McMahan et al. 2017).
+
+    Weights by inverse probability are divided by 1, not by their sum: the estimator of Horvitz and Thompson (1952).
 
     Args:
         updates: [n, d].
         weights: [n]; they may be on the CPU, whatever the device of the updates.
+        weight_total: divides the weights; None: their sum.
 
     Returns [d]. Raises ExperimentError if all weights are zero. Cost: one pass over the updates.
 
     >>> fedsim.aggregate(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [3, 1], "weighted_mean")
     tensor([1.5000, 2.5000])
     """
-    total = weights.sum()
-    if total <= 0:
+    total = weights.sum() if weight_total is None else weight_total
+    if weights.sum() <= 0:
         raise ExperimentError("weighted_mean: all weights of this cohort are zero")
     if (weights == 0).any():  # 0 times infinity would be NaN
         updates, weights = updates[weights > 0], weights[weights > 0]

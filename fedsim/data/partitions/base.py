@@ -8,7 +8,7 @@ shard.
 A strategy that accepts `worker` is VIRTUAL: it returns the index array of this worker, and `rng` is the worker's own.
 It is called when a shard is needed, so the number of workers is not limited; shards may overlap and need not cover the
 data. A virtual strategy that is a dataclass may have a method `size(worker)`, the length of the array, which saves
-draws.
+draws, and `equal_sizes = True`, which says that all arrays have this length.
 
 A strategy that also changes samples is a frozen dataclass: its fields are the parameters, `__call__` is the function
 above, and `transforms(n_workers)` returns a sequence of one Transform (or None) per worker.

@@ -26,6 +26,7 @@ class Shards(ABC):
     """
 
     listed: ClassVar[bool]  # whether all shards are there already, so that to look at every one costs next to nothing
+    equal_sizes = False  # whether all workers are known to have as many samples
 
     @abstractmethod
     def __len__(self) -> int:
@@ -124,6 +125,7 @@ class DrawnShards(Shards):
         by_class = samples_by_class(np.asarray(labels)) if "by_class" in takes else []
         self._sorted = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *by_class]))
         self._class_ends = np.cumsum([len(samples) for samples in by_class]).tolist()
+        self.equal_sizes = getattr(strategy, "equal_sizes", False)
         self._kept: dict[int, Tensor] = {}  # in order of last use
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import BeforeValidator, PositiveInt
@@ -47,6 +47,8 @@ class Virtual:
     >>> fedsim.partition(np.arange(100) % 10, 2, "virtual", samples=3)
     [array([85,  5, 48]), array([82, 66,  3])]
     """
+
+    equal_sizes: ClassVar[bool] = True
 
     samples: PositiveInt = 60
     alpha: Skew = None

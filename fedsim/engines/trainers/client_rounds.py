@@ -59,8 +59,8 @@ class ClientRounds:
         return WorkerRound(received, self._kept(index), [self._facts(m) for m in members], rows, full_gradient)
 
     def _facts(self, member: WorkItem) -> WorkerFacts:
-        task, samples = self._task, self._batch_source.size(member.worker)
-        weights = None if member.worker == self._batch_source.root else weights_of(task, [member.worker], [samples])
+        task, worker, samples = self._task, member.worker, self._batch_source.size(member.worker)
+        weights = None if worker == self._batch_source.root else weights_of(task, self._shared, [worker], [samples])
         return WorkerFacts(
             worker=member.worker,
             round=member.round,

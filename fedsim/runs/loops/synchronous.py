@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from fedsim.config.experiment import Experiment
-from fedsim.core.randomness import numpy_generator, sample_cohort, sample_workers
+from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.data import Shards
 from fedsim.engines import Engine
+from fedsim.engines.aggregator import set_cohort_weights
 from fedsim.engines.finite_check import FiniteCheck
 from fedsim.engines.round_stats import MetricLog
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.records.record import MOST_NAMES, RoundRecord
+from fedsim.runs.cohorts import cohorts_of
 from fedsim.runs.loops.round_clock import RoundClock
 from fedsim.runs.setup import PreparedRun
+from fedsim.server import Cohort
 
 
 class SynchronousLoop:
@@ -36,18 +40,32 @@ class SynchronousLoop:
         self._check_finite = FiniteCheck(prepared.task, engine.shared)
         self._virtual = RoundClock.of(prepared) if prepared.experiment.mode == "clock" else None
         self._warned = False
+        self._sampler = cohorts_of(prepared.experiment, engine.shared.shards)
+        self._drawn: tuple[int, Cohort] | None = None  # the last round whose cohort was drawn
 
     def cohort(self, round: int) -> list[int]:
-        """The workers that are drawn for a round."""
-        experiment = self._prepared.experiment
-        return sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
+        """The workers that report in a round; empty before they are drawn."""
+        return self._drawn[1].workers if self._drawn is not None and self._drawn[0] == round else []
+
+    def _draw(self, round: int) -> Cohort:
+        """Draw the cohort of a round. A round that is repeated has the same one."""
+        if self._drawn is None or self._drawn[0] != round:
+            now = self._virtual.now if self._virtual else None
+            losses = partial(self._engine.global_losses, round=round)
+            self._drawn = round, self._sampler(round, now, losses)
+        return self._drawn[1]
 
     def run_round(self, round: int, lost: Collection[int] = ()) -> RoundRecord:
         """Run one round, counted from 1, with its cohort except the workers that are `lost`."""
         engine, task, timer = self._engine, self._prepared.task, PhaseTimer()
-        cohort = [worker for worker in self.cohort(round) if worker not in lost]
         with timer("pull_down"):
-            bytes_down = engine.pull_down(cohort, round)
+            drawn = self._draw(round)
+            cohort = [worker for worker in drawn.workers if worker not in lost]
+            if not cohort:
+                return self._skip_round(round, drawn)
+            if drawn.weights is not None:
+                set_cohort_weights(engine.shared, {worker: drawn.weights[worker] for worker in cohort})
+            bytes_down = engine.pull_down(cohort, round) + self._bytes_to_others(round, drawn)
         if task.sync_in(round) == "parameters":
             with timer("train"):
                 engine.full_gradients(cohort, round)
@@ -81,7 +99,7 @@ class SynchronousLoop:
         train_loss = engine.train_loss(counted)
         with timer("test"):
             of_workers = self._evaluate_workers(round)
-        metrics = _joined(_means(sent.metrics, stats.metrics), tested.metrics | of_workers)
+        metrics = _joined(_means(sent.metrics, stats.metrics), drawn.metrics | tested.metrics | of_workers)
         return RoundRecord(
             round=round,
             train_loss=train_loss,
@@ -89,7 +107,7 @@ class SynchronousLoop:
             cohort=cohort,
             coefficients=stats.shares,
             excluded=stats.excluded,
-            lost=sorted(lost),
+            lost=sorted([*lost, *drawn.dropped]),
             bytes_up=bytes_up,
             bytes_down=bytes_down,
             samples=samples,
@@ -110,6 +128,34 @@ class SynchronousLoop:
         if self._keep_results:
             self._keep_results(found)
         return found.metrics()
+
+    def _skip_round(self, round: int, drawn: Cohort) -> RoundRecord:
+        """A round in which no worker reports: the global model stays."""
+        if self._virtual and not drawn.dropped:
+            raise ExperimentError(
+                f"round {round}: no worker is available at {self._virtual.now:g} virtual seconds, and without work no "
+                "time passes; let workers be available in sampling.*, or use mode=rounds, which skips such rounds"
+            )
+        timer = PhaseTimer()
+        self._engine.skip_round(round)
+        with timer("test"):
+            tested = self._engine.test(round)
+            metrics = _joined(drawn.metrics, tested.metrics | self._evaluate_workers(round))
+        return RoundRecord(
+            round=round,
+            seconds=timer.seconds,
+            lost=drawn.dropped,
+            bytes_up=0,
+            bytes_down=self._bytes_to_others(round, drawn),
+            virtual_seconds=self._virtual.now if self._virtual else None,
+            **tested.fields() | {"metrics": metrics},
+        )
+
+    def _bytes_to_others(self, round: int, drawn: Cohort) -> int:
+        """The bytes that workers receive that send no update: they drop out, or only compute a loss."""
+        only_loss = set(drawn.candidates) - {*drawn.workers, *drawn.dropped}
+        model_bytes = self._prepared.row_bytes + self._prepared.buffer_bytes
+        return len(drawn.dropped) * self._engine.received_bytes(round) + len(only_loss) * model_bytes
 
     def _warn_of_attack_without_honest_rows(self, round: int, cohort: Sequence[int], sizes: Sequence[int]) -> None:
         """Warn, once in a run, if an aggregation had Byzantine workers only, and their attack needs honest rows."""
@@ -137,6 +183,7 @@ class SynchronousLoop:
         return state
 
     def resume(self, state: Snapshot) -> None:
+        self._drawn = None
         self._engine.resume(state)
         if self._virtual:
             self._virtual.resume(state.facts["clock"])
