@@ -149,8 +149,7 @@ class SharedState:
     """The tensors that all processes of an engine work on.
 
     Attributes:
-        train, test: the data, once.
-        validation: the samples that are held out of the training data, perhaps none.
+        train, test, validation: the data, once; `validation` is held out of the training data, perhaps empty.
         classes: how many classes the labels tell apart.
         shards: who holds which samples.
         worker_tests: which samples each worker tests on, if workers are evaluated.
