@@ -227,11 +227,9 @@ class SharedState:
         module = task.new_module()
         layout = Layout.of(module)
         validation = test.take(np.zeros(0, dtype=np.int64)) if validation is None else validation
-        train, test, validation = (
-            replace(data, ids=None).to(task.device, task.dtype) for data in (train, test, validation)
-        )
-        global_row = new_rows(1, layout.d, task.dtype, task.device)[0]
-        global_row.copy_(layout.read(module))
+        parts = [replace(data, ids=None).to(task.device, task.dtype) for data in (train, test, validation)]
+        train, test, validation = parts
+        global_row = new_rows(1, layout.d, task.dtype, task.device)[0].copy_(layout.read(module))
         wide = wide_dtype(task.device)
         global_buffers = torch.zeros(layout.n_buffer_values, dtype=wide, device=task.device)
         layout.read_buffers(module, out=global_buffers)
@@ -332,11 +330,9 @@ def _outputs_of_batches(data: TensorData, task: TaskSpec, module: nn.Module) -> 
     """Room for the outputs of the model for all samples; [0] without metrics, or without samples."""
     if not task.metrics or not len(data):
         return torch.zeros(0, device=task.device)
-    inputs, _ = data.gather(torch.arange(1))
     with torch.no_grad(), preserve_random_state(task.device):
-        sample = module.eval()(inputs)
-    size = test_batch_size(task.device)
-    return sample.new_zeros(-(-len(data) // size), size, *sample.shape[1:])
+        sample = module.eval()(data.gather(torch.arange(1))[0])
+    return sample.new_zeros(len(_sums_of_batches(data, task)), test_batch_size(task.device), *sample.shape[1:])
 
 
 def buffer_bytes(task: TaskSpec, shared: SharedState) -> int:
