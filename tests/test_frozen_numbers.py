@@ -38,7 +38,10 @@ SMALL = {
     "local": {"batch_size": 8, "lr": 0.05, "momentum": 0.5},
 }
 REMOVED = {"case: float16"}  # experiments of earlier versions
-NOT_FROZEN = {"a large model", "worker state and messages", "worker state of rows left out"}  # too slow, or newer
+NOT_FROZEN = {  # too slow, or newer
+    *("a large model", "worker state and messages", "worker state of rows left out"),
+    *("scaffold", "scaffold with full gradients", "fednova", "feddyn", "feddyn of rows left out"),
+}
 FROZEN_SOLVERS = {"sgd", "fedprox", "adam", "adamw", "adagrad"}  # others are newer
 ATTACK = {"name": "sign_flipping", "workers": [1, 4]}
 
