@@ -106,10 +106,9 @@ class Executor:
 
     def global_losses(self, workers: Sequence[int], round: int) -> list[float]:
         """The global model's mean loss on each worker's samples; of this process's workers, or of all in ranks."""
-        losses, shared = torch.zeros(len(workers), dtype=torch.double), self.shared
+        losses, row, buffers = torch.zeros(len(workers)).double(), self.shared.global_row, self.shared.global_buffers
         for place in range(self.exchange.index, len(workers), self.exchange.count):
             with self.process.working_on(workers[place], round):
-                row, buffers = shared.global_row, shared.global_buffers.clone()
                 losses[place] = self._loss_on_samples(row, buffers, workers[place], round)
         self.exchange.collect(losses)
         return losses.tolist()
@@ -119,9 +118,9 @@ class Executor:
         members = self._mine(cohort, round)
         if self.task.rule.accepts("losses"):
             for member in members:
-                with self.process.working_on(member.worker, round):
-                    row, buffers = self.shared.rows[member.slot], self.shared.buffers[member.slot]
-                    self.shared.losses[member.slot] = self._loss_on_samples(row, buffers, member.worker, round)
+                worker, row, buffers = member.worker, self.shared.rows[member.slot], self.shared.buffers[member.slot]
+                with self.process.working_on(worker, round):
+                    self.shared.losses[member.slot] = self._loss_on_samples(row, buffers, worker, round)
         with self.in_precision():
             self.trainer.train(members)
         self.aggregator.begin(round, [member.slot for member in members])
@@ -317,7 +316,8 @@ class Executor:
 
     def context(self, cohort: Sequence[int], round: int) -> AggregationContext:
         """The aggregation of a whole cohort."""
-        weights = weights_of(self.task, self.shared, cohort, self._shard_sizes(cohort))
+        samples = [self.batch_source.size(worker) for worker in cohort]
+        weights = weights_of(self.task, self.shared, cohort, samples)
         return AggregationContext(range(len(cohort)), list(cohort), weights, (round,))
 
     def _contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
@@ -348,6 +348,3 @@ class Executor:
         rounds = [member for member in members if member.step is None]
         assignment = balance_load([self.batch_source.steps_of(member) for member in rounds], count)[index]
         return [rounds[place] for place in assignment] + [member for member in by_step if member.slot % count == index]
-
-    def _shard_sizes(self, cohort: Sequence[int]) -> list[int]:
-        return [self.batch_source.size(worker) for worker in cohort]
