@@ -71,7 +71,7 @@ def tiny_experiment():
         "rounds": 2,
         "workers": 3,
         "engine": "serial",
-        "model": "2nn",
+        "model": {"name": "2nn", "hidden": 20},
         "data": "tests.plugs:tiny",
         "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
     }

@@ -13,6 +13,7 @@ from fedsim.config.plugs import PLUGS, registry_of
 from tests.commands import (
     ROOT,
     assert_none_left,
+    ended,
     processes_of_group,
     read_until,
     run_on_a_terminal,
@@ -153,15 +154,12 @@ def test_list_imports_a_plug_by_its_path(cli):
 
 
 def test_all_entry_points_are_one_program(tmp_path):
-    doors = (
-        [str(ROOT / "run_experiment.py")],
-        ["-m", "fedsim", "run"],
-        ["-c", "from fedsim_main import main; main()", "run"],
-    )
-    processes = [start_python(*door, "rounds=3", "--dry-run", cwd=tmp_path) for door in doors]
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
-    assert len(set(outputs)) == 1
+    installed = tmp_path / "fedsim"  # as pip writes it
+    installed.write_text("from fedsim_main import main\nmain()\n")
+    doors = [ROOT / "run_experiment.py"], ["-m", "fedsim", "run"], [installed, "run"]
+    codes, outs, errors = ended([start(*door, "rounds=3", "--dry-run", cwd=tmp_path) for door in doors])
+    assert (codes, errors) == ([0, 0, 0], ["", "", ""])
+    assert len(set(outs)) == 1
 
 
 def test_on_a_terminal_a_bar_shows_rounds_accuracy_and_time_left(tmp_path):
@@ -199,7 +197,7 @@ def test_a_stdout_that_cannot_be_written_is_one_line(words, tmp_path):
 
 
 def test_a_closed_pipe_ends_the_program_without_a_message(tmp_path):
-    words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
+    words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "model=logistic", "rounds=100000", "--out", "x"]
     process = start("-m", "fedsim", "run", *words, cwd=tmp_path)
     read_until(process, "    1")
     process.stdout.close()
@@ -211,7 +209,7 @@ def test_a_closed_pipe_ends_the_program_without_a_message(tmp_path):
 
 @pytest.mark.parametrize("moment", ["starting", "training"])
 def test_ctrl_c_ends_all_processes_and_says_which_rounds_there_are(tmp_path, moment):
-    words = ["engine=spawn", "processes=2", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
+    words = ["engine=spawn", "processes=2", "data=tests.plugs:tiny", "model=logistic", "rounds=100000", "--out", "x"]
     begin = start if moment == "training" else start_python
     process = begin(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
     if moment == "training":
@@ -230,12 +228,12 @@ def test_ctrl_c_ends_all_processes_and_says_which_rounds_there_are(tmp_path, mom
         assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_program_leaves_no_process_and_nothing_in_the_temporary_folder(number, tmp_path):
+@pytest.mark.parametrize(("number", "begin"), [(signal.SIGTERM, start), (signal.SIGKILL, start_python)])
+def test_a_killed_program_leaves_no_process_and_nothing_in_the_temporary_folder(number, begin, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "rounds=100000", "--out", "x"]
-    process = start_python(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
+    words = ["engine=spawn", "processes=1", "data=tests.plugs:tiny", "model=logistic", "rounds=100000", "--out", "x"]
+    process = begin(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path, TMPDIR=str(temporary))
     read_until(process, "    3")
     process.send_signal(number)
     out, error = process.communicate(timeout=20)

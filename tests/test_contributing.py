@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import run_python
+from tests.commands import ended, start
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
 
@@ -16,7 +16,8 @@ def test_the_plug_of_the_guide_ignores_a_distant_row(tmp_path):
     (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     script = tmp_path / "example.py"  # in a process of its own, since the plug is registered there
     script.write_text(f"{example}\nprint(*fedsim.aggregate(updates, rule='softmedian', temperature=0.1).tolist())\n")
-    numbers = [float(word) for word in run_python(script).stdout.splitlines()[-1].split()]
+    _, [out], _ = ended([start(script, cwd=tmp_path)])
+    numbers = [float(word) for word in out.splitlines()[-1].split()]
     assert numbers == pytest.approx([0.0, 1.0], abs=0.15)
 
 

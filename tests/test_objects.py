@@ -301,9 +301,11 @@ def rule(updates):
     return updates.mean(0)
 
 base = {"data": "tests.plugs:tiny", "rounds": 1, "workers": 3}
-rows = []
-for model, engine in ((MyNet, "serial"), (MyNet, "spawn"), ("__main__:MyNet", "spawn"), (lambda: MyNet(), "spawn")):
-    rows.append(fedsim.run({**base, "model": model, "aggregate": rule, "engine": engine}).global_row)
+rows = [fedsim.run({**base, "model": MyNet, "aggregate": rule, "engine": "serial"}).global_row]
+spawn = {**base, "aggregate": rule, "engine": "spawn", "processes": 1}
+with fedsim.Session() as session:  # one process for all
+    for model in (MyNet, "__main__:MyNet", lambda: MyNet()):
+        rows.append(fedsim.run({**spawn, "model": model}, session=session).global_row)
 assert all(torch.equal(row, rows[0]) for row in rows)
 train, test = fedsim.load_dataset("tests.plugs:tiny")
 base = {**base, "data": (train, test), "engine": "serial", "model": MyNet}

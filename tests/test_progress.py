@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fedsim
-from tests.commands import run_python
+from tests.commands import ended, start
 
 
 def test_a_run_is_silent_or_shows_a_line_for_each_round(tiny_experiment, tmp_path, capsys):
@@ -43,10 +43,12 @@ def test_results_have_a_short_repr(tiny_experiment, tmp_path):
     assert repr(comparison) == "Comparison(pair: 2 runs (2 seed); see .table)"
 
 
-def test_runs_take_no_semaphore_for_their_display(tiny_experiment):
-    code = (
+def test_runs_take_no_semaphore_for_their_display(tiny_experiment, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
         "import fedsim; from tqdm import std\n"
         f"fedsim.run({tiny_experiment}, rounds=1, progress=True)\n"
         "print(hasattr(std.TqdmDefaultWriteLock, 'mp_lock'))"
     )
-    assert run_python("-c", code).stdout.splitlines()[-1] == "False"
+    _, [out], _ = ended([start(script, cwd=tmp_path)])
+    assert out.splitlines()[-1] == "False"

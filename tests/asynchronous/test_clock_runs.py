@@ -130,8 +130,14 @@ def plain_sgd(rounds, dtype, momentum=0.0, fresh=False):
     return Layout.of(model).read(model)
 
 
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-@pytest.mark.parametrize("name", [plug.name for plug in policy])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [  # each policy in one precision by default, in turn, and in the other under `-m slow`
+        pytest.param(plug.name, precision, marks=pytest.mark.slow if (index + shift) % 2 else ())
+        for index, plug in enumerate(policy)
+        for shift, precision in enumerate(("float32", "float64"))
+    ],
+)
 def test_one_worker_and_neutral_settings_are_plain_sgd_to_the_bit(name, precision, servers):
     assert name in NEUTRAL, f"{name}: say in NEUTRAL under which settings it is plain SGD with one worker"
     plug = policy.get(name)

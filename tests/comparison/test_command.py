@@ -75,13 +75,13 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(cli, tmp_path, words, m
     assert not (tmp_path / "x").exists()
 
 
-LONG = ["-m", "fedsim", "compare", *QUICK, "rounds=60", "--jobs", "2", "--out", "x"]
+LONG = ["-m", "fedsim", "compare", *QUICK, "rounds=30", "--jobs", "2", "--out", "x"]
 ENDLESS = ["seed=0,1,2,3", "local.lr=0.01,0.02"]
 
 
 def finished_runs(folder):
     counts = {path.parent.name: path.read_text().count("\n") for path in folder.glob("runs/*/metrics.jsonl")}
-    return {name for name, rounds in counts.items() if rounds == 60}
+    return {name for name, rounds in counts.items() if rounds == 30}
 
 
 def assert_continues(cli, tmp_path, before):

@@ -97,7 +97,7 @@ def differing(found, expected):
 
 @pytest.mark.parametrize("case", CASES)
 def test_captured_steps_agree_with_the_ordinary_path(case, gpu, tables):
-    tables |= CASES[case]
+    tables |= {"data": {"dataset": "tests.plugs:tiny", "train": 110}, **CASES[case]}
     captured = fedsim.run({**tables, "cuda_graphs": True})
     assert gpu.graphs
     largest, other = differing(captured, fedsim.run({**tables, "cuda_graphs": False}))

@@ -45,15 +45,14 @@ def every(registry):
     return pytest.mark.parametrize("plug", list(registry), ids=lambda plug: plug.name)
 
 
-def with_engines(name, values):
-    """Each value with one engine by default, in turn, and with the other under `-m slow`."""
-    pairs = [
-        pytest.param(
-            value, engine, marks=() if (index + shift) % 2 == 0 else pytest.mark.slow, id=f"{named(value)}-{engine}"
-        )
-        for index, value in enumerate(values)
-        for shift, engine in enumerate(ENGINES)
-    ]
+def with_engines(name, values, slow=()):
+    """Each value with one engine by default, in turn; with the other, and all values of `slow`, under `-m slow`."""
+    pairs = []
+    for index, value in enumerate(values):
+        for shift, engine in enumerate(ENGINES):
+            is_default = (index + shift) % 2 == 0 and value not in slow
+            marks = () if is_default else pytest.mark.slow
+            pairs.append(pytest.param(value, engine, marks=marks, id=f"{named(value)}-{engine}"))
     return pytest.mark.parametrize((name, "engine"), pairs)
 
 
@@ -61,7 +60,17 @@ def named(value):
     return getattr(value, "name", value)
 
 
-@with_engines("case", [case for case in CASES if case != "a large model"])  # see test_a_model
+# Cases whose solver, rule, attack, server optimizer, partition or shape of a round another test or case here has.
+COVERED = {
+    *("one worker", "plain averaging", "partial cohorts", "partial cohorts of uneven shards", "several local epochs"),
+    *("fedprox", "adam", "adamw", "adagrad", "unweighted", "a rule on whole rows", "server momentum", "float64"),
+    *("buffers averaged", "buffers of the server", "a rule on columns", "a rule with data of the server's own"),
+    *("an attack that draws", "an attack on data", "rows left out of a rule by distances", "buffers of rows left out"),
+    *("virtual shards", "virtual shards and data of the server's own", "an adaptive server"),
+}
+
+
+@with_engines("case", [case for case in CASES if case != "a large model"], COVERED)  # see test_a_model
 def test_the_contract_of_engines(case, engine):
     tables = with_small_data({**TINY, **CASES[case], "precision": "float64"})
     with refused(REFUSED.get((engine, case))):
@@ -81,7 +90,16 @@ def test_rounds_of_gradients(case, engine):
     assert_agrees_with_the_cpu(with_small_data(tables), engine)
 
 
-@pytest.mark.parametrize("case", CAPTURED)
+# By default only there, or in tests/engines/test_cuda_graphs.py, which has all cases without a GPU.
+CAPTURED_ELSEWHERE = {
+    *("uneven shards, short batches", "partial cohorts", "local steps"),  # see test_captured_steps.py
+    *("fedprox", "adamw", "rounds after rounds of gradients", "an attack on updates", "token numbers"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in CAPTURED_ELSEWHERE else ()) for case in CAPTURED]
+)
 def test_captured_steps(case):
     tables = with_small_data({**TINY, **CAPTURED[case]})
     with_graphs, without = ({**tables, "cuda_graphs": captured} for captured in (True, False))
@@ -165,24 +183,27 @@ def test_a_policy_on_the_clock(plug):
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("tf32", 1e-2), ("bf16", 5e-2)])
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])  # the slowest to change, so that references are shared
 def test_a_precision(precision, tolerance, sync, engine):
-    tables = {**TINY, "model": "2nn", "sync": sync}
+    tables = {**TINY, "model": {"name": "2nn", "hidden": 20}, "sync": sync}
     expected = run_on_cpu({**tables, "precision": "float32"})
     found, _ = run_on_gpu({**tables, "precision": precision}, **ENGINES[engine])
     assert torch.allclose(expected.global_row, found.global_row, rtol=0, atol=tolerance)
 
 
 def test_the_engine_auto():
-    tables = {**TINY, "model": "2nn"}
+    tables = {**TINY, "model": {"name": "2nn", "hidden": 20}}
     expected = fedsim.run({**tables, "device": "cpu", "engine": "serial"})
     assert_same_results(expected, run_on_gpu(tables, engine="auto")[0])
 
 
-@every_engine
-@pytest.mark.parametrize(
-    "more", [{"aggregate": "centered_clipping", "server": "adam"}, {"mode": "clock", "policy": "fedbuff"}]
-)
-def test_a_resumed_run(more, engine, tmp_path):
-    tables = {**TINY, "model": "tests.plugs:Normalised", **more}
+RESUMED = {
+    "rounds": {"aggregate": "centered_clipping", "server": "adam"},
+    "clock": {"mode": "clock", "policy": "fedbuff"},
+}
+
+
+@with_engines("case", RESUMED)
+def test_a_resumed_run(case, engine, tmp_path):
+    tables = {**TINY, "model": "tests.plugs:Normalised", **RESUMED[case]}
     expected = fedsim.run({**tables, "rounds": 4, "device": "cpu", "engine": "serial"})
     with pretend_gpu():
         tables |= {**ENGINES[engine], "checkpoint": {"every": 1}, "device": "cuda"}

@@ -21,7 +21,10 @@ from tests.commands import assert_none_left, read_until, start
 
 ROUNDS = 5
 EVERY = {"checkpoint": {"every": 1, "keep": 100}}
-SMALL = {"local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5, "steps": 3}, "model": "logistic"}
+BASE = {
+    **{"rounds": ROUNDS, "workers": 4, "engine": "serial", "model": "logistic", "data": "tests.plugs:tiny"},
+    **{"local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5, "steps": 3}, **EVERY, "records": {"curve": False}},
+}
 TIMED = {"mode": "clock", "clock": {"speed": {"name": "lognormal"}, "noise": "shifted_exponential"}}
 
 CASES = {
@@ -82,8 +85,8 @@ del ASYNCHRONOUS["sync"]
 
 
 @pytest.fixture
-def tables(tiny_experiment):
-    return {**tiny_experiment, **SMALL, "rounds": ROUNDS, "workers": 4, **EVERY, "records": {"curve": False}}
+def tables():
+    return dict(BASE)
 
 
 def records(folder):
@@ -304,15 +307,21 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, session):
+    """The tables, the folder and the result of a run of fedbuff. Do not change them."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return (tables := BASE | ASYNCHRONOUS["fedbuff"]), folder, fedsim.run(tables, folder, session=session)
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(damage, tables, tmp_path, session):
-    tables |= ASYNCHRONOUS["fedbuff"]
-    whole = fedsim.run(tables, tmp_path / "whole", session=session)
-    folder = broken_off(tmp_path / "whole", tmp_path / "again", 3)
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(damage, whole_run, tmp_path, session):
+    tables, whole_folder, whole = whole_run
+    folder = broken_off(whole_folder, tmp_path / "again", 3)
     DAMAGE[damage](folder / "checkpoints/round-00003.json", folder / "checkpoints/round-00003.safetensors")
     with pytest.warns(FedsimWarning, match=r"checkpoint of round 3: .*; round 2 is tried instead"):
         result = fedsim.run(tables, folder, resume=True, session=session)
-    assert_the_same(folder, tmp_path / "whole", result, whole)
+    assert_the_same(folder, whole_folder, result, whole)
 
 
 def test_a_run_starts_again_if_all_checkpoints_are_damaged(tables, tmp_path):
@@ -369,7 +378,7 @@ def test_a_run_that_dies_at_any_file_operation_resumes_to_the_same_result(tables
 
 
 def test_a_run_whose_processes_are_all_killed_resumes_to_the_same_result(cli, tmp_path):
-    (tmp_path / "long.toml").write_text("rounds = 100\n[local]\nsteps = 10\n[checkpoint]\nevery = 1\n")
+    (tmp_path / "long.toml").write_text("rounds = 60\n[local]\nsteps = 10\n[checkpoint]\nevery = 1\n")
     words = ["run", "long.toml", "data=tests.plugs:tiny", "model=logistic", "workers=3"]
     assert cli(*words, "engine=serial", "--out", "whole").exit_code == 0
     round = 7
@@ -378,7 +387,7 @@ def test_a_run_whose_processes_are_all_killed_resumes_to_the_same_result(cli, tm
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert_none_left(process.pid)
-    assert round <= len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 100
+    assert round <= len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 60
     done = cli(*words, "engine=serial", "--resume", "run")
     assert done.exit_code == 0, done.output
     assert "continuing after round " in done.stdout

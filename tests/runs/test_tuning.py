@@ -43,10 +43,10 @@ def test_a_way_that_is_refused_is_said_to_be_and_the_others_count(experiment):
     "changes",
     [
         {"sync": "gradients"},
-        {"sync": "post_local", "gradient_rounds": 1},
+        pytest.param({"sync": "post_local", "gradient_rounds": 1}, marks=pytest.mark.slow),  # both kinds of rounds
         {"mode": "clock", "policy": "asgd"},
         {"batched": {"width": 2}, "worker_retries": 1, "records": {"updates": [2]}},
-        {"local": {"steps": 3}},
+        pytest.param({"local": {"steps": 3}}, marks=pytest.mark.slow),
         {"aggregate": lambda updates: updates.mean(0)},
     ],
 )

@@ -1,0 +1,229 @@
+"""Programs of ranks: what they print, and how they end if a rank fails, stops, differs or is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+import fedsim
+from fedsim.records.history import METRICS
+from fedsim.records.run_folder import MODEL
+from tests.commands import ROOT, ended, free_port, read_until, start, start_python, start_ranks
+
+TORCHRUN = ("-m", "torch.distributed.run")
+
+
+def torchrun(count, *words, cwd):
+    return start_python(*TORCHRUN, "--standalone", "--nproc-per-node", str(count), *words, cwd=cwd, OMP_NUM_THREADS="1")
+
+
+def ranks_of(count, *words, cwd, own=None):
+    return start_ranks(count, ROOT / "run_experiment.py", *words, cwd=cwd, own=own)
+
+
+def error_lines(text):
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.slow
+def test_a_hook_that_makes_the_mean_infinite_is_named(tmp_path):
+    words = ["engine=distributed", "data=tests.plugs:tiny", "model=tests.plugs:Steep", "sync=gradients"]
+    words += ["distributed.hook=fp16", "rounds=1", "local.batch_size=16"]
+    codes, _, errors = ended(ranks_of(1, *words, cwd=tmp_path))
+    assert codes == [2]
+    assert error_lines(errors[0]) == [
+        'error: round 1: the mean of the gradients is not finite, though each of them is (distributed.hook = "fp16")'
+    ]
+
+
+@pytest.mark.parametrize("launcher", [None, pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_the_command_runs_on_two_ranks_and_prints_once(launcher, tmp_path):
+    """Without a launcher, the test sets the variables that torchrun sets."""
+    experiment = ROOT / "experiments" / "mnist_sync_sgd.toml"
+    changes = ["data.dataset=tests.plugs:tiny", "rounds=2", "local.batch_size=16", "name=ranked"]
+    words = [str(ROOT / "run_experiment.py"), str(experiment), *changes]
+    words += ["engine=distributed", "--out", "ranked"]
+    processes = [torchrun(2, *words, cwd=tmp_path)] if launcher else start_ranks(2, *words, cwd=tmp_path)
+    codes, outs, errors = ended(processes, 120)
+    assert not any(codes), errors
+    lines = "".join(outs).splitlines()
+    assert [line.split()[0] for line in lines] == ["ranked:", lines[1].split()[0], "round", "1", "2", "final", "ranked"]
+    assert "distributed, 2 processes on cpu" in lines[1]
+    facts = json.loads((tmp_path / "ranked" / "environment.json").read_text())
+    assert (facts["ranks"], facts["backend"], len(facts["hosts"])) == (2, "gloo", 1)
+    alone = fedsim.run(fedsim.load_experiment(experiment, [*changes, "engine=serial"]), out=tmp_path / "alone")
+    history = [json.loads(line) for line in (tmp_path / "ranked" / METRICS).read_text().splitlines()]
+    assert [record["test_accuracy"] for record in history] == [r["test_accuracy"] for r in alone.history]
+    assert (tmp_path / "ranked" / MODEL).stat().st_size == (tmp_path / "alone" / MODEL).stat().st_size
+
+
+FAILING = (
+    *("engine=distributed", "data=tests.plugs:tiny", "rounds=4", "workers=4", "local.batch_size=16"),
+    *("model=tests.plugs:FailsInRank", "model.after=7", "distributed.timeout=5"),  # after 2 workers' 4 steps: round 2
+)
+
+
+IN_BACKWARD = ("sync=gradients", "model=tests.plugs:FailsInBackward")
+LINES = {
+    "kill": "error: rank 1 of 3 ended without a word",
+    "raise": "error: worker 1 in round 2 failed (rank 1): ZeroDivisionError: this model divides by zero",
+    "hang": "error: rank 1 made no step for 5 s; a step that takes longer needs a larger distributed.timeout",
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        pytest.param("kill", (), marks=pytest.mark.slow),  # of two ranks it is tested below
+        ("raise", ()),
+        pytest.param("hang", (), marks=pytest.mark.slow),
+        ("kill", IN_BACKWARD),
+        pytest.param("raise", IN_BACKWARD, marks=pytest.mark.slow),
+        pytest.param("hang", IN_BACKWARD, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_fails_in_round_2_ends_the_others_with_one_line_each(how, words, tmp_path):
+    line = LINES[how]
+    processes = ranks_of(3, *FAILING, f"model.how={how}", *words, "--out", "run", cwd=tmp_path)
+    codes, _, errors = ended(processes)
+    assert codes[::2] == [1, 1]
+    assert codes[1] == (-signal.SIGKILL if how == "kill" else 1)
+    assert [error_lines(text) for text in errors[::2]] == [[line], [line]]
+    assert len(error_lines(errors[1])) == (how != "kill")
+    assert len((tmp_path / "run" / METRICS).read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank, tmp_path):
+    """Rank 0 keeps the store, by which ranks look after each other."""
+    words = "engine=distributed", "data=tests.plugs:tiny", "rounds=100000", "workers=4", "distributed.timeout=4"
+    processes = ranks_of(2, *words, "--out", "run", cwd=tmp_path)
+    read_until(processes[0], "    3")
+    processes[rank].send_signal(signal.SIGSTOP)
+    _, errors = processes[1 - rank].communicate(timeout=30)
+    processes[rank].kill()
+    processes[rank].communicate()
+    assert errors == f"error: rank {rank} gave no sign of life for 4 s (distributed.timeout)\n"
+    assert processes[1 - rank].returncode == 1
+
+
+@pytest.mark.slow
+def test_torchrun_ends_when_a_rank_is_killed(tmp_path):
+    words = [str(ROOT / "run_experiment.py"), *FAILING, "model.how=kill"]
+    [code], _, [errors] = ended([torchrun(2, *words, cwd=tmp_path)], 100)
+    assert code != 0
+    assert "error: rank 1 of 2 ended without a word" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "lines"),
+    [
+        (["rounds=4"], {1: ["rounds=5"]}, ["the ranks differ in the experiment: rounds = 4 on rank 0 and 5 on rank 1"]),
+        pytest.param(
+            *(["data=tests.plugs:tiny_on_rank"], {}, ["the ranks differ in the data: training inputs = "]),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["data=tests.plugs:absent_on_rank"], {}, ["rank 1: ", ""], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_differ_say_so_and_stop(words, own, lines, tmp_path):
+    words = ["engine=distributed", "data=tests.plugs:tiny", "model=logistic", "rounds=1", *words]
+    codes, outs, errors = ended(ranks_of(2, *words, cwd=tmp_path, own=own))
+    assert codes == [2, 2]
+    assert outs == ["", ""]
+    for text, expected in zip(errors, lines * (2 // len(lines)), strict=True):
+        [line] = error_lines(text)
+        assert line.startswith(f"error: {expected}")
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
+
+
+def test_a_folder_that_is_taken_stops_all_ranks(tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    words = ["engine=distributed", "data=tests.plugs:tiny", "--out", "taken"]
+    codes, _, errors = ended(ranks_of(2, *words, cwd=tmp_path))
+    assert codes == [2, 2]
+    assert "error: taken: is not empty, and not a run folder" in errors[0]
+    assert "error: rank 0: taken: is not empty, and not a run folder" in errors[1]
+
+
+def test_missing_ranks_are_named(tmp_path):
+    words = ["engine=distributed", "data=tests.plugs:tiny", "distributed.timeout=1"]
+    process = start(ROOT / "run_experiment.py", *words, cwd=tmp_path, RANK="0", WORLD_SIZE="3", MASTER_PORT=free_port())
+    codes, _, errors = ended([process])
+    assert codes == [1]
+    assert error_lines(errors[0]) == ["error: ranks 1, 2 of 3 did not join within 1 s"]
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], capture_output=True, text=True)
+
+
+@pytest.fixture
+def two_machines():
+    """Two network namespaces that a virtual link joins: the names, the link's ends, the first one's address."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and the program `ip`")
+    mark = uuid.uuid4().hex[:6]
+    names, link = [f"fedsim-{mark}-{side}" for side in "ab"], [f"fs{mark}{side}" for side in "ab"]
+    try:
+        for name in names:
+            made = ip("netns", "add", name)
+            if made.returncode:
+                pytest.skip(f"this system makes no network namespaces: {made.stderr.strip()}")
+        made = ip("link", "add", link[0], "netns", names[0], "type", "veth", "peer", "name", link[1], "netns", names[1])
+        if made.returncode:
+            pytest.skip(f"this system makes no virtual links: {made.stderr.strip()}")
+        for side, (name, end) in enumerate(zip(names, link, strict=True)):
+            assert ip("-n", name, "address", "add", f"10.213.77.{side + 1}/24", "dev", end).returncode == 0
+            for each in ("lo", end):
+                assert ip("-n", name, "link", "set", each, "up").returncode == 0
+        yield names, "10.213.77.1"
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
+@pytest.mark.slow
+def test_two_machines_run_the_two_machine_form_of_torchrun(two_machines, tmp_path):
+    names, address = two_machines
+    words = ["engine=distributed", "data=tests.plugs:tiny", "rounds=2", "local.batch_size=16", "aggregate.rule=median"]
+    processes = []
+    for rank, name in enumerate(names):
+        launcher = [*TORCHRUN, "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
+        launcher += ["--rdzv-endpoint", f"{address}:29511"]
+        program = [str(ROOT / "run_experiment.py"), *words, "--out", f"run{rank}"]
+        processes.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, *launcher, *program],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    codes, outs, errors = ended(processes, 120)
+    assert codes == [0, 0], errors
+    assert sorted(map(bool, outs)) == [False, True]  # one of them has rank 0, and speaks
+    [folder] = [Path(tmp_path / f"run{rank}") for rank in (0, 1) if (tmp_path / f"run{rank}").exists()]
+    alone = fedsim.run(
+        {
+            "engine": "serial",
+            "data": "tests.plugs:tiny",
+            "rounds": 2,
+            "local": {"batch_size": 16},
+            "aggregate": "median",
+        }
+    )
+    history = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    assert [record["test_accuracy"] for record in history] == [r["test_accuracy"] for r in alone.history]
