@@ -11,7 +11,6 @@ import torch
 import fedsim
 from fedsim.core.randomness import sample_cohort
 from fedsim.core.rows import Layout
-from fedsim.models import two_nn
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.rule_replay import load_round
 from fedsim.runs.setup import prepare
@@ -20,7 +19,7 @@ from fedsim.server import ServerStep
 from tests import plugs
 from tests.engines.test_contract import without_times
 from tests.test_simulation import local_epoch, start_of
-from tests.textbook import train_on_joint_batches
+from tests.textbook import small_two_nn, train_on_joint_batches
 
 SWITCH, ROUNDS = 2, 4
 ENGINES = {
@@ -128,7 +127,7 @@ def test_it_is_the_textbook_loop(tiny_experiment):
     train = train.to(torch.device("cpu"), torch.float64)
     shards = fedsim.dataset_split(train, 3, "iid", seed=0)
     sizes = torch.tensor([len(shard) for shard in shards], dtype=torch.double)
-    model = start_of(two_nn)
+    model = start_of(small_two_nn)
     layout = Layout.of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     train_on_joint_batches(model, optimizer, train, shards, range(1, SWITCH + 1))
@@ -157,7 +156,7 @@ def test_at_its_ends_it_is_one_or_the_other_throughout(gradient_rounds, sync, ti
 def test_bytes_follow_the_phase(tiny_experiment):
     tables = {**tiny_experiment, "rounds": ROUNDS, "local": {"steps": 5}}
     history = fedsim.run({**tables, "sync": "post_local", "gradient_rounds": SWITCH}).history
-    row = 4 * 199_210
+    row = 4 * 16_330
     sent = [3 * 5 * row] * SWITCH + [3 * row] * (ROUNDS - SWITCH)
     assert [record["bytes_up"] for record in history] == [record["bytes_down"] for record in history] == sent
 
@@ -180,7 +179,7 @@ def test_kept_updates_are_gradients_and_then_updates(tiny_experiment, tmp_path):
     tables = {**tiny_experiment, "local": {"steps": 1, "lr": 0.25}, "aggregate": "mean", "rounds": 2}
     tables |= {"sync": "post_local", "gradient_rounds": 1, "records": {"updates": [1, 2]}, "precision": "float64"}
     fedsim.run(tables, tmp_path / "run")
-    model = start_of(two_nn)
+    model = start_of(small_two_nn)
     rows = [Layout.of(model).read(model)]
     rows += [fedsim.run({**tables, "records": {}, "rounds": rounds}).global_row for rounds in (1, 2)]
     moves = [after - before for before, after in pairwise(rows)]

@@ -61,7 +61,7 @@ def test_the_environment_names_versions_device_and_commit(finished):
     assert environment["fedsim"] == fedsim.__version__
     assert environment["device"] == "cpu"
     assert environment["processes"] == 1
-    assert environment["parameters"] == 199_210
+    assert environment["parameters"] == 16_330
     assert environment["git_commit"] is None or re.match(r"[0-9a-f]{40}(\+dirty)?$", environment["git_commit"])
 
 

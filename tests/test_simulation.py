@@ -11,9 +11,9 @@ import fedsim
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.errors import SettingWarning
-from fedsim.models import Net, two_nn
+from fedsim.models import Net
 from tests import plugs
-from tests.textbook import train_on_joint_batches
+from tests.textbook import small_two_nn, train_on_joint_batches
 
 
 def start_of(factory, seed=0, dtype=torch.float64):
@@ -40,7 +40,7 @@ def shards():
 def test_model_averaging_is_the_textbook_loop(tiny_experiment, shards):
     """Every round: copy, train each worker with torch.optim.SGD, average weighted by samples."""
     result = fedsim.run({**tiny_experiment, "precision": "float64"})
-    model = start_of(two_nn)
+    model = start_of(small_two_nn)
     layout = Layout.of(model)
     global_row = layout.read(model)
     for round in (1, 2):
@@ -64,7 +64,7 @@ def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experi
     train = train.to(torch.device("cpu"), torch.float64)
     shards = fedsim.dataset_split(train, 3, "tests.plugs:uneven", seed=0)
     assert len({len(shard) for shard in shards}) == 3
-    model = start_of(two_nn)
+    model = start_of(small_two_nn)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     train_on_joint_batches(model, optimizer, train, shards, (1, 2))
     assert torch.allclose(result.global_row, Layout.of(model).read(model), rtol=0, atol=1e-12)
@@ -94,14 +94,14 @@ def test_the_history_has_one_complete_record_per_round(tiny_experiment):
         }
         assert set(record["seconds"]) == {"pull_down", "train", "aggregate", "test"}
         assert len(record["cohort"]) == 2
-        assert record["bytes_up"] == record["bytes_down"] == 2 * 4 * 199_210
+        assert record["bytes_up"] == record["bytes_down"] == 2 * 4 * 16_330
         assert json.loads(json.dumps(record)) == record
     assert result.test_accuracy == result.history[-1]["test_accuracy"]
 
 
 def test_averaged_gradients_send_bytes_at_every_step(tiny_experiment):
     tables = {**tiny_experiment, "sync": "gradients", "rounds": 1, "local": {"steps": 4}}
-    assert fedsim.run(tables).history[0]["bytes_up"] == 3 * 4 * 4 * 199_210
+    assert fedsim.run(tables).history[0]["bytes_up"] == 3 * 4 * 4 * 16_330
 
 
 def test_losses_and_accuracy_are_those_of_the_returned_model(tiny_experiment):
@@ -129,7 +129,9 @@ def test_train_loss_is_the_mean_per_sample_seen(tiny_experiment):
         train, _ = plugs.tiny(None)
         with torch.no_grad():
             x, y = train.gather(torch.arange(len(train)))
-            assert loss == pytest.approx(F.cross_entropy(start_of(two_nn, dtype=torch.float32)(x), y).item(), rel=1e-5)
+            assert loss == pytest.approx(
+                F.cross_entropy(start_of(small_two_nn, dtype=torch.float32)(x), y).item(), rel=1e-5
+            )
 
 
 @pytest.mark.parametrize("engine", [{}, {"engine": "spawn", "processes": 1}], ids=["serial", "spawn"])
@@ -245,5 +247,5 @@ def test_callbacks_get_the_prepared_run_and_every_round(tiny_experiment):
     assert rounds == result.history
     (prepared,) = starts
     assert sum(prepared.shard_sizes) == prepared.train_samples == 203
-    assert prepared.parameters == 199_210
+    assert prepared.parameters == 16_330
     assert prepared.how == {"processes": 1}

@@ -7,6 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from fedsim.core.randomness import batch_order
+from fedsim.models import two_nn
+
+
+def small_two_nn():
+    """The model of the fixture `tiny_experiment`: 16,330 parameters."""
+    return two_nn(hidden=20)
 
 
 def train_on_joint_batches(model, optimizer, train, shards, rounds, batch_size=16, seed=0):

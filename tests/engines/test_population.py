@@ -13,10 +13,10 @@ import fedsim
 from fedsim.core.randomness import batch_order, draw_key, sample_cohort
 from fedsim.core.rows import Layout
 from fedsim.data.partitions import DrawnShards, partition_shards
-from fedsim.models import two_nn
 from fedsim.runs import setup
 from fedsim.runs.setup import task_of
 from tests import plugs
+from tests.textbook import small_two_nn
 
 MILLION = {"workers": 10**6, "cohort": 4, "rounds": 3, "partition": {"strategy": "virtual", "samples": 30}}
 
@@ -29,7 +29,7 @@ def test_a_run_on_virtual_shards_is_the_textbook_loop(tiny_experiment):
     shards = partition_shards(train.targets, 10**6, "virtual", 0, samples=30, alpha=0.5)
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(draw_key(0, "model"))
-        model = two_nn().double()
+        model = small_two_nn().double()
     layout = Layout.of(model)
     global_row = layout.read(model)
     for round in (1, 2, 3):
