@@ -89,8 +89,7 @@ def test_the_history_has_one_complete_record_per_round(tiny_experiment):
         assert set(record) == {
             *("round", "test_loss", "test_accuracy", "train_loss", "seconds", "cohort", "bytes_up", "bytes_down"),
             *("coefficients", "excluded", "attack_success", "samples", "virtual_seconds", "asynchronous", "race"),
-            "lost",
-            "metrics",
+            *("lost", "metrics", "validation_loss", "validation_accuracy"),
         }
         assert set(record["seconds"]) == {"pull_down", "train", "aggregate", "test"}
         assert len(record["cohort"]) == 2
