@@ -59,6 +59,7 @@ def memory_needed(
         "rows": n_rows * row,
         "global model and optimizer state": state * row,
         "worker state and messages": (kept_rows + message_rows) * n_rows * row,
+        "full gradients": n_rows * row if task.solver.full_gradient else 0,
         "state that workers keep between rounds": min(stored, limit) + copies * stored,
         "modules": modules * row,
         "gradients and solver state": training * row,
