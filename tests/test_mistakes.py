@@ -22,7 +22,6 @@ WORDS = [
     ("byzantine=2", "write attack.fraction=0.2 or attack.workers=[0,1]"),
     ("attack.num_byzantine=2", "write attack.fraction=0.2 or attack.workers=[0,1]"),
     ("gpu=true", "write device=cuda"),
-    ("patience=3", "there is no early stopping"),
     ("save=false", "records.model=false"),
     ("test_every=5", "the model is tested after every round"),
     ("local.workers=8", "workers is a top-level key"),

@@ -201,6 +201,34 @@ def test_settings_that_do_not_fit_are_refused(tables, changes, key):
     assert [line.startswith(key) for line in error.value.lines] == [True]
 
 
+def test_weights_by_inverse_probability_are_not_asked_for_outside_the_cohort(tables):
+    fedsim.run(tables, workers=6, cohort=2, aggregate={"weights": "inverse_probability"}, evaluation={"fine_tune": 1})
+
+
+def test_an_evaluation_of_one_step_does_not_end_a_run_of_longer_rounds(tables):
+    tables["local"] = {"solver": "per_fedavg", "steps": 4, "batch_size": 200}
+    fedsim.run(tables, evaluation={"fine_tune": 1})
+
+
+def test_the_sizes_of_equal_shards_stay_known(tables):
+    partition = {"strategy": "virtual", "samples": 20}
+    fedsim.run(tables, workers=50, cohort=3, partition=partition, sampling="by_size", rounds=1)
+
+
+def test_a_number_of_workers_is_required_in_the_first_round_that_tests_them(tables):
+    stop = {"metric": "metrics.typo", "patience": 9, "mode": "max"}
+    with pytest.raises(fedsim.ExperimentError, match="stop.metric"):
+        fedsim.run(tables, rounds=4, evaluation={"every": 2}, stop=stop)
+
+
+def test_a_figure_that_is_missing_is_drawn_when_the_run_is_resumed(tables, tmp_path):
+    tables = {**tables, "checkpoint": {"every": 1}}
+    fedsim.run(tables, out=tmp_path / "run")
+    (tmp_path / "run" / "workers.png").unlink()
+    fedsim.run(tables, out=tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "workers.png").is_file()
+
+
 def test_a_damaged_table_is_one_line(tables, tmp_path):
     fedsim.run(tables, out=tmp_path / "run")
     (tmp_path / "run" / "workers-00002.csv").write_text("worker,samples\n1,x\n")

@@ -58,6 +58,7 @@ class WorkerRound:
         rows: the rows, [d] or [k, d].
         full_gradient: the mean gradient of all samples of each worker at the row it was sent, [..., d]; None unless the
             algorithm declares `full_gradient`.
+        only_tested: whether the rows are tested after this training and not sent, so that `finish` is not called.
     """
 
     received: State
@@ -65,6 +66,7 @@ class WorkerRound:
     facts: Sequence[WorkerFacts]
     rows: Tensor
     full_gradient: Tensor | None = None
+    only_tested: bool = False
 
     @cached_property
     def workers(self) -> Tensor:

@@ -20,8 +20,8 @@ class PerFedAvg(ClientAlgorithm):
 
     Two local steps, on two batches, are one step of the paper: x' = x - inner_lr (gradient at x), then
     x -= lr (gradient at x'). Of an odd number of local steps the last one is not used. The personal model is x' of the
-    global model, so the test after local training (of one step with `sgd` and lr = inner_lr) shows it. The training
-    loss is the mean over both batches.
+    global model; workers keep none. The test of workers after local training of an odd number of steps tests x'. The
+    training loss is the mean over both batches.
 
     Args:
         lr: learning rate of x, >= 0.
@@ -49,7 +49,7 @@ class PerFedAvg(ClientAlgorithm):
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
         for fact in worker.facts:
-            if fact.steps < 2:
+            if fact.steps < 2 and not worker.only_tested:
                 raise ExperimentError(
                     'local.solver = "per_fedavg": needs two local steps in a round, and '
                     f"worker {fact.worker} has one; use local.steps or a smaller local.batch_size"

@@ -35,6 +35,7 @@ def problems_with(experiment: Experiment) -> list[str]:
         *_check_engine(experiment, engine_class),
         *_check_unused_keys(experiment),
         *_check_evaluation(experiment),
+        *_check_full_gradients(experiment),
         *_check_sync(experiment),
         *check_local_work(experiment, policy),
         *_check_mode(experiment, policy),
@@ -188,6 +189,14 @@ def _check_evaluation(experiment: Experiment) -> Iterator[str]:
     for round in updates:
         if round % every == 0 or round == experiment.rounds:
             yield f"records.updates: workers are tested after round {round}, which overwrites its updates; omit it"
+
+
+def _check_full_gradients(experiment: Experiment) -> Iterator[str]:
+    if experiment.aggregate.nonfinite == "exclude" and experiment.client_algorithm.has("receive_gradients"):
+        yield (
+            f"local.solver = {show(experiment.local.solver)}: sends the mean of all gradients before workers can be "
+            'excluded, so it does not work with aggregate.nonfinite = "exclude"; use "error" or another solver'
+        )
 
 
 def _check_sync(experiment: Experiment) -> Iterator[str]:

@@ -68,8 +68,10 @@ def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> Non
 
 
 def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
-    """The weights [n] by inverse probability of some workers of the cohort."""
-    return shared.cohort_weights[torch.searchsorted(shared.cohort_workers, torch.tensor(workers))]
+    """The weights [n] by inverse probability of some workers; 1 for workers that are not in the cohort."""
+    wanted = torch.tensor(workers)
+    places = torch.searchsorted(shared.cohort_workers, wanted).clamp_(max=len(shared.cohort_workers) - 1)
+    return torch.where(shared.cohort_workers[places] == wanted, shared.cohort_weights[places], 1.0)
 
 
 def weights_of(task: TaskSpec, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:

@@ -147,7 +147,7 @@ class Engine:
     def received_bytes(self, round: int) -> int:
         """The bytes that one worker receives before it trains."""
         task, shared = self._task, self.shared
-        row = shared.global_row.nbytes if task.sync_in(round) == "parameters" else 0
+        row = shared.global_row.nbytes - personal_bytes(task) if task.sync_in(round) == "parameters" else 0
         return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
 
     def train(self, cohort: Sequence[int], round: int) -> None:

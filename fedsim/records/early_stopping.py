@@ -46,6 +46,11 @@ class EarlyStopping:
         best = f"; the best is {self._best:.6g} in round {self._best_round}" if self._best_round else ""
         return f"{stop.metric} has not improved{more} for {stop.patience} rounds{best}"
 
+    @property
+    def has_best(self) -> bool:
+        """Whether any round has had the metric."""
+        return self._best_round > 0
+
     def require_number(self, record: RoundRecord) -> None:
         """Raise ExperimentError if a round does not have the metric at all."""
         first, *name = self._metric.path

@@ -7,7 +7,6 @@ last line of the metrics may be incomplete. Any other damage is an error with it
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +23,7 @@ from fedsim.records.history import METRICS, first_problem, read_file, read_metri
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import Count, Number, RoundRecord
 from fedsim.records.run_folder import ENVIRONMENT, EXPERIMENT
-from fedsim.records.worker_results import read_csv
+from fedsim.records.worker_results import newest_table, read_csv
 from fedsim.system.files import is_file, is_outside
 
 PARTITION, GRID, ERROR = "partition.json", "grid.json", "error.txt"
@@ -167,7 +166,7 @@ def read_run(folder: Path) -> Run | None:
     if not is_file(folder / METRICS):
         return None
     rounds, torn = read_metrics(folder / METRICS)
-    tables = sorted(path for path in folder.glob("workers-*.csv") if re.fullmatch(r"workers-\d{5,9}", path.stem))
+    table = newest_table(folder)
     return Run(
         folder=folder,
         experiment=read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {},
@@ -175,7 +174,7 @@ def read_run(folder: Path) -> Run | None:
         rounds=rounds,
         torn=torn,
         partition=_read_partition(folder / PARTITION) if is_file(folder / PARTITION) else StoredPartition(),
-        workers=read_csv(tables[-1]) if tables else None,
+        workers=read_csv(table) if table else None,
     )
 
 

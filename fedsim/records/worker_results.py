@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,18 @@ def read_csv(path: Path) -> WorkerResults:
         workers, counts = list(map(int, numbers)), list(map(int, samples))
     except (ValueError, IndexError, KeyError):
         raise RecordError(f"{path}: is not a table of workers, their samples, losses and accuracies") from None
-    return WorkerResults(int(path.stem.rpartition("-")[2]), workers, counts, loss, accuracy)
+    return WorkerResults(_round_of(path), workers, counts, loss, accuracy)
+
+
+def newest_table(folder: Path, most: int | None = None) -> Path | None:
+    """The last table in a run folder, of round `most` at the latest; None if there is none."""
+    tables = sorted(path for path in folder.glob("workers-*.csv") if re.fullmatch(r"workers-\d{5,9}", path.stem))
+    usable = [path for path in tables if most is None or _round_of(path) <= most]
+    return usable[-1] if usable else None
+
+
+def _round_of(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
 
 
 def draw_workers(results: WorkerResults, title: str) -> Figure:

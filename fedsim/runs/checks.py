@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -63,6 +64,11 @@ def check_client_algorithm(experiment: Experiment, task: TaskSpec) -> None:
         raise ExperimentError(
             f"buffers = {show(task.buffers)}: with {solver} buffers such as BatchNorm statistics stay with the "
             "workers; use buffers=local"
+        )
+    sampling = experiment.sampling.bind()
+    if "losses" in sampling.accepts and task.solver.personal_columns.width:
+        raise ExperimentError(
+            f"{sampling.place}: computes losses of the global model, and with {solver} workers keep a part of it"
         )
     if task.solver.personal_columns.width == layout.d:
         for key, value in (("processors", experiment.processors), ("attack", experiment.byzantine)):
@@ -141,7 +147,14 @@ def _check_autocast(experiment: Experiment, task: TaskSpec, inputs: Tensor, targ
 def check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorData, sizes: Mapping[int, int]) -> None:
     """Check that the model can be trained on one sample if a worker has such a batch; `sizes` of shards by worker."""
     schedule = task.schedule
-    worker = next((k for k, size in sizes.items() if schedule.longest(k).smallest_batch(size) == 1), None)
+    epoch = replace(schedule, epochs=1, steps=None)  # of local training before a test of workers
+    whole = replace(epoch, drop_last=False)  # the pass of a full gradient
+    always = [epoch] * bool(experiment.evaluation.fine_tune) + [whole] * task.solver.full_gradient
+
+    def smallest_batch(worker: int, size: int) -> int:
+        return min(each.smallest_batch(size) for each in (schedule.longest(worker), *always))
+
+    worker = next((k for k, size in sizes.items() if smallest_batch(k, size) == 1), None)
     if worker is None:
         return
     batch_size, strategy = experiment.local.batch_size, show(experiment.partition.strategy)
@@ -151,7 +164,7 @@ def check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorDa
         subject, remedy = "local.batch_size = 1: each batch has", "set it to 2 or more"
     else:
         subject = f"local.batch_size = {batch_size}: the last batch of worker {worker} ({sizes[worker]} samples) has"
-        remedy = "set local.drop_last = true"
+        remedy = "use another local.batch_size" if task.solver.full_gradient else "set local.drop_last = true"
 
     def line(reason: str) -> str:
         return f"{subject} one sample, on which the model cannot be trained ({reason}); {remedy}"

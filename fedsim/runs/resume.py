@@ -8,6 +8,7 @@ from typing import Any
 
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import describe, experiment_of
+from fedsim.config.task_tables import Stop
 from fedsim.core.import_policy import untrusted_config
 from fedsim.core.objects import names_in, with_objects
 from fedsim.core.snapshot import Snapshot
@@ -26,6 +27,9 @@ from fedsim.runs.setup import PreparedRun
 UNFIT = (RecordError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
 
 State = tuple[int, Snapshot]  # the last finished round, and the state after it
+
+
+LENGTH = ("rounds", *(f"stop.{key}" for key in Stop.model_fields))  # keys that only say when a run ends
 
 
 class ResumeState:
@@ -127,7 +131,7 @@ def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: 
     file, own = folder.path / EXPERIMENT, experiment.resolved()
     with untrusted_config(file, [own]):
         there = experiment_of(with_objects(describe(file), names_in(experiment.model_dump())))
-    lines = differences_of(there.resolved(), own, (*NO_EFFECT, "rounds"))
+    lines = differences_of(there.resolved(), own, (*NO_EFFECT, *LENGTH))
     if experiment.rounds < max(rounds, there.rounds):
         lines.append(f"rounds: {there.rounds} there, {experiment.rounds} here; a resumed run can only have more")
     if lines:

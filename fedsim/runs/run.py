@@ -23,7 +23,7 @@ from fedsim.records.early_stopping import EarlyStopping, stop_reason
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.tensorboard import TensorBoardWriter
-from fedsim.records.worker_results import draw_workers
+from fedsim.records.worker_results import draw_workers, newest_table, read_csv
 from fedsim.runs.loops.choose import loop_of
 from fedsim.runs.recovery import recovering
 from fedsim.runs.resume import ResumeState, choices_of
@@ -132,7 +132,6 @@ def run(
             if on_setup:
                 on_setup(step)
 
-        ended = stop_reason(past.records, experiment.stop)  # of an earlier session
         experiment_here, scratch = past.with_earlier_choices(experiment), str(folder.path) if folder else None
         prepared, engine = stack.enter_context(prepare(experiment_here, session, note, setup, scratch=scratch))
         results: list[WorkerResults] = []
@@ -140,6 +139,9 @@ def run(
         loop = recovering(loop, prepared, engine, note)
         prepared = replace(prepared, done=past.restore(loop, engine) if resume else 0)
         history, board = past.records, None
+        ended = stop_reason(history, experiment.stop)  # in the earlier part of the run
+        if folder and (table := newest_table(folder.path, prepared.done)):
+            results.append(read_csv(table))
         if folder and experiment.records.tensorboard:
             board = TensorBoardWriter(folder.path, experiment.resolved(), after=prepared.done)
             stack.enter_context(board)
@@ -161,7 +163,8 @@ def run(
             record = loop.run_round(round)
             history.append(record)
             if experiment.stop.active:
-                if round == 1 and not experiment.data.worker_test:
+                evaluated = not experiment.data.worker_test or (results and results[-1].round == round)
+                if record.cohort and evaluated and not stopping.has_best:
                     stopping.require_number(record)
                 stopped = engine.broadcast(stopping.update(record))
             if out is not None and round in experiment.records.updates and record.cohort:  # all ranks take part

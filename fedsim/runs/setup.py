@@ -165,7 +165,7 @@ def prepare(
         checks.check_last_steps(experiment, task, cohorts.cohorts_of(experiment, shards))
 
         on_setup(f"getting the engine {experiment.engine} ready for the first round")
-        root = _root(experiment, train) if task.rule.accepts("root") else None
+        root = _root(experiment, train, worker_tests) if task.rule.accepts("root") else None
         shared = engine.allocate(task, experiment.cohort_size, train, test, shards, root, worker_tests, validation)
         how = _begin(experiment, engine, task, shared, note)
         shards_described = [shards.of(worker).numpy() for worker in described]
@@ -325,12 +325,14 @@ def _processes(experiment: Experiment, device: torch.device) -> int:
     return processes
 
 
-def _root(experiment: Experiment, train: TensorData) -> np.ndarray:
-    """The server's own samples: some of the training samples, drawn at random."""
-    size = experiment.aggregate.root_samples
-    if size > len(train):
-        raise ExperimentError(f"aggregate.root_samples = {size}: there are {len(train)} training samples")
-    return np.sort(numpy_generator(experiment.seed, "root").choice(len(train), size, replace=False))
+def _root(experiment: Experiment, train: TensorData, worker_tests: Shards | None) -> np.ndarray:
+    """The server's own samples: some of the training samples, drawn at random, on which no worker tests."""
+    size, samples = experiment.aggregate.root_samples, np.arange(len(train))
+    if worker_tests is not None and worker_tests.listed:
+        samples = np.setdiff1d(samples, np.concatenate([worker_tests.of(k).numpy() for k in range(len(worker_tests))]))
+    if size > len(samples):
+        raise ExperimentError(f"aggregate.root_samples = {size}: there are {len(samples)} training samples")
+    return np.sort(samples[numpy_generator(experiment.seed, "root").choice(len(samples), size, replace=False)])
 
 
 def _shards(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -114,13 +115,20 @@ def _shortened(experiment: Experiment, keys: dict[str, Any]) -> Experiment:
     """Two rounds of few steps, of the same work otherwise."""
     tables = experiment.model_dump(exclude_none=True)  # with objects
     used = engines.get(keys["engine"]).target.traits.settings(keys.get("processes", 1))
-    for key in (SETTINGS - used) | {"records", "checkpoint"}:  # nothing is written
+    for key in (SETTINGS - used) | {"records", "checkpoint", "stop", "evaluation"}:  # nothing is written or tested
         tables.pop(key, None)
+    tables["data"].pop("worker_test", None)
+    tables["server"].pop("schedule", None)
     if experiment.sync == "post_local":
         tables["sync"] = "gradients" if 2 * experiment.rounds_of_gradients > experiment.rounds else "parameters"
         tables.pop("gradient_rounds", None)
-    local, steps = {key: value for key, value in tables["local"].items() if key != "epochs"}, experiment.local.steps
-    tables["local"] = {**local, "steps": min(STEPS, steps) if isinstance(steps, int) else STEPS}
+    local, steps = tables["local"], experiment.local.steps
+    local.pop("schedule", None)
+    with contextlib.suppress(ExperimentError):  # some client algorithms divide the epochs of a round
+        shorter = min(STEPS, steps) if isinstance(steps, int) else STEPS
+        experiment.client_algorithm.check_work(None, shorter)
+        local.pop("epochs", None)
+        local["steps"] = shorter
     return Experiment(**{**tables, **keys, "rounds": 2})
 
 

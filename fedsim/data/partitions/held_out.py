@@ -42,6 +42,7 @@ class PartOfShards(Shards):
 
     def __init__(self, shards: Shards, fraction: float, seed: int, *, held_out: bool) -> None:
         self._shards, self._fraction, self._seed, self._held_out = shards, fraction, seed, held_out
+        self.equal_sizes = shards.equal_sizes
 
     @property
     def listed(self) -> bool:  # type: ignore[override]

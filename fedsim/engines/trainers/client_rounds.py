@@ -56,7 +56,8 @@ class ClientRounds:
         if not received:  # all workers of a round are sent the same
             received = self._task.solver_at(members[0].round).send(shared.server_state)
         full_gradient = shared.full_gradients[index] if self._algorithm.full_gradient else None
-        return WorkerRound(received, self._kept(index), [self._facts(m) for m in members], rows, full_gradient)
+        facts, only_tested = [self._facts(member) for member in members], not members[0].ends
+        return WorkerRound(received, self._kept(index), facts, rows, full_gradient, only_tested)
 
     def _facts(self, member: WorkItem) -> WorkerFacts:
         task, worker, samples = self._task, member.worker, self._batch_source.size(member.worker)
