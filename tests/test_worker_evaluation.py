@@ -221,6 +221,19 @@ def test_a_number_of_workers_is_required_in_the_first_round_that_tests_them(tabl
         fedsim.run(tables, rounds=4, evaluation={"every": 2}, stop=stop)
 
 
+def test_patience_counts_the_rounds_in_which_workers_are_tested(tables):
+    stop = {"metric": "metrics.global_worker_accuracy_mean", "patience": 1, "mode": "max", "min_delta": 2.0}
+    result = fedsim.run(tables, rounds=9, evaluation={"every": 2}, stop=stop)
+    assert len(result.history) == 4  # the first test is the best one, and the second does not improve on it
+
+
+def test_the_terminal_shows_them(tables, capsys):
+    fedsim.run(tables, rounds=2, evaluation={"fine_tune": 1}, progress=True)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("3 workers: ")]
+    assert len(lines) == 1
+    assert "after local training" in lines[0]
+
+
 def test_a_figure_that_is_missing_is_drawn_when_the_run_is_resumed(tables, tmp_path):
     tables = {**tables, "checkpoint": {"every": 1}}
     fedsim.run(tables, out=tmp_path / "run")

@@ -18,7 +18,8 @@ class EarlyStopping:
     """Looks at the records of a run in order.
 
     The run ends if the metric has reached the target, or has not improved by more than `min_delta` for `patience`
-    rounds. A round without a finite number is no improvement (Prechelt 1998).
+    rounds; rounds after which it is not measured do not count. A number that is not finite is no improvement (Prechelt
+    1998).
 
     >>> from fedsim.config.task_tables import Stop
     >>> stopping = EarlyStopping(Stop(metric="test_accuracy", patience=2))
@@ -30,17 +31,21 @@ class EarlyStopping:
 
     def __init__(self, stop: Stop) -> None:
         self._stop, self._metric = stop, Metric("", path=tuple(stop.metric.split(".", 1)))
-        self._best, self._best_round = math.nan, 0
+        self._best, self._best_round, self._without = math.nan, 0, 0
 
     def update(self, record: RoundRecord) -> str | None:
         """Why the run ends after this round; None if it does not."""
         stop, sign = self._stop, 1 if self._stop.direction == "max" else -1
+        first, *name = self._metric.path
+        if name and not record[first].keys() & set(name):  # it is not measured after each round
+            return None
         value = self._metric.read(record)
+        self._without += 1
         if value is not None and stop.target is not None and sign * value >= sign * stop.target:
             return f"{stop.metric} is {value:.6g} and has reached the target {stop.target:g}"
         if value is not None and not sign * (value - self._best) <= stop.min_delta:  # true without a best
-            self._best, self._best_round = value, record.round
-        if stop.patience is None or record.round - self._best_round < stop.patience:
+            self._best, self._best_round, self._without = value, record.round, 0
+        if stop.patience is None or self._without < stop.patience:
             return None
         more = f" by more than {stop.min_delta:g}" if stop.min_delta else ""
         best = f"; the best is {self._best:.6g} in round {self._best_round}" if self._best_round else ""

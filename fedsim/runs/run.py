@@ -132,6 +132,7 @@ def run(
             if on_setup:
                 on_setup(step)
 
+        ended = stop_reason(past.records, experiment.stop)  # in an earlier session, perhaps after the last checkpoint
         experiment_here, scratch = past.with_earlier_choices(experiment), str(folder.path) if folder else None
         prepared, engine = stack.enter_context(prepare(experiment_here, session, note, setup, scratch=scratch))
         results: list[WorkerResults] = []
@@ -139,7 +140,6 @@ def run(
         loop = recovering(loop, prepared, engine, note)
         prepared = replace(prepared, done=past.restore(loop, engine) if resume else 0)
         history, board = past.records, None
-        ended = stop_reason(history, experiment.stop)  # in the earlier part of the run
         if folder and (table := newest_table(folder.path, prepared.done)):
             results.append(read_csv(table))
         if folder and experiment.records.tensorboard:
@@ -178,6 +178,8 @@ def run(
             if board:
                 board.round(record)
             display.round(record)
+            if results and results[-1].round == round:
+                display.workers(results[-1])
             if on_round:
                 on_round(record)
             if out is not None and engine.broadcast(

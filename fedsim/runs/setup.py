@@ -17,9 +17,9 @@ from fedsim.clients import as_algorithm
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import what_needs_rows
 from fedsim.core.objects import names_in, why_unsendable
-from fedsim.core.randomness import numpy_generator, preserve_random_state, sample_workers
+from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout
-from fedsim.data import Shards, TensorData, hold_out, label_counts, partition_shards, transforms_of_workers
+from fedsim.data import label_counts, transforms_of_workers
 from fedsim.data.validation_split import split_validation
 from fedsim.engines import Engine, Schedule, TaskSpec
 from fedsim.engines import engine as engines
@@ -30,13 +30,13 @@ from fedsim.engines.schedule import Amount, DrawnAmount
 from fedsim.engines.task import SharedState, buffer_bytes
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.runs import checks, cohorts
+from fedsim.runs.samples import server_samples, shards_of, workers_to_describe
 from fedsim.runs.session import Session
 from fedsim.system.devices import describe_device, shares_memory
 from fedsim.system.openmp import warn_if_threads_spin
 from fedsim.system.precision import PRECISIONS
 
 MOST_RACING = 32  # processes of a race by default; each takes a quarter of a gigabyte
-MOST_SAMPLED = 1_000  # workers whose shards are drawn to describe a virtual population
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def prepare(
         train, validation = split_validation(train, data.validation, experiment.seed, fewest)
 
         on_setup(f"partitioning the data among {experiment.workers:,} workers")
-        shards, worker_tests = _shards(experiment, train)
-        sampled = _sampled_workers(shards, experiment.seed)
+        shards, worker_tests = shards_of(experiment, train)
+        sampled = workers_to_describe(shards, experiment.seed)
         described: Sequence[int] = range(len(shards)) if sampled is None else sampled
         sizes = {worker: shards.size(worker) for worker in described}
         checks.check_smallest_batch(experiment, task, train, sizes)
@@ -165,7 +165,7 @@ def prepare(
         checks.check_last_steps(experiment, task, cohorts.cohorts_of(experiment, shards))
 
         on_setup(f"getting the engine {experiment.engine} ready for the first round")
-        root = _root(experiment, train, worker_tests) if task.rule.accepts("root") else None
+        root = server_samples(experiment, train, worker_tests) if task.rule.accepts("root") else None
         shared = engine.allocate(task, experiment.cohort_size, train, test, shards, root, worker_tests, validation)
         how = _begin(experiment, engine, task, shared, note)
         shards_described = [shards.of(worker).numpy() for worker in described]
@@ -323,30 +323,3 @@ def _processes(experiment: Experiment, device: torch.device) -> int:
             f'engine = "{experiment.engine}": processes cannot share memory of the device {device}; use processes=1'
         )
     return processes
-
-
-def _root(experiment: Experiment, train: TensorData, worker_tests: Shards | None) -> np.ndarray:
-    """The server's own samples: some of the training samples, drawn at random, on which no worker tests."""
-    size, samples = experiment.aggregate.root_samples, np.arange(len(train))
-    if worker_tests is not None and worker_tests.listed:
-        samples = np.setdiff1d(samples, np.concatenate([worker_tests.of(k).numpy() for k in range(len(worker_tests))]))
-    if size > len(samples):
-        raise ExperimentError(f"aggregate.root_samples = {size}: there are {len(samples)} training samples")
-    return np.sort(samples[numpy_generator(experiment.seed, "root").choice(len(samples), size, replace=False)])
-
-
-def _shards(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards | None]:
-    """The samples that each worker trains on, and those that it tests on, if workers are evaluated."""
-    chosen, labels = experiment.partition, train.targets.cpu()
-    shards = partition_shards(
-        labels, experiment.workers, chosen.strategy, experiment.seed, ids=train.ids, **chosen.params
-    )
-    fraction = experiment.data.worker_test
-    return hold_out(shards, fraction, experiment.seed) if fraction else (shards, None)
-
-
-def _sampled_workers(shards: Shards, seed: int) -> list[int] | None:
-    """Workers drawn at random that represent a large virtual population; None if all can be described."""
-    if shards.listed or len(shards) <= MOST_SAMPLED:
-        return None
-    return sample_workers(numpy_generator(seed, "look"), len(shards), MOST_SAMPLED).tolist()

@@ -12,8 +12,10 @@ from tqdm import tqdm
 
 from fedsim.config.experiment import Experiment
 from fedsim.core.confidence import fixed
+from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import plural
 from fedsim.records.record import Metric, RoundRecord
+from fedsim.records.worker_results import workers_line
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.loops.race_loop import caveat
 from fedsim.runs.setup import PreparedRun
@@ -77,6 +79,10 @@ class Display:
             self._columns = columns_of(record)
             self._print(table_header(self._columns))
         self._print(table_line(self._columns, record))
+
+    def workers(self, results: WorkerResults) -> None:
+        """Print the accuracies on the workers' own test samples."""
+        self._print(workers_line(results))
 
     def stopped(self, line: str) -> None:
         """Print that the run ends, or has ended, before its last round."""

@@ -32,7 +32,8 @@ def columns_of(record: RoundRecord) -> list[Metric]:
     columns = [ROUND]
     columns += [each for each in METRICS if each.column and each.key not in absent and "{}" not in each.column]
     for group, most in (("seconds", 0 if on_clock else None), ("metrics", MOST_METRICS)):
-        columns += [each for each in metrics_in([record]) if each.path[0] == group][:most]
+        shown = [each for each in metrics_in([record]) if each.path[0] == group and "_worker_accuracy_" not in each.key]
+        columns += shown[:most]
     return columns
 
 
@@ -68,6 +69,8 @@ def _algorithm(experiment: Experiment) -> str:
     described = f"{policy.name} ({params})" if params else policy.name
     if policy.bind().in_rounds:
         described = f"{experiment.aggregate.label} of {_aggregated(experiment)}"
+    if experiment.local.solver != type(experiment.local).model_fields["solver"].default:
+        described = f"{experiment.local.solver}; {described}"
     if experiment.mode == "rounds":
         return described
     if experiment.mode == "race":
@@ -118,9 +121,14 @@ def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
     figure.suptitle(f"{title}: {reached}", fontsize="medium")
     accuracy, loss, *further = figure.subplots(1, 3 if timed else 2)
     style, second = line_style(0, len(rounds)), line_style(1, len(rounds))
-    accuracy.plot(rounds, accuracies, **style)
+    accuracy.plot(rounds, accuracies, **style, label="test")
     loss.plot(rounds, numbers("test_loss"), **style, label="test")
     loss.plot(rounds, numbers("train_loss"), **second, label="train")
+    if numbers("validation_accuracy")[-1] is not None:
+        third = line_style(2, len(rounds))
+        accuracy.plot(rounds, numbers("validation_accuracy"), **third, label="validation")
+        loss.plot(rounds, numbers("validation_loss"), **third, label="validation")
+        accuracy.legend(fontsize="small")
     loss.set(xlabel="round", ylabel="loss")
     loss.legend(fontsize="small")
     for axes in further:

@@ -1,0 +1,39 @@
+"""Which samples the workers and the server of an experiment have."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedsim.config.experiment import Experiment
+from fedsim.core.randomness import numpy_generator, sample_workers
+from fedsim.data import Shards, TensorData, hold_out, partition_shards
+from fedsim.errors import ExperimentError
+
+MOST_SAMPLED = 1_000  # workers whose shards are drawn to describe a virtual population
+
+
+def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shards | None) -> np.ndarray:
+    """The server's own samples: some of the training samples, drawn at random, on which no worker tests."""
+    size, samples = experiment.aggregate.root_samples, np.arange(len(train))
+    if worker_tests is not None and worker_tests.listed:
+        samples = np.setdiff1d(samples, np.concatenate([worker_tests.of(k).numpy() for k in range(len(worker_tests))]))
+    if size > len(samples):
+        raise ExperimentError(f"aggregate.root_samples = {size}: there are {len(samples)} training samples")
+    return np.sort(samples[numpy_generator(experiment.seed, "root").choice(len(samples), size, replace=False)])
+
+
+def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards | None]:
+    """The samples that each worker trains on, and those that it tests on, if workers are evaluated."""
+    chosen, labels = experiment.partition, train.targets.cpu()
+    shards = partition_shards(
+        labels, experiment.workers, chosen.strategy, experiment.seed, ids=train.ids, **chosen.params
+    )
+    fraction = experiment.data.worker_test
+    return hold_out(shards, fraction, experiment.seed) if fraction else (shards, None)
+
+
+def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
+    """Workers drawn at random that represent a large virtual population; None if all can be described."""
+    if shards.listed or len(shards) <= MOST_SAMPLED:
+        return None
+    return sample_workers(numpy_generator(seed, "look"), len(shards), MOST_SAMPLED).tolist()
