@@ -32,11 +32,11 @@ NORMALISATION_LAYERS: tuple[Any, ...] = (
 
 
 class PersonalSGD(SGD):
-    """SGD of a row some of whose columns stay with the worker."""
+    """SGD of rows with personal columns, which stay with the worker. Subclasses define `personal_names`."""
 
     def personal_names(self, module: nn.Module) -> Collection[str]:
         """The names of the personal parameters of a model."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define `personal_names`")
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
         names = self.personal_names(module)
@@ -230,7 +230,7 @@ class FedBN(PersonalSGD):
 @solver("local_only")
 @dataclass(frozen=True)
 class LocalOnly(PersonalSGD):
-    """SGD of each worker on its own model; nothing is averaged, and nothing is sent.
+    """SGD of each worker on its own model. The server averages nothing, and the workers send nothing.
 
     The baseline of personalised learning, as in Dinh et al. 2020. The global model remains as at the start. A model
     with buffers, such as BatchNorm statistics, needs `buffers = "local"`.

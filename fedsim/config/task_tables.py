@@ -41,7 +41,7 @@ class Task(PlugTable):
     def bind(self) -> LearningTask:
         task = super().bind()
         if missing := [name for name in ("loss", "correct", "check_outputs") if not hasattr(task, name)]:
-            raise ExperimentError(f"task.name = {show(self.name)}: has no method {missing[0]}; see LearningTask")
+            raise ExperimentError(f"task.name = {show(self.name)}: has no method {missing[0]}; LearningTask names all")
         return task
 
 

@@ -26,7 +26,7 @@ class LearningTask(Protocol):
     """
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """The mean loss of the samples, or with reduction = "none" the loss [batch] of each."""
+        """The mean loss of the samples; with reduction = "none" the loss of each sample, [batch]."""
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Which answers are correct, bool [batch]. The accuracy is their share."""

@@ -24,7 +24,7 @@ Split = Literal["test", "validation"]
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The numbers of a test of the global model, under their names in `RoundRecord`; None if there is no such number.
+    """The results of a test of the global model, named as in `RoundRecord`. A result that was not computed is None.
 
     >>> from fedsim.engines.evaluation import EvaluationResult
     >>> EvaluationResult.mean([EvaluationResult(0.5, 0.75), EvaluationResult(1.5, 0.25)]).test_loss

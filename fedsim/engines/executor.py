@@ -127,7 +127,7 @@ class Executor:
         synchronize(self.task.device)
 
     def train_apart(self, members: Sequence[WorkItem]) -> None:
-        """Train this process's share of members whose rounds differ; their rows hold their start values."""
+        """Train this process's share of members whose rounds differ. Their rows hold the parameters to start from."""
         self.train_mine(self._share_of(members))
 
     def train_mine(self, members: Sequence[WorkItem]) -> None:

@@ -61,7 +61,7 @@ class WorkerStates:
             rows[name][slots] = kept[places].to(rows[name].device)
 
     def load_cohort(self, cohort: Sequence[int], rows: State) -> None:
-        """Copy the state of a cohort to the first of `rows` [n, w]; the others get that of a first round."""
+        """Copy the state of a cohort to the first of `rows` [n, w]. The other rows get the initial state."""
         self.load(cohort, rows, range(len(cohort)))
         for name, row in self.initial.items():
             rows[name][len(cohort) :] = row

@@ -180,7 +180,7 @@ def groups(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serial():
-    """The result of `serial` for a case, computed once."""
+    """A function that returns the result of a case on the engine `serial`. It computes each result once."""
     found = {}
 
     def run(tables):

@@ -71,7 +71,7 @@ class RankGroup:
 
     @classmethod
     def join(cls, *, init: str, backend: str | None, timeout: float, device: str) -> RankGroup:
-        """The group of this process, which it joins in the first call.
+        """The group of this process. The first call joins it.
 
         Raises ExperimentError without a launcher, and WorkerError if the others do not join in time.
         """
@@ -294,7 +294,7 @@ class RankGroup:
         return True
 
     def _done_on_device(self, work: Any) -> bool:
-        """The same for work of a device, whose own wait has no timeout."""
+        """Wait for work of a device; whether it is done in time. The device's own wait has no timeout."""
         deadline = time.monotonic() + self._watchdog.interval
         while not work.is_completed():
             if time.monotonic() > deadline:

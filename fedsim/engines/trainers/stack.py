@@ -209,7 +209,7 @@ class Stack:
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
 
     def alterations_of_view(self, purpose: str) -> list[Alteration | None]:
-        """The changes of the members' batches without augmentation, with draws for a purpose."""
+        """The transform and the poisoning of each member's batches, unaugmented. `purpose` is that of the draws."""
         source = self._batch_source
         return [source.alteration_of_view(member.worker, member.round, purpose) for member in self.members]
 
