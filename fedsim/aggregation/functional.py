@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -67,7 +65,7 @@ def aggregate(
     """
     if nonfinite not in get_args(Nonfinite):
         raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
-    pipeline = _pipeline(rule, params)
+    pipeline = make_pipeline(resolve(rule, params))
     updates, rebuild = as_rows(updates, "updates")
     updates = checked_matrix(updates, "updates")
     n, d = updates.shape
@@ -111,19 +109,6 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
     inputs = AggregationInputs(checked_matrix(updates, "updates"), seed=seed)
     with alone_if_small(updates.numel()), full_precision(updates.device):
         return rebuild(pipeline.rows(screened(inputs, "error")[0]).block())
-
-
-def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
-    """The pipeline of `rule` and `params`; a registered rule with the same parameters is looked up once."""
-    if isinstance(rule, str) and ":" not in rule:
-        with contextlib.suppress(TypeError):  # a parameter that cannot be a key
-            return _cached_pipeline(rule, **params)
-    return make_pipeline(resolve(rule, params))
-
-
-@functools.lru_cache(maxsize=64, typed=True)  # 2 and 2.0 are not the same f
-def _cached_pipeline(rule: str, /, **params: Any) -> Pipeline:
-    return make_pipeline(resolve(rule, params))
 
 
 def _checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: Pipeline) -> Tensor | None:

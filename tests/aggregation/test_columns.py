@@ -6,8 +6,6 @@ import torch
 import fedsim
 from fedsim.aggregation.numerics.columns import (
     bad_rows,
-    distances_from,
-    distances_to,
     products_with,
     squared_distances_to,
     wide_blocks,
@@ -47,33 +45,6 @@ def test_distances_and_products_are_sums_in_double_precision(d, dtype):
         expected = torch.tensor(expected, dtype=torch.double)
         assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12 * d)
     assert torch.equal(updates, before)
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("far", [0, 1, 8], ids=lambda far: f"{far} far")
-@pytest.mark.parametrize("d", [0, 1, 700])
-def test_distances_from_the_limit_on_are_exact(d, far, dtype, scale):
-    updates, point = normal(8, d, dtype), normal(1, d, dtype)[0]
-    updates[:far] *= 10
-    updates, point = updates * scale, point * scale
-    before = updates.clone()
-    for centre in (None, point):
-        exact = distances_to(updates, centre)
-        for limit in (1e-3 * scale, float(exact.median()) or scale, 3.0 * float(exact[-1]) or scale):
-            found = distances_from(updates, centre, limit)
-            assert torch.equal(found[exact >= limit], exact[exact >= limit])
-            assert bool((found[exact < limit] < limit).all())
-    assert torch.equal(updates, before)
-
-
-@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_distances_from_keeps_rows_that_are_not_finite(odd):
-    updates = torch.zeros(8, 700)
-    updates[2, 333] = odd
-    for point in (None, torch.zeros(700)):
-        found = distances_from(updates, point, 1.0)
-        assert torch.equal(found, distances_to(updates, point)) or found[2].isnan()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

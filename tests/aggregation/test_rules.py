@@ -157,7 +157,7 @@ def test_columnwise_rules_are_columnwise(plug, d, width):
     assert torch.allclose(apply(plug, updates), torch.cat(parts), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("far", [0, 1, 5, 20])
+@pytest.mark.parametrize("far", [0, 5])
 def test_clipping_is_exact_however_many_rows_are_clipped(far):
     updates = torch.randn(20, 700, dtype=torch.double, generator=torch.Generator().manual_seed(far))
     updates[:far] *= 5
@@ -171,7 +171,7 @@ def test_clipping_is_exact_however_many_rows_are_clipped(far):
         assert torch.allclose(result, clipped, rtol=0, atol=1e-12)
 
 
-def test_a_cached_rule_checks_its_parameters():
+def test_a_rule_checks_its_parameters_at_each_call():
     updates = torch.arange(20.0).reshape(10, 2)
     first = fedsim.aggregate(updates, rule="trimmed_mean", f=1)
     assert torch.equal(fedsim.aggregate(updates, rule="trimmed_mean", f=1), first)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,17 +54,17 @@ def most_columns(n: int, device: torch.device) -> int:
     return max(LINE, int(values) // max(1, n) // LINE * LINE)
 
 
-def block_size(updates: Tensor, columns: int | None = None) -> int:
-    """Columns of a small block of rows [n, d]: on a CPU `columns` (None: d / 12) within FEWEST and MOST."""
+def block_size(updates: Tensor) -> int:
+    """Columns of a small block of rows [n, d]: on a CPU d / 12 within FEWEST and MOST."""
     n, d = updates.shape
     if updates.device.type != "cpu":
         return most_columns(n, updates.device)
-    return min(MOST, max(FEWEST, d // 12 if columns is None else columns))
+    return min(MOST, max(FEWEST, d // 12))
 
 
-def small_blocks(updates: Tensor, columns: int | None = None) -> Iterator[slice]:
+def small_blocks(updates: Tensor) -> Iterator[slice]:
     """Blocks of columns of rows [n, d] of `block_size` each."""
-    d, size = updates.shape[1], block_size(updates, columns)
+    d, size = updates.shape[1], block_size(updates)
     for start in range(0, d, size):
         yield slice(start, min(start + size, d))
 
@@ -78,16 +77,10 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
     n, d = updates.shape
     widest = min(d, block_size(updates))
     buffer = torch.empty(n, widest, dtype=wide_dtype(updates.device), device=updates.device)
-    # NumPy takes two thirds of PyTorch's time to copy many short runs of numbers, but uses one thread.
-    by_numpy = buffer.device.type == "cpu" and updates.dtype != torch.bfloat16 and torch.get_num_threads() == 1
     for block in small_blocks(updates):
         width = block.stop - block.start
         wide = buffer if width == widest else buffer[:, :width]
-        if by_numpy:
-            wide.numpy()[:] = updates[:, block].detach().numpy()
-        else:
-            wide.copy_(updates[:, block])
-        yield block, wide
+        yield block, wide.copy_(updates[:, block])
 
 
 def sampled_columns(updates: Tensor) -> Tensor:
@@ -99,10 +92,10 @@ def sampled_columns(updates: Tensor) -> Tensor:
     return updates[:, : d // runs * runs].unflatten(1, (runs, d // runs))[:, :, :RUN].reshape(n, SAMPLED)
 
 
-def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
+def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `function`, from a block [n, columns] in float32 or wider to [columns], to all blocks; returns [d]."""
     result = updates.new_empty(updates.shape[1])
-    for block in small_blocks(updates, columns):
+    for block in small_blocks(updates):
         result[block] = function(at_least_float32(updates[:, block])).to(result.dtype)
     return result
 
@@ -125,16 +118,10 @@ def squared_norms(updates: Tensor) -> Tensor:
 def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
     """|x_k - point|^2, [n], for a point [d] (None: zero), in double precision if the device has it."""
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
-    sums = total.numpy() if total.device.type == "cpu" else None
-    with np.errstate(all="ignore"):  # overflow gives infinity
-        for block, rows in wide_blocks(updates):
-            if point is not None:
-                rows.sub_(point[block])
-            if sums is None:
-                total += rows.square().sum(1)
-            else:  # n dot products read the rows once, and are too short for several threads
-                values = rows.numpy()
-                sums += np.matmul(values[:, None], values[:, :, None])[:, 0, 0]
+    for block, rows in wide_blocks(updates):
+        if point is not None:
+            rows.sub_(point[block])
+        total += torch.linalg.vecdot(rows, rows)
     return total
 
 
@@ -146,46 +133,6 @@ def norms(updates: Tensor) -> Tensor:
 def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
     """|x_k - point|, float64 [n] on the CPU, for a point [d] (None: zero); infinite if the square overflows."""
     return squared_distances_to(updates, point).cpu().double().sqrt()
-
-
-def distances_from(updates: Tensor, point: Tensor | None, limit: float) -> Tensor:
-    """`distances_to`, but on a CPU 0 for rows that are certainly nearer than `limit`.
-
-    Faster if most rows are nearer: they are found by a pass in the updates' own precision. The pass is left out if a
-    few columns show that many rows are not nearer.
-    """
-    if updates.device.type != "cpu":  # each pass would wait for the device
-        return distances_to(updates, point)
-    n, d = updates.shape
-    underflow = math.sqrt(d * torch.finfo(updates.dtype).tiny)  # most that underflow of squares hides
-    far: list[int] = []
-    for estimate in (_sampled_distances, _rough_distances):
-        far = [
-            row for row, about in enumerate(estimate(updates, point).tolist()) if not 2 * (about + underflow) < limit
-        ]
-        if len(far) > n // 4:
-            return distances_to(updates, point)
-    distances = torch.zeros(n, dtype=torch.double)
-    for row in far:
-        distances[row] = distances_to(updates[row : row + 1], point)[0]
-    return distances
-
-
-def _sampled_distances(updates: Tensor, point: Tensor | None) -> Tensor:
-    """Distances [n], estimated from 64 columns."""
-    step = max(1, updates.shape[1] // 64)
-    some = updates[:, ::step]
-    return torch.linalg.vector_norm(some if point is None else some - point[::step], dim=1) * math.sqrt(step)
-
-
-def _rough_distances(updates: Tensor, point: Tensor | None) -> Tensor:
-    """Distances [n] to a few digits; infinite or NaN if a square overflows."""
-    if point is None:
-        return torch.linalg.vector_norm(updates, dim=1)
-    total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
-    for block in small_blocks(updates):
-        total += torch.linalg.vector_norm(updates[:, block] - point[block], dim=1).to(total.dtype).square()
-    return total.sqrt()
 
 
 def products_with(updates: Tensor, vector: Tensor) -> Tensor:

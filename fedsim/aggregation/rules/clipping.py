@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedsim.aggregation.numerics.columns import distances_from, norms
+from fedsim.aggregation.numerics.columns import distances_to, norms
 from fedsim.aggregation.numerics.gram import Gram
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
 from fedsim.aggregation.rule import Count, LinearCombination, Positive, pre_aggregator, require, rule
@@ -40,7 +40,7 @@ def norm_clipping(updates: Tensor, metrics: dict[str, Any], *, c: Positive) -> L
         metrics: gets `clipped_share`, the share of rows that are clipped.
         c: the largest norm of a clipped row, > 0.
 
-    Returns rows [n, d]; the rule [d]. Cost: two passes over the updates, or three if rows are clipped.
+    Returns rows [n, d]; the rule [d]. Cost: two passes over the updates.
 
     >>> updates = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     >>> fedsim.pre_aggregate(updates, "norm_clipping", c=1.0)
@@ -49,7 +49,7 @@ def norm_clipping(updates: Tensor, metrics: dict[str, Any], *, c: Positive) -> L
     >>> fedsim.aggregate(updates, rule="norm_clipping", c=1.0)
     tensor([0.3000, 0.4000])
     """
-    factors = clip_factors(distances_from(updates, None, c), c)
+    factors = clip_factors(norms(updates), c)
     metrics["clipped_share"] = _clipped_share(factors)
     return LinearCombination(torch.diag(factors))
 
@@ -101,7 +101,7 @@ def centered_clipping(
         iterations: >= 1.
         start: "zeros", or "mean" of the rows.
 
-    Returns [d]. Cost: two passes over the updates for each iteration, or three if rows are clipped.
+    Returns [d]. Cost: two passes over the updates for each iteration.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [90.0]]), rule="centered_clipping", tau=3.0)
     tensor([2.])
@@ -110,7 +110,7 @@ def centered_clipping(
     if centre is None and start == "mean":
         centre = updates.mean(0)
     for iteration in range(iterations):
-        factors = clip_factors(distances_from(updates, centre, tau), tau)
+        factors = clip_factors(distances_to(updates, centre), tau)
         metrics["clipped_share"] = _clipped_share(factors)
         factors = factors / n
         result = LinearCombination(factors, None if centre is None else centre * float(1 - factors.sum()))
