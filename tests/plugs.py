@@ -68,11 +68,6 @@ def colour(root):
     return TensorData(inputs, torch.arange(20) % 10), TensorData(inputs, torch.arange(20) % 10)
 
 
-def many_classes(root):
-    inputs = torch.zeros(20, 1, 28, 28, dtype=torch.uint8)
-    return TensorData(inputs, torch.arange(20)), TensorData(inputs, torch.arange(20))
-
-
 def uneven(labels, n_workers, rng):
     """Worker k holds about k + 1 parts."""
     cuts = np.cumsum(np.arange(1, n_workers)) * len(labels) // (n_workers * (n_workers + 1) // 2)

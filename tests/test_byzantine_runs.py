@@ -232,10 +232,6 @@ def test_no_plug_has_a_parameter_that_its_table_has_as_a_key():
             assert not own_updates & set(plug.parameters.model_fields), (table.place, plug.name)
 
 
-def test_without_an_attack_there_is_no_success_to_measure(tables):
-    assert fedsim.run(tables).history[0]["attack_success"] is None
-
-
 def test_fltrust_ignores_rows_opposite_to_the_update_on_the_servers_data(tables):
     change = {"attack": {"name": "sign_flipping", "workers": [0, 1, 2]}, "aggregate": {"rule": "fltrust"}}
     record = fedsim.run({**tables, **change}).history[0]
@@ -251,14 +247,6 @@ def test_root_samples_are_drawn_by_the_seed_and_bounded(tables):
         fedsim.run({**tables, "aggregate": {"rule": "fltrust", "root_samples": 300}})
 
 
-def test_bmuf_with_nesterov_sends_another_row(tables):
-    tables = {**tables, "precision": "float64", "rounds": 3, "workers": 2}
-    server = {"optimizer": "bmuf", "bm": 0.5, "nesterov": True}
-    ours = fedsim.run({**tables, "server": server}).global_row
-    plain = fedsim.run({**tables, "server": {**server, "nesterov": False}}).global_row
-    assert not torch.allclose(ours, plain)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -271,16 +259,13 @@ def test_bmuf_with_nesterov_sends_another_row(tables):
         ({"attack": {"name": "alie", "workers": list(range(7))}}, "7 of 7 workers are Byzantine"),
         ({"attack": {"name": "alie", "fraction": 0.3, "workers": [1]}}, "give fraction or workers, not both"),
         ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, "unknown key .*epsilon goes with mimic"),
-        ({"attack": {"name": "ipm", "fraction": 1.5}}, "attack.fraction = 1.5: must be less than 1"),
         ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
         ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": a pre-aggregator returns rows'),
         ({"aggregate": {"rule": ["krum", "mean"]}}, r'aggregate.rule\[0\] = "krum": a rule must be last'),
         ({"aggregate": {"rule": ["nnm", "weighted_mean"]}}, "needs weights, which pre-aggregated rows do not have"),
         ({"aggregate": {"rule": []}}, r"aggregate.rule = \[\]: needs a rule"),
-        ({"aggregate": {"rule": 3}}, "aggregate.rule = 3: must be a name, or a list"),
         ({"aggregate": {"rule": ["nnm", "mean"], "s": 2}}, r"\(the rule is nnm \+ mean\); s goes with bucketing$"),
         ({"aggregate": {"rule": "krum", "m": 2}}, r"unknown key \(the rule is krum\); m goes with multi_krum$"),
-        ({"aggregate": {"rule": ["bucketing", "krum"], "s": 0}}, "^aggregate.s = 0: must be greater than 0$"),
         ({"partition": ["iid"]}, r'^partition = \["iid"\]: must be a table'),
     ],
 )
@@ -297,7 +282,6 @@ def test_a_wrong_attack_or_rule_is_one_line(change, message, tables):
         (["nnm", {"rule": "krum", "m": 2}], r"rule\[1\].m = 2: unknown key \(.* krum\); m goes with multi_krum"),
         (["nnm", {"rul": "krum"}], r'rule\[1\] = \{rul = "krum"\}: a stage is a name or a table with the key rule'),
         (["nnm", "krumm"], r'rule\[1\] = "krumm": no such aggregation rule; did you mean "krum"\?'),
-        (["nmn", "krum"], r'rule\[0\] = "nmn": no such pre-aggregator; did you mean "nnm"\?'),
         (["nnm", 1], r"rule\[1\] = 1: a stage is a name or a table"),
     ],
 )

@@ -86,10 +86,6 @@ def test_drawing_ahead_does_not_change_numbers(count):
             assert torch.equal(ahead.normal(count, dtype=dtype), alone.normal(count, dtype=dtype))
 
 
-def test_more_numbers_begin_with_the_same():
-    assert torch.equal(Draws.of(0, "x").normal(4, 5).flatten()[:10], Draws.of(0, "x").normal(2, 5).flatten())
-
-
 def test_copies_continue_the_stream_of_the_original():
     draws = Draws.of(0, "x")
     draws.uniform(3)
@@ -117,10 +113,6 @@ def test_a_choice_is_distinct_ascending_and_uniform(n, expected):
     statistic = ((counts - expected) ** 2).sum() / (expected * (1 - 2 / n))
     assert 0.001 < stats.chi2(n - 1).cdf(statistic) < 0.999
     assert draws.choice(n, n).tolist() == list(range(n))
-
-
-def test_a_choice_of_few_has_no_repeated_numbers():
-    assert all(len(set(Draws.of(0, "x", k).choice(192, 3).tolist())) == 3 for k in range(200))
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,6 @@ from scipy import stats
 from fedsim.core.confidence import estimate, fixed, mean_and_half_width
 
 
-def test_by_hand():
-    """1, 2, 3: mean 2, standard deviation 1, and t(p; 2) = (2p - 1) sqrt(2 / (4 p (1 - p))), 4.302653 of any table."""
-    got = estimate([1.0, 2.0, 3.0])
-    assert (got.mean, got.n) == (2.0, 3)
-    assert got.half_width == pytest.approx(0.95 * math.sqrt(2 / (4 * 0.975 * 0.025)) / math.sqrt(3), abs=1e-12)
-
-
 @pytest.mark.parametrize("n", [2, 3, 5, 30])
 def test_the_interval_is_that_of_scipy(n):
     values = np.random.default_rng(n).normal(size=n)

@@ -11,12 +11,14 @@ from fedsim.core.philox import (
     Stream,
     bernoulli,
     blocks,
-    normal,
+    converted,
     permutations,
     shuffles,
     to_integers,
-    uniform,
+    to_normal,
+    to_uniform,
     words,
+    words_per_uniform,
 )
 from fedsim.core.randomness import draw_key
 
@@ -33,6 +35,14 @@ PUBLISHED = [  # kat_vectors of Random123: counter, key, block
 
 def keys_of(*coordinates: int) -> torch.Tensor:
     return torch.tensor([draw_key(0, "test", coordinate) for coordinate in coordinates])
+
+
+def uniform(stream, count, dtype):
+    return converted(stream, count * words_per_uniform(dtype), lambda words: to_uniform(words, dtype))[..., :count]
+
+
+def normal(stream, count, dtype):
+    return converted(stream, count, lambda words: to_normal(words, dtype))[..., :count]
 
 
 @pytest.mark.parametrize(("counter", "key", "block"), PUBLISHED)
@@ -75,7 +85,7 @@ def test_uniform_numbers_are_from_the_half_open_interval():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_largest_uniform_number_of_a_type_is_below_one(dtype):
-    largest = philox.to_uniform(torch.full((4,), MASK), dtype)
+    largest = to_uniform(torch.full((4,), MASK), dtype)
     assert largest.dtype == dtype
     assert (largest < 1).all()
     assert (largest == 1 - torch.finfo(dtype).eps / 2).all()

@@ -182,14 +182,10 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
             {"engine": "spawn", "processes": 1, "aggregate": "tests.plugs:refusing"},
             "^aggregate.f = 5: needs more than 10 workers, not 3$",
         ),
-        ({"aggregate": "tests.plugs:misplaced"}, "cannot be used: the argument value is not one that fedsim passes"),
         (
             {"data": "tests.plugs:colour", "model": "net"},
             r'model.name = "net": does not work on inputs of shape \(8, 3, 28, 28\)',
         ),
-        ({"data": "tests.plugs:many_classes"}, "tells 10 classes apart, but the labels go up to 19"),
-        ({"model": {"name": "tests.plugs:Fails", "how": 3}}, "model.how = 3: must be a valid string"),
-        ({"partition": "tests.plugs:lossy"}, "must give each of 203 samples to exactly one worker"),
         ({"device": "cuda:99"}, "device"),
         (
             {

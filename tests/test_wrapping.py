@@ -7,12 +7,6 @@ from fedsim.core import text_wrapping
 from fedsim.core.text_wrapping import hang, note, terminal_columns
 
 
-def test_wrapped_text_is_indented():
-    assert hang("head: ", "one two three four five", 26) == "head: one two three four\n      five"
-    assert hang("head: ", "one two", 13) == "head: one two"
-    assert hang("head: ", "one two " * 50, None) == "head: " + "one two " * 50
-
-
 def test_brackets_stay_with_the_word_before_them():
     assert hang("head: ", "1 (0.25), 2 (0.5), 3 (0.25)", 26) == "head: 1 (0.25), 2 (0.5),\n      3 (0.25)"
 

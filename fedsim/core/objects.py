@@ -65,26 +65,6 @@ def _unpickled(text: str, target: bytes) -> ObjectName:
 Name = Annotated[str, WrapValidator(lambda name, check: name if isinstance(name, ObjectName) else check(name))]
 
 
-class ModuleCopies:
-    """A model given as an instance: each call returns a copy, with the parameters of the instance."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self) -> nn.Module:
-        return copy.deepcopy(self._module)
-
-
-class GivenDatasets:
-    """A data set given as a tuple (train, test)."""
-
-    def __init__(self, datasets: tuple[Any, ...]) -> None:
-        self._datasets = datasets
-
-    def __call__(self) -> tuple[Any, ...]:
-        return self._datasets
-
-
 def name_of(target: Any) -> ObjectName:
     """The name of an object. Within a process, different objects have different names: `<MyNet>`, `<MyNet 2>`."""
     if path := _import_path(target):
@@ -101,10 +81,8 @@ def name_of(target: Any) -> ObjectName:
                 weakref.finalize(part, _notes.pop, key, None).atexit = False
             _notes[key] = note
     if isinstance(target, nn.Module):
-        target = ModuleCopies(target)
-    elif isinstance(target, tuple):
-        target = GivenDatasets(target)
-    return ObjectName(note, target)
+        return ObjectName(note, lambda: copy.deepcopy(target))  # with the parameters of the instance
+    return ObjectName(note, (lambda: target) if isinstance(target, tuple) else target)
 
 
 _notes: dict[tuple[int, ...], str] = {}  # by the ids of living objects

@@ -94,11 +94,6 @@ def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[flo
     return [part[..., :count] for part, count in zip(found, counts, strict=True)]
 
 
-def uniform(stream: Stream, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers from [0, 1), [..., count]; see `to_uniform`."""
-    return converted(stream, count * words_per_uniform(dtype), lambda words: to_uniform(words, dtype))[..., :count]
-
-
 def words_per_uniform(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.float64 else 1
 
@@ -113,11 +108,6 @@ def to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
         first, second = _pairs(words)
         return ((first << bits - 32) | (second >> 64 - bits)).to(dtype) * 2.0**-bits
     return (words >> 32 - bits).to(dtype) * 2.0**-bits
-
-
-def normal(stream: Stream, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers, [..., count]; see `to_normal`."""
-    return converted(stream, count, lambda words: to_normal(words, dtype))[..., :count]
 
 
 def to_normal(words: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,13 +16,6 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_small_work_uses_one_thread():
-    for numbers, threads in ((0, 1), (WORTH_SHARING - 1, 1), (WORTH_SHARING, 2)):
-        with alone_if_small(numbers):
-            assert torch.get_num_threads() == threads
-        assert torch.get_num_threads() == 2
-
-
 def test_the_number_of_threads_is_restored_after_an_error():
     with pytest.raises(KeyError), alone_if_small(1):
         raise KeyError
