@@ -8,16 +8,14 @@ import json
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fedsim
 from fedsim.config.experiment import PLUG_TABLES
-from fedsim.core.randomness import Draws, batch_order, numpy_generator, sample_cohort
-from fedsim.core.rows import Layout
+from fedsim.core.randomness import Draws, numpy_generator, sample_cohort
 from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
 from fedsim.models import logistic
 from tests import plugs
-from tests.test_simulation import start_of
+from tests.textbook import Federation
 
 
 @pytest.fixture
@@ -172,25 +170,17 @@ def test_an_attacker_with_more_steps_than_honest_workers_sends_its_own_gradient(
     tables = {**tables, "workers": 3, "partition": "tests.plugs:uneven", "precision": "float64", "sync": "gradients"}
     tables |= {"local": {"batch_size": 16, "lr": 0.05}, "aggregate": "mean", "engine": engine}
     result = fedsim.run({**tables, "attack": {"name": "ipm", "eps": 0.5, "workers": [2]}})
-    train, _ = plugs.tiny(None)
-    train = train.to(torch.device("cpu"), torch.float64)
-    shards = fedsim.dataset_split(train, 3, "tests.plugs:uneven", seed=0)
-    model = start_of(logistic)
-    orders = [batch_order(0, 1, worker, 0, len(shard)) for worker, shard in enumerate(shards)]
-    steps = [len(order[::16]) for order in orders]
-    assert steps[2] > max(steps[:2])
-    for step in range(steps[2]):
-        gradients = {}
-        for worker in (worker for worker in range(3) if step < steps[worker]):
-            inputs, targets = shards[worker].gather(orders[worker][16 * step : 16 * step + 16])
-            loss = F.cross_entropy(model(inputs), targets)
-            gradients[worker] = torch.cat([part.flatten() for part in torch.autograd.grad(loss, model.parameters())])
+    federation = Federation(logistic, plugs.tiny, 3, 16, "tests.plugs:uneven")
+    epochs = [federation.epoch(1, worker) for worker in range(3)]
+    assert len(epochs[2]) > max(map(len, epochs[:2]))
+    for step in range(len(epochs[2])):
+        taking_part = [worker for worker in range(3) if step < len(epochs[worker])]
+        gradients = {worker: federation.gradient(federation.row, epochs[worker][step]) for worker in taking_part}
         honest = [gradients[worker] for worker in gradients if worker != 2]
         if honest:
             gradients[2] = -0.5 * torch.stack(honest).mean(0)
-        row = Layout.of(model).read(model) - 0.05 * torch.stack(list(gradients.values())).mean(0)
-        Layout.of(model).write(row, model)
-    assert torch.allclose(result.global_row, row, rtol=0, atol=1e-12)
+        federation.row = federation.row - 0.05 * torch.stack(list(gradients.values())).mean(0)
+    assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("cohort", [None, 4])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.core.randomness import batch_order
 from fedsim.engines.task import Schedule
 from fedsim.errors import ExperimentError
 from tests.asynchronous.test_clock_runs import points
+from tests.textbook import Federation
 
 BATCH, LR, ROUNDS = 4, 0.1, 2
 
@@ -42,37 +41,20 @@ def zero() -> nn.Module:
     return module
 
 
-def batches(size, worker, round):
-    """Return the shard positions in the full batches of two epochs."""
-    for epoch in range(2):
-        order = batch_order(0, round, worker, epoch, size).numpy()
-        yield from (order[start : start + BATCH] for start in range(0, size - BATCH + 1, BATCH))
-
-
 def expected_row(workers, *, each_step):
-    """The global row of federated averaging, or of synchronous SGD, on these batches."""
-    train = points(None)[0].to(torch.device("cpu"), torch.float64)
-    shards = [subset.indices.numpy() for subset in fedsim.dataset_split(train, workers, "iid", 0)]
-    row = torch.zeros(21, dtype=torch.float64)
-    model = zero().double()
-
-    def gradient(row, positions):
-        nn.utils.vector_to_parameters(row, model.parameters())
-        inputs, targets = train.gather(torch.from_numpy(positions))
-        loss = F.cross_entropy(model(inputs), targets)
-        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
-
+    """The global row of federated averaging, or of synchronous SGD, on the full batches of two epochs."""
+    federation = Federation(zero, points, workers, BATCH)
     for round in range(1, ROUNDS + 1):
-        todo = [[shard[places] for places in batches(len(shard), worker, round)] for worker, shard in enumerate(shards)]
-        if each_step:
-            for of_step in zip(*todo, strict=True):
-                row = row - LR * sum(gradient(row, positions) for positions in of_step) / workers
-            continue
-        rows = [row] * workers
-        for of_step in zip(*todo, strict=True):
-            rows = [x - LR * gradient(x, positions) for x, positions in zip(rows, of_step, strict=True)]
-        row = sum(rows) / workers
-    return row
+        epochs = [[*federation.epoch(round, k), *federation.epoch(round, k, 1)] for k in range(workers)]
+        full = [[batch for batch in batches if len(batch[1]) == BATCH] for batches in epochs]
+        rows = [federation.row] * workers
+        for of_step in zip(*full, strict=True):
+            gradients = [federation.gradient(row, batch) for row, batch in zip(rows, of_step, strict=True)]
+            if each_step:
+                gradients = [sum(gradients) / workers] * workers
+            rows = [row - LR * gradient for row, gradient in zip(rows, gradients, strict=True)]
+        federation.row = sum(rows) / workers
+    return federation.row
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.core.randomness import batch_order
 from fedsim.engines.schedule import DrawnAmount, Schedule
 from fedsim.errors import ExperimentError
 from tests.asynchronous.test_clock_runs import points
 from tests.test_drop_last import zero
+from tests.textbook import Federation
 
 BATCH, LR, ROUNDS, WORKERS = 4, 0.1, 3, 4
 
@@ -33,33 +35,21 @@ def of_local(**local):
     return {**EXPERIMENT, "local": {"batch_size": BATCH, "lr": LR, **local}}
 
 
-def batches(train, shard, worker, round):
-    """Yield a worker's batches without end."""
-    epoch = 0
-    while True:
-        order = shard[batch_order(0, round, worker, epoch, len(shard)).numpy()]
-        yield from (train.gather(torch.from_numpy(order[at : at + BATCH])) for at in range(0, len(order), BATCH))
-        epoch += 1
-
-
 def averaged(steps_of, train_round):
-    """The global row of federated averaging, where `train_round(model, batches, round)` is a worker's round."""
-    train = points(None)[0].to(torch.device("cpu"), torch.float64)
-    shards = [subset.indices.numpy() for subset in fedsim.dataset_split(train, WORKERS, "iid", 0)]
-    row = torch.zeros(21, dtype=torch.float64)
+    """The global row of federated averaging, where `train_round(model, batches)` is a worker's round."""
+    federation = Federation(zero, points, WORKERS, BATCH)
+    model = federation.model
     for round in range(1, ROUNDS + 1):
         rows = []
-        for worker, shard in enumerate(shards):
-            model = zero().double()
-            nn.utils.vector_to_parameters(row.clone(), model.parameters())
-            source = batches(train, shard, worker, round)
-            train_round(model, [next(source) for _ in range(steps_of(worker, round))], round)
+        for worker in range(WORKERS):
+            nn.utils.vector_to_parameters(federation.row.clone(), model.parameters())
+            train_round(model, list(islice(federation.batches(round, worker), steps_of(worker, round))))
             rows.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-        row = torch.stack(rows).mean(0)
-    return row
+        federation.row = torch.stack(rows).mean(0)
+    return federation.row
 
 
-def sgd_round(model, batches, round):
+def sgd_round(model, batches):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -67,7 +57,7 @@ def sgd_round(model, batches, round):
         optimizer.step()
 
 
-def clipped_round(model, batches, round):
+def clipped_round(model, batches):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5, weight_decay=0.1)
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -76,7 +66,7 @@ def clipped_round(model, batches, round):
         optimizer.step()
 
 
-def accumulated_round(model, batches, round):
+def accumulated_round(model, batches):
     """Momentum, clipping and a learning rate that changes with each step of the optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -168,17 +158,12 @@ def test_amounts_are_drawn_uniformly_for_each_worker_and_round():
 def test_averaged_gradients_end_for_a_worker_after_its_own_steps():
     """The last steps of a round average the gradients of the workers that have steps left."""
     result = fedsim.run({**of_local(steps=[1, 2, 2, 2]), "sync": "gradients", "rounds": 1})
-    train = points(None)[0].to(torch.device("cpu"), torch.float64)
-    shards = [subset.indices.numpy() for subset in fedsim.dataset_split(train, WORKERS, "iid", 0)]
-    sources = [batches(train, shard, worker, 1) for worker, shard in enumerate(shards)]
-    model = zero().double()
+    federation = Federation(zero, points, WORKERS, BATCH)
+    sources = [federation.batches(1, worker) for worker in range(WORKERS)]
     for workers in (range(4), range(1, 4)):
-        losses = [F.cross_entropy(model(inputs), targets) for inputs, targets in (next(sources[k]) for k in workers)]
-        gradients = torch.autograd.grad(sum(losses) / len(losses), list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= LR * gradient
-    assert torch.allclose(result.global_row, nn.utils.parameters_to_vector(model.parameters()), rtol=0, atol=1e-12)
+        gradients = [federation.gradient(federation.row, next(sources[worker])) for worker in workers]
+        federation.row = federation.row - LR * sum(gradients) / len(gradients)
+    assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
 
 
 def test_virtual_time_waits_for_the_longest_drawn_work():

@@ -12,7 +12,7 @@ import fedsim
 from fedsim.core.randomness import batch_order
 from fedsim.core.rows import require_finite
 from tests import plugs
-from tests.test_simulation import start_of
+from tests.textbook import start_of
 
 TIMED = {"mode": "clock", "clock": {"speed": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
 MODES = {

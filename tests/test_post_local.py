@@ -18,8 +18,8 @@ from fedsim.runs.text_table import headline
 from fedsim.server import ServerStep
 from tests import plugs
 from tests.engines.test_contract import without_times
-from tests.test_simulation import local_epoch, start_of
-from tests.textbook import small_two_nn, train_on_joint_batches
+from tests.test_simulation import local_epoch
+from tests.textbook import small_two_nn, start_of, train_on_joint_batches
 
 SWITCH, ROUNDS = 2, 4
 ENGINES = {

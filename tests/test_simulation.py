@@ -8,19 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
-from fedsim.core.randomness import batch_order, draw_key
+from fedsim.core.randomness import batch_order
 from fedsim.core.rows import Layout
 from fedsim.errors import SettingWarning
 from fedsim.models import Net
 from tests import plugs
-from tests.textbook import small_two_nn, train_on_joint_batches
-
-
-def start_of(factory, seed=0, dtype=torch.float64):
-    """The initial model of a run with this seed, made without the engines."""
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(draw_key(seed, "model"))
-        return factory().to(dtype)
+from tests.textbook import small_two_nn, start_of, train_on_joint_batches
 
 
 def local_epoch(model, shard, round, worker, optimizer, batch_size):

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.core.randomness import Draws, batch_order, seed_everything
+from fedsim.core.randomness import Draws
 from fedsim.data import TensorData
+from tests.textbook import Federation
 
 WORKERS, CLASSES, SIDE, LR, ROUNDS = 3, 4, 5, 0.2, 2
 
@@ -69,21 +69,12 @@ VIEWS = {
 
 def averaged_gradient_descent(view):
     """One step a round on the whole shard of each worker, in drawn order; then the mean of the models."""
-    with torch.random.fork_rng():
-        seed_everything(torch.device("cpu"), 0, "model")
-        model = linear().double()
-    train = pictures(None)[0].to(torch.device("cpu"), torch.float64)
-    shards = fedsim.partition(train.targets, WORKERS, "iid", 0)  # as under feature_noise and feature_rotation
+    federation = Federation(linear, pictures, WORKERS, 100)  # the shards of iid, which feature_* have too
     for round in range(1, ROUNDS + 1):
-        total = 0
-        for worker, shard in enumerate(shards):
-            order = batch_order(0, round, worker, 0, len(shard)).numpy()
-            inputs, targets = view(*train.gather(torch.from_numpy(shard[order])), worker, round)
-            gradients = torch.autograd.grad(F.cross_entropy(model(inputs), targets), list(model.parameters()))
-            total = total + torch.cat([gradient.flatten() for gradient in gradients]) / WORKERS
-        row = nn.utils.parameters_to_vector(model.parameters()).detach() - LR * total
-        nn.utils.vector_to_parameters(row, model.parameters())
-    return row
+        batches = [view(*federation.epoch(round, worker)[0], worker, round) for worker in range(WORKERS)]
+        gradients = [federation.gradient(federation.row, batch) for batch in batches]
+        federation.row = federation.row - LR * sum(gradients) / WORKERS
+    return federation.row
 
 
 @pytest.mark.parametrize(("engine", "sync"), [("serial", "parameters"), ("batched", "gradients")])
@@ -105,5 +96,4 @@ def test_workers_train_on_transformed_or_poisoned_samples(name, engine, sync):
             **tables,
         }
     )
-    ours = nn.utils.parameters_to_vector(result.model.parameters()).detach()
-    assert torch.allclose(ours, averaged_gradient_descent(view), rtol=0, atol=1e-12)
+    assert torch.allclose(result.global_row, averaged_gradient_descent(view), rtol=0, atol=1e-12)

@@ -2,17 +2,74 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedsim.core.randomness import batch_order
+import fedsim
+from fedsim.core.randomness import batch_order, draw_key
+from fedsim.core.rows import Layout
 from fedsim.models import two_nn
 
 
 def small_two_nn():
     """The model of the fixture `tiny_experiment`: 16,330 parameters."""
     return two_nn(hidden=20)
+
+
+def start_of(factory, seed=0, dtype=torch.float64):
+    """The initial model of a run with this seed, made without the engines."""
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(draw_key(seed, "model"))
+        return factory().to(dtype)
+
+
+class Federation:
+    """The workers of a run with seed 0 in float64: their shards, batches and gradients. `row` is the global model.
+
+    Args:
+        factory: makes the model.
+        data: the function that gives (train, test).
+        workers, strategy, params: of the partition.
+        batch_size: of local work.
+    """
+
+    def __init__(self, factory, data, workers, batch_size, strategy="iid", **params):
+        self.train = data(None)[0].to(torch.device("cpu"), torch.float64)
+        shards = fedsim.partition(self.train.targets, workers, strategy, 0, **params)
+        self.shards, self.batch_size = [torch.from_numpy(shard) for shard in shards], batch_size
+        self.model = start_of(factory)
+        self.row = Layout.of(self.model).read(self.model)
+
+    def epoch(self, round, worker, epoch=0):
+        """The batches (inputs, targets) of an epoch."""
+        shard = self.shards[worker]
+        order = shard[batch_order(0, round, worker, epoch, len(shard))]
+        return [self.train.gather(positions) for positions in order.split(self.batch_size)]
+
+    def batches(self, round, worker):
+        """The batches of one epoch after another, without end."""
+        for epoch in itertools.count():
+            yield from self.epoch(round, worker, epoch)
+
+    def loss(self, row, batch):
+        """The mean loss of a batch, of the model with this row."""
+        shapes = [parameter.shape for parameter in self.model.parameters()]
+        parts = row.split([shape.numel() for shape in shapes])
+        names = [name for name, _ in self.model.named_parameters()]
+        parameters = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+        return F.cross_entropy(torch.func.functional_call(self.model, parameters, (batch[0],)), batch[1])
+
+    def gradient(self, row, batch):
+        leaf = row.clone().requires_grad_()
+        return torch.autograd.grad(self.loss(leaf, batch), leaf)[0]
+
+    def average(self, rows):
+        """The mean of the workers' rows, weighted by their samples."""
+        total = sum(len(self.shards[worker]) for worker in rows)
+        return sum(len(self.shards[worker]) / total * row for worker, row in rows.items())
 
 
 def train_on_joint_batches(model, optimizer, train, shards, rounds, batch_size=16, seed=0):

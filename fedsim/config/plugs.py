@@ -46,7 +46,7 @@ def _lister(name: str, kind: str, plugs: str, example: str) -> Callable[[], Sign
     """The public function `name`, which lists the plugs of a kind."""
 
     def lister() -> Signatures:
-        return signatures(kind)
+        return {plug.name: _configuration(plug) for plug in registry_of(kind)}
 
     lister.__name__ = lister.__qualname__ = name
     lister.__doc__ = f"""The names of all {plugs}, each with its parameters.
@@ -88,11 +88,6 @@ def registry_of(kind: str) -> Registry:
 def keys_of_plug(name: str) -> list[str]:
     """The keys of experiments that may name a plug."""
     return [key for kind, (key, _) in PLUGS.items() if name in registry_of(kind).names()]
-
-
-def signatures(kind: str) -> Signatures:
-    """The names of the plugs of a kind, each with the parameters that configure it."""
-    return {plug.name: _configuration(plug) for plug in registry_of(kind)}
 
 
 def _configuration(plug: Plug) -> inspect.Signature:
@@ -153,12 +148,8 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
 
 def _parameter_lines(plug: Plug) -> list[str]:
     """`name = default` for each parameter."""
-    return [
-        f"{name} {'(required)' if field.is_required() else f'= {show_toml(field.default)}'}"
-        for name, field in plug.parameters.model_fields.items()
-    ]
-
-
-def show_toml(value: object) -> str:
-    """A default value as an experiment file would write it."""
-    return "unset" if value is None else show(value)
+    lines = []
+    for name, field in plug.parameters.model_fields.items():
+        default = "unset" if field.default is None else show(field.default)
+        lines.append(f"{name} (required)" if field.is_required() else f"{name} = {default}")
+    return lines

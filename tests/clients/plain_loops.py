@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-import torch.nn.functional as F
+from functools import partial
 
-import fedsim
-from fedsim.core.randomness import batch_order, draw_key, sample_cohort
-from fedsim.core.rows import Layout
+import torch
+
+from fedsim.core.randomness import sample_cohort
 from tests import plugs
+from tests.textbook import Federation
 
 WORKERS, COHORT, ROUNDS, BATCH = 5, 3, 4, 16
 MODEL = {"name": "tests.plugs:sized", "hidden": [6]}
@@ -19,43 +18,21 @@ TABLES = {
 }
 
 
-class Federation:
-    """The workers of `TABLES`: their cohorts, batches and gradients. `row` is the global model."""
+class Workers(Federation):
+    """The workers of `TABLES`."""
 
     def __init__(self):
-        train, _ = plugs.tiny(None)
-        train = train.to(torch.device("cpu"), torch.float64)
-        self.shards = fedsim.dataset_split(train, WORKERS, "tests.plugs:uneven", seed=0)
-        with torch.random.fork_rng():
-            torch.default_generator.manual_seed(draw_key(0, "model"))
-            self.model = plugs.sized(hidden=(6,)).double()
-        self.row = Layout.of(self.model).read(self.model)
+        super().__init__(partial(plugs.sized, hidden=(6,)), plugs.tiny, WORKERS, BATCH, "tests.plugs:uneven")
 
     def cohorts(self):
         return [sample_cohort(0, round, WORKERS, COHORT).tolist() for round in range(1, ROUNDS + 1)]
 
-    def batches(self, round, worker, epochs=2):
-        shard = self.shards[worker]
-        for epoch in range(epochs):
-            inputs, targets = shard.gather(batch_order(0, round, worker, epoch, len(shard)))
-            yield from zip(inputs.split(BATCH), targets.split(BATCH), strict=True)
-
-    def gradient(self, row, batch):
-        leaf = row.clone().requires_grad_()
-        shapes = [parameter.shape for parameter in self.model.parameters()]
-        parts = leaf.split([shape.numel() for shape in shapes])
-        names = [name for name, _ in self.model.named_parameters()]
-        parameters = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
-        loss = F.cross_entropy(torch.func.functional_call(self.model, parameters, (batch[0],)), batch[1])
-        return torch.autograd.grad(loss, leaf)[0]
+    def batches(self, round, worker):
+        """Those of two epochs."""
+        return [*self.epoch(round, worker), *self.epoch(round, worker, 1)]
 
     def full_gradient(self, row, worker):
-        return self.gradient(row, self.shards[worker].gather(np.arange(len(self.shards[worker]))))
-
-    def average(self, rows):
-        """The mean of the workers' rows, weighted by their samples."""
-        total = sum(len(self.shards[worker]) for worker in rows)
-        return sum(len(self.shards[worker]) / total * row for worker, row in rows.items())
+        return self.gradient(row, self.train.gather(self.shards[worker]))
 
 
 def sgd(fed, lr):

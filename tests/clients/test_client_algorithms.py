@@ -10,7 +10,7 @@ from fedsim.clients import solver
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import prepare
 from tests.clients import plain_loops, quadratics
-from tests.clients.plain_loops import BATCH, TABLES, WORKERS, Federation
+from tests.clients.plain_loops import BATCH, TABLES, WORKERS, Workers
 
 VARIANTS = {
     "sgd": ("sgd", {"lr": 0.1}),
@@ -55,7 +55,7 @@ def trained(tables):
 def test_the_rows_are_those_of_a_plain_loop(variant, engine):
     """In rounds of partial cohorts and uneven shards, so that some workers take more steps, and an odd number."""
     name, params = VARIANTS[variant]
-    federation = Federation()
+    federation = Workers()
     personal = getattr(plain_loops, name)(federation, **params)
     row, _, personal_rows = trained(tables_of(name, params, **engine))
     torch.testing.assert_close(row, federation.row, rtol=0, atol=1e-10)
@@ -109,7 +109,7 @@ def test_one_inner_step_of_pfedme_is_sgd():
 
 
 def test_per_fedavg_with_an_inner_rate_of_zero_uses_every_second_batch():
-    federation = Federation()
+    federation = Workers()
     every = federation.batches
     federation.batches = lambda round, worker: list(every(round, worker))[1::2]
     plain_loops.sgd(federation, lr=0.1)
@@ -129,7 +129,7 @@ ROWS_SENT = {"mimelite": (1, 1), "mime": (2, 1)}  # received and sent, besides t
 @pytest.mark.parametrize("name", NAMES)
 def test_the_records_count_the_bytes_of_each_way(name):
     _, records, _ = trained(tables_of(name, {}, rounds=1))
-    d = len(Federation().row)
+    d = len(Workers().row)
     down, up = ROWS_SENT.get(name, (0, 0))
     assert (records[0].bytes_down, records[0].bytes_up) == (3 * 8 * d * (1 + down), 3 * 8 * d * (1 + up))
 

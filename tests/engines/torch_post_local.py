@@ -14,7 +14,7 @@ from fedsim.core.randomness import batch_order
 from fedsim.core.rows import Layout
 from fedsim.models import two_nn
 from tests import plugs
-from tests.test_simulation import start_of
+from tests.textbook import start_of
 
 SAMPLES, BATCH, LR, SWITCH, ROUNDS = 200, 20, 0.1, 2, 4
 TABLES = {

@@ -23,10 +23,11 @@ class Shards(ABC):
 
     Attributes:
         listed: whether all shards exist already, so reading all of them costs little.
+        equal_sizes: whether all workers are known to have as many samples.
     """
 
-    listed: ClassVar[bool]  # whether all shards are there already, so that to look at every one costs next to nothing
-    equal_sizes = False  # whether all workers are known to have as many samples
+    listed: ClassVar[bool]
+    equal_sizes = False
 
     @abstractmethod
     def __len__(self) -> int:
