@@ -17,6 +17,7 @@ from fedsim.errors import ExperimentError
 Sign = Literal[-1, 1]
 Ddof = Literal[0, 1]
 Deviation = Literal["unit", "sign", "std"]
+Bound = Literal["max", "min"]
 
 
 @attack_strategy("alie")
@@ -96,16 +97,18 @@ def ipm(honest: Tensor, *, eps: NonNegativeFloat = 0.1) -> Tensor:
 
 
 @attack_strategy("min_max")
-def min_max(honest: Tensor, *, dev: Deviation = "unit") -> Tensor:
-    """mean - g dev with the largest g whose greatest distance from an honest row is allowed.
+def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") -> Tensor:
+    """mean - g dev with the largest g >= 0 whose greatest distance from an honest row is allowed.
 
-    The greatest distance between two honest rows is allowed. g is exact: |x_i - mean + g dev|^2 is a quadratic of g for
-    every i, and g is the least of their larger roots. Shejwalkar and Houmansadr 2021.
+    Allowed is the greatest distance between two honest rows (Shejwalkar and Houmansadr 2021). g is exact:
+    |x_i - mean + g dev|^2 is a quadratic of g for every i, and g is the least of their larger roots.
 
     Args:
         honest: [h, d].
         dev: "unit": mean / |mean|; "sign": the signs of the mean; "std": the standard deviation per coordinate. If it
             is zero, the result is the mean.
+        bound: each honest row has a greatest distance from the others; allowed is the "max" of these, or their "min".
+            If the mean itself is farther than the "min" from an honest row, the result is the mean.
 
     Returns [d]. Cost: one product [h, d] x [d, h] in float64.
 
@@ -119,9 +122,10 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit") -> Tensor:
         gram.addmm_(centred, centred.T)
         slopes.addmv_(centred, deviation[columns])
     squares = gram.diagonal()
-    room = ((squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * gram).max() - squares).clamp_(min=0)
+    greatest = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * gram).amax(1)
+    room = (greatest.max() - squares).clamp_(min=0) if bound == "max" else greatest.min() - squares
     curvature = deviation.square().sum()
-    if curvature == 0:
+    if curvature == 0 or (room < 0).any():
         return mean
     # Of curvature g^2 + 2 slope g = room, the root >= 0, in the form in which nothing cancels.
     root = (slopes.square() + curvature * room).sqrt()
@@ -130,16 +134,17 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit") -> Tensor:
 
 
 @attack_strategy("min_sum")
-def min_sum(honest: Tensor, *, dev: Deviation = "unit") -> Tensor:
+def min_sum(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") -> Tensor:
     """mean - g dev with the largest g whose sum of squared distances from the honest rows is allowed.
 
-    The largest such sum of an honest row is allowed. g = max_k |x_k - mean| / |dev|, since around the mean these sums
-    are sum_i |x_i - mean|^2 plus h g^2 |dev|^2, or plus h |x_k - mean|^2 for honest row k. Shejwalkar and Houmansadr
-    2021.
+    g = |x_k - mean| / |dev| for an honest row k, since around the mean these sums are sum_i |x_i - mean|^2 plus
+    h g^2 |dev|^2, or plus h |x_k - mean|^2 for honest row k. Shejwalkar and Houmansadr 2021.
 
     Args:
         honest: [h, d].
         dev: as in min_max.
+        bound: allowed is the "max" of the sums of the honest rows, as in the paper, or their "min", as in the code that
+            was published with it.
 
     Returns [d]. Cost: two passes over the honest rows.
 
@@ -153,7 +158,8 @@ def min_sum(honest: Tensor, *, dev: Deviation = "unit") -> Tensor:
     curvature = deviation.square().sum()
     if curvature == 0:
         return mean
-    return mean - (squares.max() / curvature).sqrt() * deviation
+    allowed = squares.max() if bound == "max" else squares.min()
+    return mean - (allowed / curvature).sqrt() * deviation
 
 
 def _mean_and_deviation(honest: Tensor, dev: Deviation) -> tuple[Tensor, Tensor]:

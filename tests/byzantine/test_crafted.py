@@ -31,7 +31,7 @@ def column_moments(honest, ddof=1):
     return np.array(means), np.array(stds)
 
 
-def bisected(name, honest, dev):
+def bisected(name, honest, dev, bound="max"):
     """min_max or min_sum with the largest factor, found by bisection."""
     honest = honest.double().numpy()
     mean, worst = honest.mean(0), {"min_max": np.max, "min_sum": np.sum}[name]
@@ -44,7 +44,9 @@ def bisected(name, honest, dev):
     def value(row):
         return worst(((honest - row) ** 2).sum(1))
 
-    bound = max(value(row) for row in honest)
+    bound = {"max": max, "min": min}[bound](value(row) for row in honest)
+    if value(mean) > bound:
+        return torch.from_numpy(mean)
     low, high = 0.0, 1.0
     while value(mean - high * deviation) <= bound:
         high *= 2
@@ -107,17 +109,24 @@ def test_ipm_is_the_mean_times_minus_eps(honest):
     assert torch.equal(attack(honest, 2, "ipm"), attack(honest, 2, "ipm", eps=0.1))
 
 
+@pytest.mark.parametrize("bound", ["max", "min"])
 @pytest.mark.parametrize("name", BOUNDED)
 @pytest.mark.parametrize("dev", DEVIATIONS)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
 @pytest.mark.parametrize(("h", "d"), [(2, 3), (3, 1), (6, 40), (25, 7)])
-def test_min_max_and_min_sum_find_the_largest_factor(name, dev, seed, h, d):
+def test_min_max_and_min_sum_find_the_largest_factor(name, dev, bound, seed, h, d):
     generator = torch.Generator().manual_seed(seed)
     honest = torch.randn(h, d, dtype=torch.double, generator=generator) + torch.randn(d, generator=generator)
     honest[0] *= 1 + seed  # rows at different distances from their mean
     for rows in (honest, honest / 1024 + 1000):  # a large common part costs no digits
-        row = attack(rows, 1, name, dev=dev)[0]
-        assert torch.allclose(row, bisected(name, rows, dev), rtol=0, atol=1e-9)
+        row = attack(rows, 1, name, dev=dev, bound=bound)[0]
+        assert torch.allclose(row, bisected(name, rows, dev, bound), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("dev", DEVIATIONS)
+def test_min_max_sends_the_mean_if_that_is_farther_than_the_least_bound(dev):
+    honest = rows_of([0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [-1.0, 1.0])
+    assert torch.equal(attack(honest, 1, "min_max", dev=dev, bound="min"), honest.mean(0, keepdim=True))
 
 
 @pytest.mark.parametrize("name", BOUNDED)
