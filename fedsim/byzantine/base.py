@@ -11,6 +11,9 @@ parameters receive these inputs by name, and must not be changed; its keyword-on
     draws        Draws of this attack and round, for tensors as long as a row, on the device of the rows
     last         [d], the aggregated update of the last round; None in the first round
     aggregate    a function from Byzantine rows [b, d] to the result [d] of the rule in use with the honest rows
+    workers      the numbers of the h honest workers, in the order of their rows
+    state        the state that the attack returned last time, a dict of tensors, {} at first. An attack that accepts it
+                 returns (rows, state)
 
 An attack on data is a frozen dataclass. Its fields are its configuration, it is called for the rows as above, and its
 method `poison` changes training batches (see `Poison`). A method `goal` defines the attacker's success (see `Goal`).
@@ -21,7 +24,7 @@ returns one line for f Byzantine workers among n, or None. Runs and `fedsim.atta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +35,8 @@ from fedsim.core.registry import Plug, Registry, taken_by_name
 from fedsim.errors import ExperimentError, show
 
 attack_strategy = Registry(
-    "attack", given=("honest", "own_updates", "n_byzantine", "rng", "draws", "last", "aggregate")
+    "attack",
+    given=("honest", "own_updates", "n_byzantine", "rng", "draws", "last", "aggregate", "workers", "state"),
 )
 
 Aggregate = Callable[[Tensor], Tensor]
@@ -108,8 +112,10 @@ class BoundAttack:
         moment: tuple[int, ...] = (),
         last: Tensor | None = None,
         aggregate: Aggregate | None = None,
-    ) -> Tensor:
-        """The Byzantine rows, a new tensor with the shape [b, d], dtype and device of `own_updates`.
+        workers: Sequence[int] | None = None,
+        state: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The Byzantine rows and the next state; the rows are a new tensor like `own_updates` [b, d].
 
         Random draws are a function of the seed and the moment: (round,) or (round, step).
 
@@ -117,21 +123,23 @@ class BoundAttack:
         """
         rows = own_updates.new_empty(own_updates.shape)
         if not len(own_updates):
-            return rows
+            return rows, state or {}
         if self.needs_aggregate and aggregate is None:
             raise ExperimentError(f"aggregate: the attack {self.name} needs the rule that it is to be tuned against")
         values = {"honest": honest, "own_updates": own_updates, "n_byzantine": len(own_updates)}
-        values |= {"last": last, "aggregate": aggregate}
+        values |= {"last": last, "aggregate": aggregate, "state": state or {}}
+        values["workers"] = list(range(len(honest)) if workers is None else workers)
         if "rng" in self.accepts:
             values["rng"] = numpy_generator(seed, "attack", *moment)
         if "draws" in self.accepts:
             values["draws"] = Draws.of(seed, "attack", *moment, device=own_updates.device)
         made = self.function(**{name: values[name] for name in self.accepts})
+        made, state = made if "state" in self.accepts else (made, {})
         shape = tuple(getattr(made, "shape", ()))
         if shape not in (own_updates.shape, own_updates.shape[1:]):
             b, d = own_updates.shape
             raise ExperimentError(f"attack {self.name}: must give rows of shape ({b}, {d}) or ({d},), not {shape}")
-        return rows.copy_(made)
+        return rows.copy_(made), state
 
 
 def bind_attack(plug: Plug, params: dict[str, Any]) -> BoundAttack:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.byzantine.base import attack_strategy
 from fedsim.byzantine.statistics import mean_of
 from fedsim.core.randomness import Draws
-from fedsim.errors import ExperimentError
 
 
 @attack_strategy("none")
@@ -70,25 +69,6 @@ def gaussian(own_updates: Tensor, draws: Draws, *, s: NonNegativeFloat = 1.0) ->
     tensor([[0., 0.]])
     """
     return draws.normal(*own_updates.shape, dtype=own_updates.dtype).mul_(s)
-
-
-@attack_strategy("mimic")
-def mimic(honest: Tensor, *, epsilon: NonNegativeInt = 0) -> Tensor:
-    """All attackers copy honest row `epsilon`, which gets a higher weight (Karimireddy et al. 2022).
-
-    Args:
-        honest: [h, d].
-        epsilon: index of an honest row, 0 <= epsilon < h.
-
-    Returns [d]. Raises ExperimentError for another index. Cost: a copy for each attacker.
-
-    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 2, "mimic", epsilon=1)
-    tensor([[3.],
-            [3.]])
-    """
-    if epsilon >= len(honest):
-        raise ExperimentError(f"attack.epsilon = {epsilon}: must be below the number of honest rows, {len(honest)}")
-    return honest[epsilon]
 
 
 @attack_strategy("nan")

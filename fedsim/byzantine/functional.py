@@ -68,7 +68,7 @@ def attack(
     if own_updates is None:
         own_updates = honest[torch.arange(b, device=honest.device) % h]
     with full_precision(honest.device):
-        rows = bound(
+        rows, _ = bound(
             honest,
             _checked("own_updates", own_updates, (b, d), honest),
             seed=seed,

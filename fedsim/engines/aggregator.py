@@ -53,10 +53,10 @@ class Aggregator(Protocol):
         """Reset the states of rule and server after the last round in which gradients are aggregated."""
 
     def rule_state(self) -> dict[str, Tensor]:
-        """A copy of the state of the rule."""
+        """A copy of the state of the rule, and of that of the attack under names that begin with "attack."."""
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
-        """Continue with a state of the rule."""
+        """Continue with the states of the rule and of the attack."""
 
 
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:

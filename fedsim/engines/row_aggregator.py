@@ -51,6 +51,7 @@ class RowAggregator:
         self._blocks = list(cuts)
         self._first = process.index == 0
         self._state: dict[str, Tensor] = {}  # of the rule
+        self._attack_state: dict[str, Tensor] = {}
         self._number = 0  # of aggregations so far, the same in every process
         self.workers = 0  # whose rows the current aggregation uses
         self._sync: Sync = task.sync_in(1)  # of the current aggregation
@@ -60,6 +61,7 @@ class RowAggregator:
         self.has_last = False
         self.result: list[tuple[slice, Tensor]] = []
         may_defer = task.device.type != "cpu" and process.count == 1 and task.nonfinite != "keep"
+        may_defer = may_defer and "state" not in task.attack.accepts  # its state would be that of the repeated steps
         self.deferred_check = DeferredCheck(shared) if may_defer and task.rule.columnwise else None
 
     def sent_row(self, round: int) -> Tensor:
@@ -102,13 +104,15 @@ class RowAggregator:
             kept, _ = screened(self._inputs(context), "exclude")
             return task.rule(kept).update
 
-        rows = task.attack(
+        rows, self._attack_state = task.attack(
             _copies_of(shared.rows, honest),
             shared.rows[index],
             seed=task.seed,
             moment=context.moment,
             last=shared.last if self.has_last else None,
             aggregate=aggregate,
+            workers=[worker for worker, attacks in zip(context.workers, attackers, strict=True) if not attacks],
+            state=self._attack_state,
         )
         personal = task.solver.personal_columns
         if personal.width:  # an attacker cannot send them
@@ -183,15 +187,18 @@ class RowAggregator:
             combine_buffers(self._shared, context, excluded, buffers)
 
     def rule_state(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self._state.items()}
+        named = self._state | {f"attack.{name}": tensor for name, tensor in self._attack_state.items()}
+        return {name: tensor.clone() for name, tensor in named.items()}
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
-        self._state = {}
-        if self._first:
-            self._state = {name: tensor.to(self._task.device, copy=True) for name, tensor in state.items()}
+        self._state, self._attack_state = {}, {}
+        for name, tensor in state.items() if self._first else ():
+            of_attack = name.startswith("attack.")
+            kept = self._attack_state if of_attack else self._state
+            kept[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
     def begin_with_parameters(self) -> None:
-        self._state, self.has_last, self._sync = {}, False, "parameters"
+        self._state, self._attack_state, self.has_last, self._sync = {}, {}, False, "parameters"
         for block in self._blocks:
             start = self._task.server.start(self._shared.global_row[block])
             for name, tensor in self._state_of(block).items():

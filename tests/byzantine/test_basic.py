@@ -6,7 +6,6 @@ import torch
 
 from fedsim.byzantine import attack
 from fedsim.core.randomness import Draws
-from fedsim.errors import ExperimentError
 
 
 def test_none_sends_the_trained_rows(honest, own_updates):
@@ -39,13 +38,6 @@ def test_gaussian_depends_only_on_the_seed(honest):
     assert torch.equal(rows[:2], attack(honest, 2, "gaussian", seed=5))
     assert torch.allclose(rows.float(), attack(honest.float(), 3, "gaussian", seed=5), rtol=0, atol=1e-4)
     assert torch.equal(rows, Draws.of(5, "attack").normal(3, 33, dtype=torch.double))
-
-
-def test_mimic_copies_one_honest_row(honest):
-    assert torch.equal(attack(honest, 3, "mimic"), honest[[0, 0, 0]])
-    assert torch.equal(attack(honest, 2, "mimic", epsilon=6), honest[[6, 6]])
-    with pytest.raises(ExperimentError, match="attack.epsilon = 7: must be below the number of honest rows, 7"):
-        attack(honest, 3, "mimic", epsilon=7)
 
 
 def test_free_rider_sends_zero_or_the_last_update(honest, own_updates):

@@ -31,6 +31,9 @@ FURTHER = {
     },
     "geometric median, weighted": {"workers": 5, "aggregate": {"rule": "geometric_median", "weights": "samples"}},
     "rows of equal workers": {"workers": 6, "attack": {"name": "mimic", "fraction": 0.4}, "aggregate": "medoid"},
+    "an attack with a state": {
+        **{"workers": 6, "attack": {"name": "mimic", "workers": [1, 4], "warmup": 2}, "aggregate": "trimmed_mean"},
+    },
     "feddyn and a rule on columns": {
         **CASES["feddyn"],
         "aggregate": {"rule": "trimmed_mean", "f": 1},

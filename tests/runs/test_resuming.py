@@ -37,6 +37,9 @@ CASES = {
     "rule with the server's own samples": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
     "rule that takes losses": {"aggregate": {"rule": "qfedavg"}},
     "attack": {"workers": 5, "attack": {"name": "alie", "fraction": 0.2, "z": 1.5}, "aggregate": {"rule": "median"}},
+    "attack with a state": {
+        **{"workers": 5, "attack": {"name": "mimic", "workers": [1, 4], "warmup": 3}, "aggregate": {"rule": "median"}},
+    },
     "gradients": {"sync": "gradients"},
     "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 4, "server": "adam"},
     "own buffers": {"model": "tests.plugs:Normalised", "buffers": "local"},

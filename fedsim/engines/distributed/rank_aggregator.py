@@ -184,12 +184,12 @@ class RankAggregator:
             self._first.aggregator.restore_rule({})
 
     def rule_state(self) -> dict[str, Tensor]:
-        """The state of the rule: of the first rank if that sees whole rows; else all ranks have the same."""
-        return (self._first.aggregator or self._part).rule_state()
+        """The states of the rule and of the attack: of the first rank what sees whole rows; else all have the same."""
+        return self._part.rule_state() | (self._first.aggregator.rule_state() if self._first.aggregator else {})
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
         self._part.restore_rule(state)
-        if not self._task.rule.by_parts:
+        if not self._task.rule.by_parts or self._task.byzantine:
             self._first.allocate()
         if self._first.aggregator is not None:
             self._first.aggregator.restore_rule(state)
