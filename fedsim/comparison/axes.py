@@ -14,7 +14,6 @@ from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import plain
 from fedsim.errors import ExperimentError, show
 
-SEED = "seed"  # the axis over which results are averaged
 VARIANT = "variant"  # the axis whose values are tables of the whole experiment
 LABEL = "label"  # the name of a table on an axis; it is not a key of the experiment
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from fedsim.comparison.axes import (
-    SEED,
     Axes,
     axes_of_tables,
     canonical,
@@ -31,6 +30,7 @@ from fedsim.config.load import GRID, describe, drop_default_name, experiment_of,
 from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word
 from fedsim.core.import_policy import untrusted_config
 from fedsim.errors import ExperimentError, cut, show
+from fedsim.records.combinations import SEED
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import resolve_device
 

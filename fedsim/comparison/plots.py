@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedsim.comparison.axes import SEED, canonical, label
+from fedsim.comparison.axes import canonical, label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult
-from fedsim.comparison.summary import SummaryRow, groups_of
-from fedsim.core.confidence import FEWEST_FOR_BAND, fixed, mean_and_half_width, on_common_grid
+from fedsim.comparison.summary import SummaryRow
+from fedsim.core.confidence import FEWEST_FOR_BAND, fixed
 from fedsim.core.plotting import line_style, prepare_axes
+from fedsim.records.combinations import SEED, Combination, MeanCurve, combinations, groups_of, mean_curve
 from fedsim.records.formatting import comparison_title, key_name
 from fedsim.records.record import METRICS
-from fedsim.records.run_metrics import curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
 
     if all(run.error is not None for run in runs):
         return None
-    groups = groups_of(grid, runs)
+    groups = groups_of(combinations(runs, grid.compared))
     shown = groups[:MOST_PANELS]
     columns = min(len(shown), 3 if len(shown) <= 9 else 4 if len(shown) <= 16 else 5)
     rows = math.ceil(len(shown) / columns)
@@ -65,7 +65,7 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
         if place + columns >= len(shown):
             panel.set_xlabel(X_LABELS[scale])
     _draw_legend(panels[-1] if free else figure, "center" if free else "outside right upper", grid)
-    seeds = len(groups[0][0])
+    seeds = len(groups[0][0].runs)
     spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
     remark = f"{grid.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else grid.name
     remark += f"; the first {len(shown)} of {len(groups)} panels" if len(shown) < len(groups) else ""
@@ -116,19 +116,17 @@ def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
     return figure
 
 
-def _draw_panel(panel: Axes, grid: Grid, group: list[list[RunResult]], scale: Scale) -> None:
+def _draw_panel(panel: Axes, grid: Grid, group: list[Combination], scale: Scale) -> None:
     failures, ends = [], []
-    for index, cell in enumerate(group):
-        good = [run for run in cell if run.error is None]
-        if len(good) < len(cell):
-            name = label(cell[0].point[grid.compared[0]]) if grid.compared else grid.name
-            failures.append(f"{name} ({len(cell) - len(good)} of {len(cell)})")
-        curves = [curve(METRICS[0], scale, run.history, run.progress) for run in good]
-        curves = [(x, y) for x, y in curves if x.size]
-        if curves:
-            _draw_line(panel, curves, index)
-            ends.append(min(x[-1] for x, _ in curves))
-    point = group[0][0].point
+    point = group[0].runs[0].point
+    for index, each in enumerate(group):
+        runs, failed = len(each.runs), len(each.runs) - len(each.finished)
+        if failed:
+            name = label(each.runs[0].point[grid.compared[0]]) if grid.compared else grid.name
+            failures.append(f"{name} ({failed} of {runs})")
+        if mean := mean_curve(each.finished, METRICS[0], scale):
+            _draw_line(panel, mean, index)
+            ends.append(mean.x[-1])
     panel.set_title(", ".join(f"{key_name(key)}: {label(point[key])}" for key in grid.compared[1:]), fontsize="small")
     if failures:
         text = "failed: " + ", ".join(failures)
@@ -138,18 +136,14 @@ def _draw_panel(panel: Axes, grid: Grid, group: list[list[RunResult]], scale: Sc
         panel.set_xscale("log")
 
 
-def _draw_line(panel: Axes, curves: list[tuple[np.ndarray, np.ndarray]], index: int) -> None:
-    x, values = on_common_grid(curves)
-    if not x.size:
-        return
-    means, half_widths = mean_and_half_width(values)
-    style = line_style(index, len(x))
-    panel.plot(x, means, **style)
-    if len(curves) >= FEWEST_FOR_BAND:
-        low, high = np.clip(means - half_widths, 0, 1), np.clip(means + half_widths, 0, 1)
-        panel.fill_between(x, low, high, color=style["color"], alpha=0.13, linewidth=0)
-    elif len(curves) > 1:
-        for each in curves:
+def _draw_line(panel: Axes, mean: MeanCurve, index: int) -> None:
+    style = line_style(index, len(mean.x))
+    panel.plot(mean.x, mean.means, **style)
+    if len(mean.curves) >= FEWEST_FOR_BAND:
+        low, high = np.clip([mean.means - mean.half_widths, mean.means + mean.half_widths], 0, 1)
+        panel.fill_between(mean.x, low, high, color=style["color"], alpha=0.13, linewidth=0)
+    elif len(mean.curves) > 1:
+        for each in mean.curves:
             panel.plot(*each, color=style["color"], alpha=0.4, linewidth=0.7)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedsim.comparison.axes import label
+from fedsim.comparison.axes import canonical, label
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.config.experiment import Experiment
@@ -51,6 +51,16 @@ class RunResult:
         return cls(run.id, run.point, run.experiment, read_history(path), line, path if kept else None, target)
 
     @property
+    def finished(self) -> bool:
+        """Whether it did not fail."""
+        return self.error is None
+
+    @property
+    def place(self) -> dict[str, str]:
+        """Its point, with values that can be compared and hashed."""
+        return {key: canonical(value) for key, value in self.point.items()}
+
+    @property
     def test_accuracy(self) -> float:
         """The test accuracy after the last round."""
         return self.history[-1]["test_accuracy"]
@@ -73,7 +83,7 @@ class RunResult:
     @functools.cached_property
     def metrics(self) -> dict[str, float | None]:
         """The numbers of a finished run by name, see `run_metrics`; empty for a failed run."""
-        return {} if self.error is not None else run_metrics(self.history, self.progress, self.target)
+        return run_metrics(self.history, self.progress, self.target) if self.finished else {}
 
 
 def names_in(metrics: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
-from fedsim.comparison.axes import SEED, canonical, describe_point, label
+from fedsim.comparison.axes import describe_point, label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult, names_in, to_csv
 from fedsim.core.confidence import Estimate, fixed
 from fedsim.core.text_wrapping import note
-from fedsim.records.run_metrics import mean_metrics, paired_difference
+from fedsim.records.combinations import ACCURACY, Combination, combinations, groups_of, time_to_target
 
 BEST, TIE = "*", "~"
 MARK_WORDS = {BEST: "best", TIE: "tie", "": ""}
@@ -53,52 +52,32 @@ class SummaryRow:
         return rounds.n if rounds else 0
 
 
-def groups_of(grid: Grid, runs: Sequence[RunResult]) -> list[list[list[RunResult]]]:
-    """Return the runs as groups of cells: groups differ in the axes after the first, cells of a group in the first."""
-    groups: dict[str, dict[str, list[RunResult]]] = {}
-    for run in runs:
-        values = {key: run.point[key] for key in grid.compared}
-        others = {key: values[key] for key in grid.compared[1:]}
-        groups.setdefault(canonical(others), {}).setdefault(canonical(values), []).append(run)
-    return [list(group.values()) for group in groups.values()]
-
-
 def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
     """Return one row per combination of values other than the seed, group by group."""
     rows = []
-    for group in groups_of(grid, runs):
-        for cell, mark in zip(group, _marks(group), strict=True):
-            metrics = mean_metrics([run.metrics for run in cell])
+    for group in groups_of(combinations(runs, grid.compared)):
+        for each, mark in zip(group, _marks(group), strict=True):
             rows.append(
                 SummaryRow(
-                    point={key: cell[0].point[key] for key in grid.compared},
-                    runs=len(cell),
-                    failed=sum(run.error is not None for run in cell),
-                    accuracy=metrics.pop("test_accuracy", None),
-                    difference=_difference(cell, group[0]) if cell is not group[0] else None,
+                    point={key: each.runs[0].point[key] for key in grid.compared},
+                    runs=len(each.runs),
+                    failed=len(each.runs) - len(each.finished),
+                    accuracy=each.accuracy,
+                    difference=each.difference_to(group[0]) if each is not group[0] else None,
                     mark=mark,
-                    metrics=metrics,
+                    metrics={name: value for name, value in each.metrics.items() if name != ACCURACY},
                 )
             )
     return rows
 
 
-def _difference(cell: Sequence[RunResult], other: Sequence[RunResult]) -> Estimate | None:
-    return paired_difference(_accuracies(cell), _accuracies(other))
-
-
-def _marks(group: list[list[RunResult]]) -> list[str]:
-    complete = [cell for cell in group if all(run.error is None for run in cell)]
+def _marks(group: Sequence[Combination]) -> list[str]:
+    complete = [each for each in group if each.accuracy and each.finished == each.runs]
     if len(group) < 2 or not complete:
         return [""] * len(group)
-    best = max(complete, key=lambda cell: fmean(_accuracies(cell).values()))
-    ties = [cell for cell in complete if (gap := _difference(cell, best)) and gap.includes(0.0)]
-    return [BEST if cell is best else TIE if cell in ties else "" for cell in group]
-
-
-def _accuracies(runs: Sequence[RunResult]) -> dict[Hashable, float]:
-    """Return the accuracies of the runs that did not fail, by seed."""
-    return {canonical(run.point.get(SEED)): run.test_accuracy for run in runs if run.error is None}
+    best = max(complete, key=lambda each: each.accuracy.mean if each.accuracy else 0.0)
+    ties = [each for each in complete if (gap := each.difference_to(best)) and gap.includes(0.0)]
+    return [BEST if each is best else TIE if each in ties else "" for each in group]
 
 
 def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:
@@ -154,7 +133,7 @@ def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[tuple[str, Calla
         columns += [
             (
                 f"{'virtual s' if timed else 'rounds'} to {_percent(grid.target)}",
-                lambda row: _time_to_target(row, timed),
+                lambda row: time_to_target(row.metrics, row.runs - row.failed, timed)[0],
             ),
             ("updates", metric("updates_to_target")),
             ("arrivals", metric("arrivals_to_target")),
@@ -166,16 +145,6 @@ def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[tuple[str, Calla
         ("highest", metric("best_accuracy", lambda best: fixed(best.mean))),
         ("runs", lambda row: f"{row.runs - row.failed} of {row.runs}" if row.failed else str(row.runs)),
     ]
-
-
-def _time_to_target(row: SummaryRow, timed: bool) -> str:
-    """The time to the target, and how many of the runs reached it if not all did."""
-    finished = row.runs - row.failed
-    seconds, rounds = row.metrics.get("virtual_seconds_to_target"), row.metrics.get("rounds_to_target")
-    if not rounds:
-        return "not reached" if finished else ""
-    time = (seconds or rounds).amount() + (" rounds" if timed and not seconds else "")
-    return f"{time} ({rounds.n} of {finished})" if rounds.n < finished else time
 
 
 def _percent(target: float) -> str:

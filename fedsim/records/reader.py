@@ -23,11 +23,11 @@ from fedsim.records.history import METRICS, first_problem, read_file, read_metri
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import Count, Number, RoundRecord
 from fedsim.records.run_folder import ENVIRONMENT, EXPERIMENT
+from fedsim.records.run_metrics import byzantine_weight, run_metrics
 from fedsim.records.worker_results import newest_table, read_csv
 from fedsim.system.files import is_file, is_outside
 
 PARTITION, GRID, ERROR = "partition.json", "grid.json", "error.txt"
-SEED = "seed"  # the axis of repetitions
 
 # Limits on files, much larger than any run writes.
 MOST_PARTITION_BYTES, MOST_GRID_BYTES = 2**28, 2**26
@@ -76,7 +76,7 @@ class Run:
     folder: Path
     experiment: dict[str, Any]  # empty if the file is missing
     environment: dict[str, Any]
-    rounds: list[RoundRecord]
+    history: list[RoundRecord]
     torn: bool  # whether the last line is incomplete
     partition: StoredPartition
     workers: WorkerResults | None  # the last tests of single workers
@@ -93,21 +93,25 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return bool(self.rounds) and (len(self.rounds) >= (self.planned or 0) or self.stopped is not None)
+        return bool(self.history) and (len(self.history) >= (self.planned or 0) or self.stopped is not None)
 
     @cached_property
     def stopped(self) -> str | None:
         """Why it ended before its last round; None if it did not."""
-        return stop_reason(self.rounds, stored_stop(self.experiment))
+        return stop_reason(self.history, stored_stop(self.experiment))
 
     @cached_property
     def progress(self) -> list[Progress]:
         """The progress after each round."""
-        return progress_of(self.rounds, self.experiment)
+        return progress_of(self.history, self.experiment)
 
     @cached_property
     def byzantine(self) -> frozenset[int]:
         return frozenset(self.partition.byzantine)
+
+    @cached_property
+    def byzantine_weight(self) -> float | None:
+        return byzantine_weight(self.history, self.byzantine) if self.byzantine else None
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,24 @@ class GridRun:
     place: dict[str, int]
     run: Run | None  # None: not started
     error: str | None = None  # the first line of its error
+    target: float | None = None  # as of the grid
 
     @property
     def finished(self) -> bool:
         return self.run is not None and self.run.finished and self.error is None
+
+    @property
+    def history(self) -> list[RoundRecord]:
+        return self.run.history if self.run else []
+
+    @property
+    def progress(self) -> list[Progress]:
+        return self.run.progress if self.run else []
+
+    @cached_property
+    def metrics(self) -> dict[str, float | None]:
+        """The numbers of a finished run by name, see `run_metrics`."""
+        return run_metrics(self.history, self.progress, self.target) if self.finished else {}
 
     @property
     def state(self) -> str:
@@ -130,7 +148,7 @@ class GridRun:
             return f"failed: {self.error}"
         if self.run is None:
             return "not begun"
-        return f"{len(self.run.rounds)} of {self.run.planned} rounds"
+        return f"{len(self.run.history)} of {self.run.planned} rounds"
 
 
 @dataclass(frozen=True)
@@ -156,7 +174,7 @@ def read_records(folder: Path) -> Run | StoredGrid:
     run = read_run(folder)
     if run is None:
         raise RecordError(f"{folder}: neither a run (it has no {METRICS}) nor a grid (it has no {GRID})")
-    if not run.rounds:
+    if not run.history:
         raise RecordError(f"{folder / METRICS}: no round is finished yet")
     return run
 
@@ -165,13 +183,13 @@ def read_run(folder: Path) -> Run | None:
     """The run in a folder; None if there is none."""
     if not is_file(folder / METRICS):
         return None
-    rounds, torn = read_metrics(folder / METRICS)
+    history, torn = read_metrics(folder / METRICS)
     table = newest_table(folder)
     return Run(
         folder=folder,
         experiment=read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {},
         environment=_read_object(folder / ENVIRONMENT) if is_file(folder / ENVIRONMENT) else {},
-        rounds=rounds,
+        history=history,
         torn=torn,
         partition=_read_partition(folder / PARTITION) if is_file(folder / PARTITION) else StoredPartition(),
         workers=read_csv(table) if table else None,
@@ -206,8 +224,8 @@ def read_grid(folder: Path) -> StoredGrid:
         if run_folder.resolve() in folders:
             raise RecordError(f"{where}.folder = {show(entry.folder)}: is another run's")
         folders.add(run_folder.resolve())
-        runs.append(GridRun(entry.id, place, read_run(run_folder), _first_line(run_folder / ERROR)))
-    if not any(entry.run and entry.run.rounds for entry in runs):
+        runs.append(GridRun(entry.id, place, read_run(run_folder), _first_line(run_folder / ERROR), file.target))
+    if not any(entry.history for entry in runs):
         raise RecordError(f"{folder}: no round of its {len(runs)} runs is finished yet")
     return StoredGrid(folder, file.name, file.axes, runs, file.target)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Collection, Iterable, Sequence
 
-import numpy as np
-
-from fedsim.core.confidence import Estimate, estimate
 from fedsim.records.progress import Progress, reached
-from fedsim.records.record import Metric, RoundRecord, mean_staleness
+from fedsim.records.record import RoundRecord, mean_staleness
 
 LAST_ROUND = ("test_loss", "train_loss", "attack_success")  # numbers of a record that are metrics of the run
 
@@ -50,25 +48,17 @@ def plug_metrics(record: RoundRecord) -> dict[str, float | None]:
     return {f"metrics.{name}": value for name, value in record.metrics.items()}
 
 
-def mean_metrics(runs: Sequence[Mapping[str, float | None]]) -> dict[str, Estimate | None]:
-    """Return the mean of each metric over the runs that have it; None if no run has a value."""
-    names = dict.fromkeys(name for metrics in runs for name in metrics)
-    return {name: estimate([value for metrics in runs if (value := metrics.get(name)) is not None]) for name in names}
+def byzantine_weight(history: Iterable[RoundRecord], byzantine: Collection[int]) -> float | None:
+    """Return the share of Byzantine workers in the sum of absolute weights, as the mean over rounds with weights."""
+    shares = []
+    for record in history:
+        sizes = {worker: abs(weight or 0.0) for worker, weight in record.weights}
+        if total := sum(sizes.values()):
+            shares.append(sum(size for worker, size in sizes.items() if worker in byzantine) / total)
+    return mean_or_none(shares)
 
 
-def paired_difference(ours: Mapping[Hashable, float], theirs: Mapping[Hashable, float]) -> Estimate | None:
-    """Return the mean over seeds of (our value - their value), over the seeds that both have.
-
-    Runs of one seed share their start, cohorts and batches, so the difference varies less than either value.
-    """
-    return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
-
-
-def curve(
-    metric: Metric, scale: str, history: Iterable[RoundRecord], progress: Iterable[Progress]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places on a scale, a field of `Progress`, and the metric there, for all rounds that have both."""
-    pairs = zip(progress, history, strict=True)
-    points = [(getattr(at, scale), metric.read(record)) for at, record in pairs]
-    x, y = np.array([point for point in points if None not in point], dtype=float).reshape(-1, 2).T
-    return x, y
+def mean_or_none(values: Iterable[float | None], digits: int = 8) -> float | None:
+    """Return the mean, to so many digits, of the values that are not None; None if all are."""
+    known = [value for value in values if value is not None]
+    return float(f"{statistics.fmean(known):.{digits}g}") if known else None

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.core.confidence import FEWEST_FOR_BAND, mean_and_half_width, on_common_grid
-from fedsim.records.reader import Run
+from fedsim.core.confidence import FEWEST_FOR_BAND
+from fedsim.records.combinations import Combination, MeanCurve, mean_curve
+from fedsim.records.reader import GridRun, Run
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
-from fedsim.records.run_metrics import curve
-from fedsim.report.combinations import Combination, mean_or_none
+from fedsim.records.run_metrics import mean_or_none
 from fedsim.report.figure import FEW_ROUNDS, figure, label_axis, plain, round_axis, rounded, value_axis
 
 ROUNDS = "round"
@@ -30,12 +30,12 @@ class Chart:
     lines: tuple[Metric, ...]
 
 
-def records_of(runs: Sequence[Run]) -> list[RoundRecord]:
+def records_of(runs: Sequence[Run | GridRun]) -> list[RoundRecord]:
     """Return the records of all runs."""
-    return [record for run in runs for record in run.rounds]
+    return [record for run in runs for record in run.history]
 
 
-def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
+def charts_of(runs: Sequence[Run | GridRun], parts: bool = False) -> list[Chart]:
     """The charts of all metrics that the runs hold; `parts` adds the parts of sums, such as the phases."""
     found = metrics_in(records_of(runs))
     charts = []
@@ -49,14 +49,14 @@ def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
     return charts
 
 
-def scales_of(runs: Sequence[Run]) -> list[str]:
+def scales_of(runs: Sequence[Run | GridRun]) -> list[str]:
     """The scales beside rounds, as fields of `Progress`; none if all runs are synchronous and without a clock."""
     if all(record.virtual_seconds is None and record.asynchronous is None for record in records_of(runs)):
         return []
     return [scale for scale in SCALES if any(getattr(each, scale) is not None for run in runs for each in run.progress)]
 
 
-def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
+def scale_choices(runs: Sequence[Run | GridRun]) -> list[tuple[str, str, bool]]:
     """Return (value, text, whether selected) for the menu of scales; no choices if there are only rounds.
 
     Virtual seconds are selected if all runs have them, else rounds.
@@ -79,9 +79,9 @@ def run_curves(run: Run) -> list[dict[str, Any]]:
         for chart in charts_of([run], parts=True):
             traces = []
             for metric in chart.lines:
-                values = [rounded(metric.read(record), metric.unit) for record in run.rounds]
+                values = [rounded(metric.read(record), metric.unit) for record in run.history]
                 traces.append(_line(line_name(metric), places, values))
-            figures.append(_curve_figure(chart, scale, traces, (run.rounds[0].round, run.rounds[-1].round)))
+            figures.append(_curve_figure(chart, scale, traces, (run.history[0].round, run.history[-1].round)))
     return figures
 
 
@@ -92,7 +92,7 @@ def grid_curves(combined: Sequence[Combination], names: Sequence[str]) -> list[d
         combined: the combinations; the page filters them by their `place`.
         names: of the combinations.
     """
-    begun = [run for combination in combined for run in combination.begun]
+    begun = [run for combination in combined for run in combination.runs if run.history]
     figures = []
     for scale in (ROUNDS, *scales_of(begun)):
         for chart in charts_of(begun):
@@ -101,27 +101,21 @@ def grid_curves(combined: Sequence[Combination], names: Sequence[str]) -> list[d
                 for metric in chart.lines:
                     line = name if len(chart.lines) == 1 else f"{name} · {metric.label.lower().removesuffix(' loss')}"
                     traces += _combination_traces(combination, metric, scale, line)
-            last = max(run.rounds[-1].round for run in begun)
-            figures.append(_curve_figure(chart, scale, traces, (begun[0].rounds[0].round, last)))
+            last = max(run.history[-1].round for run in begun)
+            figures.append(_curve_figure(chart, scale, traces, (begun[0].history[0].round, last)))
     return figures
 
 
 def _combination_traces(combination: Combination, metric: Metric, scale: str, name: str) -> list[dict[str, Any]]:
     """The line of a mean over the seeds, and before it its spread: a band, or a thin line for each of a few seeds."""
-    curves = [curve(metric, scale, run.rounds, run.progress) for run in combination.begun]
-    curves = [(x, y) for x, y in curves if x.size]
-    if not curves:
+    mean = mean_curve(combination.runs, metric, scale)
+    if mean is None:
         return []
     meta = {f"axis{index}": str(value) for index, value in enumerate(combination.place)}
-    x, values = on_common_grid(curves)
-    if not x.size:
-        return []
-    means, half_widths = mean_and_half_width(values)
-    line = _line(
-        name, [rounded(each, "s") for each in x.tolist()], [rounded(mean, metric.unit) for mean in means.tolist()]
-    )
-    line |= {"meta": meta, "customdata": _spread_texts(values, half_widths), "hovertemplate": "%{y}%{customdata}"}
-    if len(curves) == 1:
+    x = [rounded(each, "s") for each in mean.x.tolist()]
+    line = _line(name, x, [rounded(each, metric.unit) for each in mean.means.tolist()])
+    line |= {"meta": meta, "customdata": _spread_texts(mean), "hovertemplate": "%{y}%{customdata}"}
+    if len(mean.curves) == 1:
         return [line]
     spread = {
         "type": "scatter",
@@ -131,28 +125,28 @@ def _combination_traces(combination: Combination, metric: Metric, scale: str, na
         "hoverinfo": "skip",
         "meta": {**meta, "spread": "shown"},
     }
-    if len(curves) >= FEWEST_FOR_BAND:
-        return [{**spread, **_band(x, means, half_widths, metric.share), "opacity": 0.15, "line": {"width": 0}}, line]
-    seeds = [{"x": x.tolist(), "y": [rounded(value, metric.unit) for value in y.tolist()]} for x, y in curves]
+    if len(mean.curves) >= FEWEST_FOR_BAND:
+        return [{**spread, **_band(mean, metric.share), "opacity": 0.15, "line": {"width": 0}}, line]
+    seeds = [{"x": x.tolist(), "y": [rounded(value, metric.unit) for value in y.tolist()]} for x, y in mean.curves]
     return [*({**spread, **seed, "opacity": 0.45, "line": {"width": 1}} for seed in seeds), line]
 
 
-def _spread_texts(values: np.ndarray, half_widths: np.ndarray) -> list[str]:
-    """The spread over the seeds at each point, of values [seeds, points]."""
-    if len(values) == 1:
-        return [""] * values.shape[1]
-    if len(values) == 2:
-        return [f" ({rounded(first):.4f}, {rounded(second):.4f})" for first, second in values.T.tolist()]
-    return [f" ± {half:.4f} ({len(values)} seeds)" for half in half_widths.tolist()]
+def _spread_texts(mean: MeanCurve) -> list[str]:
+    """The spread over the seeds at each point."""
+    if len(mean.values) == 1:
+        return [""] * mean.values.shape[1]
+    if len(mean.values) == 2:
+        return [f" ({rounded(first):.4f}, {rounded(second):.4f})" for first, second in mean.values.T.tolist()]
+    return [f" ± {half:.4f} ({len(mean.values)} seeds)" for half in mean.half_widths.tolist()]
 
 
-def _band(x: np.ndarray, means: np.ndarray, half_widths: np.ndarray, share: bool) -> dict[str, Any]:
+def _band(mean: MeanCurve, share: bool) -> dict[str, Any]:
     """The outline of mean ± half width. A share does not exceed 1; the band of positive means ends above 0."""
-    low, high = means - half_widths, means + half_widths
+    x, low, high = mean.x, mean.means - mean.half_widths, mean.means + mean.half_widths
     if share:
         high = np.minimum(high, 1)
-    if means.min() >= 0:
-        low = np.maximum(low, means.min() / 100)  # a logarithmic axis has no 0
+    if mean.means.min() >= 0:
+        low = np.maximum(low, mean.means.min() / 100)  # a logarithmic axis has no 0
     outline = zip(np.concatenate([x, x[::-1]]).tolist(), np.concatenate([high, low[::-1]]).tolist(), strict=True)
     xs, ys = zip(*((rounded(a, "s"), rounded(b, "s")) for a, b in outline), strict=True)
     return {"x": xs, "y": ys, "fill": "toself"}
@@ -201,20 +195,20 @@ def _phases_of(records: Sequence[RoundRecord]) -> list[str]:
 def run_time(run: Run) -> dict[str, Any]:
     """Return a chart that stacks the seconds of all phases, over rounds."""
     traces: list[dict[str, Any]] = []
-    for phase in _phases_of(run.rounds):
-        seconds = [rounded(record.seconds.get(phase), "s") for record in run.rounds]
-        bars = len(run.rounds) <= FEW_ROUNDS
+    for phase in _phases_of(run.history):
+        seconds = [rounded(record.seconds.get(phase), "s") for record in run.history]
+        bars = len(run.history) <= FEW_ROUNDS
         kind = {"type": "bar"} if bars else {"type": "scatter", "mode": "none", "stackgroup": "phases"}
-        x = [record.round for record in run.rounds]
+        x = [record.round for record in run.history]
         traces.append({**kind, "name": plain(phase.replace("_", " ")), "x": x, "y": seconds})
-    rounds = round_axis(run.rounds[0].round, run.rounds[-1].round)
+    rounds = round_axis(run.history[0].round, run.history[-1].round)
     return _time_figure(traces, 320, "x", xaxis=rounds, yaxis=value_axis("seconds of a round", "s", rangemode="tozero"))
 
 
 def grid_time(combined: Sequence[Combination], names: Sequence[str]) -> dict[str, Any]:
     """The mean seconds of each phase: one bar per combination, the first on top."""
     traces = []
-    records = [records_of(combination.begun) for combination in combined]
+    records = [records_of(combination.runs) for combination in combined]
     for phase in _phases_of([record for each in records for record in each]):
         means = [rounded(mean_or_none(record.seconds.get(phase) for record in each), "s") for each in records]
         bar = {"type": "bar", "orientation": "h", "name": plain(phase.replace("_", " ")), "hovertemplate": "%{x}"}

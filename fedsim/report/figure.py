@@ -10,7 +10,6 @@ from fedsim.records import formatting as fmt
 
 LONGEST_TICK = 48  # characters
 FEW_ROUNDS = 50  # up to this number, charts mark points and draw bars
-BYZANTINE, EXCLUDED = "#d43c2f", "#e58b80"
 PALETTE = (
     *("#4269d0", "#e8a013", "#e8594b", "#3aa8a0", "#3ca951"),
     *("#e070a0", "#a463f2", "#6fa3ea", "#9c6b4e", "#8b9099"),

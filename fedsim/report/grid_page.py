@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fedsim.core.confidence import FEWEST_FOR_BAND, Estimate, fixed
 from fedsim.records import formatting as fmt
-from fedsim.records.reader import SEED, GridRun, Run, StoredGrid, StoredPartition
-from fedsim.report.combinations import ACCURACY, ComparedCombination, combinations, compare_groups, other_axes
+from fedsim.records.combinations import SEED, Combination, combinations, groups_of, time_to_target
+from fedsim.records.reader import GridRun, Run, StoredGrid, StoredPartition
+from fedsim.records.run_metrics import mean_or_none
 from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices
 from fedsim.report.heat_maps import columns_for, final_heat_maps, has_weights, partition_heat_map, weights_heat_map
 
@@ -21,10 +24,11 @@ FEW_LINES = 4  # up to this number, the page shows the spread of curves at first
 def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the variables of the HTML template, and the figures of each chart."""
     labels = {axis: [fmt.label(value) for value in values] for axis, values in grid.axes.items()}
-    axes = [(fmt.key_name(axis), labels[axis]) for axis in other_axes(grid)]
-    combined = combinations(grid)
-    names = [" · ".join(_labels_at(axes, combination.place)) or "all runs" for combination in combined]
-    begun = [(entry, entry.run) for entry in grid.runs if entry.run and entry.run.rounds]
+    compared = [axis for axis in grid.axes if axis != SEED]
+    axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
+    combined = combinations(grid.runs, compared)
+    names = [" · ".join(_labels_of(axes, combination)) or "all runs" for combination in combined]
+    begun = [(entry, entry.run) for entry in grid.runs if entry.run and entry.run.history]
     runs = [run for _, run in begun]
     charts = {"curves-chart": grid_curves(combined, names), "time-chart": [grid_time(combined, names)]}
     if len(axes) >= 2:
@@ -35,14 +39,14 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         charts["partition-chart"] = partitions_of_runs(runs)
     context = {
         "name": grid.name,
-        "title": fmt.comparison_title(other_axes(grid)),
+        "title": fmt.comparison_title(compared),
         "axes": axes,
         "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
         "fewest_for_band": FEWEST_FOR_BAND,
         "notes": notes(grid),
         "experiment": shared_settings(runs),
         "environment": list(fmt.flatten(runs[0].environment)),
-        "table": comparison_table(compare_groups(combined), axes, grid.target),
+        "table": comparison_table([compare(group) for group in groups_of(combined)], axes, grid.target),
         "target": None if grid.target is None else fmt.percent(grid.target),
         "unfinished": [(entry.id, entry.state) for entry in grid.runs if not entry.finished],
         "run_names": [run_name(entry, labels) for entry, _ in begun],
@@ -56,8 +60,8 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
     return context, charts
 
 
-def _labels_at(axes: Sequence[tuple[str, Sequence[str]]], place: Sequence[int]) -> list[str]:
-    return [labels[index] for (_, labels), index in zip(axes, place, strict=True)]
+def _labels_of(axes: Sequence[tuple[str, Sequence[str]]], combination: Combination) -> list[str]:
+    return [labels[index] for (_, labels), index in zip(axes, combination.place, strict=True)]
 
 
 def weights_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -101,6 +105,39 @@ def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
+class ComparedCombination:
+    """A combination beside the others of its group.
+
+    Attributes:
+        combination: the combination.
+        best: whether it has the highest mean accuracy of its group; true for several if they are equal.
+        difference: its accuracy minus that of the best, paired by seed; None for the best itself.
+    """
+
+    combination: Combination
+    best: bool = False
+    difference: Estimate | None = None
+
+    @cached_property
+    def byzantine_weight(self) -> float | None:
+        """The mean over its runs, finished or not."""
+        return mean_or_none(entry.run.byzantine_weight for entry in self.combination.runs if entry.run)
+
+
+def compare(group: Sequence[Combination]) -> list[ComparedCombination]:
+    """Return the combinations of a group, each compared with the best; not compared if only one has a finished run."""
+    means = [each.accuracy.mean if each.accuracy else -math.inf for each in group]
+    highest = max(means)
+    if sum(mean > -math.inf for mean in means) < 2:
+        return list(map(ComparedCombination, group))
+    leader = group[means.index(highest)]
+    return [
+        ComparedCombination(each, mean == highest, None if mean == highest else each.difference_to(leader))
+        for each, mean in zip(group, means, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
 class Cell:
     """A cell of the table: `text` between a mark and a spread, and the number by which the table sorts."""
 
@@ -119,7 +156,7 @@ def comparison_table(
     rows = []
     for group in groups:
         for compared in group:
-            labels = _labels_at(axes, compared.combination.place)
+            labels = _labels_of(axes, compared.combination)
             rows.append(
                 {
                     "labels": [*labels[1:], *labels[:1]],
@@ -143,14 +180,14 @@ def _columns(
     """Return the name of each column that holds something, and the function that makes its cells."""
     metrics = dict.fromkeys(name for each in compared for name, value in each.combination.metrics.items() if value)
     columns: list[tuple[str, Callable[[ComparedCombination], Cell]]] = [
-        ("accuracy", lambda each: _interval(each.combination.metrics.get(ACCURACY), "★" if each.best else ""))
+        ("accuracy", lambda each: _interval(each.combination.accuracy, "★" if each.best else ""))
     ]
     if any(each.difference for each in compared):
         columns.append(("difference", lambda each: _difference(each.difference)))
     if "attack_success" in metrics:
         columns.append(("attack success", lambda each: _interval(each.combination.metrics.get("attack_success"))))
-    if any(each.combination.byzantine_weight is not None for each in compared):
-        columns.append(("Byzantine weight", lambda each: _number(each.combination.byzantine_weight, fmt.percent)))
+    if any(each.byzantine_weight is not None for each in compared):
+        columns.append(("Byzantine weight", lambda each: _number(each.byzantine_weight, fmt.percent)))
     columns += [(name.removeprefix(PLUG), _amount(name)) for name in metrics if name.startswith(PLUG)]
     timed = "virtual_seconds" in metrics
     if timed:
@@ -194,14 +231,9 @@ def _seconds(compared: ComparedCombination) -> Cell:
 
 
 def _to_target(compared: ComparedCombination, timed: bool) -> Cell:
-    finished, metrics = len(compared.combination.finished), compared.combination.metrics
-    rounds, seconds = (metrics.get(f"{name}_to_target") for name in ("rounds", "virtual_seconds"))
-    if not rounds:
-        return Cell("not reached" if finished else fmt.MISSING)
-    time = seconds or rounds
-    unit = " rounds" if timed and not seconds else ""
-    share = f" ({rounds.n} of {finished})" if rounds.n < finished else ""
-    return Cell(f"{time.amount()}{unit}{share}", time.mean)
+    combination = compared.combination
+    text, sort = time_to_target(combination.metrics, len(combination.finished), timed)
+    return Cell(text or fmt.MISSING, sort)
 
 
 def _seeds(compared: ComparedCombination) -> Cell:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fedsim.core.confidence import Estimate, decimals_of, fixed
-from fedsim.records.reader import Run, StoredPartition
+from fedsim.core.confidence import Estimate, decimals_of, estimate, fixed
+from fedsim.records.combinations import Combination
+from fedsim.records.reader import GridRun, Run, StoredPartition
 from fedsim.records.record import Metric, RoundRecord, metrics_in
-from fedsim.records.run_metrics import best_accuracy
-from fedsim.report.combinations import Combination, mean_or_none
-from fedsim.report.figure import BYZANTINE, EXCLUDED, FEW_ROUNDS, PALETTE, axis, figure, label_axis, plain, round_axis
+from fedsim.records.run_metrics import best_accuracy, mean_or_none
+from fedsim.report.figure import FEW_ROUNDS, PALETTE, axis, figure, label_axis, plain, round_axis
 
+BYZANTINE, EXCLUDED = "#d43c2f", "#e58b80"
 MOST_CELLS = 1_000_000  # of all heat maps of weights together; about 10 MB of page
 MOST_COLUMNS = 250  # of a heat map over rounds
 FEWEST_COLUMNS = 25
@@ -25,14 +26,14 @@ LAST_ROUND_ONLY = ("total_seconds", "total_bytes")  # metrics whose final value 
 
 def columns_for(runs: Sequence[Run]) -> int:
     """The number of columns with which the heat maps of all runs stay within `MOST_CELLS`."""
-    rows = sum(len({worker for record in run.rounds for worker in record.cohort}) for run in runs)
+    rows = sum(len({worker for record in run.history for worker in record.cohort}) for run in runs)
     return max(FEWEST_COLUMNS, min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)))
 
 
 def has_weights(run: Run) -> bool:
     """Whether a round records the weight of a worker, or that a worker was excluded."""
-    known = (weight is not None for record in run.rounds for _, weight in record.weights)
-    return any(known) or any(record.excluded for record in run.rounds)
+    known = (weight is not None for record in run.history for _, weight in record.weights)
+    return any(known) or any(record.excluded for record in run.history)
 
 
 def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> dict[str, Any] | None:
@@ -43,10 +44,10 @@ def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> d
     """
     if not has_weights(run):
         return None
-    workers = sorted({worker for record in run.rounds for worker in [*record.cohort, *record.excluded]})
+    workers = sorted({worker for record in run.history for worker in [*record.cohort, *record.excluded]})
     columns = max(1, min(columns, MOST_CELLS // len(workers)))
-    per_column = math.ceil(len(run.rounds) / columns)
-    parts = [run.rounds[start : start + per_column] for start in range(0, len(run.rounds), per_column)]
+    per_column = math.ceil(len(run.history) / columns)
+    parts = [run.history[start : start + per_column] for start in range(0, len(run.history), per_column)]
     weights, excluded = [_mean_weights(part) for part in parts], [_mostly_excluded(part) for part in parts]
     x = [part[0].round for part in parts]
     few = len(workers) <= FEW_WORKERS
@@ -128,18 +129,18 @@ def final_heat_maps(combined: Sequence[Combination], axes: Sequence[tuple[str, S
         combined: the combinations of the grid.
         axes: the name of each axis and the labels of its values.
     """
-    runs = [run for combination in combined for run in combination.finished.values()]
-    metrics = [metric for metric in metrics_in(run.rounds[-1] for run in runs) if metric.chart]
-    values: list[tuple[str, Callable[[Run], float | None], int | None]] = [
+    runs = [run for combination in combined for run in combination.finished]
+    metrics = [metric for metric in metrics_in(run.history[-1] for run in runs) if metric.chart]
+    values: list[tuple[str, Callable[[GridRun], float | None], int | None]] = [
         (f"Final {metric.label.lower()}", partial(_final, metric), None if metric.unit else 4)
         for metric in metrics
         if metric.key not in LAST_ROUND_ONLY
     ]
-    if any(best_accuracy(run.rounds) is not None for run in runs):
-        values.insert(1, ("Best test accuracy", lambda run: best_accuracy(run.rounds), 4))
+    if any(best_accuracy(run.history) is not None for run in runs):
+        values.insert(1, ("Best test accuracy", lambda run: best_accuracy(run.history), 4))
     figures = []
     for label, read, decimals in values:
-        cells = {combination.place: combination.mean_of(read) for combination in combined}
+        cells = {each.place: _mean_of(read, each.finished) for each in combined}
         means = [cell.mean for cell in cells.values() if cell]
         limits = {"cmin": min(means), "cmax": max(means)} if means else {}
         for others in itertools.product(*(range(len(labels)) for _, labels in axes[2:])):
@@ -147,8 +148,12 @@ def final_heat_maps(combined: Sequence[Combination], axes: Sequence[tuple[str, S
     return figures
 
 
-def _final(metric: Metric, run: Run) -> float | None:
-    return metric.read(run.rounds[-1])
+def _final(metric: Metric, run: GridRun) -> float | None:
+    return metric.read(run.history[-1])
+
+
+def _mean_of(read: Callable[[GridRun], float | None], runs: Sequence[GridRun]) -> Estimate | None:
+    return estimate([value for run in runs if (value := read(run)) is not None])
 
 
 def _final_heat_map(

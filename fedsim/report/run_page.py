@@ -10,7 +10,6 @@ from fedsim.records import formatting as fmt
 from fedsim.records.reader import Run
 from fedsim.records.record import Metric, mean_staleness, metrics_in
 from fedsim.records.run_metrics import best_accuracy
-from fedsim.report.combinations import byzantine_weight
 from fedsim.report.curves import charts_of, line_name, run_curves, run_time, scale_choices
 from fedsim.report.heat_maps import partition_heat_map, weights_heat_map
 from fedsim.report.workers import workers_chart
@@ -69,7 +68,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     found = {word: next((values[key] for key in keys if key in values), None) for word, keys in FACTS.items()}
     if run.experiment.get("mode", "rounds") == "rounds":
         found |= {"mode": None, "policy": None}
-    if run.rounds[-1].asynchronous is not None:
+    if run.history[-1].asynchronous is not None:
         found["rule"] = None  # not used
     found["device"] = run.environment.get("device")
     return [(word, fmt.label(value)) for word, value in found.items() if value is not None]
@@ -77,33 +76,33 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
     """The most important numbers: word, value, remark."""
-    last = run.rounds[-1]
-    best = best_accuracy(run.rounds)
-    best_round = next((record.round for record in run.rounds if record.test_accuracy == best), None)
-    seconds = [record.total_seconds for record in run.rounds if record.total_seconds is not None]
-    sent = [record.total_bytes for record in run.rounds if record.total_bytes is not None]
+    last = run.history[-1]
+    best = best_accuracy(run.history)
+    best_round = next((record.round for record in run.history if record.test_accuracy == best), None)
+    seconds = [record.total_seconds for record in run.history if record.total_seconds is not None]
+    sent = [record.total_bytes for record in run.history if record.total_bytes is not None]
     shown = [
         ("final accuracy", fmt.fraction(last.test_accuracy), f"test loss {fmt.number(last.test_loss)}"),
         ("best accuracy", fmt.fraction(best), f"in round {best_round}"),
         (
             "rounds",
-            str(len(run.rounds)),
+            str(len(run.history)),
             "stopped early" if run.stopped else "all finished" if run.finished else f"of {run.planned}",
         ),
     ]
     if seconds:
         shown.append(("time", fmt.seconds(sum(seconds)), f"{fmt.seconds(sum(seconds) / len(seconds))} per round"))
     if last.virtual_seconds is not None:
-        per_round = fmt.amount(last.virtual_seconds / len(run.rounds))
+        per_round = fmt.amount(last.virtual_seconds / len(run.history))
         shown.append(("virtual time", f"{fmt.amount(last.virtual_seconds)} s", f"{per_round} s per round"))
     if last.asynchronous is not None and last.asynchronous.updates is not None:
-        staleness = fmt.amount(mean_staleness(run.rounds))
+        staleness = fmt.amount(mean_staleness(run.history))
         shown.append(("updates", f"{last.asynchronous.updates:,}", f"mean staleness {staleness}"))
     if sent:
         shown.append(("sent", fmt.size(sum(sent)), "up and down"))
     if last.attack_success is not None:
         shown.append(("attack success", fmt.fraction(last.attack_success), "in the last round"))
-    if (share := byzantine_weight(run)) is not None:
+    if (share := run.byzantine_weight) is not None:
         shown.append(("Byzantine weight", fmt.percent(share), "mean over rounds"))
     return shown
 
@@ -112,9 +111,9 @@ def notes(run: Run) -> list[str]:
     """Warnings: parts of the run that are missing."""
     found = []
     if run.stopped:
-        found.append(f"Stopped after round {len(run.rounds)} of {run.planned}: {run.stopped}.")
+        found.append(f"Stopped after round {len(run.history)} of {run.planned}: {run.stopped}.")
     elif not run.finished:
-        found.append(f"Not finished: {len(run.rounds)} of {run.planned} rounds.")
+        found.append(f"Not finished: {len(run.history)} of {run.planned} rounds.")
     if run.torn:
         found.append("The last line of metrics.jsonl is incomplete and was left out.")
     if not run.experiment:
@@ -124,24 +123,24 @@ def notes(run: Run) -> list[str]:
 
 def _weights_note(run: Run) -> str:
     """The reason why there is no heat map of weights."""
-    if any(record.coefficients is not None for record in run.rounds):
+    if any(record.coefficients is not None for record in run.history):
         return "This rule gives no weight to a worker as a whole, and no worker was excluded."
     return "The run holds no weights of workers."
 
 
 def rounds_table(run: Run) -> dict[str, Any]:
     """The table of rounds: head, rows, and the number of rounds that a row stands for."""
-    every = math.ceil(len(run.rounds) / MOST_ROWS)
-    shown = [*run.rounds[:-1:every], run.rounds[-1]]
+    every = math.ceil(len(run.history) / MOST_ROWS)
+    shown = [*run.history[:-1:every], run.history[-1]]
     columns = [("round", [str(record.round) for record in shown])]
-    for metric in metrics_in(run.rounds):
+    for metric in metrics_in(run.history):
         columns.append((line_name(metric), [show(metric, metric.read(record)) for record in shown]))
     columns.append(("cohort", [str(len(record.cohort)) for record in shown]))
     for name in ("excluded", "lost"):
-        if any(getattr(record, name) for record in run.rounds):
+        if any(getattr(record, name) for record in run.history):
             columns.append((name, [", ".join(map(str, getattr(record, name))) or fmt.MISSING for record in shown]))
     head, cells = zip(*columns, strict=True)
-    return {"head": head, "rows": list(zip(*cells, strict=True)), "every": every, "rounds": len(run.rounds)}
+    return {"head": head, "rows": list(zip(*cells, strict=True)), "every": every, "rounds": len(run.history)}
 
 
 def show(metric: Metric, value: float | None) -> str:

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
+from fedsim.records.combinations import combinations
 from fedsim.records.reader import read_records
 from fedsim.report import write_report
-from fedsim.report.combinations import combinations
 from tests.report.folders import invent_run, timed_grid, write_points
 from tests.report.test_page import evil_grid, evil_run
 
@@ -84,7 +84,7 @@ def test_the_controls_of_a_run_change_its_curves(show, run_folder):
     page = show(run_folder)
     for chart in ("curves-chart", "weights-chart", "partition-chart", "time-chart"):
         assert page.locator(f"#{chart} .main-svg").count() > 0, chart
-    accuracies = [record.test_accuracy for record in read_records(run_folder).rounds]
+    accuracies = [record.test_accuracy for record in read_records(run_folder).history]
     assert lines(page) == {"test accuracy": accuracies}
 
     page.get_by_label("Smoothing").fill("0.5")
@@ -110,7 +110,8 @@ def test_the_controls_of_a_run_change_its_curves(show, run_folder):
 
 def test_the_controls_of_a_grid_choose_lines_cells_and_runs(show, grid_folder):
     page = show(grid_folder)
-    final = {each.place: each.metrics["test_accuracy"].mean for each in combinations(read_records(grid_folder))}
+    combined = combinations(read_records(grid_folder).runs, ["aggregate.rule", "local.lr"])
+    final = {each.place: each.accuracy.mean for each in combined}
     assert {name: values[-1] for name, values in lines(page).items()} == {
         "mean · 0.01": pytest.approx(final[0, 0], abs=6e-5),
         "weighted_mean · 0.01": pytest.approx(final[1, 0], abs=6e-5),

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from fedsim.core.confidence import estimate
+from fedsim.records.combinations import SEED, combinations, groups_of
 from fedsim.records.reader import read_records
-from fedsim.report.combinations import ACCURACY, byzantine_weight, combinations, compare_groups
+from fedsim.report.grid_page import compare
 from tests.report.folders import add_to_rounds, invent_run, write_points
 
 # The final accuracies of each (rule, attack), one for each seed; None for a run that has not begun.
@@ -34,17 +35,18 @@ def summaries(tmp_path):
 
 
 def summaries_of(folder):
-    groups = compare_groups(combinations(read_records(folder)))
-    return {each.combination.place: each for group in groups for each in group}
+    grid = read_records(folder)
+    groups = groups_of(combinations(grid.runs, [axis for axis in grid.axes if axis != SEED]))
+    return {each.combination.place: each for group in groups for each in compare(group)}
 
 
 def test_each_combination_has_statistics_over_the_seeds_of_its_runs(summaries):
     found = {place: summary.combination for place, summary in summaries.items()}
     assert sorted(found) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-    assert found[0, 0].metrics[ACCURACY] == estimate([0.9, 0.8, 0.7])
-    assert found[1, 1].metrics[ACCURACY] == estimate([0.6, 0.5])  # one run is missing
+    assert found[0, 0].accuracy == estimate([0.9, 0.8, 0.7])
+    assert found[1, 1].accuracy == estimate([0.6, 0.5])  # one run is missing
     assert found[2, 1].metrics == {}
-    assert found[0, 0].byzantine_weight == 0.75
+    assert summaries[0, 0].byzantine_weight == 0.75
     assert found[0, 0].metrics["seconds"].mean == pytest.approx(2 * 0.231)
     assert found[0, 0].metrics["metrics.norm"] == estimate([2.0, 2.0, 2.0])
 
@@ -68,15 +70,14 @@ def test_unfinished_runs_are_not_counted(tmp_path):
         invent_run(path, [0.5, 0.6], rounds=2 if point["seed"] else 9)
 
     (summary,) = summaries_of(write_points(tmp_path / "grid", {"x": [1], "seed": [0, 1]}, make)).values()
-    assert summary.combination.metrics[ACCURACY] == estimate([0.6])
-    assert len(summary.combination.begun) == 2
+    assert summary.combination.accuracy == estimate([0.6])
     assert not summary.best  # there is no other combination
 
 
 @pytest.mark.parametrize(("axes", "counts"), [({"seed": [0, 1]}, [2]), ({"x": ["u", "v"]}, [1, 1])])
 def test_a_grid_may_have_no_axis_but_the_seed_or_no_seed(tmp_path, axes, counts):
     folder = write_points(tmp_path / "grid", axes, lambda path, _: invent_run(path, [0.5]))
-    assert [summary.combination.metrics[ACCURACY].n for summary in summaries_of(folder).values()] == counts
+    assert [summary.combination.accuracy.n for summary in summaries_of(folder).values()] == counts
 
 
 def test_the_share_of_byzantine_workers_is_a_mean_over_rounds_with_weights(tmp_path):
@@ -84,4 +85,4 @@ def test_the_share_of_byzantine_workers_is_a_mean_over_rounds_with_weights(tmp_p
     weights = {1: [0.5, -0.5], 2: [0.75, 0.25], 3: [0.0, 0.0]}
     add_to_rounds(folder, lambda record: {"coefficients": weights[record["round"]]})
     (folder / "partition.json").write_text('{"byzantine": [1]}')
-    assert byzantine_weight(read_records(folder)) == pytest.approx((0.5 + 0.25) / 2)
+    assert read_records(folder).byzantine_weight == pytest.approx((0.5 + 0.25) / 2)

@@ -14,9 +14,9 @@ def test_a_run_is_read_as_it_was_written(run_folder):
     run = read_records(run_folder)
     assert isinstance(run, Run)
     assert run.name == "tried"
-    assert [record.round for record in run.rounds] == list(range(1, ROUNDS + 1))
+    assert [record.round for record in run.history] == list(range(1, ROUNDS + 1))
     last = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert run.rounds[-1] == {**run.rounds[-1], **last}
+    assert run.history[-1] == {**run.history[-1], **last}
     assert run.finished
     assert not run.torn
     assert run.byzantine == {1}
@@ -37,14 +37,14 @@ def test_an_incomplete_last_line_is_left_out_and_reported(fresh_run, cut):
     with (fresh_run / "metrics.jsonl").open("ab") as file:
         file.write(cut)
     run = read_records(fresh_run)
-    assert len(run.rounds) == 3
+    assert len(run.history) == 3
     assert run.torn
 
 
 def test_numbers_that_are_not_finite_become_none_and_unknown_keys_are_ignored(fresh_run):
     with (fresh_run / "metrics.jsonl").open("a") as file:
         file.write('{"round": 4, "test_loss": NaN, "train_loss": 1e999, "test_accuracy": null, "unknown": [1]}\n')
-    last = read_records(fresh_run).rounds[-1]
+    last = read_records(fresh_run).history[-1]
     assert (last.test_loss, last.train_loss, last.test_accuracy) == (None, None, None)
 
 

@@ -1,0 +1,124 @@
+"""The combinations of the values on a grid's axes: statistics and curves over their seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fedsim.core.confidence import Estimate, estimate, mean_and_half_width, on_common_grid
+from fedsim.records.record import Metric
+
+SEED = "seed"  # the axis over which results are averaged
+ACCURACY = "test_accuracy"
+
+
+@dataclass(frozen=True, eq=False)
+class Combination:
+    """The runs that differ in the seed alone. Its statistics are those of the finished runs.
+
+    Attributes:
+        place: of its runs, on each axis but the seed.
+        runs: of all seeds, finished or not: each a `RunResult` of a comparison or a `GridRun` of a stored grid.
+    """
+
+    place: tuple[Any, ...]
+    runs: list[Any]
+
+    @property
+    def finished(self) -> list[Any]:
+        return [run for run in self.runs if run.finished]
+
+    @cached_property
+    def metrics(self) -> dict[str, Estimate | None]:
+        """The mean of each metric over the runs that have it; None if no run has a value."""
+        names = dict.fromkeys(name for run in self.finished for name in run.metrics)
+        values = {name: [run.metrics.get(name) for run in self.finished] for name in names}
+        return {name: estimate([each for each in found if each is not None]) for name, found in values.items()}
+
+    @property
+    def accuracy(self) -> Estimate | None:
+        """The mean test accuracy after the last round."""
+        return self.metrics.get(ACCURACY)
+
+    def difference_to(self, other: Combination) -> Estimate | None:
+        """The mean over seeds of the accuracy minus that of another combination, over the seeds that both have.
+
+        Runs of one seed share their start, cohorts and batches, so the difference varies less than either accuracy.
+        """
+        ours, theirs = self._accuracies, other._accuracies
+        return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
+
+    @cached_property
+    def _accuracies(self) -> dict[Hashable, float]:
+        values = {run.place.get(SEED): run.metrics.get(ACCURACY) for run in self.finished}
+        return {seed: value for seed, value in values.items() if value is not None}
+
+
+def combinations(runs: Iterable[Any], axes: Sequence[str]) -> list[Combination]:
+    """The combinations of the values on these axes, without the seed, in the order of the runs."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for run in runs:
+        found.setdefault(tuple(run.place[axis] for axis in axes), []).append(run)
+    return [Combination(place, each) for place, each in found.items()]
+
+
+def groups_of(combined: Iterable[Combination]) -> list[list[Combination]]:
+    """The combinations that differ in the first axis only, such as all rules under one attack."""
+    groups: dict[tuple[Any, ...], list[Combination]] = {}
+    for each in combined:
+        groups.setdefault(each.place[1:], []).append(each)
+    return list(groups.values())
+
+
+def time_to_target(metrics: Mapping[str, Estimate | None], finished: int, timed: bool) -> tuple[str, float | None]:
+    """The mean virtual seconds, or rounds, until the target, as text and as a number.
+
+    The text says how many of the finished runs reached the target if not all did, and that it counts rounds if others
+    are `timed` in virtual seconds.
+    """
+    rounds, seconds = metrics.get("rounds_to_target"), metrics.get("virtual_seconds_to_target")
+    if not rounds:
+        return "not reached" if finished else "", None
+    time = seconds or rounds
+    unit = " rounds" if timed and not seconds else ""
+    share = f" ({rounds.n} of {finished})" if rounds.n < finished else ""
+    return f"{time.amount()}{unit}{share}", time.mean
+
+
+@dataclass(frozen=True)
+class MeanCurve:
+    """The mean of several runs' curves where all of them are known.
+
+    Attributes:
+        curves: places on the scale and values there, of each run.
+        x: the places of all curves [points].
+        values: interpolated there [curves, points].
+        means, half_widths: over the curves, and of their 95 percent intervals [points].
+    """
+
+    curves: list[tuple[np.ndarray, np.ndarray]]
+    x: np.ndarray
+    values: np.ndarray
+    means: np.ndarray
+    half_widths: np.ndarray
+
+
+def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | None:
+    """The mean curve of a metric on a scale, a field of `Progress`; None if it is known nowhere."""
+    curves = [each for run in runs if (each := _curve(run, metric, scale))[0].size]
+    if not curves:
+        return None
+    x, values = on_common_grid(curves)
+    return MeanCurve(curves, x, values, *mean_and_half_width(values)) if x.size else None
+
+
+def _curve(run: Any, metric: Metric, scale: str) -> tuple[np.ndarray, np.ndarray]:
+    """The places and the values of all rounds that have both."""
+    pairs = zip(run.progress, run.history, strict=True)
+    points = [(getattr(at, scale), metric.read(record)) for at, record in pairs]
+    x, y = np.array([point for point in points if None not in point], dtype=float).reshape(-1, 2).T
+    return x, y
