@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import f1_score
+from sklearn.metrics import f1_score, r2_score
 
 import fedsim
 from fedsim import ExperimentError
@@ -88,9 +88,22 @@ def test_metrics_agree_with_references():
     numbers, wanted = torch.randn(40, 1), torch.randn(40)
     assert bound("mse")(numbers, wanted) == pytest.approx(float(((numbers[:, 0] - wanted) ** 2).mean()))
     assert bound("mae")(numbers, wanted) == pytest.approx(float((numbers[:, 0] - wanted).abs().mean()))
+    numbers, wanted = torch.randn(40, 3), torch.randn(40, 3)
+    assert bound("r2")(numbers, wanted) == pytest.approx(r2_score(wanted, numbers))
+    wanted[:, 0] = numbers[:, 0] = 1.0
+    assert bound("r2")(numbers, wanted) == pytest.approx(r2_score(wanted, numbers))
     logits, labels = torch.randn(40, 1), torch.randint(2, (40,))
     expected = f1_score(labels, (logits[:, 0] > 0).long(), average="macro")
     assert bound("macro_f1")(logits, labels) == pytest.approx(expected)
+
+
+def test_metrics_leave_ignored_targets_out():
+    outputs, targets = torch.randn(40, 5, 7), torch.randint(7, (40, 5))
+    padded = targets.clone()
+    padded[:, 3:] = -100
+    for name in ("top_k", "macro_f1", "perplexity"):
+        assert bound(name)(outputs, padded) == pytest.approx(bound(name)(outputs[:, :3], targets[:, :3]))
+        assert bound(name, ignore=9)(outputs, targets) == pytest.approx(bound(name)(outputs, targets))
 
 
 def test_a_class_gets_its_arguments(tiny_experiment):

@@ -11,6 +11,8 @@ from fedsim.core.training import DEFAULT_LOSS, check_outputs
 from fedsim.models import Net, logistic, two_nn
 from tests.plugs import TINY_TRAIN, Normalised, tiny
 
+LABELS = torch.arange(6)
+
 
 @pytest.fixture(autouse=True)
 def seed():
@@ -54,18 +56,18 @@ def test_logits_that_are_log_probabilities_at_first_are_trained_as_logits():
 )
 def test_outputs_other_than_logits_or_log_probabilities_are_an_error(model, message):
     if message is None:
-        check_outputs(model, torch.randn(6, 10), classes=10)
+        check_outputs(model, torch.randn(6, 10), LABELS, classes=10)
         with pytest.raises(fedsim.ExperimentError, match="tells 10 classes apart, but the labels go up to 10"):
-            check_outputs(model, torch.randn(6, 10), classes=11)
+            check_outputs(model, torch.randn(6, 10), LABELS, classes=11)
     else:
         with pytest.raises(fedsim.ExperimentError, match=message):
-            check_outputs(model, torch.randn(6, 10))
+            check_outputs(model, torch.randn(6, 10), LABELS)
 
 
 def test_checking_outputs_does_not_change_the_model():
     model = Normalised()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    check_outputs(model, torch.randn(6, 1, 28, 28))
+    check_outputs(model, torch.randn(6, 1, 28, 28), LABELS)
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 

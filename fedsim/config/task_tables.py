@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from fedsim.core import other_tasks  # noqa: F401  # registers tasks
 from fedsim.core.base_table import PlugTable, Table
-from fedsim.core.learning_task import LearningTask, learning_task
+from fedsim.core.learning_task import LearningTask, correct_of, learning_task
 from fedsim.core.metrics import BoundMetric, bind_metric, metric
 from fedsim.core.objects import Name
 from fedsim.core.suggestions import nearest
@@ -38,9 +40,15 @@ class Task(PlugTable):
 
     name: Name = "classification"
 
+    def check_parameters(self) -> None:
+        super().check_parameters()
+        self.bind()
+
     def bind(self) -> LearningTask:
+        """The task: an instance of a dataclass, or what a function makes."""
         task = super().bind()
-        if missing := [name for name in ("loss", "correct", "check_outputs") if not hasattr(task, name)]:
+        task = task if is_dataclass(self.plug.target) else task()
+        if missing := [name for name in ("loss", "check_outputs") if not hasattr(task, name)]:
             raise ExperimentError(f"task.name = {show(self.name)}: has no method {missing[0]}; LearningTask names all")
         return task
 
@@ -107,5 +115,8 @@ def check_stop(experiment: Experiment) -> Iterator[str]:
             yield f"{where}: no such number of a round; {hint}"
     elif stop.mode is None:
         yield f'{where}: needs stop.mode, "max" if a higher value is better, or "min"'
+    if label.endswith("_accuracy") and label in DIRECTIONS and correct_of(experiment.task.bind()) is None:
+        yield f"{where}: the task {experiment.task.name} has no accuracy; use stop.metric=test_loss or a metric"
+        return
     if label.startswith("validation_") and not experiment.data.validation:
         yield f"{where}: needs data.validation, such as data.validation=0.1; or use stop.metric=test_accuracy"

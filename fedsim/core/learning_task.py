@@ -1,7 +1,11 @@
-"""Learning tasks: the loss of training and of tests, and which answers are correct."""
+"""Learning tasks: the loss of training and of tests, and which answers are correct. Here are those with class labels.
+
+Tasks with other targets are in `fedsim/core/other_tasks.py`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -10,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.core.registry import Registry
-from fedsim.errors import ExperimentError
+from fedsim.errors import DataError, ExperimentError
 
 Reduction = Literal["mean", "none"]
 
@@ -20,19 +24,55 @@ learning_task = Registry("task")
 class LearningTask(Protocol):
     """A frozen dataclass whose fields are the parameters of the task; it can be pickled.
 
-    `outputs` is what the model returns for a batch, in the precision of rows; `targets` are int64 [batch]. Each method
-    works sample by sample, so that it can be applied to the batches of several workers at once, and computes on the
-    device of its inputs without waiting for it.
+    `outputs` is what the model returns for a batch, in the precision of rows; `targets` are [batch, ...]: labels and
+    tokens int64, others in the precision of rows. Each method works sample by sample, so that it can be applied to the
+    batches of several workers at once, and computes on the device of its inputs without waiting for it.
+
+    Two more methods are optional:
+
+        correct(outputs, targets)  which answers are correct, a tensor of booleans, one for each answer; without it
+                                   there is no accuracy, and runs are compared by their test loss
+        counts(targets)            the number of answers of each sample, [batch], if samples have several: the mean loss
+                                   of samples is weighted by it; without it each has one
     """
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
         """The mean loss of the samples; with reduction = "none" the loss of each sample, [batch]."""
 
-    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Which answers are correct, bool [batch]. The accuracy is their share."""
+    def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
+        """Raise DataError if the task cannot use the targets, and ExperimentError if it cannot use the outputs.
 
-    def check_outputs(self, outputs: Tensor, samples: int, classes: int) -> None:
-        """Raise ExperimentError unless these can be the outputs for a batch of samples with labels below `classes`."""
+        Integer targets of the whole data set are below `classes`.
+        """
+
+
+Correct = Callable[[Tensor, Tensor], Tensor]
+Counts = Callable[[Tensor], Tensor]
+
+
+def correct_of(task: LearningTask) -> Correct | None:
+    """The method `correct` of a task; None if the task has no accuracy."""
+    return getattr(task, "correct", None)
+
+
+def counts_of(task: LearningTask) -> Counts | None:
+    """The method `counts` of a task; None if each sample has one answer."""
+    return getattr(task, "counts", None)
+
+
+def require_labels(task: str, targets: Tensor) -> None:
+    """Raise DataError unless each target is one class label."""
+    if targets.ndim != 1 or targets.is_floating_point():
+        other = "regression" if targets.is_floating_point() else "next_token"
+        shown = f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}"
+        raise DataError(
+            f"the task {task} needs one class label for each sample, int64 [batch], not {shown}; use task={other}"
+        )
+
+
+def shape_of(outputs: object) -> object:
+    """The shape of a tensor; the name of the type of anything else."""
+    return tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
 
 
 @learning_task("classification")
@@ -66,11 +106,13 @@ class Classification:
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.argmax(1) == targets
 
-    def check_outputs(self, outputs: Tensor, samples: int, classes: int) -> None:
+    def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise ExperimentError for another shape, for probabilities, and for too few classes."""
-        if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != samples:
-            shown = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            raise ExperimentError(f"must return a tensor [batch, classes], for {samples} inputs not {shown}")
+        require_labels("classification", targets)
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(targets):
+            raise ExperimentError(
+                f"must return a tensor [batch, classes], for {len(targets)} inputs not {shape_of(outputs)}"
+            )
         sums = outputs.double().cpu().sum(1)
         if bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
             raise ExperimentError(
@@ -102,9 +144,10 @@ class Binary:
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs.reshape(targets.shape) > 0) == (targets > 0)
 
-    def check_outputs(self, outputs: Tensor, samples: int, classes: int) -> None:
+    def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise ExperimentError for another shape, and for labels other than 0 and 1."""
-        shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        require_labels("binary", targets)
+        shape, samples = shape_of(outputs), len(targets)
         if shape not in ((samples,), (samples, 1)):
             raise ExperimentError(f"must return logits [batch] or [batch, 1], for {samples} inputs not {shape}")
         if classes > 2:

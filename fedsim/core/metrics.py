@@ -79,13 +79,14 @@ def bind_metric(plug: Plug, params: dict[str, Any], label: str | None = None) ->
 
 
 @metric("top_k")
-def top_k(outputs: Tensor, targets: Tensor, *, k: int = 5) -> Tensor:
+def top_k(outputs: Tensor, targets: Tensor, *, k: int = 5, ignore: int = -100) -> Tensor:
     """Share of the targets that are among the k largest outputs (Russakovsky et al. 2015: top-5 accuracy).
 
     Args:
         outputs: [..., classes].
         targets: [...], int64.
         k: must be at least 1, and at most the number of classes.
+        ignore: targets of this value do not count.
 
     >>> outputs = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     >>> fedsim.core.metrics.top_k(outputs, torch.tensor([1, 2]), k=2)
@@ -93,11 +94,12 @@ def top_k(outputs: Tensor, targets: Tensor, *, k: int = 5) -> Tensor:
     """
     if not 1 <= k <= outputs.shape[-1]:
         raise ExperimentError(f"k = {k}: must be from 1 to the number of outputs, {outputs.shape[-1]}")
+    outputs, targets = _counted(outputs, targets, ignore)
     return (outputs.topk(k, -1).indices == targets.unsqueeze(-1)).any(-1).float().mean()
 
 
 @metric("macro_f1")
-def macro_f1(outputs: Tensor, targets: Tensor) -> Tensor:
+def macro_f1(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
     """Mean over the classes of F1, the harmonic mean of precision and recall (scikit-learn's `average="macro"`).
 
     A class counts if it is a target or an answer of at least one sample.
@@ -105,6 +107,7 @@ def macro_f1(outputs: Tensor, targets: Tensor) -> Tensor:
     Args:
         outputs: [..., classes], or logits of class 1: [...] or [..., 1].
         targets: [...], int64.
+        ignore: targets of this value do not count.
 
     >>> outputs = torch.tensor([[2.0, 1.0], [2.0, 1.0], [1.0, 2.0]])
     >>> fedsim.core.metrics.macro_f1(outputs, torch.tensor([0, 1, 1]))
@@ -114,7 +117,8 @@ def macro_f1(outputs: Tensor, targets: Tensor) -> Tensor:
         answers, classes = (outputs.reshape(targets.shape) > 0).long(), 2
     else:
         answers, classes = outputs.argmax(-1), outputs.shape[-1]
-    answers, targets = answers.flatten(), targets.flatten()
+    answers, targets = _counted(answers.unsqueeze(-1), targets, ignore)
+    answers = answers.squeeze(-1)
     right, answered, present = (
         torch.bincount(labels, minlength=classes).double() for labels in (targets[answers == targets], answers, targets)
     )
@@ -123,17 +127,18 @@ def macro_f1(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 @metric("perplexity")
-def perplexity(outputs: Tensor, targets: Tensor) -> Tensor:
+def perplexity(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
     """The exponential of the mean cross entropy (Jelinek et al. 1977).
 
     Args:
         outputs: logits [..., classes], such as [n, length, vocabulary].
         targets: [...], int64.
+        ignore: targets of this value do not count.
 
     >>> fedsim.core.metrics.perplexity(torch.zeros(1, 2, 4), torch.tensor([[0, 3]]))
     tensor(4.)
     """
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten()).exp()
+    return F.cross_entropy(*_counted(outputs, targets, ignore)).exp()
 
 
 @metric("mse")
@@ -160,6 +165,30 @@ def mae(outputs: Tensor, targets: Tensor) -> Tensor:
     tensor(1.)
     """
     return _differences(outputs, targets).abs().mean()
+
+
+@metric("r2")
+def r2(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Coefficient of determination: 1 - mean squared error / variance of the targets (Wright 1921).
+
+    Of several outputs the mean, as scikit-learn's `r2_score`. If the targets are all equal, 1 without an error, else 0.
+
+    Args:
+        outputs, targets: [n] or [n, outputs]; outputs [n, 1] stand for [n].
+
+    >>> fedsim.core.metrics.r2(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))
+    tensor(0.5000)
+    """
+    errors = _differences(outputs, targets).square().sum(0)
+    spread = (targets - targets.mean(0)).square().sum(0)
+    known = 1 - errors / torch.where(spread > 0, spread, torch.ones_like(spread))
+    return torch.where(spread > 0, known, (errors == 0).to(known.dtype)).mean()
+
+
+def _counted(outputs: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
+    """The outputs [m, classes] and the targets [m] that are not ignored, of outputs [..., classes]."""
+    kept = targets != ignore
+    return outputs[kept], targets[kept]
 
 
 def _differences(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -9,13 +9,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedsim.core.learning_task import CLASSIFICATION, LearningTask, Reduction
+from fedsim.core.learning_task import CLASSIFICATION, Correct, Counts, LearningTask, Reduction, counts_of
 from fedsim.system.devices import wide_dtype
 from fedsim.system.precision import FULL, Precision
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
-Correct = Callable[[Tensor, Tensor], Tensor]
 Backward = Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
 
 DEFAULT_LOSS: Loss = CLASSIFICATION.loss
@@ -30,14 +29,14 @@ class Optimizer(Protocol):
 
 
 class MetricSums(NamedTuple):
-    """Sums over samples: of the loss, of correct answers (counted by `test` only), and of samples.
+    """Sums over samples: of the loss, of correct answers (counted by `test` only), and of samples, or of their answers.
 
     The sums are 0-dimensional tensors on the device of the model, so that the host never waits for the device.
     """
 
     loss_sum: Tensor
     correct: Tensor
-    samples: int
+    samples: int | Tensor
 
     @classmethod
     def zero(cls, device: torch.device) -> MetricSums:
@@ -47,12 +46,12 @@ class MetricSums(NamedTuple):
     @property
     def loss(self) -> float:
         """Mean loss per sample."""
-        return self.loss_sum.item() / self.samples if self.samples else float("nan")
+        return self.loss_sum.item() / int(self.samples) if self.samples else float("nan")
 
     @property
     def accuracy(self) -> float:
         """Fraction of correct answers."""
-        return self.correct.item() / self.samples if self.samples else float("nan")
+        return self.correct.item() / int(self.samples) if self.samples else float("nan")
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,15 @@ class Objective:
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
         """The loss for outputs that the model has computed in this precision."""
         return self.task.loss(self.precision.widened(outputs), targets, reduction)
+
+    def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Losses [k, batch] whose sums by `weights`, which sum to 1 for each of k batches, are the mean losses."""
+        targets = targets.flatten(0, 1)
+        losses, counts = self.loss(outputs.flatten(0, 1), targets, "none").view(weights.shape), counts_of(self.task)
+        if counts is None:
+            return losses
+        answers = counts(targets).view(weights.shape)
+        return losses * answers / (answers * weights).sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss = DEFAULT_LOSS) -> Tensor:
@@ -113,21 +121,26 @@ def test(
     model: nn.Module,
     batches: Batches,
     loss: Loss = DEFAULT_LOSS,  # noqa: PT028
-    correct: Correct = CLASSIFICATION.correct,  # noqa: PT028
+    correct: Correct | None = CLASSIFICATION.correct,  # noqa: PT028
+    counts: Counts | None = None,  # noqa: PT028
 ) -> MetricSums:
     """Loss and accuracy of `model` on all batches: `.loss`, `.accuracy`. Leaves the model in evaluation mode.
 
     Args:
         model, batches, loss: as in `train_epoch`.
-        correct: which answers are correct, bool [batch], of (outputs, targets).
+        correct: which answers are correct, a tensor of booleans, of (outputs, targets); None: none is.
+        counts: the number of answers of each sample, [batch], of the targets, if samples have several; the mean loss of
+            a batch is that of its answers.
     """
     model.eval()
     loss_sum, hits, samples = MetricSums.zero(_device_of(model))
     for inputs, targets in batches:
         outputs = model(inputs)
-        loss_sum.add_(loss(outputs, targets), alpha=len(targets))
-        hits.add_(correct(outputs, targets).sum())
-        samples += len(targets)
+        answers = len(targets) if counts is None else counts(targets).sum()
+        loss_sum.add_(loss(outputs, targets).to(loss_sum.dtype) * answers)
+        if correct is not None:
+            hits.add_(correct(outputs, targets).sum())
+        samples = samples + answers
     return MetricSums(loss_sum, hits, samples)
 
 
@@ -135,19 +148,21 @@ test.__test__ = False  # type: ignore[attr-defined]  # so that pytest does not c
 
 
 @torch.no_grad()
-def check_outputs(model: nn.Module, inputs: Tensor, task: LearningTask = CLASSIFICATION, *, classes: int = 0) -> Tensor:
+def check_outputs(
+    model: nn.Module, inputs: Tensor, targets: Tensor, task: LearningTask = CLASSIFICATION, *, classes: int = 0
+) -> Tensor:
     """Check what a model returns for a few inputs in evaluation mode, and return it.
 
-    Raises ExperimentError if the task cannot use it.
+    Raises ExperimentError if the task cannot use it, and DataError if it cannot use the targets.
 
     Args:
-        classes: labels are below it.
+        classes: integer targets of the whole data set are below it.
     """
     was_training = model.training
     model.eval()
     outputs = model(inputs)
     model.train(was_training)
-    task.check_outputs(outputs, len(inputs), classes)
+    task.check_outputs(outputs, targets, classes)
     return outputs
 
 

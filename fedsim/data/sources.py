@@ -1,7 +1,7 @@
 """The data sets that an experiment can name; others are given as "package.module:function".
 
 A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder of downloaded files. `train` and
-`test` are map-style data sets of (input, class) samples: TensorData, or anything that `as_tensor_data` accepts.
+`test` are map-style data sets of (input, target) samples: TensorData, or anything that `as_tensor_data` accepts.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
         root: the folder of downloaded files; None: $FEDSIM_DATA, else the user's cache folder.
         params: parameters of the data set.
 
-    Returns two TensorData, inputs [n, ...] with int64 targets [n].
+    Returns two TensorData, inputs [n, ...] with targets [n] (class labels) or [n, ...].
 
-    Raises DataError if files can be neither found nor downloaded, if a part has no samples, or if a target is not one
-    integer >= 0.
+    Raises DataError if files can be neither found nor downloaded, if a part has no samples, or if targets are no finite
+    numbers, or negative labels.
 
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> inputs, targets = train.gather(torch.arange(3))
@@ -73,8 +73,10 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     for part, data in (("training", train), ("test", test)):
         if not len(data):
             raise DataError(f"data.dataset = {show(name)}: has no {part} samples")
-        if int(data.targets.min()) < 0:
+        if data.has_labels and int(data.targets.min()) < 0:
             raise DataError(f"data.dataset = {show(name)}: has a negative {part} label, {int(data.targets.min())}")
+        if not data.targets.isfinite().all():
+            raise DataError(f"data.dataset = {show(name)}: has a {part} target that is not finite")
     return train, test
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from fedsim.core.randomness import Draws, torch_generator
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform, partition, partition_transforms
-from fedsim.data.tensors import TensorData, class_of
+from fedsim.data.tensors import TensorData, as_targets
 
 # Gathered and normalised at once, so that small batches share the calls. On a CPU a chunk stays in its cache. Elsewhere
 # each chunk waits for the device, which copies the positions: 64 MiB are a whole shard of 20,000 images of 28 x 28.
@@ -67,7 +67,7 @@ class CustomSubset(Subset):
         return [(x, sample[1]) for x, sample in zip(inputs, samples, strict=True)]
 
     def gather(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The inputs [batch, ...] and targets [batch] at these positions of the subset, as two tensors."""
+        """The inputs [batch, ...] and targets [batch, ...] at these positions of the subset, as two tensors."""
         if isinstance(self.dataset, TensorData):
             inputs, targets = self.dataset.gather(self.indices[positions])
         elif isinstance(self.dataset, TensorDataset):
@@ -142,18 +142,18 @@ def dataset_split(
     """Cut a map-style data set into one CustomSubset per worker, with a partition strategy (see `partition`).
 
     Args:
-        dataset: of (input, class) samples.
+        dataset: of (input, target) samples.
         n_workers, strategy, seed, ids, params: as in `partition`.
         subset_transform: see `CustomSubset`; None: the strategy's transforms (`feature_noise`, ...), if any.
 
-    Returns one CustomSubset per worker. Raises ExperimentError as `partition`, and DataError for labels that are no
-    integers.
+    Returns one CustomSubset per worker. Raises ExperimentError as `partition`, and DataError for targets that are no
+    numbers.
 
     >>> data = torch.utils.data.TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
     >>> [len(subset) for subset in fedsim.dataset_split(data, 2, "iid")]
     [2, 2]
     """
-    shards = partition(labels_of(dataset), n_workers, strategy, seed, ids=ids, **params)
+    shards = partition(targets_of(dataset), n_workers, strategy, seed, ids=ids, **params)
     if subset_transform is not None:
         return [CustomSubset(dataset, shard, subset_transform) for shard in shards]
     transforms = [
@@ -163,25 +163,22 @@ def dataset_split(
     return [CustomSubset(dataset, shard, transform) for shard, transform in zip(shards, transforms, strict=True)]
 
 
-def labels_of(dataset: Any) -> np.ndarray:
-    """The class label of every sample, [n]: the data set's `targets` or `labels`, else read sample by sample.
+def targets_of(dataset: Any) -> np.ndarray:
+    """The target of every sample, [n, ...]: the data set's `targets` or `labels`, else read sample by sample.
 
-    Raises DataError for a label that is not one integer.
+    Raises DataError for targets that are no numbers, or of different shapes.
     """
     if isinstance(dataset, Subset):
-        return labels_of(dataset.dataset)[np.asarray(dataset.indices)]
+        return targets_of(dataset.dataset)[np.asarray(dataset.indices)]
     if isinstance(dataset, TensorDataset):
-        return _classes(dataset.tensors[1])
+        return _as_array(dataset.tensors[1])
     for name in ("targets", "labels"):
-        labels = getattr(dataset, name, None)
-        if labels is not None:
-            return _classes(labels)
-    return np.array([class_of(dataset[index][1], index) for index in range(len(dataset))])
+        targets = getattr(dataset, name, None)
+        if targets is not None:
+            return _as_array(targets)
+    return as_targets([dataset[index][1] for index in range(len(dataset))])
 
 
-def _classes(labels: Any) -> np.ndarray:
-    """Labels as an array of integers, [n]. Raises DataError for the first label that is not one integer."""
-    array = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
-    if array.dtype.kind in "iub" and array.ndim == 1:
-        return array
-    return np.array([class_of(label, index) for index, label in enumerate(array)])
+def _as_array(targets: Any) -> np.ndarray:
+    array = targets.cpu().numpy() if isinstance(targets, Tensor) else np.asarray(targets)
+    return array if array.dtype.kind in "iubf" else as_targets(targets)

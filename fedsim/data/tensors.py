@@ -21,7 +21,7 @@ class TensorData(Dataset):
 
     Attributes:
         inputs: [n, ...]; images are [n, channels, height, width].
-        targets: [n], int64 class labels.
+        targets: class labels int64 [n]; or numbers [n, ...], such as tokens (int64) or measured values (floating).
         scale, shift: samples are `input * scale + shift`; scalars or one value per channel.
         dtype: of the samples.
         ids: the writer or user of each sample, [n], for the partition `natural`; None: unknown.
@@ -41,8 +41,8 @@ class TensorData(Dataset):
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
             raise ValueError(f"{len(self.inputs)} inputs have {len(self.targets)} targets")
-        if self.targets.dtype != torch.long or self.targets.ndim != 1:
-            raise ValueError(f"targets must be int64 [n], not {self.targets.dtype} {list(self.targets.shape)}")
+        if not (self.targets.dtype == torch.long or self.targets.is_floating_point()) or not self.targets.ndim:
+            raise ValueError(f"targets must be int64 or floating, [n, ...], not {described(self.targets)}")
 
     @classmethod
     def of_images(cls, images: Tensor, targets: Tensor, mean: Sequence[float], std: Sequence[float]) -> TensorData:
@@ -56,17 +56,26 @@ class TensorData(Dataset):
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        inputs, targets = self.gather(torch.tensor([index]))
-        return inputs[0], int(targets[0])
+    @property
+    def has_labels(self) -> bool:
+        """Whether each target is one class label."""
+        return self.targets.ndim == 1 and not self.targets.is_floating_point()
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """The samples at these positions; a DataLoader's fetcher calls this."""
+    @property
+    def classes(self) -> int:
+        """One more than the highest class or token; 0 for floating targets."""
+        return 0 if self.targets.is_floating_point() else int(self.targets.max()) + 1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Any]]:
+        """The samples at these positions, with a class as an int; a DataLoader's fetcher calls this."""
         inputs, targets = self.gather(torch.as_tensor(indices))
-        return list(zip(inputs, targets.tolist(), strict=True))
+        return list(zip(inputs, targets.tolist() if self.has_labels else targets, strict=True))
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch: normalised inputs [batch, ...] and targets [batch], on the device of the data.
+        """A batch: normalised inputs [batch, ...] and targets [batch, ...], on the device of the data.
 
         Images on a CPU have channels_last memory order, on which convolutions run up to twice as fast.
         """
@@ -106,9 +115,10 @@ class TensorData(Dataset):
         return [values.view(-1, *[1] * (self.inputs.ndim - 2)) for values in made]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
-        """The same data on `device`, with floating samples of `dtype`; token numbers keep their dtype."""
+        """The same data on `device`, with floating samples and targets of `dtype`; integers keep their dtype."""
+        targets = self.targets.to(device, dtype if self.targets.is_floating_point() else None)
         dtype = dtype if self.dtype.is_floating_point else self.dtype
-        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device), dtype=dtype)
+        return replace(self, inputs=self.inputs.to(device), targets=targets, dtype=dtype)
 
     def take(self, positions: np.ndarray) -> TensorData:
         """The samples at these positions, as a data set of its own."""
@@ -135,13 +145,13 @@ def _order_of(inputs: Tensor) -> torch.memory_format:
 
 
 def as_tensor_data(data: Any) -> TensorData:
-    """Read any map-style data set of (input, class) samples into tensors, in order.
+    """Read any map-style data set of (input, target) samples into tensors, in order.
 
     Inputs may be tensors, arrays, numbers or PIL images; all must have one shape. uint8 inputs, such as images, are
-    divided by 255, as torchvision's ToTensor does; other integers (tokens) stay the same. The attribute `ids` of the
-    data set is kept.
+    divided by 255, as torchvision's ToTensor does; other integers (tokens) stay the same. Targets are numbers, tensors
+    or arrays of one shape: integers stay integers, others floating. The attribute `ids` of the data set is kept.
 
-    Raises DataError for a target that is not one integer.
+    Raises DataError for a target that is not made of numbers, or has another shape than the first.
 
     >>> fedsim.data.as_tensor_data([(torch.zeros(3), 1), (torch.ones(3), 0)]).targets
     tensor([1, 0])
@@ -150,7 +160,7 @@ def as_tensor_data(data: Any) -> TensorData:
         return data
     samples = [data[index] for index in range(len(data))]
     inputs = torch.stack([_as_tensor(sample[0]) for sample in samples])
-    targets = torch.tensor([class_of(sample[1], index) for index, sample in enumerate(samples)])
+    targets = torch.from_numpy(as_targets([sample[1] for sample in samples]))
     ids = getattr(data, "ids", None)
     ids = None if ids is None else np.asarray(ids)
     if inputs.dtype == torch.uint8:
@@ -158,20 +168,30 @@ def as_tensor_data(data: Any) -> TensorData:
     return TensorData(inputs, targets, dtype=torch.float32 if inputs.is_floating_point() else inputs.dtype, ids=ids)
 
 
-def class_of(target: Any, index: int) -> int:
-    """The class of a sample. Raises DataError for anything but one integer or boolean."""
-    value = target.detach().cpu().numpy() if isinstance(target, Tensor) else np.asarray(target)
-    if value.dtype.kind in "iub" and value.size == 1:
-        return int(value.item())
-    described = f"a {type(target).__name__}"
-    if value.dtype.kind in "iubfc":
-        described = (
-            f"{value.dtype} {value.item()}" if value.size == 1 else f"{value.dtype} of shape {list(value.shape)}"
-        )
-    raise DataError(
-        f"the target of sample {index} is {described}; it must be one integer, the class: fedsim supports "
-        "classification only"
-    )
+def as_targets(targets: Sequence[Any]) -> np.ndarray:
+    """The targets of all samples in one array [n, ...]: int64 for integers and booleans, else floating.
+
+    Raises DataError as `as_tensor_data`.
+    """
+    values = [each.detach().cpu().numpy() if isinstance(each, Tensor) else np.asarray(each) for each in targets]
+    for index, (target, value) in enumerate(zip(targets, values, strict=True)):
+        place = f"the target of sample {index} is"
+        if value.dtype.kind not in "iubf":
+            raise DataError(f"{place} a {type(target).__name__}; it must be a number or an array of numbers")
+        if value.size != values[0].size:
+            raise DataError(
+                f"{place} of shape {list(value.shape)}, and that of sample 0 of {list(values[0].shape)}; all must have "
+                "one shape: pad tokens with -100, which the task next_token ignores"
+            )
+    array = np.stack(values) if values else np.zeros(0, dtype=np.int64)
+    if array.shape[1:] == (1,) and array.dtype.kind in "iub":  # classes as arrays of one number
+        array = array[:, 0]
+    return array.astype(np.int64) if array.dtype.kind in "iub" else array
+
+
+def described(targets: Tensor | np.ndarray) -> str:
+    """The dtype and the shape of targets: `float32 [4000, 2]`."""
+    return f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}"
 
 
 def _as_tensor(value: Any) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fedsim.core.learning_task import correct_of, counts_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import MetricSums, test
 from fedsim.engines.task import SharedState, TaskSpec, test_batch_size
@@ -41,7 +42,7 @@ class EvaluationResult:
     @classmethod
     def of(cls, task: TaskSpec, shared: SharedState) -> EvaluationResult:
         """From the sums and the outputs that all processes have computed."""
-        loss, accuracy, success = _means(shared.test_sums, len(shared.test))
+        loss, accuracy, success = _means(task, shared.test_sums, shared.test.targets)
         metrics = dict(_metrics(task, shared.test_outputs, shared.test.targets))
         if not len(shared.validation):
             return cls(loss, accuracy, success, metrics=metrics)
@@ -49,7 +50,9 @@ class EvaluationResult:
             f"validation_{label}": value
             for label, value in _metrics(task, shared.validation_outputs, shared.validation.targets)
         }
-        return cls(loss, accuracy, success, *_means(shared.validation_sums, len(shared.validation))[:2], metrics)
+        return cls(
+            loss, accuracy, success, *_means(task, shared.validation_sums, shared.validation.targets)[:2], metrics
+        )
 
     @classmethod
     def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
@@ -74,10 +77,13 @@ class EvaluationResult:
         return asdict(self)
 
 
-def _means(sums: Tensor, samples: int) -> tuple[float, float | None, float | None]:
+def _means(task: TaskSpec, sums: Tensor, targets: Tensor) -> tuple[float, float | None, float | None]:
     """Loss, accuracy, and the success rate of an attack."""
+    counts = counts_of(task.learning_task)
+    answers = len(targets) if counts is None else max(1, int(counts(targets).sum()))
     loss_sum, correct, successes, tries = sums.sum(0).tolist()
-    return loss_sum / samples, correct / samples, successes / tries if tries else None
+    accuracy = None if correct_of(task.learning_task) is None else correct / answers
+    return loss_sum / answers, accuracy, successes / tries if tries else None
 
 
 def _metrics(task: TaskSpec, outputs: Tensor, targets: Tensor) -> Iterator[tuple[str, float]]:
@@ -172,7 +178,7 @@ class Evaluation:
                 self._outputs.flatten(0, 1).index_copy_(0, positions, outputs)
             return task.loss(outputs, targets)
 
-        return test(module.module, [(inputs, targets)], loss, task.correct)
+        return test(module.module, [(inputs, targets)], loss, correct_of(task), counts_of(task))
 
     def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """For a test batch, the number of answers that match the attacker's goal, and of samples with a goal."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fedsim.core.learning_task import counts_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import test
 from fedsim.engines.task import TaskSpec, test_batch_size
@@ -27,4 +28,4 @@ class SampleLosses:
         self._module.take(row.clone(), self._gradient, buffers)
         seed_everything(task.device, task.seed, "losses", round, worker)
         batches = self._batch_source.samples_seen(worker, round, test_batch_size(task.device))
-        return test(self._module.module, batches, task.learning_task.loss).loss
+        return test(self._module.module, batches, task.learning_task.loss, None, counts_of(task.learning_task)).loss

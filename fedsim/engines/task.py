@@ -150,7 +150,7 @@ class SharedState:
 
     Attributes:
         train, test, validation: the data, once; `validation` is held out of the training data, perhaps empty.
-        classes: how many classes the labels tell apart.
+        classes: how many classes or tokens the targets tell apart; 0 for floating targets.
         shards: who holds which samples.
         worker_tests: which samples each worker tests on, if workers are evaluated.
         root: positions of the server's own samples, int64, on the host; empty where it has none.
@@ -243,7 +243,7 @@ class SharedState:
             train=train,
             test=test,
             validation=validation,
-            classes=int(max(train.targets.max(), test.targets.max())) + 1,
+            classes=max(train.classes, test.classes),
             shards=shards,
             worker_tests=worker_tests or ListedShards.of_arrays([np.zeros(0, dtype=np.int64)]),
             root=torch.from_numpy(np.zeros(0, dtype=np.int64) if root is None else root),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.core.learning_task import correct_of, counts_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import test
 from fedsim.engines.task import SharedState, TaskSpec, test_batch_size
@@ -18,7 +20,7 @@ from fedsim.engines.trainers.row_module import RowModule
 GLOBAL, PERSONAL, FINE_TUNED = "global", "personal", "fine_tuned"
 WORST = 0.1  # of the workers, for the mean of the worst
 
-Tested = dict[str, tuple[float, float]]  # by model: loss and accuracy
+Tested = dict[str, tuple[float, float | None]]  # by model: loss, and accuracy if the task has one
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class WorkerResults:
         round: after which they were made.
         workers: whose models were tested.
         samples: the number of test samples of each.
-        loss, accuracy: by model ("global", "personal", "fine_tuned"), of each worker.
+        loss, accuracy: by model ("global", "personal", "fine_tuned"), of each worker; no accuracy if the task has none.
     """
 
     round: int
@@ -43,23 +45,36 @@ class WorkerResults:
         """From the number of samples and the tests of each worker."""
         workers = sorted(tested)
         models = list(tested[workers[0]]) if workers else []
-        loss, accuracy = ({model: [tested[k][model][i] for k in workers] for model in models} for i in (0, 1))
+        loss = {model: [tested[worker][model][0] for worker in workers] for model in models}
+        found = {model: [tested[worker][model][1] for worker in workers] for model in models}
+        known = {model: [value for value in values if value is not None] for model, values in found.items()}
+        accuracy = {model: values for model, values in known.items() if values}
         return cls(round, workers, [samples[worker] for worker in workers], loss, accuracy)
 
+    @property
+    def score_name(self) -> Literal["accuracy", "loss"]:
+        """What workers are compared by: the loss if the task has no accuracy."""
+        return "accuracy" if self.accuracy else "loss"
+
+    @property
+    def scores(self) -> dict[str, list[float]]:
+        """The accuracy or the loss of each worker, by model."""
+        return self.accuracy or self.loss
+
     def metrics(self) -> dict[str, float]:
-        """Mean, standard deviation, mean of the worst 10 percent, and Gini coefficient of the accuracies, by name."""
+        """Mean, standard deviation, mean of the worst 10 percent, and Gini coefficient of the scores, by name."""
         return {
-            f"{model}_worker_accuracy_{name}": value
-            for model, values in self.accuracy.items()
-            for name, value in describe(values).items()
+            f"{model}_worker_{self.score_name}_{name}": value
+            for model, values in self.scores.items()
+            for name, value in describe(values, lower_is_better=self.score_name == "loss").items()
         }
 
 
-def describe(values: Sequence[float]) -> dict[str, float]:
+def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[str, float]:
     """Figures of a distribution over workers, each worker counted once.
 
-    The worst 10 percent are at least one worker. The Gini coefficient is the mean difference of all pairs over twice
-    the mean: 0 if all values are equal.
+    The worst 10 percent are at least one worker: those with the lowest values, or the highest if lower is better. The
+    Gini coefficient is the mean difference of all pairs over twice the mean: 0 if all values are equal.
 
     >>> from fedsim.engines.worker_evaluation import describe
     >>> {name: round(value, 3) for name, value in describe([0.5, 1.0]).items()}
@@ -71,7 +86,7 @@ def describe(values: Sequence[float]) -> dict[str, float]:
     return {
         "mean": mean,
         "std": float(ascending.std()),
-        "worst10": float(ascending[: max(1, round(WORST * n))].mean()),
+        "worst10": float((ascending[::-1] if lower_is_better else ascending)[: max(1, round(WORST * n))].mean()),
         "gini": pairs / (n * n * mean) if mean else 0.0,
     }
 
@@ -102,10 +117,11 @@ class WorkerTests:
         kept = {name: rows[member.slot] for name, rows in self._shared.kept.items()}
         return self._task.solver.personal_rows(row, kept)
 
-    def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float]:
+    def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float | None]:
         task = self._task
         self._module.take(row.clone(), self._gradient, buffers)
         seed_everything(task.device, task.seed, "worker_test", member.round, member.worker)
         batches = self._batch_source.test_samples(member.worker, member.round, test_batch_size(task.device))
-        sums = test(self._module.module, batches, task.learning_task.loss, task.learning_task.correct)
-        return sums.loss, sums.accuracy
+        learning = task.learning_task
+        sums = test(self._module.module, batches, learning.loss, correct_of(learning), counts_of(learning))
+        return sums.loss, None if correct_of(learning) is None else sums.accuracy

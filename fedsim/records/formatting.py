@@ -8,6 +8,7 @@ from typing import Any
 from fedsim.config.experiment import PLUG_TABLES
 from fedsim.core.confidence import fixed
 from fedsim.errors import show_bytes
+from fedsim.records.record import RoundRecord, score_in
 
 PLUG_KEYS = {table.named_by for table in PLUG_TABLES.values()}  # keys whose values are names of plugs
 MISSING = "\N{EN DASH}"
@@ -71,6 +72,12 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", prepared(value)
+
+
+def score_text(record: RoundRecord) -> str:
+    """`test accuracy 0.9312`, or of a task without accuracy `test loss 0.0518`."""
+    score = score_in([record])
+    return f"{score.label.lower()} {(fraction if score.share else number)(score.read(record))}"
 
 
 def fraction(value: float | None) -> str:

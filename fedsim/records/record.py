@@ -283,6 +283,21 @@ METRICS = (
 )
 
 
+SCORES = tuple(metric for metric in METRICS if metric.key in ("test_accuracy", "test_loss"))
+
+
+def score_in(records: Iterable[RoundRecord]) -> Metric:
+    """The number that runs are compared by: the test accuracy, or of a task without accuracy the test loss.
+
+    >>> score_in([RoundRecord(round=1, test_loss=0.5)]).key
+    'test_loss'
+    """
+    accuracy, loss = SCORES
+    records = list(records)
+    has_loss_alone = any(loss.read(record) is not None and record.test_accuracy is None for record in records)
+    return loss if has_loss_alone else accuracy
+
+
 def metrics_in(records: Iterable[RoundRecord]) -> list[Metric]:
     """The metrics of which at least one record has a finite value, in the order of their declaration."""
     records = list(records)

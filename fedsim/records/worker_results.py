@@ -23,13 +23,16 @@ LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": 
 
 
 def to_csv(results: WorkerResults) -> str:
-    """A line for each worker: its number, its number of test samples, and the loss and accuracy of each model."""
+    """A line for each worker: its number, its number of test samples, and the loss and accuracy of each model.
+
+    Without accuracies if the task has none.
+    """
     file = io.StringIO()
     table = csv.writer(file, lineterminator="\n")
-    models = list(results.accuracy)
-    table.writerow(["worker", "samples", *(f"{model}_{what}" for model in models for what in ("loss", "accuracy"))])
-    columns = [values for model in models for values in (results.loss[model], results.accuracy[model])]
-    table.writerows(zip(results.workers, results.samples, *columns, strict=True))
+    both = {"loss": results.loss, "accuracy": results.accuracy}
+    columns = {f"{model}_{what}": both[what][model] for model in results.loss for what in both if model in both[what]}
+    table.writerow(["worker", "samples", *columns])
+    table.writerows(zip(results.workers, results.samples, *columns.values(), strict=True))
     return file.getvalue()
 
 
@@ -39,8 +42,10 @@ def read_csv(path: Path) -> WorkerResults:
     try:
         head, (numbers, samples, *columns) = rows[0][2:], zip(*rows[1:], strict=True)
         values = {name: [float(cell) for cell in column] for name, column in zip(head, columns, strict=True)}
-        models = [model for model in LABELS if f"{model}_accuracy" in values]
-        loss, accuracy = ({m: values[f"{m}_{what}"] for m in models} for what in ("loss", "accuracy"))
+        loss, accuracy = (
+            {model: values[f"{model}_{what}"] for model in LABELS if f"{model}_{what}" in values}
+            for what in ("loss", "accuracy")
+        )
         workers, counts = list(map(int, numbers)), list(map(int, samples))
     except (ValueError, IndexError, KeyError):
         raise RecordError(f"{path}: is not a table of workers, their samples, losses and accuracies") from None
@@ -60,28 +65,31 @@ def _round_of(path: Path) -> int:
 
 def workers_line(results: WorkerResults) -> str:
     """`4 workers: global model 0.6525 (worst 10 percent 0.0625), personal model 0.8252 (worst 10 percent 0.6565)`."""
-    figures = results.metrics()
+    figures, what = results.metrics(), results.score_name
     parts = [
-        f"{LABELS[model]} {figures[f'{model}_worker_accuracy_mean']:.4f} "
-        f"(worst 10 percent {figures[f'{model}_worker_accuracy_worst10']:.4f})"
-        for model in results.accuracy
+        f"{LABELS[model]} {figures[f'{model}_worker_{what}_mean']:.4f} "
+        f"(worst 10 percent {figures[f'{model}_worker_{what}_worst10']:.4f})"
+        for model in results.scores
     ]
     return f"{plural(len(results.workers), 'worker')}: {', '.join(parts)}"
 
 
 def draw_workers(results: WorkerResults, title: str) -> Figure:
-    """The accuracies of the workers in ascending order, with a line for each model; its mean is in the legend."""
+    """The scores of the workers in ascending order, with a line for each model; its mean is in the legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
-    figure.suptitle(f"{title}: accuracy on the workers' own test samples, round {results.round}", fontsize="medium")
+    what = f"{results.score_name} on the workers' own test samples"
+    figure.suptitle(f"{title}: {what}, round {results.round}", fontsize="medium")
     axes = figure.subplots()
     n = len(results.workers)
     share = 100 * (np.arange(n) + 0.5) / n
-    for index, (model, values) in enumerate(results.accuracy.items()):
+    for index, (model, values) in enumerate(results.scores.items()):
         label = f"{LABELS[model]}, mean {np.mean(values):.3f}"
         axes.plot(share, np.sort(values), **line_style(index, n), label=label)
     prepare_axes(axes, whole_numbers=False)
-    axes.set(xlabel="percent of workers", ylabel="accuracy", xlim=(0, 100), ylim=(None, 1.01))
+    axes.set(xlabel="percent of workers", ylabel=results.score_name, xlim=(0, 100))
+    if results.accuracy:
+        axes.set(ylim=(None, 1.01))
     axes.legend(fontsize="small")
     return figure

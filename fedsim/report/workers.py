@@ -10,9 +10,9 @@ from fedsim.report.figure import PALETTE, axis, figure
 
 
 def workers_chart(results: WorkerResults) -> dict[str, Any]:
-    """The accuracies of the workers in ascending order, with a line for each model."""
+    """The scores of the workers in ascending order, with a line for each model."""
     n, traces = len(results.workers), []
-    for index, (model, values) in enumerate(results.accuracy.items()):
+    for index, (model, values) in enumerate(results.scores.items()):
         order = sorted(range(n), key=values.__getitem__)
         trace = {
             "type": "scatter",
@@ -28,7 +28,7 @@ def workers_chart(results: WorkerResults) -> dict[str, Any]:
     layout = {
         "height": 340,
         "xaxis": axis("percent of workers", range=[0, 100]),
-        "yaxis": axis(f"accuracy after round {results.round}", rangemode="tozero"),
+        "yaxis": axis(f"{results.score_name} after round {results.round}", rangemode="tozero"),
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
     }
     return figure(traces, layout)

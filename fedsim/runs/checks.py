@@ -18,9 +18,10 @@ from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
 from fedsim.data import TensorData
+from fedsim.data.tensors import described
 from fedsim.engines import Engine, TaskSpec
 from fedsim.engines.footprint import memory_needed
-from fedsim.errors import ExperimentError, one_line, show, show_bytes
+from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show, show_bytes
 from fedsim.server import CohortSampler
 from fedsim.system.devices import free_memory
 
@@ -33,7 +34,7 @@ def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
     """Raise ExperimentError with `line_of(reason)` in place of any exception of a user's code."""
     try:
         yield
-    except (ExperimentError, torch.OutOfMemoryError):
+    except (FedsimError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ExperimentError(line_of(one_line(error))) from error
@@ -124,12 +125,20 @@ def check_outputs_of_model(experiment: Experiment, task: TaskSpec, train: Tensor
     """Check the model on a few samples: its outputs, its precision, and its number of classes."""
     place = _place(experiment)
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
-    shape, classes = tuple(inputs.shape), int(max(train.targets.max(), test.targets.max())) + 1
+    shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
     try:
         with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}"):
-            outputs = check_outputs(task.new_module(), inputs, task.learning_task, classes=classes)
+            outputs = check_outputs(task.new_module(), inputs, targets, task.learning_task, classes=classes)
+    except DataError as error:
+        raise DataError(f"data.dataset = {show(experiment.data.dataset)}: {error}") from error
     except ExperimentError as error:
         raise ExperimentError(f"{place}: {error}") from error
+    attack = task.attack
+    if task.byzantine and not train.has_labels and (attack.goal is not None or "classes" in attack.poison_accepts):
+        raise ExperimentError(
+            f"attack.name = {show(attack.name)}: needs class labels, one for each sample, and the targets are "
+            f"{described(train.targets)}; use an attack on updates, such as sign_flipping"
+        )
     for metric in task.metrics:
         metric(outputs, targets)
     if task.precision.autocast is not None:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.config.validation import warnings_about
-from fedsim.core.confidence import fixed
 from fedsim.core.plotting import encode
 from fedsim.engines import engine as engines
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError, SettingWarning, plural
 from fedsim.records.early_stopping import EarlyStopping, stop_reason
+from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.tensorboard import TensorBoardWriter
@@ -60,15 +60,20 @@ class Result:
     stopped: str | None = None
 
     @property
-    def test_accuracy(self) -> float:
-        """Accuracy after the last round."""
-        return self.history[-1]["test_accuracy"]
+    def test_accuracy(self) -> float | None:
+        """Accuracy after the last round; None of a task without accuracy."""
+        return self.history[-1].test_accuracy
+
+    @property
+    def test_loss(self) -> float | None:
+        """Loss after the last round."""
+        return self.history[-1].test_loss
 
     def __repr__(self) -> str:
         seconds = sum(sum(record["seconds"].values()) for record in self.history)
         where = f", in {self.folder}" if self.folder else ""
         return (
-            f"Result({self.experiment.name}: test accuracy {fixed(self.test_accuracy)} after "
+            f"Result({self.experiment.name}: {score_text(self.history[-1])} after "
             f"{plural(len(self.history), 'round')} in {seconds:.1f} s{where})"
         )
 
@@ -199,7 +204,7 @@ def run(
         global_row = engine.shared.global_row.cpu().clone()
         del loop  # the engine must be the last to hold its memory when it leaves the task
     result = Result(experiment, history, model, global_row, folder.path if folder else None, stopped)
-    display.finish(result.test_accuracy)
+    display.finish(history[-1])
     return result
 
 

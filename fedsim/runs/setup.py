@@ -19,7 +19,7 @@ from fedsim.config.validation import what_needs_rows
 from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout
-from fedsim.data import label_counts, transforms_of_workers
+from fedsim.data import TensorData, label_counts, transforms_of_workers
 from fedsim.data.validation_split import split_validation
 from fedsim.engines import Engine, Schedule, TaskSpec
 from fedsim.engines import engine as engines
@@ -52,7 +52,7 @@ class PreparedRun:
         train_samples, test_samples: of the data set, without those held out.
         validation_samples: held out of the training samples.
         sampled_workers: the workers that `label_counts` describes, of a virtual population; None: all of them.
-        label_counts: samples of each class, int [workers, classes].
+        label_counts: samples of each class, int [workers, classes]; of one class if targets are no labels.
         byzantine: the Byzantine workers.
         row_bytes: size of one model or gradient.
         buffer_bytes: size of the buffers that a worker sends with its model; 0 unless buffers are averaged.
@@ -179,13 +179,19 @@ def prepare(
             test_samples=len(test),
             validation_samples=len(validation),
             sampled_workers=sampled,
-            label_counts=label_counts(train.targets.cpu().numpy(), shards_described, shared.classes),
+            label_counts=_label_counts(train, shards_described, shared.classes),
             byzantine=experiment.byzantine,
             row_bytes=shared.global_row.nbytes,
             buffer_bytes=buffer_bytes(task, shared),
         )
         del shared  # the engine must be the last to hold its memory when it leaves the task
         yield prepared, engine
+
+
+def _label_counts(train: TensorData, shards: Sequence[np.ndarray], classes: int) -> np.ndarray:
+    if not train.has_labels:
+        return np.array([[len(shard)] for shard in shards])
+    return label_counts(train.targets.cpu().numpy(), shards, classes)
 
 
 def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:

@@ -11,9 +11,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fedsim.config.experiment import Experiment
-from fedsim.core.confidence import fixed
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import plural
+from fedsim.records.formatting import score_text
 from fedsim.records.record import Metric, RoundRecord
 from fedsim.records.worker_results import workers_line
 from fedsim.runs.checkpoints import Checkpoints
@@ -73,7 +73,7 @@ class Display:
 
     def round(self, record: RoundRecord) -> None:
         self._done, self._virtual_seconds = record["round"], record["virtual_seconds"]
-        self._bar.set_postfix_str(f"accuracy {fixed(record['test_accuracy'])}", refresh=False)
+        self._bar.set_postfix_str(score_text(record).removeprefix("test "), refresh=False)
         self._bar.update()
         if not self._columns:
             self._columns = columns_of(record)
@@ -88,14 +88,14 @@ class Display:
         """Print that the run ends, or has ended, before its last round."""
         self._print(line)
 
-    def finish(self, accuracy: float) -> None:
-        """Print the final accuracy and the time."""
+    def finish(self, last: RoundRecord) -> None:
+        """Print the final accuracy, or the loss of a task without accuracy, and the time."""
         seconds = time.perf_counter() - self._started
         virtual = "" if self._virtual_seconds is None else f" and {self._virtual_seconds:.1f} virtual seconds"
         now = f", {self._done - self._before} of them in this session," if self._before else ""
         rounds = plural(self._done, "round")
         self._print(
-            f"final test accuracy {fixed(accuracy)} after {rounds}{virtual}{now} in {seconds:.1f} s "
+            f"final {score_text(last)} after {rounds}{virtual}{now} in {seconds:.1f} s "
             f"(and {self._started - self._begun:.1f} s to start)"
         )
 

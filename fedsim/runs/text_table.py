@@ -9,7 +9,8 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.confidence import fixed
 from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.errors import plural, show
-from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
+from fedsim.records.formatting import score_text
+from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in, score_in
 from fedsim.runs.setup import PreparedRun
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def columns_of(record: RoundRecord) -> list[Metric]:
     columns = [ROUND]
     columns += [each for each in METRICS if each.column and each.key not in absent and "{}" not in each.column]
     for group, most in (("seconds", 0 if on_clock else None), ("metrics", MOST_METRICS)):
-        shown = [each for each in metrics_in([record]) if each.path[0] == group and "_worker_accuracy_" not in each.key]
+        shown = [each for each in metrics_in([record]) if each.path[0] == group and "_worker_" not in each.key]
         columns += shown[:most]
     return columns
 
@@ -107,37 +108,35 @@ def _width(column: Metric) -> int:
 
 
 def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
-    """Accuracy and losses over rounds, and accuracy over virtual seconds if the run has a clock."""
+    """Accuracy and losses over rounds, and the test's score over virtual seconds if the run has a clock."""
     # Imported here, since it takes half a second. Without pyplot there is no global state.
     from matplotlib.figure import Figure
 
     def numbers(key: str) -> list[Any]:
         return [record[key] for record in history]
 
-    rounds, accuracies, times = numbers("round"), numbers("test_accuracy"), numbers("virtual_seconds")
+    rounds, times, score = numbers("round"), numbers("virtual_seconds"), score_in(history[-1:])
     timed = times[-1] is not None
-    figure = Figure(figsize=(12 if timed else 8.5, 3.4), layout="constrained")
-    reached = f"test accuracy {fixed(accuracies[-1])} after {plural(rounds[-1], 'round')}"
-    figure.suptitle(f"{title}: {reached}", fontsize="medium")
-    accuracy, loss, *further = figure.subplots(1, 3 if timed else 2)
-    style, second = line_style(0, len(rounds)), line_style(1, len(rounds))
-    accuracy.plot(rounds, accuracies, **style, label="test")
-    loss.plot(rounds, numbers("test_loss"), **style, label="test")
-    loss.plot(rounds, numbers("train_loss"), **second, label="train")
-    if numbers("validation_accuracy")[-1] is not None:
-        third = line_style(2, len(rounds))
-        accuracy.plot(rounds, numbers("validation_accuracy"), **third, label="validation")
-        loss.plot(rounds, numbers("validation_loss"), **third, label="validation")
-        accuracy.legend(fontsize="small")
-    loss.set(xlabel="round", ylabel="loss")
-    loss.legend(fontsize="small")
-    for axes in further:
-        axes.plot(times, accuracies, **style)
-        prepare_axes(axes, whole_numbers=False)
-        axes.set(xlabel="virtual seconds")
-    for axes in (accuracy, loss):
+    shown = [what for what in ("accuracy", "loss") if numbers(f"test_{what}")[-1] is not None]
+    panels = len(shown) + timed
+    figure = Figure(figsize=(max(6, (4.25 if panels < 3 else 4) * panels), 3.4), layout="constrained")
+    figure.suptitle(f"{title}: {score_text(history[-1])} after {plural(rounds[-1], 'round')}", fontsize="medium")
+    each = figure.subplots(1, panels, squeeze=False)[0]
+    for axes, what in zip(each, shown, strict=False):
+        for index, split in enumerate(("test", "train", "validation")):
+            key = f"{split}_{what}"
+            if key in history[-1] and (split != "validation" or numbers(key)[-1] is not None):
+                axes.plot(rounds, numbers(key), **line_style(index, len(rounds)), label=split)
         prepare_axes(axes, whole_numbers=True)
-    accuracy.set(xlabel="round")
-    for axes in (accuracy, *further):
-        axes.set(ylabel="test accuracy", ylim=(None, 1))
+        axes.set(xlabel="round", ylabel="loss" if what == "loss" else "test accuracy")
+        if len(axes.lines) > 1:
+            axes.legend(fontsize="small")
+    if timed:
+        axes = each[-1]
+        axes.plot(times, numbers(score.key), **line_style(0, len(rounds)))
+        prepare_axes(axes, whole_numbers=False)
+        axes.set(xlabel="virtual seconds", ylabel=score.label.lower())
+    for axes in each:
+        if axes.get_ylabel() == "test accuracy":
+            axes.set(ylim=(None, 1))
     return figure

@@ -49,7 +49,7 @@ class SquaredError(Classification):
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.squeeze(-1).round() == targets
 
-    def check_outputs(self, outputs: Tensor, samples: int, classes: int) -> None:
+    def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Accept all outputs."""
 
 

@@ -124,16 +124,14 @@ def test_a_users_own_data_set_comes_by_import_path():
     assert (len(train), len(test)) == (50, 90)
 
 
-def regression(root):
-    samples = [(torch.zeros(3), 0.5)]
+def unknown_target(root):
+    samples = [(torch.zeros(3), float("nan"))]
     return samples, samples
 
 
-def test_a_data_set_for_regression_is_an_error():
-    with pytest.raises(
-        DataError, match=r'^data.dataset = "tests.data.test_sources:regression": the target of sample 0 '
-    ):
-        fedsim.load_dataset(f"{__name__}:regression")
+def test_a_target_that_is_not_finite_is_an_error():
+    with pytest.raises(DataError, match=r":unknown_target\": has a training target that is not finite$"):
+        fedsim.load_dataset(f"{__name__}:unknown_target")
 
 
 def test_an_unknown_data_set_names_the_nearest():

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import fedsim
 from fedsim.data import CustomSubset, TensorData
-from fedsim.data.subsets import labels_of
+from fedsim.data.subsets import targets_of
 
 
 class Plain(Dataset):
@@ -157,13 +157,15 @@ def test_a_subset_with_a_transform_can_be_pickled():
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_are_found_whatever_the_data_set(kind):
     expected = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
-    assert labels_of(make(kind)).tolist() == expected
-    assert labels_of(Subset(make(kind), [2, 4])).tolist() == [2, 1]
-    assert labels_of(CustomSubset(make(kind), [2, 4])).tolist() == [2, 1]
+    assert targets_of(make(kind)).tolist() == expected
+    assert targets_of(Subset(make(kind), [2, 4])).tolist() == [2, 1]
+    assert targets_of(CustomSubset(make(kind), [2, 4])).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("targets", [torch.rand(10), torch.zeros(10, 2, dtype=torch.int64)])
-def test_labels_must_be_one_integer(targets):
+def test_targets_without_classes_are_divided_by_strategies_that_need_none(targets):
     for data in (TensorDataset(torch.zeros(10, 2), targets), [(torch.zeros(2), target) for target in targets]):
-        with pytest.raises(fedsim.DataError, match="the target of sample 0 is"):
-            labels_of(data)
+        assert torch.equal(torch.as_tensor(targets_of(data)), targets)
+        assert [len(part) for part in fedsim.dataset_split(data, 2, "iid")] == [5, 5]
+        with pytest.raises(fedsim.ExperimentError, match='"dirichlet": needs class labels.*such as iid'):
+            fedsim.dataset_split(data, 2, "dirichlet")

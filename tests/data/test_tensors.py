@@ -84,15 +84,35 @@ def test_a_class_may_be_any_integer_of_one_element(target):
 @pytest.mark.parametrize(
     ("target", "line"),
     [
-        (0.7, "the target of sample 1 is float64 0.7"),
-        (torch.tensor(2.0), "the target of sample 1 is float32 2.0"),
-        (torch.arange(5), r"the target of sample 1 is int64 of shape \[5\]"),
-        ("cat", "the target of sample 1 is a str"),
+        (torch.arange(5), r"the target of sample 1 is of shape \[5\], and that of sample 0 of \[\]"),
+        ("cat", "the target of sample 1 is a str; it must be a number"),
         (None, "the target of sample 1 is a NoneType"),
     ],
 )
-def test_targets_must_be_one_integer(target, line):
-    with pytest.raises(
-        DataError, match=f"^{line}; it must be one integer, the class: fedsim supports classification only$"
-    ):
+def test_targets_must_be_numbers_of_one_shape(target, line):
+    with pytest.raises(DataError, match=line):
         as_tensor_data([(torch.zeros(3), 1), (torch.zeros(3), target)])
+
+
+@pytest.mark.parametrize(
+    ("targets", "dtype"),
+    [
+        ([0.7, 1.0], torch.float64),
+        ([torch.tensor(2.0), torch.tensor(0.1)], torch.float32),
+        ([torch.rand(2), torch.rand(2)], torch.float32),
+        ([np.arange(4), np.arange(4)], torch.int64),
+    ],
+)
+def test_targets_of_any_numbers_keep_their_values(targets, dtype):
+    data = as_tensor_data([(torch.zeros(3), target) for target in targets])
+    assert data.targets.dtype == dtype
+    assert data.targets.tolist() == torch.stack([torch.as_tensor(each, dtype=dtype) for each in targets]).tolist()
+    assert not data.has_labels
+
+
+def test_floating_targets_have_the_precision_of_a_run():
+    data = TensorData(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([0.1, 0.2]), dtype=torch.int64)
+    moved = data.to(torch.device("cpu"), torch.float64)
+    assert (moved.targets.dtype, moved.dtype) == (torch.float64, torch.int64)
+    assert torch.equal(data.take(np.array([1])).targets, torch.tensor([0.2]))
+    assert data[0][1] == pytest.approx(0.1)

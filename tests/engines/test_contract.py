@@ -7,6 +7,7 @@ import torch
 
 import fedsim
 from tests.engines.sampled_cases import SAMPLED
+from tests.other_tasks import NEXT_TOKEN, REGRESSION
 
 ATTACKED = {"workers": 7}  # enough for two attackers
 
@@ -129,7 +130,11 @@ PROCESSED = {
     },
 }
 
-TASKS = {"another loss": {"task": "tests.plugs:Smoothed", "partition": "tests.plugs:uneven"}}
+TASKS = {
+    "another loss": {"task": "tests.plugs:Smoothed", "partition": "tests.plugs:uneven"},
+    "regression": {**REGRESSION, "partition": "tests.plugs:uneven"},
+    "next token": {**NEXT_TOKEN, "partition": "tests.plugs:uneven", "metrics": ["perplexity"]},
+}
 WORK = {
     "drawn local work": {
         **{"local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "partition": "tests.plugs:uneven"},

@@ -10,7 +10,17 @@ import torch
 import fedsim
 from tests.commands import ROOT, ended, start_ranks
 from tests.engines.sampled_cases import SAMPLED
-from tests.engines.test_contract import ALGORITHMS, CASES, CHAIN, PROCESSED, ROUNDING, WORK, assert_close, without_times
+from tests.engines.test_contract import (
+    ALGORITHMS,
+    CASES,
+    CHAIN,
+    PROCESSED,
+    ROUNDING,
+    TASKS,
+    WORK,
+    assert_close,
+    without_times,
+)
 from tests.engines.torch_post_local import TABLES
 
 PROGRAM = ROOT / "tests" / "engines" / "rank_program.py"
@@ -23,6 +33,7 @@ TINY = {
 }
 
 FURTHER = {
+    "regression": TASKS["regression"],
     "a cohort smaller than the ranks": {"workers": 5, "cohort": 1, "rounds": 3},
     "trimmed mean": {"workers": 5, "aggregate": {"rule": "trimmed_mean", "f": 1}},
     "multi_krum of mixed rows": {
@@ -116,6 +127,7 @@ ROWS_OF_GRADIENTS = {  # averaged, or aggregated otherwise, as rows of single wo
     "a linear rule that draws": FURTHER["a linear rule that draws"],
     "stacked in each rank": FURTHER["stacked in each rank"],
     "another loss": {"task": "tests.plugs:Smoothed"},
+    "next token": TASKS["next token"],
     "processed gradients": PROCESSED["processed gradients"],
     **SAMPLED,
 }

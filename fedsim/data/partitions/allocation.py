@@ -37,6 +37,21 @@ def group(members: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.nda
     return np.split(members[np.argsort(owners, kind="stable")], np.cumsum(sizes)[:-1])
 
 
+def has_classes(labels: np.ndarray) -> bool:
+    """Whether these are class labels, one for each sample, and no measured values or tokens."""
+    return labels.ndim == 1 and labels.dtype.kind != "f"
+
+
+def by_label(labels: np.ndarray) -> np.ndarray:
+    """The positions of samples in the ascending order of their labels, or of other targets [n]."""
+    if labels.ndim != 1:
+        raise ExperimentError(
+            f"partition.strategy: sorts samples by their target, and each target has {labels[0].size} numbers; use a "
+            "strategy that does not, such as iid or contiguous"
+        )
+    return np.argsort(labels, kind="stable")
+
+
 def samples_by_class(labels: np.ndarray) -> list[np.ndarray]:
     """The ascending indices of the samples of each class that occurs, classes ascending."""
     classes, class_of = np.unique(labels, return_inverse=True)

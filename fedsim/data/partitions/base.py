@@ -25,8 +25,9 @@ from torch import Tensor
 
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Registry
-from fedsim.data.partitions.allocation import samples_by_class
+from fedsim.data.partitions.allocation import has_classes, samples_by_class
 from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards
+from fedsim.data.tensors import described
 from fedsim.errors import ExperimentError, show
 
 partition_strategy = Registry("partition strategy", given=("labels", "n_workers", "rng", "ids", "worker", "by_class"))
@@ -46,7 +47,7 @@ def partition(
     """Cut samples into one shard per worker.
 
     Args:
-        labels: class label of every sample, [n].
+        labels: target of every sample, [n]: class labels, or numbers [n, ...] for strategies that need no classes.
         n_workers: number of shards, 1 <= n_workers <= n (for a virtual strategy any number).
         strategy: a registered name, "package.module:function", or a function.
         seed: of all random draws.
@@ -99,13 +100,18 @@ def partition_shards(
             f'partition.strategy = "{strategy}": needs to know whose each sample is, and this data set does not say; '
             "give `ids`, one for each sample"
         )
+    if plug.takes.get("by_class") and not has_classes(np.asarray(labels)):
+        raise ExperimentError(
+            f'partition.strategy = "{strategy}": needs class labels, one for each sample, and the targets are '
+            f"{described(np.asarray(labels))}; use a strategy that needs none, such as iid or contiguous"
+        )
     if virtual:
         kept = labels if isinstance(labels, Tensor) else np.asarray(labels)
         return DrawnShards(strategy, plug.bind(params), plug.takes, n_workers, seed, kept, ids)
     labels = np.asarray(labels)
     values = {"labels": labels, "n_workers": n_workers, "rng": numpy_generator(seed, "partition"), "ids": ids}
     if "by_class" in plug.takes:
-        values["by_class"] = samples_by_class(labels)
+        values["by_class"] = samples_by_class(labels) if has_classes(labels) else None
     shards = plug.bind(params)(**plug.given(**values))
     shards = [np.asarray(shard, dtype=np.int64) for shard in shards]
     _check_cover(shards, len(labels), n_workers, strategy)
@@ -136,7 +142,7 @@ def transforms_of_workers(n_workers: int, strategy: str, **params: Any) -> Seque
 
 
 def _check_input(labels: np.ndarray, n_workers: int, virtual: bool) -> None:
-    if labels.ndim != 1:
+    if not labels.ndim:
         raise ExperimentError(f"labels: must be [n], one for each sample, not of shape {labels.shape}")
     if not isinstance(n_workers, Integral) or isinstance(n_workers, bool):
         raise ExperimentError(f"workers = {show(n_workers)}: must be a whole number")

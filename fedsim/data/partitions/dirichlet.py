@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from pydantic import PositiveInt
 
@@ -11,14 +13,13 @@ from fedsim.data.partitions.allocation import (
     cut_by_shares,
     draw_until_large_enough,
     even_sizes,
-    samples_by_class,
 )
 from fedsim.data.partitions.base import partition_strategy
 
 
 @partition_strategy("dirichlet")
 def dirichlet(
-    labels: np.ndarray,
+    by_class: Sequence[np.ndarray],
     n_workers: int,
     rng: np.random.Generator,
     *,
@@ -36,7 +37,7 @@ def dirichlet(
     ascending order is shuffled by `rng.permutation`.
 
     Args:
-        labels: [n].
+        by_class: the positions [n] of the samples of each class, one array for each.
         n_workers: number of shards.
         rng: for all draws.
         alpha: > 0.
@@ -52,13 +53,12 @@ def dirichlet(
     >>> fedsim.partition(np.arange(8) % 2, 2, "dirichlet", seed=1)
     [array([2, 0]), array([6, 4, 5, 1, 7, 3])]
     """
-    by_class = samples_by_class(labels)
     class_sizes = [len(samples) for samples in by_class]
 
     def draw() -> np.ndarray:
         return _share_out(class_sizes, n_workers, rng, alpha, balanced)
 
-    n = len(labels)
+    n = sum(class_sizes)
     counts = draw_until_large_enough(draw, min_size, n, n_workers, f"alpha = {alpha}", "a larger alpha")
     return assign_samples(by_class, counts, rng)
 
@@ -81,7 +81,7 @@ def _share_out(
 
 @partition_strategy("dirichlet_workers")
 def dirichlet_workers(
-    labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, alpha: Concentration = 0.5
+    by_class: Sequence[np.ndarray], n_workers: int, rng: np.random.Generator, *, alpha: Concentration = 0.5
 ) -> list[np.ndarray]:
     """Each worker draws its class mixture ~ Dir(alpha), then its samples from that mixture; sizes are equal.
 
@@ -97,7 +97,7 @@ def dirichlet_workers(
     `rng.dirichlet` draws them again, from the same distribution.)
 
     Args:
-        labels: [n].
+        by_class: the positions [n] of the samples of each class, one array for each.
         n_workers: number of shards.
         rng: for all draws.
         alpha: > 0.
@@ -107,10 +107,9 @@ def dirichlet_workers(
     >>> fedsim.partition(np.arange(8) % 2, 2, "dirichlet_workers", seed=1)
     [array([6, 0, 2, 1]), array([4, 7, 5, 3])]
     """
-    by_class = samples_by_class(labels)
     left = np.array([len(samples) for samples in by_class])
     counts = np.zeros((n_workers, len(by_class)), dtype=np.int64)
-    for worker, size in enumerate(even_sizes(len(labels), n_workers)):
+    for worker, size in enumerate(even_sizes(sum(left), n_workers)):
         counts[worker] = draw_counts(int(size), np.full(len(by_class), alpha), left, rng)
         left -= counts[worker]
     return assign_samples(by_class, counts, rng)

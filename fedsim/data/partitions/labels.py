@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from fedsim.data.partitions.allocation import assign_samples, even_sizes, samples_by_class
+from fedsim.data.partitions.allocation import assign_samples, by_label, even_sizes
 from fedsim.data.partitions.base import partition_strategy
 from fedsim.errors import ExperimentError
 
@@ -37,13 +38,15 @@ def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: P
             f"partition.s = {s}: {s} shards for each of {n_workers} workers are {s * n_workers}, more than the "
             f"{len(labels)} samples"
         )
-    runs = np.array_split(np.argsort(labels, kind="stable"), s * n_workers)
+    runs = np.array_split(by_label(labels), s * n_workers)
     assigned = rng.permutation(s * n_workers).reshape(n_workers, s)
     return [np.concatenate([runs[number] for number in numbers]) for numbers in assigned]
 
 
 @partition_strategy("label_k")
-def label_k(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, k: PositiveInt = 2) -> list[np.ndarray]:
+def label_k(
+    by_class: Sequence[np.ndarray], n_workers: int, rng: np.random.Generator, *, k: PositiveInt = 2
+) -> list[np.ndarray]:
     """Each worker holds k classes, i mod C and k - 1 random others; a class is divided evenly among its holders.
 
     Li et al. 2022 ("#C = k"). C is the number of classes, in ascending order. Parts of a class differ by at most one
@@ -56,7 +59,7 @@ def label_k(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, k: 
     each class in ascending order is shuffled by `rng.permutation`; its holders take from it in their order.
 
     Args:
-        labels: [n].
+        by_class: the positions [n] of the samples of each class, one array for each.
         n_workers: number of shards.
         rng: for all draws.
         k: classes of a worker, k <= C and k * n_workers >= C.
@@ -67,7 +70,6 @@ def label_k(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, k: 
     >>> fedsim.partition([0, 1, 2, 3, 0, 1, 2, 3], 2, "label_k", k=2)
     [array([0, 4, 2, 6]), array([1, 5, 3, 7])]
     """
-    by_class = samples_by_class(labels)
     n_classes = len(by_class)
     if k > n_classes:
         raise ExperimentError(f"partition.k = {k}: must be at most the number of classes, {n_classes}")
@@ -129,7 +131,7 @@ def similarity(
     n_random = round(gamma * n)
     drawn = rng.permutation(n)
     rest = np.sort(drawn[n_random:])
-    rest = rest[np.argsort(labels[rest], kind="stable")]
+    rest = rest[by_label(labels[rest])]
     # The runs make up for what the random parts leave uneven.
     runs = np.split(rest, np.cumsum(even_sizes(n, n_workers) - even_sizes(n_random, n_workers))[:-1])
     parts = np.array_split(drawn[:n_random], n_workers)

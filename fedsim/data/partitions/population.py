@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsim.core.randomness import numpy_generator
-from fedsim.data.partitions.allocation import samples_by_class
+from fedsim.data.partitions.allocation import has_classes, samples_by_class
 from fedsim.errors import ExperimentError
 
 KEPT = 4096  # drawn shards that a process keeps, so that a round draws most of them once
@@ -123,7 +123,8 @@ class DrawnShards(Shards):
         self._name, self._strategy, self._takes = name, strategy, frozenset(takes)
         self._n_workers, self._seed, self._labels = n_workers, seed, labels
         self._ids = ids if "ids" in takes else None
-        by_class = samples_by_class(np.asarray(labels)) if "by_class" in takes else []
+        self._has_classes = "by_class" in takes and has_classes(np.asarray(labels))
+        by_class = samples_by_class(np.asarray(labels)) if self._has_classes else []
         self._sorted = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *by_class]))
         self._class_ends = np.cumsum([len(samples) for samples in by_class]).tolist()
         self.equal_sizes = getattr(strategy, "equal_sizes", False)
@@ -163,7 +164,7 @@ class DrawnShards(Shards):
             "rng": numpy_generator(self._seed, "partition", worker),
             "ids": self._ids,
             "worker": worker,
-            "by_class": self._by_class(),
+            "by_class": self._by_class() if self._has_classes else None,
         }
         drawn = self._strategy(**{name: values[name] for name in self._takes})
         shard = np.asarray(drawn, dtype=np.int64)

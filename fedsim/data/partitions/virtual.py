@@ -54,13 +54,15 @@ class Virtual:
     alpha: Skew = None
 
     def __call__(
-        self, labels: np.ndarray, worker: int, rng: np.random.Generator, by_class: Sequence[np.ndarray]
+        self, labels: np.ndarray, worker: int, rng: np.random.Generator, by_class: Sequence[np.ndarray] | None = None
     ) -> np.ndarray:
         n = len(labels)
         if self.samples > n:
             raise ExperimentError(f"partition.samples = {self.samples}: more than the {n} samples there are")
         if self.alpha is None:
             return rng.choice(n, self.samples, replace=False, shuffle=False)
+        if by_class is None:
+            raise ExperimentError(f"partition.alpha = {self.alpha}: needs class labels, one for each sample; omit it")
         sizes = np.array([len(members) for members in by_class])
         alphas = np.maximum(self.alpha * len(sizes) * sizes / n, np.finfo(float).tiny)
         counts = draw_counts(self.samples, alphas, sizes, rng)

@@ -37,7 +37,7 @@ class Preflight:
         data = {
             f"{name} {part}": digest(tensor)
             for name, split in (("training", train), ("test", test))
-            for part, tensor in zip(("inputs", "labels"), split.tensors, strict=True)
+            for part, tensor in zip(("inputs", "targets"), split.tensors, strict=True)
         }
         self.settled = True
         said = self._ranks.gather_objects((None, {**self._claims, "the data": data}))

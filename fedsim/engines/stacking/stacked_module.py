@@ -93,7 +93,7 @@ class StackedModule:
 
         Args:
             parameters, buffers: stacks as `views` and `unpack_buffers` give them.
-            inputs, targets: [k, batch, ...] and [k, batch].
+            inputs, targets: [k, batch, ...] each.
             weights: [k, batch], of the samples in the loss; 0 for padding, else one over the batch's true size.
             factors: of each dropout in turn, [k, batch, ...].
             leave_products: bytes of a stack of weights from which on a gradient that is a product is left uncomputed;
@@ -108,7 +108,7 @@ class StackedModule:
         with torch.enable_grad():
             with self._precision.forward(inputs.device), self._recording(term is not None):
                 outputs, buffers[:], features = forward(leaves, list(buffers), inputs, list(factors))
-            losses = self._objective.loss(outputs.flatten(0, 1), targets.flatten(), "none").view(targets.shape)
+            losses = self._objective.losses(outputs, targets, weights)
             if term is not None:
                 losses = losses + term.loss(self._precision.widened(features[0]), at_points)
             losses = (losses * weights).sum(1)

@@ -198,7 +198,7 @@ class Stack:
     def alter(
         self, step_batch: StepBatch, inputs: Tensor, targets: Tensor, alterations: Sequence[Alteration | None] = ()
     ) -> None:
-        """Alter the batches of a step in place: inputs [m, batch, ...], targets [m, batch].
+        """Alter the batches of a step in place: inputs and targets [m, batch, ...].
 
         Args:
             alterations: of each member; by default those of its training, which augment.

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     """What a step of m rows trains on.
 
     Attributes:
-        inputs, targets: [m, batch, ...] and [m, batch].
+        inputs, targets: [m, batch, ...] each.
         weights: of the samples in the loss, [m, batch].
         factors: of each dropout in turn, [m, batch, ...].
     """
@@ -124,7 +124,7 @@ def _view_of_state(tensor: Tensor, entry: Entry, rows: Tensor) -> Tensor:
 
 
 def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs [m, batch, ...] and targets [m, batch] at these positions [m, batch] of the data."""
+    """Inputs and targets [m, batch, ...] at these positions [m, batch] of the data."""
     inputs, targets = train.gather(positions.flatten())
     return inputs.unflatten(0, positions.shape), targets.unflatten(0, positions.shape)
 

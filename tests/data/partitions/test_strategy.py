@@ -40,7 +40,7 @@ def test_every_strategy_is_a_pure_function(strategy):
 
 @pytest.mark.parametrize("strategy", sorted(set(COVERS) - {"label_k"}))
 def test_one_class_is_enough(strategy):
-    shards = fedsim.partition(np.zeros(200), 4, strategy, ids=np.arange(200))
+    shards = fedsim.partition(np.zeros(200, dtype=int), 4, strategy, ids=np.arange(200))
     assert sum(map(len, shards)) == 200
 
 
@@ -74,9 +74,21 @@ def test_ids_are_required_only_if_needed():
         fedsim.partition(np.zeros(10), 2, "natural", ids=np.zeros(9))
 
 
-def test_labels_of_a_wrong_shape_are_an_error():
-    with pytest.raises(ExperimentError, match=r"labels: must be \[n\], one for each sample, not of shape \(10, 2\)"):
-        fedsim.partition(np.zeros((10, 2)), 2)
+def test_targets_of_several_numbers_cannot_be_sorted():
+    assert [len(shard) for shard in fedsim.partition(np.zeros((10, 2)), 2)] == [5, 5]
+    for strategy in ("shards", "similarity"):
+        with pytest.raises(
+            ExperimentError, match="each target has 2 numbers; use a strategy that does not, such as iid"
+        ):
+            fedsim.partition(np.zeros((10, 2)), 2, strategy)
+    with pytest.raises(ExperimentError, match=r"labels: must be \[n\], one for each sample, not of shape \(\)"):
+        fedsim.partition(np.zeros(()), 2)
+
+
+def test_skew_by_class_needs_classes():
+    assert len(fedsim.partition(np.random.default_rng(0).random(100), 2, "virtual", samples=5)[1]) == 5
+    with pytest.raises(ExperimentError, match=r"partition.alpha = 0.1: needs class labels"):
+        fedsim.partition(np.zeros(100), 2, "virtual", samples=5, alpha=0.1)
 
 
 def test_strategies_without_transforms_change_nothing():

@@ -1,0 +1,173 @@
+"""Regression and the next token: their losses, what they refuse, and what a run without accuracy records and shows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fedsim
+from fedsim import DataError, ExperimentError
+from fedsim.core.other_tasks import NextToken, regression
+from fedsim.records.record import metrics_in
+from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, Bigrams, counting, planes
+
+SHORT = {"workers": 4, "rounds": 2, "engine": "serial", "partition": "iid", "local": {"lr": 0.05, "batch_size": 16}}
+THEIRS = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": lambda x, y: F.huber_loss(x, y, delta=0.5)}
+
+
+@pytest.mark.parametrize("loss", THEIRS)
+def test_losses_of_regression_are_those_of_pytorch(loss):
+    torch.manual_seed(0)
+    task = regression(loss=loss, **({"delta": 0.5} if loss == "huber" else {}))
+    for outputs, targets in [(torch.randn(6, 1), torch.randn(6)), (torch.randn(6, 3), torch.randn(6, 3))]:
+        expected = THEIRS[loss](outputs.reshape(targets.shape), targets)
+        assert torch.allclose(task.loss(outputs, targets), expected)
+        assert torch.allclose(task.loss(outputs, targets, "none").mean(), expected)
+        assert task.loss(outputs, targets, "none").shape == (6,)
+
+
+def test_the_loss_of_tokens_is_that_of_pytorch():
+    torch.manual_seed(0)
+    outputs, targets = torch.randn(4, 6, 7), torch.randint(7, (4, 6))
+    targets[1, 3:], targets[2] = 9, 9
+    task = NextToken(ignore=9)
+    expected = F.cross_entropy(outputs.reshape(-1, 7), targets.flatten(), ignore_index=9)
+    losses, counts = task.loss(outputs, targets, "none"), task.counts(targets)
+    assert counts.tolist() == [6, 3, 0, 6]
+    assert torch.allclose(task.loss(outputs, targets), expected)
+    assert torch.allclose((losses * counts).sum() / counts.sum(), expected)
+    assert task.loss(outputs[2:3], targets[2:3]) == 0
+    assert task.correct(outputs, targets).sum() == (outputs.argmax(2) == targets).sum()
+
+
+def test_the_test_counts_each_token_once(monkeypatch):
+    """Whatever the batches are, and with padding."""
+    test = counting(None)[1]
+    expected = {}
+    for size in (7, 1000):
+        monkeypatch.setattr("fedsim.engines.task.TEST_BATCH_ON_CPU", size)
+        result = fedsim.run({**SHORT, **NEXT_TOKEN, "metrics": ["perplexity"], "precision": "float64"})
+        with torch.no_grad():
+            outputs = result.model(test.inputs)
+        known = test.targets != PADDING
+        loss = F.cross_entropy(outputs[known], test.targets[known]).item()
+        expected = {
+            "test_loss": loss,
+            "test_accuracy": (outputs.argmax(2) == test.targets)[known].double().mean().item(),
+        }
+        last = result.history[-1]
+        assert {key: last[key] for key in expected} == pytest.approx(expected)
+        assert last.metrics["perplexity"] == pytest.approx(np.exp(loss))
+
+
+@pytest.mark.parametrize("outputs", [0, 3])
+def test_a_step_of_regression_is_that_of_plain_pytorch(outputs):
+    size = {"outputs": outputs} if outputs else {}
+    tables = {
+        **REGRESSION,
+        "data": {"dataset": REGRESSION["data"], **size},
+        "model": {"name": REGRESSION["model"], **size},
+    }
+    tables |= {**SHORT, "workers": 1, "rounds": 1, "precision": "float64", "local": {"lr": 0.1, "batch_size": 1000}}
+    tables["task"] = {"name": "regression", "loss": "l1"}
+    start = fedsim.run({**tables, "local": {"lr": 1e-300}}).model
+    result = fedsim.run({**tables, "metrics": ["mae", "mse", "r2"]})
+    train, test = (each.to(torch.device("cpu"), torch.float64) for each in planes(None, outputs=outputs))
+    inputs, targets = train.gather(torch.arange(len(train)))
+    F.l1_loss(start(inputs).reshape(targets.shape), targets).backward()
+    for mine, theirs in zip(result.model.parameters(), start.parameters(), strict=True):
+        assert torch.allclose(mine, theirs - 0.1 * theirs.grad, rtol=0, atol=1e-12)
+    inputs, targets = test.gather(torch.arange(len(test)))
+    with torch.no_grad():
+        errors = result.model(inputs).reshape(targets.shape) - targets
+    last = result.history[-1]
+    assert last.test_loss == last.metrics["mae"] == pytest.approx(errors.abs().mean().item())
+    assert last.metrics["mse"] == pytest.approx(errors.square().mean().item())
+
+
+@pytest.mark.parametrize("tables", [REGRESSION, NEXT_TOKEN], ids=["regression", "next token"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mode": "clock", "policy": "asgd"},
+        {"mode": "clock", "policy": "fedasync"},
+        {"mode": "race", "policy": "hogwild", "race": {"runs": 2}, "engine": "spawn", "rounds": 1},
+        {"sync": "gradients"},
+        {"local": {"solver": "scaffold", "option": 1, "batch_size": 16}},
+        {"data.validation": 0.2, "precision": "bf16"},
+    ],
+    ids=["asgd", "fedasync", "race", "gradients", "full gradients", "bfloat16"],
+)
+def test_losses_fall_however_a_run_goes(how, tables):
+    history = fedsim.run({**SHORT, **tables, "rounds": 3, **how}).history
+    start = fedsim.run({**SHORT, **tables, "rounds": 1, "local": {"lr": 1e-300}}).history[-1].test_loss
+    assert history[-1].test_loss < start
+    assert (history[-1].test_accuracy is None) == (tables is REGRESSION)
+
+
+def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
+    tables = {**SHORT, **REGRESSION, "data.worker_test": 0.3, "evaluation": {"every": 1, "fine_tune": 1}}
+    tables |= {"metrics": ["r2"], "data.validation": 0.2, "mode": "clock"}
+    result = fedsim.run(tables, tmp_path / "run", progress=True)
+    printed = capsys.readouterr().out
+    assert "final test loss " in printed
+    assert "accuracy" not in printed
+    assert result.test_accuracy is None
+    assert f"test loss {result.test_loss:.4f}" in repr(result)
+    last = result.history[-1]
+    assert last.test_accuracy is last.validation_accuracy is None
+    assert last.metrics["fine_tuned_worker_loss_worst10"] >= last.metrics["fine_tuned_worker_loss_mean"]
+    assert not [metric.key for metric in metrics_in(result.history) if "accuracy" in metric.key]
+    resumed = fedsim.run({**tables, "rounds": 3}, tmp_path / "run", resume=True)
+    assert len(resumed.history) == 3
+
+
+def test_a_run_without_accuracy_stops_by_its_loss():
+    tables = {**SHORT, **REGRESSION, "rounds": 30}
+    result = fedsim.run({**tables, "stop": {"metric": "test_loss", "target": 1.0}})
+    losses = [record.test_loss for record in result.history]
+    assert losses[-1] <= 1.0 < min(losses[:-1])
+    with pytest.raises(ExperimentError, match="stop.metric = .*the task regression has no accuracy; use stop.metric="):
+        fedsim.run({**tables, "stop": {"patience": 3}, "data.validation": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("tables", "error", "words"),
+    [
+        ({**REGRESSION, "task": "classification"}, DataError, r"needs one class label.*float32 \[8\]; use task=regres"),
+        ({**NEXT_TOKEN, "task": "binary"}, DataError, r"needs one class label.*int64 \[8, 6\]; use task=next_token"),
+        (
+            {**REGRESSION, "task": "next_token"},
+            DataError,
+            r"needs a token for each place, int64 \[batch, length\], not",
+        ),
+        (
+            {**REGRESSION, "model.outputs": 2},
+            ExperimentError,
+            r"shape of the targets, \[8\] or \[batch, 1\], not \(8, 2\)",
+        ),
+        ({**NEXT_TOKEN, "model": lambda: Bigrams(5)}, ExperimentError, "Embedding|index out of range"),
+        ({**REGRESSION, "partition": "dirichlet"}, ExperimentError, "needs class labels.*such as iid or contiguous"),
+        ({**NEXT_TOKEN, "partition": "shards"}, ExperimentError, "each target has 6 numbers; .*such as iid"),
+        (
+            {**REGRESSION, "attack.name": "label_flipping", "attack.fraction": 0.3},
+            ExperimentError,
+            "use an attack on upd",
+        ),
+        ({**REGRESSION, "task.delta": 0.5}, ExperimentError, "task.delta = 0.5: is of task.loss = huber, not of mse"),
+        ({**REGRESSION, "task.loss": "mae"}, ExperimentError, "task.loss"),
+        ({**REGRESSION, "metrics": ["perplexity"]}, ExperimentError, "metrics: .perplexity. cannot be computed"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tables, error, words):
+    tables = {key: {"name": tables[key]} if f"{key}.outputs" in tables else value for key, value in tables.items()}
+    with pytest.raises(error, match=words):
+        fedsim.run({**SHORT, **tables})
+
+
+def test_attacks_and_rules_on_rows_work_without_labels():
+    attacked = {"attack": {"name": "sign_flipping", "fraction": 0.3}, "aggregate": "median", "workers": 7}
+    result = fedsim.run({**SHORT, **REGRESSION, **attacked, "partition": "shards"})
+    assert np.isfinite(result.test_loss)
