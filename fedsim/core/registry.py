@@ -20,7 +20,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Literal, get_type_hints
 
@@ -141,6 +141,7 @@ class Imported:
         return Imported, (self._path, self._params)
 
 
+@dataclass(eq=False, repr=False)
 class Registry:
     """All plugs of one kind, by name.
 
@@ -162,21 +163,13 @@ class Registry:
     {'index': 2}
     """
 
-    def __init__(
-        self,
-        kind: str,
-        *,
-        given: tuple[str, ...] = (),
-        accepts: str = "a function or a class",
-        base: type | None = None,
-        renamed: Mapping[str, str] | None = None,
-    ) -> None:
-        self.kind = kind
-        self._given = given
-        self._accepts = accepts
-        self._base = base
-        self._renamed = renamed or {}
-        self._plugs: dict[str, Plug] = {}
+    kind: str
+    _: KW_ONLY
+    given: tuple[str, ...] = ()
+    accepts: str = "a function or a class"
+    base: type | None = None
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    _plugs: dict[str, Plug] = dataclasses.field(default_factory=dict, init=False)
 
     def __call__(self, name: str) -> Callable[[Callable[..., Any]], Any]:
         """Decorator that registers a function or class under `name` and returns it unchanged."""
@@ -240,20 +233,20 @@ class Registry:
 
     def _plug(self, name: str, target: Any) -> Plug:
         kind = target if isinstance(target, type) else type(target)
-        if self._base and not (issubclass(kind, self._base) and dataclasses.is_dataclass(kind)):
-            package = self._base.__module__.rpartition(".")[0]
-            raise TypeError(f"must be a dataclass that derives from {package}.{self._base.__name__}")
+        if self.base and not (issubclass(kind, self.base) and dataclasses.is_dataclass(kind)):
+            package = self.base.__module__.rpartition(".")[0]
+            raise TypeError(f"must be a dataclass that derives from {package}.{self.base.__name__}")
         is_dataclass = dataclasses.is_dataclass(target)
-        if not callable(target) and (self._given or not is_dataclass):
-            raise TypeError(f"a {type(target).__name__} is not {self._accepts}")
-        for former, name_now in self._renamed.items():
+        if not callable(target) and (self.given or not is_dataclass):
+            raise TypeError(f"a {type(target).__name__} is not {self.accepts}")
+        for former, name_now in self.renamed.items():
             if hasattr(target, former):
                 raise TypeError(f"`{former}` is now called `{name_now}`")
         if not _has_signature(target):
-            raise TypeError(f"has no signature; write a function of ({', '.join(self._given)}) that calls it")
+            raise TypeError(f"has no signature; write a function of ({', '.join(self.given)}) that calls it")
         takes = {}
-        if self._given:
-            takes = taken_by_name(target.__call__ if is_dataclass else target, self._given)
+        if self.given:
+            takes = taken_by_name(target.__call__ if is_dataclass else target, self.given)
         return Plug(self.kind, name, target, takes, self)
 
 

@@ -82,25 +82,17 @@ class TensorData(Dataset):
         indices = indices.to(self.inputs.device)
         raw = self.inputs.index_select(0, indices)  # many times faster than self.inputs[indices] on a CPU
         targets = self.targets.index_select(0, indices)
-        if raw.device.type != "cpu":
-            return self._normalised_at_once(raw), targets
-        inputs = torch.empty(raw.shape, dtype=self.dtype, memory_format=_order_of(raw)).copy_(raw)
-        return self._normalise(inputs), targets
+        return self._normalised(raw), targets
 
-    def _normalise(self, inputs: Tensor) -> Tensor:
-        if isinstance(self.scale, tuple):
-            per_channel = (-1, *[1] * (inputs.ndim - 2))
-            inputs.mul_(inputs.new_tensor(self.scale).view(per_channel))
-            return inputs.add_(inputs.new_tensor(self.shift).view(per_channel))
-        if self.scale != 1.0:
-            inputs.mul_(self.scale)
-        return inputs.add_(self.shift) if self.shift else inputs  # type: ignore[arg-type]  # a float, as the scale
-
-    def _normalised_at_once(self, raw: Tensor) -> Tensor:
-        """Gathered samples, converted and normalised by one kernel."""
-        if self.scale == 1.0 and not self.shift:
-            return raw.to(self.dtype)
+    def _normalised(self, raw: Tensor) -> Tensor:
+        """Gathered samples, converted and normalised: on a GPU by one kernel."""
+        plain = self.scale == 1.0 and not self.shift
         scale, shift = self._scale_and_shift
+        if raw.device.type == "cpu":
+            inputs = torch.empty(raw.shape, dtype=self.dtype, memory_format=_order_of(raw)).copy_(raw)
+            return inputs if plain else inputs.mul_(scale).add_(shift)
+        if plain:
+            return raw.to(self.dtype)
         if raw.device.type != "cuda":  # not every other device computes with several types in one operation
             raw = raw.to(self.dtype)
         return torch.addcmul(shift, raw, scale, out=torch.empty_like(raw, dtype=self.dtype))
