@@ -41,7 +41,6 @@ from tests.report.folders import invent_round, on_the_clock
 
 LONGEST = 30.0  # seconds for an input; the slowest takes a few hundredths
 LONGEST_LINE = 2_000  # characters of an error
-EXAMPLES = [pytest.param(25, id="few"), pytest.param(1_300, id="many", marks=pytest.mark.slow)]
 
 KEYS = sorted({*Experiment.model_fields, *keys_of_tables({}), "grid", "label", "variant"})
 NAMES = [
@@ -103,6 +102,12 @@ def fuzz(strategy, check, examples):
     every_input()
 
 
+@pytest.fixture(params=[pytest.param(25, id="few"), pytest.param(1_300, id="many", marks=pytest.mark.slow)])
+def examples(request):
+    """How many inputs are tried."""
+    return request.param
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A working directory with a module that nobody may import, and a folder for files."""
@@ -125,7 +130,6 @@ described = st.tuples(st.sampled_from(TABLES), mutations([*EXTREMES, *NAMES], KE
 grids = st.tuples(st.sampled_from(GRIDS), mutations([*EXTREMES, *NAMES], KEYS))
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
 def test_experiment_files(here, examples):
     def check(example):
         (tree, changes), cuts = example
@@ -137,7 +141,6 @@ def test_experiment_files(here, examples):
     fuzz(st.tuples(described, st.just([]) | edits), check, examples)
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
 def test_experiment_files_of_any_bytes(here, examples):
     def check(content):
         (here / "x.toml").write_bytes(content)
@@ -151,7 +154,6 @@ def test_experiment_files_of_any_bytes(here, examples):
     fuzz(st.binary(max_size=300) | texts, check, examples)
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
 def test_words_of_the_command_line(here, examples):
     def check(words):
         load_experiment(None, [word for word in words if ":" not in word])  # else they are imported, as they should be
@@ -163,7 +165,6 @@ def test_words_of_the_command_line(here, examples):
     fuzz(st.lists(st.tuples(keys, values).map("=".join) | st.text(max_size=12), max_size=4), check, examples)
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
 def test_files_and_words_of_comparisons(here, examples):
     def check(example):
         (tree, changes), words = example
@@ -224,7 +225,6 @@ file_of_a_run = st.sampled_from(sorted(FILES)).flatmap(
 )
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
 def test_reports_of_run_folders(tmp_path, examples):
     for name, tree in FILES.items():
         write_file(tmp_path, name, tree, [])
@@ -256,7 +256,6 @@ def compared(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
 def test_reports_of_comparisons(compared, examples):
     whole = json.loads((compared / "grid.json").read_text())
 
@@ -271,7 +270,6 @@ def test_reports_of_comparisons(compared, examples):
         (compared / "grid.json").write_text(json.dumps(whole))
 
 
-@pytest.mark.parametrize("examples", [EXAMPLES[0], pytest.param(600, id="many", marks=pytest.mark.slow)])
 def test_comparisons_put_together(here, compared, examples, monkeypatch):
     monkeypatch.setattr("fedsim.comparison.runner._write", lambda *_: None)  # which is the same for all
     whole = json.loads((compared / "grid.json").read_text())
@@ -291,7 +289,8 @@ def test_comparisons_put_together(here, compared, examples, monkeypatch):
     keys = ["id", "folder", "point", "axes", "base"]
     odd = [*EXTREMES, *NAMES, "../../outside", str(outside), {"rule": "canary:boom"}, DEEP, math.nan]
     try:
-        fuzz(st.tuples(st.just([]) | mutations(odd, keys), mutations(EXTREMES, ["round"], most=2)), check, examples)
+        strategy = st.tuples(st.just([]) | mutations(odd, keys), mutations(EXTREMES, ["round"], most=2))
+        fuzz(strategy, check, min(examples, 600))
         assert not outside.exists()
     finally:
         (compared / "grid.json").write_text(json.dumps(whole))
@@ -302,7 +301,6 @@ ENTRIES = [[1, 1, 0, 0, 0, 0, 1, 0, 0], [1, 1, 0, 1, 0, 2, 3, 0, 1], [2, 1, 2, 1
 LOGGED = {"rounds": 1, "workers": 2, "policy": {"name": "asgd"}}
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
 def test_logs_of_races(tmp_path, examples):
     def log_of(head, entries):
         rows = "\n".join(",".join(map(str, row)) if isinstance(row, list) else str(row) for row in entries)
@@ -345,7 +343,6 @@ ODD_TENSORS = [
 ]
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
 def test_kept_updates(tmp_path, examples):
     (tmp_path / "experiment.toml").write_text('workers = 5\nattack = {name = "sign_flipping", workers = [0]}')
 
@@ -371,7 +368,6 @@ def test_kept_updates(tmp_path, examples):
     fuzz(st.tuples(tensors, headers, st.just([]) | edits), check, examples)
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
 def test_images(tmp_path, examples):
     path = write_mnist(tmp_path) / "train-images-idx3-ubyte"
     images = path.read_bytes()
@@ -383,7 +379,6 @@ def test_images(tmp_path, examples):
     fuzz(edits, check, examples)
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
 def test_traces_of_noise(tmp_path, monkeypatch, examples):
     from fedsim.asynchronous.clock import noises
 
