@@ -11,16 +11,13 @@ from fedsim.core.philox import (
     Stream,
     bernoulli,
     blocks,
-    converted,
     permutations,
     shuffles,
     to_integers,
-    to_normal,
     to_uniform,
     words,
-    words_per_uniform,
 )
-from fedsim.core.randomness import draw_key
+from fedsim.core.randomness import Draws, draw_key
 
 PUBLISHED = [  # kat_vectors of Random123: counter, key, block
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -35,14 +32,6 @@ PUBLISHED = [  # kat_vectors of Random123: counter, key, block
 
 def keys_of(*coordinates: int) -> torch.Tensor:
     return torch.tensor([draw_key(0, "test", coordinate) for coordinate in coordinates])
-
-
-def uniform(stream, count, dtype):
-    return converted(stream, count * words_per_uniform(dtype), lambda words: to_uniform(words, dtype))[..., :count]
-
-
-def normal(stream, count, dtype):
-    return converted(stream, count, lambda words: to_normal(words, dtype))[..., :count]
 
 
 @pytest.mark.parametrize(("counter", "key", "block"), PUBLISHED)
@@ -72,17 +61,6 @@ def test_many_streams_at_once_are_each_as_if_alone():
             assert torch.equal(together[step, place], words(Stream(keys[place], step, 4), 50))
 
 
-def test_uniform_numbers_are_from_the_half_open_interval():
-    keys = keys_of(1)
-    for dtype in (torch.float32, torch.float64):
-        numbers = uniform(Stream(keys), 200_000, dtype)
-        assert numbers.dtype == dtype
-        assert numbers.min() >= 0
-        assert numbers.max() < 1
-        assert abs(float(numbers.mean()) - 0.5) < 4 / (12 * 200_000) ** 0.5
-    assert torch.equal(numbers * 2**53, (numbers * 2**53).round())
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_largest_uniform_number_of_a_type_is_below_one(dtype):
     largest = to_uniform(torch.full((4,), MASK), dtype)
@@ -91,23 +69,16 @@ def test_the_largest_uniform_number_of_a_type_is_below_one(dtype):
     assert (largest == 1 - torch.finfo(dtype).eps / 2).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_normal_numbers_are_those_of_box_and_muller_by_hand(dtype):
-    drawn = words(Stream(keys_of(4), 1, 2), 1000).double()[0]
-    radius = (-2 * ((drawn[::2] + 1) / 2**32).log()).sqrt()
-    angle = 2 * torch.pi * drawn[1::2] / 2**32
-    expected = torch.stack([radius * angle.cos(), radius * angle.sin()], 1).flatten()
-    found = normal(Stream(keys_of(4), 1, 2), 999, dtype)[0]
-    assert torch.allclose(found.double(), expected[:999], rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-5)
-
-
 def test_the_cut_into_parts_does_not_show(monkeypatch):
-    stream = Stream(keys_of(1, 2), 3)
-    made = [(uniform(stream, 4001, dtype), normal(stream, 4001, dtype)) for dtype in (torch.float32, torch.float64)]
+    def drawn():
+        draws = Draws.of(0, "test")
+        return [
+            draw(4001, dtype=dtype) for draw in (draws.uniform, draws.normal) for dtype in (torch.float, torch.double)
+        ]
+
+    whole = drawn()
     monkeypatch.setattr(philox, "BLOCKS_AT_ONCE", 14)
-    for dtype, (numbers, normals) in zip((torch.float32, torch.float64), made, strict=True):
-        assert torch.equal(uniform(stream, 4001, dtype), numbers)
-        assert torch.equal(normal(stream, 4001, dtype), normals)
+    assert all(map(torch.equal, drawn(), whole))
 
 
 def test_integers_are_the_upper_part_of_a_product():

@@ -24,11 +24,23 @@ def one_logit() -> nn.Module:
 
 BINARY = {"task": "binary", "data": "tests.test_tasks:even_digits", "model": "tests.test_tasks:one_logit"}
 SMOOTHED = {"task": {"name": "classification", "label_smoothing": 0.1}}
-LOSSES = {
-    "binary": lambda outputs, targets: F.binary_cross_entropy_with_logits(outputs[:, 0], targets.to(outputs.dtype)),
-    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
-}
-both = pytest.mark.parametrize(("tables", "loss"), [(BINARY, "binary"), (SMOOTHED, "smoothed")], ids=list(LOSSES))
+OWN = {"task": {"name": "tests.plugs:Smoothed", "smoothing": 0.3}}
+
+
+def of_logits(outputs, targets):
+    return F.binary_cross_entropy_with_logits(outputs[:, 0], targets.to(outputs.dtype))
+
+
+def positive(outputs, targets):
+    return (outputs[:, 0] > 0).long() == targets
+
+
+def first(outputs, targets):
+    return outputs.argmax(1) == targets
+
+
+def among_two(outputs, targets):
+    return (outputs.topk(2).indices == targets.unsqueeze(1)).any(1)
 
 
 def plain_sgd(result, train, loss, lr):
@@ -44,21 +56,28 @@ def plain_sgd(result, train, loss, lr):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@both
 @pytest.mark.parametrize("engine", ["serial", "batched"])
-def test_a_step_is_that_of_plain_pytorch(engine, tables, loss, tiny_experiment):
+@pytest.mark.parametrize(
+    ("tables", "loss", "correct"),
+    [
+        (BINARY, of_logits, positive),
+        (SMOOTHED, nn.CrossEntropyLoss(label_smoothing=0.1), first),
+        (OWN, nn.CrossEntropyLoss(label_smoothing=0.3), among_two),
+    ],
+    ids=["binary", "smoothed", "own"],
+)
+def test_a_step_is_that_of_plain_pytorch(engine, tables, loss, correct, tiny_experiment):
     local = {"lr": 0.1, "batch_size": 1000}
     tables = {**tiny_experiment, **tables, "rounds": 1, "workers": 1, "precision": "float64", "local": local}
     result = fedsim.run({**tables, "engine": engine})
-    data = even_digits(None) if loss == "binary" else tiny(None)
-    expected = plain_sgd(fedsim.run({**tables, "engine": "serial"}), data[0], LOSSES[loss], 0.1)
+    data = even_digits(None) if loss is of_logits else tiny(None)
+    expected = plain_sgd(fedsim.run({**tables, "engine": "serial"}), data[0], loss, 0.1)
     assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
     inputs, targets = data[1].to(torch.device("cpu"), torch.float64).gather(torch.arange(len(data[1])))
     with torch.no_grad():
         outputs = result.model(inputs)
-    assert result.history[0].test_loss == pytest.approx(float(LOSSES[loss](outputs, targets)), rel=1e-12)
-    answers = (outputs[:, 0] > 0).long() if loss == "binary" else outputs.argmax(1)
-    assert result.test_accuracy == pytest.approx((answers == targets).double().mean().item())
+    assert result.history[0].test_loss == pytest.approx(float(loss(outputs, targets)), rel=1e-12)
+    assert result.test_accuracy == pytest.approx(correct(outputs, targets).double().mean().item())
 
 
 @pytest.mark.parametrize("task", [Classification(label_smoothing=0.2), Binary()])

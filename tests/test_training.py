@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedsim
 from fedsim.core.training import DEFAULT_LOSS, check_outputs
 from fedsim.models import Net, logistic, two_nn
-from tests.plugs import TINY_TRAIN, Normalised, tiny
+from tests.plugs import Normalised
 
 LABELS = torch.arange(6)
 
@@ -113,28 +113,6 @@ def test_test_does_not_change_the_model(batches):
     fedsim.test(model, batches)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_task_is_the_loss_and_the_accuracy_of_a_run(tiny_experiment):
-    tables = {**tiny_experiment, "workers": 1, "rounds": 1, "model": "logistic", "precision": "float64"}
-    tables |= {
-        "task": {"name": "tests.plugs:Smoothed", "smoothing": 0.3},
-        "local": {"batch_size": TINY_TRAIN, "lr": 0.1},
-    }
-    record = fedsim.run(tables).history[0]
-    start = fedsim.run({**tables, "local": {"batch_size": TINY_TRAIN, "lr": 1e-300}}).model.double()
-    train, test = (data.to(torch.device("cpu"), torch.float64) for data in tiny(None))
-    inputs, targets = train.gather(torch.arange(len(train)))
-    optimizer = torch.optim.SGD(start.parameters(), lr=0.1)
-    loss = F.cross_entropy(start(inputs), targets, label_smoothing=0.3)
-    loss.backward()
-    optimizer.step()
-    inputs, targets = test.gather(torch.arange(len(test)))
-    outputs = start(inputs)
-    correct = (outputs.topk(2).indices == targets.unsqueeze(1)).any(1)
-    assert record.train_loss == pytest.approx(loss.item(), rel=1e-12)
-    assert record.test_loss == pytest.approx(F.cross_entropy(outputs, targets, label_smoothing=0.3).item(), rel=1e-12)
-    assert record.test_accuracy == pytest.approx(correct.double().mean().item(), rel=1e-12)
 
 
 def test_a_class_that_is_no_task_is_refused():
