@@ -17,7 +17,6 @@ from fedsim.asynchronous.race.state import WRITES_ENDED
 from fedsim.data import TensorData
 
 TOKENS, TEXTS, CLASSES = 30, 60, 3
-ADDRESSES: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -82,21 +81,6 @@ class FailingHogwild(Hogwild):
             server.global_row[: len(server.global_row) // 2] = 0
             fail("kill")
         super().take(server, arrival)
-
-
-class Pinned(nn.Module):
-    """A model that fails unless its parameters stay at one address in shared memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(784, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        if self.training and self.linear.weight.grad is not None:  # bound to a row, not made to record its dropout
-            ADDRESSES.add(self.linear.weight.data_ptr())
-            if len(ADDRESSES) > 1 or not self.linear.weight.is_shared():
-                raise RuntimeError(f"the parameters have moved: {ADDRESSES}")
-        return self.linear(images.flatten(1))
 
 
 class Bag(nn.Module):

@@ -33,8 +33,8 @@ START = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)  # of the global row
 Train = Callable[[Tensor, WorkItem], Tensor]
 
 
-def same(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> bool:
-    return torch.allclose(found, expected, rtol=0, atol=tolerance)
+def same(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
 def nth_step(worker: int, step: int) -> WorkItem:
@@ -104,59 +104,49 @@ def simulate(
     chosen: Policy,
     delays: Delays,
     *,
-    slots: int | None = None,
-    train: Train | None = some_result,
+    train: Train = some_result,
     solver: Any = None,
-    optimizer: Any = None,
-    start: Sequence[float] = (1.0, -2.0, 0.5),
-    dtype: torch.dtype = torch.float64,
     departures: dict[int, float] | None = None,
     seed: int = 0,
-    schedule: Schedule | None = None,
     size: int = SIZE,
     buffers: str = "average",
     global_buffers: Sequence[float] = (),
     models: float = 0.0,
-    watched: bool = True,
     total_items: float = math.inf,
 ) -> SimulatedRun:
-    """A policy on the clock, with all workers of `delays`, or `slots` of them at a time.
+    """A policy on the clock, with all workers of `delays`.
 
     Args:
-        train: the result of a work item; None: no training.
+        train: the result of a work item.
         models: bytes of a model.
-        watched: whether arrivals are recorded.
     """
-    n_workers = len(delays.speeds)
-    slots = slots or n_workers
-    optimizer, wide = optimizer or ServerSGD(), torch.float64
-    global_row = torch.tensor(start, dtype=dtype)
+    n, optimizer, wide = len(delays.speeds), ServerSGD(), torch.float64
+    global_row = START.clone()
     shared = SimpleNamespace(
         global_row=global_row,
-        rows=torch.zeros(slots, len(global_row), dtype=dtype),
+        rows=torch.zeros(n, len(global_row), dtype=wide),
         global_buffers=torch.tensor(global_buffers, dtype=wide),
-        buffers=torch.zeros(slots, len(global_buffers), dtype=wide),
+        buffers=torch.zeros(n, len(global_buffers), dtype=wide),
         kept={},
         messages={},
         server_state={},
         received={},
         states={"parameters": optimizer.start(global_row)},
-        train_loss=torch.zeros(slots, dtype=wide),
+        train_loss=torch.zeros(n, dtype=wide),
     )
     task = SimpleNamespace(
         seed=seed,
         server=optimizer,
         buffers=buffers,
         nonfinite="error",
-        dtype=dtype,
+        dtype=wide,
         device=torch.device("cpu"),
         solver=GradientOnly(),
     )
     shared.worker_rows = {"buffers": shared.buffers}
     states = WorkerStates({"buffers": shared.global_buffers.clone()} if buffers == "local" else {})
     server = ServerState(chosen, solver or SGD(lr=LR), task, shared, states)
-    schedule = schedule or Schedule(BATCH)
-    scheduler = Scheduler(seed, n_workers, slots, chosen.work, schedule, lambda worker: size)
+    scheduler = Scheduler(seed, n, n, chosen.work, Schedule(BATCH), lambda worker: size)
     result = SimulatedRun(server, None, scheduler)
 
     def train_all(items: Sequence[WorkItem]) -> None:
@@ -170,11 +160,8 @@ def simulate(
     def duration(item: WorkItem, unit: int, moved: tuple[int, int]) -> float:
         return delays.seconds(item.worker, unit, scheduler.steps(item), sum(moved) * models)
 
-    result.clock = VirtualClock(
-        server, scheduler, duration, train_all if train else lambda items: None, departures, total_items
-    )
-    if watched:
-        _watch(chosen, result)
+    result.clock = VirtualClock(server, scheduler, duration, train_all, departures, total_items)
+    _watch(chosen, result)
     return result
 
 

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from fedsim.asynchronous.clock import noises
 from fedsim.asynchronous.clock.delays import BLOCK, Delays
@@ -15,8 +14,6 @@ from fedsim.asynchronous.clock.speeds import draw_speeds, speed
 from fedsim.config.schema import Noise, Speed
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
-
-RANDOM = ["shifted_exponential", "lognormal", "pareto"]
 
 
 def speeds_of(n_workers, name, seed=0, **params):
@@ -33,12 +30,6 @@ def delays_of(n_workers, name, seed=0, **params):
     return Delays(np.ones(n_workers), noise_of(name, **params), seed)
 
 
-def factors_of(name, workers=80, units=250, **params):
-    """The noise of `units` units of each worker, [workers, units]."""
-    delays = delays_of(workers, name, **params)
-    return np.array([[delays.seconds(worker, unit, 1) for unit in range(units)] for worker in range(workers)])
-
-
 # Delays
 
 
@@ -52,15 +43,17 @@ def test_seconds_are_the_formula():
 
 
 @pytest.mark.parametrize(
-    ("name", "factors"),
+    ("name", "params", "factors"),
     [
-        ("shifted_exponential", lambda rng: rng.standard_exponential(BLOCK)),
-        ("lognormal", lambda rng: np.exp(0.5 * rng.standard_normal(BLOCK) - 0.5**2 / 2)),
-        ("pareto", lambda rng: (rng.pareto(2.0, BLOCK) + 1) / 2),
+        ("shifted_exponential", {}, lambda rng: rng.standard_exponential(BLOCK)),
+        ("shifted_exponential", {"shift": 0.3}, lambda rng: 0.3 + 0.7 * rng.standard_exponential(BLOCK)),
+        ("shifted_exponential", {"shift": 1.0}, lambda rng: np.ones(BLOCK)),
+        ("lognormal", {"sigma": 0.7}, lambda rng: np.exp(0.7 * rng.standard_normal(BLOCK) - 0.7**2 / 2)),
+        ("pareto", {"alpha": 1.5}, lambda rng: (rng.pareto(1.5, BLOCK) + 1) / 3),
     ],
 )
-def test_noise_is_drawn_as_documented(name, factors):
-    delays = Delays(np.array([3.0, 0.5]), noise_of(name), seed=4, base=0.1, latency=0.2, bandwidth=50.0)
+def test_noise_is_drawn_as_documented(name, params, factors):
+    delays = Delays(np.array([3.0, 0.5]), noise_of(name, **params), seed=4, base=0.1, latency=0.2, bandwidth=50.0)
     for worker, unit in ((0, 0), (1, 0), (1, BLOCK - 1), (1, BLOCK), (0, 10 * BLOCK + 3)):
         factor = factors(numpy_generator(4, "delay", worker, unit // BLOCK))[unit % BLOCK]
         expected = 7 * 0.1 * [3.0, 0.5][worker] * factor + 0.2 + 20 / 50.0
@@ -87,66 +80,7 @@ def test_noise_is_drawn_once_for_a_block_of_units(monkeypatch):
     assert len(drawn) == len(set(drawn)) == 3 * 2
 
 
-# Distributions
-
-
-DISTRIBUTIONS = [
-    ("shifted_exponential", {"shift": 0.0}, stats.expon()),
-    ("shifted_exponential", {"shift": 0.3}, stats.expon(0.3, 0.7)),
-    ("lognormal", {"sigma": 0.2}, stats.lognorm(0.2, scale=math.exp(-0.02))),
-    ("lognormal", {"sigma": 1.0}, stats.lognorm(1.0, scale=math.exp(-0.5))),
-    ("pareto", {"alpha": 3.0}, stats.pareto(3.0, scale=2 / 3)),
-    ("pareto", {"alpha": 1.5}, stats.pareto(1.5, scale=1 / 3)),
-]
-
-
-@pytest.mark.parametrize(("name", "params", "distribution"), DISTRIBUTIONS)
-def test_noise_has_its_distribution_with_mean_1(name, params, distribution):
-    assert distribution.mean() == pytest.approx(1)
-    assert stats.kstest(factors_of(name, **params).ravel(), distribution.cdf).pvalue > 0.01
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "distribution"),
-    [
-        ("lognormal", {"sigma": 0.7}, stats.lognorm(0.7)),
-        ("pareto", {"alpha": 1.5}, stats.pareto(1.5, scale=1 / 3)),
-    ],
-)
-def test_random_speeds_have_their_distribution(name, params, distribution):
-    assert stats.kstest(speeds_of(20_000, name, **params), distribution.cdf).pvalue > 0.01
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_units_and_workers_are_independent(name):
-    factors = factors_of(name)
-    ranks = factors.ravel().argsort().argsort().reshape(factors.shape) / factors.size - 0.5
-    bound = 4 / 12 / math.sqrt(factors.size)  # a product of two uniform ranks has variance 1 / 144
-    assert abs((ranks[:, 1:] * ranks[:, :-1]).mean()) < bound
-    assert abs((ranks[1:] * ranks[:-1]).mean()) < bound
-
-
-def test_factors_without_randomness_are_1():
-    for name, params in (("constant", {}), ("shifted_exponential", {"shift": 1.0})):
-        assert (factors_of(name, 3, BLOCK + 1, **params) == 1).all()
-
-
 # Speeds
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "expected"),
-    [
-        ("equal", {}, [1, 1, 1, 1]),
-        ("list", {"values": [1, 2.5, 0.5, 4]}, [1, 2.5, 0.5, 4]),
-        ("linear", {"ratio": 7.0}, [1, 3, 5, 7]),
-        ("geometric", {"ratio": 8.0}, [1, 2, 4, 8]),
-        ("stragglers", {"fraction": 0.0}, [1] * 4),
-        ("stragglers", {"fraction": 1.0, "factor": 2.0}, [2] * 4),
-    ],
-)
-def test_deterministic_speeds_are_their_formulas(name, params, expected):
-    assert speeds_of(4, name, **params).tolist() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["linear", "geometric"])
@@ -157,9 +91,9 @@ def test_shuffle_permutes_the_factors(name):
     assert speeds_of(1, name).tolist() == [1.0]
 
 
-def test_stragglers_are_a_drawn_fraction():
-    assert sorted(speeds_of(10, "stragglers", fraction=0.3, factor=5.0)) == [1.0] * 7 + [5.0] * 3
-    assert len({tuple(speeds_of(10, "stragglers", seed, fraction=0.3)) for seed in range(20)}) > 10
+@pytest.mark.parametrize(("fraction", "slow"), [(0.0, 0), (0.3, 3), (1.0, 10)])
+def test_stragglers_are_a_drawn_fraction(fraction, slow):
+    assert sorted(speeds_of(10, "stragglers", fraction=fraction, factor=5.0)) == [1.0] * (10 - slow) + [5.0] * slow
 
 
 @pytest.mark.parametrize("plug", [plug for plug in speed if plug.name != "list"], ids=lambda plug: plug.name)
@@ -169,9 +103,15 @@ def test_speeds_are_positive_and_a_pure_function_of_the_seed(plug):
     assert first.min() > 0
 
 
-def test_speeds_are_drawn_as_documented():
-    drawn = numpy_generator(5, "speed").standard_normal(4)
-    assert speeds_of(4, "lognormal", 5, sigma=0.5).tolist() == [math.exp(0.5 * z) for z in drawn]
+@pytest.mark.parametrize(
+    ("name", "params", "factors"),
+    [
+        ("lognormal", {"sigma": 0.7}, lambda rng: np.exp(0.7 * rng.standard_normal(4))),
+        ("pareto", {"alpha": 1.5}, lambda rng: (rng.pareto(1.5, 4) + 1) / 3),
+    ],
+)
+def test_speeds_are_drawn_as_documented(name, params, factors):
+    assert speeds_of(4, name, 5, **params).tolist() == pytest.approx(factors(numpy_generator(5, "speed")).tolist())
 
 
 # Errors

@@ -53,16 +53,6 @@ def test_random_calls_agree_with_a_plain_list(seed):
         assert len(events) == len(plain.events)
 
 
-def test_a_slot_cancelled_and_added_again_at_the_same_time_is_popped_once():
-    events = EventQueue()
-    events.add(4, 1.0)
-    events.cancel(4)
-    events.add(4, 1.0)
-    events.add(6, 1.0)
-    assert events.pop() == [4, 6]
-    assert len(events) == 0
-
-
 def test_cancelled_events_are_removed_from_the_heap():
     events = EventQueue()
     events.add(0, 1.0)

@@ -115,10 +115,6 @@ def test_increments_are_exact_with_the_lock_only(session):
     assert unlocked["asynchronous"]["buffered"] < 51
 
 
-def test_shared_rows_keep_their_address(session):
-    race(session, "hogwild", model=f"{PLUGS}:Pinned", rounds=2, race={"runs": 2})
-
-
 @pytest.mark.parametrize("sparse", [False, True])
 def test_workers_with_disjoint_embedding_rows_compute_the_sequential_result(session, sparse):
     tables = {

@@ -105,36 +105,6 @@ def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(m
     assert [record["lost"] for record in result.history] == [[]] * 4
 
 
-@pytest.mark.slow
-def test_a_round_that_loses_two_processes_is_repeated_twice(mortal, session):
-    """One in training and one in the test, with a rule that has a state, which only the first process holds."""
-    tables = {**mortal, **SPAWN, "aggregate": "foolsgold", "rounds": 3}
-    result, said = run_ordered(tables, {2: ["train", "test"]}, session=session)
-    assert_as_without_faults(result, tables, engine="serial", processes=None)
-    assert [line.rpartition("again ")[2] for line in said] == ["(1 of at most 2 times)", "(2 of at most 2 times)"]
-
-
-@pytest.mark.slow
-def test_more_losses_than_worker_retries_end_the_run(mortal, tmp_path, session):
-    tables = {**mortal, **SPAWN, "worker_retries": 1}
-    with pytest.raises(WorkerError) as caught:
-        run_ordered(tables, {2: ["train", "test"]}, tmp_path / "out", session)
-    assert re.fullmatch(
-        r"process \d, between workers, last in round 2, was killed by SIGKILL \(exit code -9\); round 2 has been tried "
-        r"2 times \(worker_retries = 1\)",
-        str(caught.value),
-    )
-    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_a_round_of_gradients_is_repeated_from_its_first_step(mortal, session):
-    tables = {**mortal, **SPAWN, "sync": "gradients", "rounds": 2}
-    result, said = run_ordered(tables, {2: ["train"]}, session=session)
-    assert_as_without_faults(result, tables, engine="serial", processes=None)
-    assert len(said) == 1
-
-
 @pytest.mark.parametrize("policy", ["fedbuff", pytest.param("asgd", marks=pytest.mark.slow)])
 def test_the_virtual_clock_is_restored(policy, mortal, session):
     tables = {**mortal, **SPAWN, "mode": "clock", "policy": policy, "clock": {"speed": "lognormal"}, "rounds": 3}

@@ -66,7 +66,6 @@ CASES = {
 OF_POLICIES = {
     "k_sync": {"k": 2},
     "k_async": {"k": 2},
-    "fedbuff": {"size": 2} if "size" in policy.get("fedbuff").parameters.model_fields else {},
 }
 ASYNCHRONOUS = {
     **{name: {**TIMED, "policy": {"name": name, **OF_POLICIES.get(name, {})}} for name in policy.names()},

@@ -21,14 +21,6 @@ from tests.asynchronous.simulated import (
     zero_result,
 )
 
-
-def scattered(run):
-    """Give the workers different start models."""
-    models = torch.arange(run.server.n * 3, dtype=torch.float64).reshape(-1, 3).sin()
-    run.server.replicas.copy_(models)
-    return models.clone()
-
-
 # Elastic averaging
 
 
@@ -68,20 +60,6 @@ def test_asynchronous_elastic_averaging_is_a_loop():
         at[worker] += speeds[worker]
     assert same(run.row, centre)
     assert same(run.server.replicas, torch.stack(models))
-
-
-@pytest.mark.parametrize("synchronous", [False, True])
-@pytest.mark.parametrize("name", ["easgd", "eamsgd"])
-def test_without_gradients_elastic_averaging_keeps_the_sum(name, synchronous):
-    chosen = policy_of(name, alpha=0.2, period=1, synchronous=synchronous)
-    solver = SGD(lr=LR, momentum=0.9, nesterov=True)
-    run = simulate(chosen, delays_of([1.0, 1.3, 2.7, 3.0], "lognormal"), train=zero_result, solver=solver)
-    total = scattered(run).sum(0) + run.row
-    spread = run.server.replicas.std(0).sum()
-    for _ in range(60):
-        run.clock.advance()
-        assert same(run.server.replicas.sum(0) + run.row, total)
-    assert run.server.replicas.std(0).sum() < 0.2 * spread
 
 
 def test_easgd_counts_exchanges_only():
@@ -158,19 +136,6 @@ def test_pairwise_averaging_is_a_loop(name, graph):
     assert same(run.server.replicas, torch.stack(models))
     run.server.policy.publish(run.server)
     assert same(run.row, torch.stack(models).mean(0))
-
-
-@pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("name", ["gossip", "ad_psgd"])
-def test_without_gradients_pairs_keep_the_mean_and_converge(name, graph):
-    run = simulate(policy_of(name, graph=graph), delays_of([1.0] * 6, "lognormal"), train=zero_result)
-    mean = scattered(run).mean(0)
-    for _ in range(300):
-        run.clock.advance()
-        assert same(run.server.replicas.mean(0), mean)
-    assert run.server.replicas.std(0).max() < 1e-3
-    run.server.policy.publish(run.server)
-    assert same(run.row, mean)
 
 
 def test_departed_workers_are_not_averaged():

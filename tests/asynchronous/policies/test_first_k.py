@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
-from fedsim.errors import ExperimentError
 from tests.asynchronous.simulated import (
     LR,
     START,
@@ -17,7 +14,6 @@ from tests.asynchronous.simulated import (
     same,
     simulate,
     some_result,
-    zero_result,
 )
 
 
@@ -53,18 +49,6 @@ def test_k_sync_and_backup_are_the_loop_of_the_paper(k, speeds, kind):
         assert sum(map(len, run.trained)) == 12 * k, "cancelled work is not computed"
 
 
-@pytest.mark.parametrize(("n", "k", "rate"), [(8, 1, 1.0), (8, 5, 2.0), (8, 8, 0.5)])
-def test_the_time_of_an_update_is_that_of_order_statistics(n, k, rate):
-    """E[T] = (H_n - H_(n-k)) / rate; the variance is the sum of 1 / (j rate)^2 over j = n-k+1, ..., n."""
-    updates = 500
-    delays = delays_of([1 / rate] * n, "shifted_exponential", seed=3)
-    run = simulate(policy_of("k_sync", k=k), delays, train=zero_result, watched=False).advance(updates * k)
-    assert run.server.version == updates
-    expected = sum(1 / j for j in range(n - k + 1, n + 1)) / rate
-    variance = sum(1 / j**2 for j in range(n - k + 1, n + 1)) / rate**2
-    assert run.clock.now / updates == pytest.approx(expected, abs=4 * math.sqrt(variance / updates))
-
-
 def test_k_async_by_hand():
     """Workers of 1, 2 and 3.5 s, k = 2: the first two wait for the update, the third continues."""
     run = simulate(policy_of("k_async", k=2), delays_of([1.0, 2.0, 3.5]))
@@ -81,17 +65,3 @@ def test_k_async_by_hand():
     assert run.times[-1] == 4.0
     assert run.server.policy.buffered(run.server) == 1
     assert run.clock.dispatcher.stats.discarded == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        ("k_sync", {"k": 5}, "policy.k = 5: must be at most the 4 workers at work"),
-        ("k_async", {"k": 5}, "policy.k = 5: must be at most the 4 workers at work"),
-        ("k_sync", {}, "policy.k: is required|k: is required"),
-        ("backup", {"backups": 4}, "policy.backups = 4: must be fewer than the 4 workers at work"),
-    ],
-)
-def test_more_than_the_workers_is_refused(name, params, message):
-    with pytest.raises(ExperimentError, match=message):
-        policy_of(name, **params).check(4)

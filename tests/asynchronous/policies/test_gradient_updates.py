@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fedsim.clients import SGD
-from fedsim.errors import ExperimentError
 from tests.asynchronous.simulated import LR, START, delays_of, nth_step, policy_of, same, simulate, some_result
 
 SPEEDS = [1.0, 1.9, 2.7, 4.3]
@@ -88,29 +87,6 @@ def test_a_policy_is_its_formula(case, kind):
     run = simulate(policy_of(name, **params), delays_of(SPEEDS, kind)).advance(60)
     assert same(run.row, replayed(run, rule))
     assert max(run.applied) >= 3
-
-
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        ("dc_asgd", {"lam": 0.0}),
-        ("dc_asgd", {"lam": 0.0, "adaptive": True}),
-        ("ssp", {"s": "inf"}),
-        ("k_async", {"k": 1}),
-        ("hogwild", {"momentum": "shared"}),
-        ("locked", {"momentum": "shared"}),
-        ("asgd", {"n_fetch": 1, "n_push": 1}),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_neutral_settings_are_asgd_to_the_bit(name, params, dtype, momentum):
-    def row(name, **params):
-        solver = SGD(lr=LR, momentum=momentum, weight_decay=0.01)
-        delays = delays_of([1.0, 1.0, 2.0, 3.3], "lognormal")
-        return simulate(policy_of(name, **params), delays, solver=solver, dtype=dtype).advance(80).row
-
-    assert torch.equal(row(name, **params), row("asgd"))
 
 
 def downpour(speeds, n_fetch, n_push, arrivals):
@@ -202,16 +178,3 @@ def test_ssp_applies_the_buffered_gradient_of_a_departed_worker():
     assert run.server.version == 2
     assert same(run.row, torch.tensor([0.8, -2.2, 0.3], dtype=torch.float64))
     assert run.server.alive.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        ("dc_asgd", {"m": 0.5}, "policy.m = 0.5: goes with policy.adaptive = true"),
-        ("ssp", {"s": "never"}, 's = "never": must be'),
-        ("staleness_aware", {"softsync": 5}, "policy.softsync = 5: must be at most the 4 workers at work"),
-    ],
-)
-def test_impossible_settings_are_refused(name, params, message):
-    with pytest.raises(ExperimentError, match=message):
-        policy_of(name, **params).check(4)

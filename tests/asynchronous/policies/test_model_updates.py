@@ -7,7 +7,6 @@ import torch
 
 from fedsim.asynchronous.policies.model_updates import WEIGHTINGS
 from fedsim.engines.trainers.batches import WorkItem
-from fedsim.errors import ExperimentError
 from tests.asynchronous.simulated import START, delays_of, policy_of, same, simulate, some_result
 
 
@@ -137,22 +136,3 @@ def test_dylu_ignores_departed_workers():
     assert steps[1, 1] == 6
     assert steps[1, 2] == 12
     assert steps[2, 2] == 6
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        ("fedasync", {"alpha": 0.0}, "alpha = 0.0: must be greater than 0"),
-        ("fedasync", {"b": 1}, 'policy.b = 1: goes with policy.staleness = "hinge"'),
-        (
-            "fedasync",
-            {"staleness": "constant", "a": 2.0},
-            'policy.a = 2: goes with policy.staleness = "hinge" or "poly',
-        ),
-        ("async_local_sgd", {"c": 0.3}, "policy.c = 0.3: must be at most 1/n, 1/4"),
-    ],
-)
-def test_impossible_settings_are_refused(name, params, message):
-    policy_of("async_local_sgd", c=0.3, n=3).check(4)
-    with pytest.raises(ExperimentError, match=message):
-        policy_of(name, **params).check(4)
