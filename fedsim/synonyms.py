@@ -47,6 +47,8 @@ KEYS: dict[str, tuple[str, ...]] = _each(
         "dropout_rate client_dropout failure_rate drop_prob": ("worker_dropout",),
         "byzantine_fraction malicious_fraction attack_fraction attacker_ratio byz_ratio": ("attack.fraction",),
         "attack_name attack_type byzantine_attack": ("attack.name",),
+        "f_declared declared_f tolerated_f n_tolerated": ("aggregate.f",),
+        "sleeper attack_start attack_start_round attack_from warmup_rounds_attack": ("attack.start_round",),
         "tolerance num_tolerated nb_declared_byz": ("aggregate.f",),
         "split splitter partitioner data_distribution heterogeneity data_split": ("partition.strategy",),
         "dirichlet_alpha dirichlet_beta dir_alpha": ("partition.alpha",),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.byzantine.attackers import draw_attackers
 from fedsim.config.experiment import PLUG_TABLES
 from fedsim.core.randomness import Draws, numpy_generator, sample_cohort
 from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
@@ -57,6 +58,39 @@ def test_an_attack_without_effect_warns_once(tables):
     lines = [str(warning.message) for warning in caught]
     assert lines == ["alie: z = 0 for n = 5, f = 1: this attack does nothing; set attack.z, e.g. 1.5"]
     fedsim.run({**tables, "attack": {"name": "alie", "workers": [1], "z": 1.5}})
+
+
+def test_workers_follow_the_protocol_before_they_attack(tables):
+    def losses(**attack):
+        result = fedsim.run({**tables, "rounds": 4, "attack": {"workers": [1, 4], **attack}})
+        return [record["test_loss"] for record in result.history]
+
+    honest, sleeping = losses(name="none"), losses(name="sign_flipping", start_round=3)
+    assert honest[:2] == sleeping[:2]
+    assert honest[2] != sleeping[2]
+    poisoned = losses(name="label_flipping", start_round=4)
+    assert honest[:3] == poisoned[:3]
+    assert honest[3] != poisoned[3]
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
+def test_attackers_are_drawn_anew_in_each_round(engine, tables):
+    changes = {"attack": {"name": "inf", "fraction": 0.3, "redraw": True}, "rounds": 4, "engine": engine}
+    result = fedsim.run({**tables, **changes, "aggregate": {"rule": "mean", "nonfinite": "exclude"}})
+    excluded = [record["excluded"] for record in result.history]
+    assert excluded == [draw_attackers(0, 7, 2, round) for round in (1, 2, 3, 4)]
+    assert len(set(map(tuple, excluded))) > 1
+
+
+def test_attackers_are_those_who_hold_a_class(tables):
+    found = []
+    changes = {"partition": {"strategy": "dirichlet", "alpha": 0.3}, "aggregate": "median"}
+    attack = {"name": "sign_flipping", "fraction": 0.3, "holding": 3}
+    fedsim.run({**tables, **changes, "attack": attack}, on_start=lambda prepared: found.append(prepared))
+    held = found[0].label_counts[:, 3]
+    assert sorted(held[found[0].byzantine]) == sorted(held)[-2:]
+    with pytest.raises(ExperimentError, match=r"attack.holding = 10: no training sample has this label"):
+        fedsim.run({**tables, **changes, "attack": {**attack, "holding": 10}})
 
 
 def test_attackers_are_the_same_under_every_rule_and_attack_and_follow_the_seed():
@@ -248,6 +282,12 @@ def test_root_samples_are_drawn_by_the_seed_and_bounded(tables):
         ({"attack": {"name": "alie", "workers": [1, 1]}}, "must be different workers"),
         ({"attack": {"name": "alie", "workers": list(range(7))}}, "7 of 7 workers are Byzantine"),
         ({"attack": {"name": "alie", "fraction": 0.3, "workers": [1]}}, "give fraction or workers, not both"),
+        ({"attack": {"name": "ipm", "workers": [0], "redraw": True}}, "attack.redraw = true: needs attack.fraction"),
+        ({"attack": {"name": "ipm", "fraction": 0.3, "redraw": True, "holding": 1}}, "attack.holding = 1: does not go"),
+        (
+            {"attack": {"name": "ipm", "workers": [0], "start_round": 9}},
+            "attack.start_round = 9: must be at most rounds",
+        ),
         ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, "unknown key .*epsilon goes with mimic"),
         ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
         ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": a pre-aggregator returns rows'),

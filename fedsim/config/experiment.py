@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from fedsim.aggregation import Pipeline
+from fedsim.byzantine.attackers import draw_attackers
 from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
 from fedsim.config.local_schema import Local
 from fedsim.config.plugs import keys_of_plug
@@ -46,7 +47,6 @@ from fedsim.config.task_tables import EvaluationMetric, Stop, Task
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.objects import Name, plain
-from fedsim.core.randomness import numpy_generator
 from fedsim.core.suggestions import VOCABULARY
 from fedsim.core.validation_errors import explain
 from fedsim.engines import Engine, engine
@@ -156,13 +156,13 @@ class Experiment(Table):
 
     @property
     def byzantine(self) -> list[int]:
-        """The numbers of the Byzantine workers, ascending."""
-        if self.attack.workers is not None:
-            return sorted(self.attack.workers)
-        if not self.attack.count(self.workers):
+        """The Byzantine workers, ascending; without those of `attack.redraw` and `attack.holding`."""
+        attack, count = self.attack, self.attack.count(self.workers)
+        if attack.workers is not None:
+            return sorted(attack.workers)
+        if not count or attack.redraw or attack.holding is not None:
             return []
-        generator = numpy_generator(self.seed, "attackers")
-        return sorted(generator.permutation(self.workers)[: self.attack.count(self.workers)].tolist())
+        return draw_attackers(self.seed, self.workers, count)
 
     @property
     def f(self) -> int:

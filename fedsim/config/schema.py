@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
 from fedsim.asynchronous.clock.noises import noise
@@ -79,7 +79,11 @@ class Partition(PlugTable):
 
 
 class Attack(PlugTable):
-    """The attack, and the Byzantine workers: a random `fraction` of all, or a list of `workers`."""
+    """The attack, and the Byzantine workers: a random `fraction` of all, or a list of `workers`.
+
+    Of a fraction, `redraw` draws them anew in each round; with `holding`, they are not drawn, but are the workers with
+    the most samples of a class. Before `start_round` they follow the protocol.
+    """
 
     place, named_by, registry = "attack", "name", attack_strategy
     alternatives = ("fraction", "workers")
@@ -87,6 +91,9 @@ class Attack(PlugTable):
     name: Name = "none"
     fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     workers: list[NonNegativeInt] | None = None
+    redraw: bool = False
+    holding: NonNegativeInt | None = None
+    start_round: PositiveInt = 1
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:

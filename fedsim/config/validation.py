@@ -261,6 +261,14 @@ def _check_attackers(experiment: Experiment) -> Iterator[str]:
         yield f"attack.workers: {count} of {workers} workers are Byzantine; at least one must be honest"
     elif attack.name != "none" and not count:
         yield f"attack.name = {show(attack.name)}: no worker attacks; set attack.fraction or attack.workers"
+    for key in ("redraw", "holding"):
+        value = getattr(attack, key)
+        if value not in (False, None) and not attack.fraction:
+            yield f"attack.{key} = {show(value)}: needs attack.fraction"
+    if attack.redraw and attack.holding is not None:
+        yield f"attack.holding = {attack.holding}: does not go with attack.redraw; omit one of them"
+    if attack.start_round > experiment.rounds:
+        yield f"attack.start_round = {attack.start_round}: must be at most rounds, {experiment.rounds}"
 
 
 def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:

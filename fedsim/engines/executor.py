@@ -281,7 +281,7 @@ class Executor:
             self.trainer.gradients(step)
         aggregator.begin(context.moment[0], [member.slot for member in members])
         barrier(self.task)
-        if self.task.byzantine:
+        if self.task.byzantine.in_round(context.moment[0]):
             aggregator.attack(context)
             barrier(self.task)
         if self.task.processors:

@@ -92,7 +92,8 @@ class RowAggregator:
 
     def attack(self, context: AggregationContext) -> None:
         task, shared = self._task, self._shared
-        attackers = [worker in task.byzantine for worker in context.workers]
+        workers = task.byzantine.in_round(context.moment[0])
+        attackers = [worker in workers for worker in context.workers]
         byzantine = [slot for slot, attacks in zip(context.slots, attackers, strict=True) if attacks]
         honest = [slot for slot, attacks in zip(context.slots, attackers, strict=True) if not attacks]
         if not self._first or not byzantine or (not honest and task.attack.needs_honest):

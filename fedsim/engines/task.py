@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.aggregation import Pipeline
-from fedsim.byzantine import BoundAttack
+from fedsim.byzantine import Attackers, BoundAttack
 from fedsim.clients import ClientAlgorithm, LRSchedule, State
 from fedsim.core.learning_task import LearningTask
 from fedsim.core.metrics import BoundMetric
@@ -55,7 +55,7 @@ class TaskSpec:
     weights: Literal["uniform", "samples", "inverse_probability"] | tuple[float, ...]
     nonfinite: NonFinite
     attack: BoundAttack
-    byzantine: frozenset[int]
+    byzantine: Attackers
     processors: tuple[BoundProcessor, ...]  # applied to each update before it is aggregated
     server: ServerStep
     buffers: BufferPolicy

@@ -72,7 +72,7 @@ def check_client_algorithm(experiment: Experiment, task: TaskSpec) -> None:
             f"{sampling.place}: computes losses of the global model, and with {solver} workers keep a part of it"
         )
     if task.solver.personal_columns.width == layout.d:
-        for key, value in (("processors", experiment.processors), ("attack", experiment.byzantine)):
+        for key, value in (("processors", experiment.processors), ("attack", task.byzantine)):
             if value:
                 raise ExperimentError(f"{key}: with {solver} the workers send no parameters; omit {key}")
 

@@ -306,11 +306,12 @@ def kept_updates(prepared: PreparedRun, engine: Engine, record: RoundRecord) -> 
     if gathered is None:
         return {}
     (rows, losses), n = gathered, len(cohort)
+    byzantine = prepared.task.byzantine.in_round(record["round"])
     kept = {
         "updates": rows[:n],
         "workers": torch.tensor(cohort),
         "samples": torch.tensor([shared.shards.size(worker) for worker in cohort]),
-        "byzantine": torch.tensor([worker in prepared.task.byzantine for worker in cohort]),
+        "byzantine": torch.tensor([worker in byzantine for worker in cohort]),
     }
     if rule.accepts("root"):
         kept["root"] = rows[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedsim.byzantine import Attackers
 from fedsim.config.experiment import Experiment
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.data import Shards, TensorData, hold_out, partition_shards
@@ -30,6 +31,25 @@ def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards
     )
     fraction = experiment.data.worker_test
     return hold_out(shards, fraction, experiment.seed) if fraction else (shards, None)
+
+
+def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> Attackers:
+    """The Byzantine workers of each round.
+
+    Raises ExperimentError if attack.holding is no class, or the population is too large to look at all shards.
+    """
+    attack, workers = experiment.attack, experiment.workers
+    count, fixed = attack.count(workers), experiment.byzantine
+    drawn = (experiment.seed, workers, count) if attack.redraw and count else None
+    if attack.holding is not None and count:
+        place, labels = f"attack.holding = {attack.holding}", train.targets.cpu().numpy()
+        if not (labels == attack.holding).any():
+            raise ExperimentError(f"{place}: no training sample has this label; the labels are 0 to {labels.max()}")
+        if workers_to_describe(shards, experiment.seed) is not None:
+            raise ExperimentError(f"{place}: needs shards that are listed, or at most {MOST_SAMPLED} workers")
+        held = np.array([(labels[shards.of(worker).numpy()] == attack.holding).sum() for worker in range(workers)])
+        fixed = np.argsort(-held, kind="stable")[:count].tolist()
+    return Attackers(frozenset(fixed), drawn, attack.start_round)
 
 
 def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:

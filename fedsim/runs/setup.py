@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fedsim.asynchronous.server_state import GradientOnly
+from fedsim.byzantine import Attackers
 from fedsim.clients import as_algorithm
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import what_needs_rows
@@ -30,7 +31,7 @@ from fedsim.engines.schedule import Amount, DrawnAmount
 from fedsim.engines.task import SharedState, buffer_bytes
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.runs import checks, cohorts
-from fedsim.runs.samples import server_samples, shards_of, workers_to_describe
+from fedsim.runs.samples import attackers_of, server_samples, shards_of, workers_to_describe
 from fedsim.runs.session import Session
 from fedsim.system.devices import describe_device, shares_memory
 from fedsim.system.openmp import warn_if_threads_spin
@@ -53,7 +54,7 @@ class PreparedRun:
         validation_samples: held out of the training samples.
         sampled_workers: the workers that `label_counts` describes, of a virtual population; None: all of them.
         label_counts: samples of each class, int [workers, classes]; of one class if targets are no labels.
-        byzantine: the Byzantine workers.
+        byzantine: the Byzantine workers; empty if they are drawn anew in each round.
         row_bytes: size of one model or gradient.
         buffer_bytes: size of the buffers that a worker sends with its model; 0 unless buffers are averaged.
         done: rounds that a resumed run has finished before.
@@ -157,6 +158,7 @@ def prepare(
 
         on_setup(f"partitioning the data among {experiment.workers:,} workers")
         shards, worker_tests = shards_of(experiment, train)
+        task = replace(task, byzantine=attackers_of(experiment, train, shards))
         sampled = workers_to_describe(shards, experiment.seed)
         described: Sequence[int] = range(len(shards)) if sampled is None else sampled
         sizes = {worker: shards.size(worker) for worker in described}
@@ -180,7 +182,7 @@ def prepare(
             validation_samples=len(validation),
             sampled_workers=sampled,
             label_counts=_label_counts(train, shards_described, shared.classes),
-            byzantine=experiment.byzantine,
+            byzantine=sorted(task.byzantine.fixed),
             row_bytes=shared.global_row.nbytes,
             buffer_bytes=buffer_bytes(task, shared),
         )
@@ -214,7 +216,7 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         weights=tuple(weights) if isinstance(weights, list) else weights,
         nonfinite=aggregate.nonfinite,
         attack=experiment.attack.bind(),
-        byzantine=frozenset(experiment.byzantine),
+        byzantine=Attackers(frozenset(experiment.byzantine)),
         processors=tuple(processor.bind() for processor in experiment.processors),
         server=experiment.server.bind(),
         buffers=experiment.buffers,

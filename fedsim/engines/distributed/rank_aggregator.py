@@ -118,7 +118,7 @@ class RankAggregator:
 
     def attack(self, context: AggregationContext) -> None:
         """The first rank computes the Byzantine rows from all rows, and sends them to the ranks that hold them."""
-        group, byzantine, d = self._group, self._task.byzantine, self._columns.d
+        group, d, byzantine = self._group, self._columns.d, self._task.byzantine.in_round(context.moment[0])
         if not any(worker in byzantine for worker in context.workers):
             return
         self._gather(context)

@@ -240,7 +240,7 @@ class BatchSource:
         """The transform of a worker's partition and augmentations, then poisoning, with the purposes of their draws."""
         task, attack, classes = self._task, self._task.attack, self._shared.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
-        poison = attack.poison if worker in task.byzantine else None
+        poison = attack.poison if worker in task.byzantine.in_round(round) else None
         transforms = [*augment] if view is None else [ImageTransform.of(view), *augment]
         if poison is None and not transforms:
             return None

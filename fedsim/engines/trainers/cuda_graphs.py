@@ -49,7 +49,7 @@ def unsafe(task: TaskSpec, probe: StackingProbe) -> str | None:
         return "the learning rate changes (local.schedule), and a captured step keeps its own"
     if probe.coupled:
         return "the samples of a batch see each other (BatchNorm), so short batches are trained apart"
-    poisoned = any(task.attack.poison is not None for _ in task.byzantine)
+    poisoned = bool(task.byzantine) and task.attack.poison is not None
     if task.augment or task.transforms is not None or poisoned:
         return "batches are altered (data.augment, the partition or the attack), for each worker by itself"
     return None

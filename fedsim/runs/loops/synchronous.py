@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from fedsim.config.experiment import Experiment
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
@@ -35,7 +34,7 @@ class SynchronousLoop:
         self, prepared: PreparedRun, engine: Engine, keep_results: Callable[[WorkerResults], object] | None = None
     ) -> None:
         self._keep_results = keep_results
-        self._evaluated = workers_to_evaluate(prepared.experiment, engine.shared.worker_tests)
+        self._evaluated = workers_to_evaluate(prepared, engine.shared.worker_tests)
         self._prepared, self._engine = prepared, engine
         self._check_finite = FiniteCheck(prepared.task, engine.shared)
         self._virtual = RoundClock.of(prepared) if prepared.experiment.mode == "clock" else None
@@ -71,7 +70,7 @@ class SynchronousLoop:
                 engine.full_gradients(cohort, round)
                 engine.train(cohort, round)
             with timer("aggregate"):
-                if task.byzantine:
+                if task.byzantine.in_round(round):
                     engine.attack(cohort, round)
                 sent = engine.process_updates(cohort, round)
                 stats = engine.aggregate(cohort, round)
@@ -160,12 +159,13 @@ class SynchronousLoop:
     def _warn_of_attack_without_honest_rows(self, round: int, cohort: Sequence[int], sizes: Sequence[int]) -> None:
         """Warn, once in a run, if an aggregation had Byzantine workers only, and their attack needs honest rows."""
         task = self._prepared.task
-        if self._warned or not task.byzantine or not task.attack.needs_honest:
+        byzantine = task.byzantine.in_round(round)
+        if self._warned or not byzantine or not task.attack.needs_honest:
             return
         in_steps = task.sync_in(round) == "gradients"
         steps = [task.schedule.of(k, round).steps_for(size) for k, size in zip(cohort, sizes, strict=True)]
         counts = steps if in_steps else [1] * len(cohort)  # of aggregations
-        honest = [count for worker, count in zip(cohort, counts, strict=True) if worker not in task.byzantine]
+        honest = [count for worker, count in zip(cohort, counts, strict=True) if worker not in byzantine]
         if max(counts) > max(honest, default=0):
             self._warned = True
             where = "worker has data left in the last steps" if honest else "worker is in the cohort"
@@ -192,16 +192,17 @@ class SynchronousLoop:
         """Do nothing."""
 
 
-def workers_to_evaluate(experiment: Experiment, tests: Shards) -> list[int]:
+def workers_to_evaluate(prepared: PreparedRun, tests: Shards) -> list[int]:
     """The workers whose models are tested: those that have test samples and are not Byzantine, or a sample of them.
 
     Raises ExperimentError if there is none.
     """
+    experiment, byzantine = prepared.experiment, prepared.task.byzantine.fixed
     if not experiment.data.worker_test:
         return []
     size = min(experiment.workers, experiment.evaluation.workers)
     drawn = sample_workers(numpy_generator(experiment.seed, "evaluated"), experiment.workers, size).tolist()
-    found = [worker for worker in drawn if tests.size(worker) and worker not in set(experiment.byzantine)]
+    found = [worker for worker in drawn if tests.size(worker) and worker not in byzantine]
     if not found:
         raise ExperimentError(f"data.worker_test = {experiment.data.worker_test}: no worker has samples to test on")
     return found
