@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fedsim
-from fedsim.core.randomness import batch_order, draw_key, sample_cohort
-from fedsim.core.rows import Layout
+from fedsim.core.randomness import sample_cohort
 from fedsim.models import logistic
 from fedsim.processing import apply_chain, bind_processor, initial_residuals, processor
 from tests import plugs
+from tests.textbook import Federation
 
 TOP = {"name": "top_k", "k": 500, "error_feedback": True}
 HALF = {"name": "tests.test_error_feedback:half", "error_feedback": True}
@@ -47,25 +46,16 @@ def test_each_worker_keeps_its_own_residual_between_its_rounds():
     tables = {**TABLES, "sync": "gradients", "local": {"batch_size": 16, "lr": 0.1, "steps": 1}, "rounds": 5}
     tables |= {"aggregate": "mean"}
     result = fedsim.run({**tables, "processors": [HALF]})
-    train = plugs.tiny(None)[0].to(torch.device("cpu"), torch.float64)
-    shards = fedsim.dataset_split(train, 6, "iid", seed=0)
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(draw_key(0, "model"))
-        model = logistic().double()
-    layout = Layout.of(model)
-    row, left = layout.read(model), {}
+    federation, left = Federation(logistic, plugs.tiny, 6, 16), {}
     for round in range(1, 6):
         sent = []
         for worker in sample_cohort(0, round, 6, 3).tolist():
-            layout.write(row, model)
-            inputs, targets = shards[worker].gather(batch_order(0, round, worker, 0, len(shards[worker])))
-            loss = F.cross_entropy(model(inputs[:16]), targets[:16])
-            gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+            gradient = federation.gradient(federation.row, federation.epoch(round, worker)[0])
             total = gradient + left.get(worker, 0.0)
             sent.append(total / 2)
             left[worker] = total - sent[-1]
-        row = row - 0.1 * torch.stack(sent).mean(0)
-    assert torch.allclose(result.global_row, row, rtol=0, atol=1e-12)
+        federation.row = federation.row - 0.1 * torch.stack(sent).mean(0)
+    assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("sync", SYNCS)

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 import fedsim
 from fedsim.clients import FedNova, Scaffold, WorkerFacts, WorkerRound
-from fedsim.core.randomness import batch_order, sample_cohort
+from fedsim.core.randomness import sample_cohort
+from fedsim.models import logistic
 from tests import plugs
+from tests.textbook import Federation
 
 WORKERS, COHORT, ROUNDS, EPOCHS, BATCH, LR, D = 5, 3, 4, 2, 16, 0.05, 7850
 
@@ -24,32 +26,22 @@ def run(rounds=ROUNDS, **changes):
     return fedsim.run({**fixed, **tables, "local": local})
 
 
-class Workers:
-    """The workers' data, batches and gradients, without the engines."""
+class Workers(Federation):
+    """The workers of these experiments."""
 
     def __init__(self) -> None:
-        train = plugs.tiny(None)[0].to(torch.device("cpu"), torch.float64)
-        shards = fedsim.dataset_split(train, WORKERS, "tests.plugs:uneven", seed=0)
-        self.data = [shard.gather(range(len(shard))) for shard in shards]
-        self.sizes = [len(shard) for shard in shards]
+        super().__init__(logistic, plugs.tiny, WORKERS, BATCH, "tests.plugs:uneven")
+        self.sizes = [len(shard) for shard in self.shards]
         assert len(set(self.sizes)) == WORKERS
-        self.start = torch.zeros(D).double()  # as softmax regression starts
+        self.data = [self.train.gather(shard) for shard in self.shards]
 
     def cohorts(self):
         for round in range(1, ROUNDS + 1):
             yield round, sample_cohort(0, round, WORKERS, COHORT).tolist()
 
-    def batches(self, worker, round):
-        inputs, targets = self.data[worker]
-        for epoch in range(EPOCHS):
-            order = torch.as_tensor(batch_order(0, round, worker, epoch, len(targets)))
-            for places in order.split(BATCH):
-                yield inputs[places], targets[places]
-
-    def gradient(self, row, inputs, targets):
-        row = row.detach().requires_grad_()
-        outputs = inputs.flatten(1) @ row[:7840].view(10, 784).T + row[7840:]
-        return torch.autograd.grad(F.cross_entropy(outputs, targets), row)[0]
+    def batches(self, round, worker):
+        """Those of all epochs."""
+        return [batch for epoch in range(EPOCHS) for batch in self.epoch(round, worker, epoch)]
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +52,14 @@ def workers():
 @pytest.mark.parametrize("option", [1, 2])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_scaffold(option, weight_decay, workers):
-    x, c, c_of = workers.start, torch.zeros(D).double(), torch.zeros(WORKERS, D).double()
+    x, c, c_of = workers.row, torch.zeros(D).double(), torch.zeros(WORKERS, D).double()
     for round, cohort in workers.cohorts():
         updates, changes = [], []
         for k in cohort:
             y, steps = x, 0
-            for batch in workers.batches(k, round):
-                y, steps = y - LR * (workers.gradient(y, *batch) + weight_decay * y - c_of[k] + c), steps + 1
-            whole = workers.gradient(x, *workers.data[k]) + weight_decay * x
+            for batch in workers.batches(round, k):
+                y, steps = y - LR * (workers.gradient(y, batch) + weight_decay * y - c_of[k] + c), steps + 1
+            whole = workers.gradient(x, workers.data[k]) + weight_decay * x
             renewed = whole if option == 1 else c_of[k] - c + (x - y) / (steps * LR)
             updates.append(y - x)
             changes.append(renewed - c_of[k])
@@ -85,14 +77,14 @@ def test_scaffold(option, weight_decay, workers):
 def test_fednova(params, rule, workers):
     """The vector a of each worker has one element for each of its steps."""
     r, nesterov, decay = (params.get(name, 0.0) for name in ("momentum", "nesterov", "weight_decay"))
-    x = workers.start
+    x = workers.row
     for round, cohort in workers.cohorts():
         normalised, norms, weights = [], [], []
         for k in cohort:
             y, v, a, a_of_v = x, 0, *torch.zeros(2, 200).double()
-            for step, batch in enumerate(workers.batches(k, round)):
+            for step, batch in enumerate(workers.batches(round, k)):
                 one = F.one_hot(torch.tensor(step), 200)
-                g = workers.gradient(y, *batch) + decay * y
+                g = workers.gradient(y, batch) + decay * y
                 v, a_of_v = r * v + g, r * a_of_v + one
                 y, a = (y - LR * (g + r * v), a + one + r * a_of_v) if nesterov else (y - LR * v, a + a_of_v)
             norms.append(a.norm(1).item())
@@ -108,13 +100,13 @@ def test_fednova(params, rule, workers):
 @pytest.mark.parametrize("params", [{"alpha": 0.3}, {"alpha": 0.1, "momentum": 0.9, "weight_decay": 0.1}])
 def test_feddyn(params, workers):
     a, r, decay = params["alpha"], params.get("momentum", 0.0), params.get("weight_decay", 0.0)
-    w, h, h_of = workers.start, torch.zeros(D).double(), torch.zeros(WORKERS, D).double()
+    w, h, h_of = workers.row, torch.zeros(D).double(), torch.zeros(WORKERS, D).double()
     for round, cohort in workers.cohorts():
         models = []
         for k in cohort:
             x, v = w, 0
-            for batch in workers.batches(k, round):
-                v = r * v + workers.gradient(x, *batch) + decay * x - h_of[k] + a * (x - w)
+            for batch in workers.batches(round, k):
+                v = r * v + workers.gradient(x, batch) + decay * x - h_of[k] + a * (x - w)
                 x = x - LR * v
             h_of[k] -= a * (x - w)
             models.append(x)
@@ -146,8 +138,8 @@ def test_fednova_with_equal_steps_is_fedavg(momentum):
 
 def test_the_first_round_of_feddyn_with_a_small_alpha_goes_further_along_the_update_of_fedavg(workers):
     """w = mean x_k - h / alpha, and h / alpha = -|S| / N times the mean of the x_k - w, whatever alpha is."""
-    feddyn = run(1, local={"solver": "feddyn", "alpha": 1e-9}, aggregate="mean").global_row - workers.start
-    fedavg = run(1, local={"solver": "sgd"}, aggregate="mean").global_row - workers.start
+    feddyn = run(1, local={"solver": "feddyn", "alpha": 1e-9}, aggregate="mean").global_row - workers.row
+    fedavg = run(1, local={"solver": "sgd"}, aggregate="mean").global_row - workers.row
     assert torch.allclose(feddyn, (1 + COHORT / WORKERS) * fedavg, rtol=0, atol=1e-8)
 
 

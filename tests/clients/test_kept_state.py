@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
-from fedsim.core.randomness import batch_order, draw_key, sample_cohort
+from fedsim.core.randomness import sample_cohort
 from fedsim.core.rows import Layout
 from fedsim.models import logistic
 from tests import plugs
 from tests.clients.test_definitions import in_pytorch
 from tests.lethal import order
+from tests.textbook import Federation
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -34,30 +35,23 @@ def tables(engine="serial", solver="adam", **changes):
 def test_each_worker_s_optimizer_lives_on_between_its_rounds(solver):
     """Plain PyTorch: one model and one optimizer for each worker, of which only the model begins again."""
     result = fedsim.run(tables(solver=solver, local={"steps": None, "epochs": 1}, rounds=6))
-    train = plugs.tiny(None)[0].to(torch.device("cpu"), torch.float64)
-    shards = fedsim.dataset_split(train, 5, "iid", seed=0)
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(draw_key(0, "model"))
-        models = [logistic().double()]
+    federation = Federation(logistic, plugs.tiny, 5, 16)
+    models = [logistic().double() for _ in range(5)]
     layout = Layout.of(models[0])
-    global_row = layout.read(models[0])
-    models += [logistic().double() for _ in range(4)]
     make = in_pytorch(*OPTIMIZERS[solver]) if solver != "sgd" else partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     optimizers = [make(model.parameters()) for model in models]
     for round in range(1, 7):
-        cohort, rows = sample_cohort(0, round, 5, 2).tolist(), []
-        for worker in cohort:
-            model, optimizer, shard = models[worker], optimizers[worker], shards[worker]
-            layout.write(global_row, model)
-            inputs, targets = shard.gather(batch_order(0, round, worker, 0, len(shard)))
-            for x, y in zip(inputs.split(16), targets.split(16), strict=True):
+        rows = {}
+        for worker in sample_cohort(0, round, 5, 2).tolist():
+            model, optimizer = models[worker], optimizers[worker]
+            layout.write(federation.row, model)
+            for x, y in federation.epoch(round, worker):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
-            rows.append(layout.read(model))
-        sizes = torch.tensor([len(shards[worker]) for worker in cohort], dtype=torch.double)
-        global_row = sizes / sizes.sum() @ torch.stack(rows)
-    assert torch.allclose(result.global_row, global_row, rtol=0, atol=1e-12)
+            rows[worker] = layout.read(model)
+        federation.row = federation.average(rows)
+    assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("solver", ["sgd", "adam"])

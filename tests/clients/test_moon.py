@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.core.randomness import batch_order, draw_key, sample_cohort
+from fedsim.core.randomness import sample_cohort
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import Layout
 from tests import plugs
+from tests.textbook import Federation
 
 WORKERS, COHORT, ROUNDS, BATCH, MU, T = 5, 3, 4, 16, 2.0, 0.5
 
@@ -27,24 +28,18 @@ def tables():
 
 def reference(factory, features):
     """The global row after a run of MOON by hand; `features(model, inputs)` are those of a model."""
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(draw_key(0, "model"))
-        models = [factory().to(torch.float64) for _ in range(3)]
-    model, at_start, before = models
+    federation = Federation(factory, plugs.tiny, WORKERS, BATCH)
+    model, at_start, before = models = [federation.model, *(factory().double() for _ in range(2))]
     layout = Layout.of(model)
-    layout.write(global_row := layout.read(model), at_start)
-    train, _ = plugs.tiny(None)
-    shards = fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), WORKERS, "iid", seed=0)
-    previous = dict.fromkeys(range(WORKERS), global_row)
+    previous = dict.fromkeys(range(WORKERS), federation.row)
     for round in range(1, ROUNDS + 1):
         cohort = sample_cohort(0, round, WORKERS, COHORT).tolist()
         for worker in cohort:
-            layout.write(global_row, model)
-            layout.write(global_row, at_start)
+            layout.write(federation.row, model)
+            layout.write(federation.row, at_start)
             layout.write(previous[worker], before)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-            inputs, targets = shards[worker].gather(batch_order(0, round, worker, 0, len(shards[worker])))
-            for x, y in zip(inputs.split(BATCH), targets.split(BATCH), strict=True):
+            for x, y in federation.epoch(round, worker):
                 z, received, old = (features(each, x) for each in models)
                 positive = (F.cosine_similarity(z, received.detach()) / T).exp()
                 negative = (F.cosine_similarity(z, old.detach()) / T).exp()
@@ -52,9 +47,8 @@ def reference(factory, features):
                 (F.cross_entropy(model(x), y) - MU * (positive / (positive + negative)).log().mean()).backward()
                 optimizer.step()
             previous[worker] = layout.read(model)
-        sizes = torch.tensor([len(shards[worker]) for worker in cohort], dtype=torch.double)
-        global_row = sizes / sizes.sum() @ torch.stack([previous[worker] for worker in cohort])
-    return global_row
+        federation.row = federation.average({worker: previous[worker] for worker in cohort})
+    return federation.row
 
 
 @pytest.mark.parametrize(

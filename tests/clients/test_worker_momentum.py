@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fedsim
 from fedsim.clients import SGD
-from fedsim.core.randomness import batch_order, draw_key, sample_cohort
-from fedsim.core.rows import Layout
+from fedsim.core.randomness import sample_cohort
 from fedsim.models import logistic
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import prepare
 from tests import plugs
 from tests.lethal import order
+from tests.textbook import Federation
 
 AT_WORKER = {"momentum_at": "worker", "momentum": 0.9, "dampening": 0.9}
 LOCAL = {"batch_size": 16, "lr": 0.5, "steps": 3}
@@ -38,28 +37,18 @@ def test_partial_cohorts_follow_a_loop_in_plain_pytorch(dampening):
     """Workers that are not in the cohort keep their momentum, and their batches go on by their own shard."""
     local = {"momentum": 0.9, "dampening": dampening, "weight_decay": 0.01}
     result = fedsim.run(tables(workers=6, cohort=2, rounds=6, aggregate="mean", local=local))
-    train = plugs.tiny(None)[0].to(torch.device("cpu"), torch.float64)
-    shards = fedsim.dataset_split(train, 6, "iid", seed=0)
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(draw_key(0, "model"))
-        model = logistic().double()
-    momenta: dict[int, list[torch.Tensor]] = {}
+    federation, momenta = Federation(logistic, plugs.tiny, 6, 16), {}
     for round in range(1, 7):
         cohort = sample_cohort(0, round, 6, 2).tolist()
-        for step in range(3):
+        batches = {worker: federation.batches(round, worker) for worker in cohort}
+        for _ in range(3):
             for worker in cohort:
-                shard = shards[worker]
-                inputs, targets = shard.gather(batch_order(0, round, worker, step * 16 // len(shard), len(shard)))
-                begin = step * 16 % (-(-len(shard) // 16) * 16)
-                loss = F.cross_entropy(model(inputs[begin : begin + 16]), targets[begin : begin + 16])
-                gradients = torch.autograd.grad(loss, list(model.parameters()))
-                before = momenta.get(worker, [torch.zeros_like(g) for g in gradients])
-                momenta[worker] = [0.9 * m + (1 - dampening) * g for m, g in zip(before, gradients, strict=True)]
-            with torch.no_grad():
-                for parameter, *sent in zip(model.parameters(), *(momenta[worker] for worker in cohort), strict=True):
-                    parameter -= 0.5 * (torch.stack(sent).mean(0) + 0.01 * parameter)
+                gradient = federation.gradient(federation.row, next(batches[worker]))
+                momenta[worker] = 0.9 * momenta.get(worker, 0.0) + (1 - dampening) * gradient
+            mean = torch.stack([momenta[worker] for worker in cohort]).mean(0)
+            federation.row = federation.row - 0.5 * (mean + 0.01 * federation.row)
     assert len(momenta) > 2
-    assert torch.allclose(result.global_row, Layout.of(model).read(model), rtol=0, atol=1e-12)
+    assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.9])
