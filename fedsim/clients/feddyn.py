@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.clients.algorithm import WorkerRound
 from fedsim.clients.sgd import SGD
-from fedsim.clients.solver import OuterProductGrad, Positive, State, solver
+from fedsim.clients.solver import Positive, State, solver
 
 
 @solver("feddyn")
@@ -31,7 +31,7 @@ class FedDyn(SGD):
         alpha: > 0. A small alpha needs accurate local solutions.
         lr, momentum, weight_decay, nesterov: see `SGD`.
 
-    Cost: a row [d] for each worker that has taken part, and three more passes over the row in a step; the bytes of
+    Cost: a row [d] for each worker that has taken part, and one more pass over the row in a step; the bytes of
     `sgd`.
 
     >>> algorithm = fedsim.clients.FedDyn(lr=0.1, alpha=0.5)
@@ -53,21 +53,20 @@ class FedDyn(SGD):
     def send(self, server: State) -> State:
         return {}
 
+    @property
+    def decay(self) -> float:
+        return self.weight_decay + self.alpha
+
     def start(self, rows: Tensor) -> State:
-        return {**super().start(rows), "start": rows.clone(), "h_k": torch.zeros_like(rows)}
+        return {**super().start(rows), "constant": rows * -self.alpha}
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        return {**self.start(rows), "h_k": worker.kept["h_k"].clone()}
-
-    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        gradients.sub_(state["h_k"]).add_(rows - state["start"], alpha=self.alpha)
-        super().step(rows, gradients, state)
-
-    def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
-        self.step(rows, product.computed(), state)
+        state = self.start(rows)
+        state["constant"] -= worker.kept["h_k"]
+        return state
 
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
-        worker.kept["h_k"] = state["h_k"] - self.alpha * (rows - state["start"])
+        worker.kept["h_k"] = state["constant"].add_(rows, alpha=self.alpha).neg_()
         return {}
 
     def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:

@@ -80,10 +80,10 @@ class Scaffold(ClientAlgorithm):
             after = worker.full_gradient + self.weight_decay * state["start"]
         else:
             travelled = worker.steps.to(rows.dtype) * self.lr
-            after = (state["start"] - rows) / travelled - state["correction"]
-            after = torch.where(travelled > 0, after, before)
+            after = state["start"].sub_(rows).div_(travelled).sub_(state["correction"])
+            torch.where(travelled > 0, after, before, out=after)
         worker.kept["c_k"] = after
-        return {"change": after - before}
+        return {"change": torch.sub(after, before, out=state["correction"])}
 
     def receive(self, server: State, sums: State, workers: int, population: int) -> None:
         server["c"] += sums["change"] / population

@@ -78,12 +78,20 @@ class SGD(ClientAlgorithm):
     def send_gradients(self, gradients: Tensor, kept: State) -> None:
         gradients.copy_(self._averaged(kept["momentum"], gradients))
 
+    @property
+    def decay(self) -> float:
+        """The factor of the rows in each gradient."""
+        return self.weight_decay
+
     def start(self, rows: Tensor) -> State:
+        """The state; subclasses may add the tensor "constant" [..., d], which is a part of each gradient."""
         return {"momentum": torch.zeros_like(rows)} if self.momentum and not self.alters_gradients else {}
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        if self.weight_decay:
-            gradients.add_(rows, alpha=self.weight_decay)
+        if self.decay:
+            gradients.add_(rows, alpha=self.decay)
+        if "constant" in state:
+            gradients.add_(state["constant"])
         direction = gradients
         if "momentum" in state:
             velocity = self._averaged(state["momentum"], gradients)
@@ -99,11 +107,15 @@ class SGD(ClientAlgorithm):
         elif "momentum" in state:
             velocity, share = state["momentum"], 1 - self.dampening
             product.add_to(velocity, beta=self.momentum, alpha=share)
-            if self.weight_decay:
-                velocity.add_(rows, alpha=share * self.weight_decay)
+            if self.decay:
+                velocity.add_(rows, alpha=share * self.decay)
+            if "constant" in state:
+                velocity.add_(state["constant"], alpha=share)
             rows.add_(velocity, alpha=-self.lr)
         else:
-            product.add_to(rows, beta=1 - self.lr * self.weight_decay, alpha=-self.lr)
+            product.add_to(rows, beta=1 - self.lr * self.decay, alpha=-self.lr)
+            if "constant" in state:
+                rows.add_(state["constant"], alpha=-self.lr)
 
 
 @solver("fedprox")
@@ -119,7 +131,7 @@ class FedProx(SGD):
         lr, momentum, weight_decay, nesterov, dampening: see `SGD`.
         momentum_at: "server"; "worker" is refused, since fedprox has local steps.
 
-    Cost: as sgd, with another state of [d] and two more passes over the row.
+    Cost: as sgd, with another state of [d] and one more pass over the row.
 
     >>> row = torch.tensor([1.0])
     >>> solver = fedsim.clients.FedProx(lr=0.5, mu=1.0)
@@ -133,16 +145,9 @@ class FedProx(SGD):
     mu: NonNegative = 0.01
     uses_start_row: ClassVar[bool] = True
 
+    @property
+    def decay(self) -> float:
+        return self.weight_decay + self.mu
+
     def start(self, rows: Tensor) -> State:
-        return {**super().start(rows), **({"start": rows.clone()} if self.mu else {})}
-
-    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        if self.mu:
-            gradients.add_(rows - state["start"], alpha=self.mu)
-        super().step(rows, gradients, state)
-
-    def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
-        if self.mu:
-            self.step(rows, product.computed(), state)
-        else:
-            super().step_fused(rows, product, state)
+        return {**super().start(rows), **({"constant": rows * -self.mu} if self.mu else {})}

@@ -153,6 +153,7 @@ def test_a_worker_that_takes_no_step_keeps_its_control_variate():
     rows[1] -= 4
     assert algorithm.finish(rows, state, worker)["change"].tolist() == [[0, 0, 0], [3, 3, 3]]
     assert kept["c_k"].tolist() == [[5, 5, 5], [8, 8, 8]]
+    state = algorithm.start_round(torch.zeros(2, 3), worker)
     unmoved = replace(algorithm, lr=0.0).finish(torch.zeros(2, 3), state, worker)
     assert not unmoved["change"].any()
 

@@ -117,7 +117,7 @@ def test_fedprox_is_sgd_on_the_loss_with_the_proximal_term(params, dtype):
         method.step(row, drawn, state)
         tolerance = 1e-12 if dtype == torch.float64 else 1e-5
         torch.testing.assert_close(row, parameter.detach(), rtol=tolerance, atol=tolerance)
-    assert torch.equal(state["start"], start)
+    assert torch.equal(state["constant"], start * -0.7)
 
 
 @pytest.mark.parametrize("params", SGDS)
