@@ -68,7 +68,8 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
     waiting, losses, jobs, grace = deque(work), Counter[str](), list[Job](), 0.0
     try:
         while busy := _assign(waiting, jobs, count):
-            wait([source for job in busy for source in job.sources], timeout=min(job.look_interval for job in busy))
+            sources: list[Any] = [source for job in busy for source in (job.pipe, job.sentinel)]
+            wait(sources, timeout=min(job.look_interval for job in busy))
             for job in busy:
                 for kind, each, content in job.events():
                     if kind == "round":
@@ -133,37 +134,27 @@ def _close(jobs: list[Job], closed: Sequence[Job], grace: float) -> None:
     """End these jobs and remove them from the list; kill the processes that are still there after `grace` seconds."""
     with signals_deferred():
         for job in closed:
-            job.process.dismiss()
+            job.dismiss()
         deadline = time.monotonic() + grace
         for job in closed:
             jobs.remove(job)
-            job.process.close(deadline)
+            job.close(deadline)
 
 
-class Job:
+class Job(WorkerProcess):
     """A process that does one run after another. Create it inside `signals_deferred`."""
 
     def __init__(self, work: Work) -> None:
         self.work: Work | None = work  # sent when the process has started: before, it does not read its pipe
-        self._table = table = HeartbeatTable(1)
-        self.process = WorkerProcess(_serve, table, table=table, instead=INSTEAD, name="fedsim-job", daemon=False)
-
-    @property
-    def sources(self) -> list[Any]:
-        """What `multiprocessing.connection.wait` waits for: a message, or the end of the process."""
-        return [self.process.pipe, self.process.sentinel]
-
-    @property
-    def look_interval(self) -> float:
-        """Seconds after which `events` is called again at the latest."""
-        return self.process.look_interval
+        table = HeartbeatTable(1)
+        super().__init__(_serve, table, table=table, instead=INSTEAD, name="fedsim-job", daemon=False)
 
     def begin(self, work: Work) -> None:
         """Send a run to the process."""
         self.work = work
-        self.process.expect_heartbeats(math.inf)  # there are none before the first round
+        self.expect_heartbeats(math.inf)  # there are none before the first round
         with contextlib.suppress(OSError):  # the process is dead; `events` says so
-            self.process.pipe.send((work.experiment, work.folder))
+            self.pipe.send((work.experiment, work.folder))
 
     def events(self) -> Iterator[tuple[str, Work, Any]]:
         """Yield ("round", work, record), ("end", work, None or error) or ("lost", work, reason).
@@ -172,15 +163,15 @@ class Job:
         """
         work = self.work
         assert work is not None
-        dead = self.process.exitcode is not None  # read first: what the process sent before its death still counts
+        dead = self.exitcode is not None  # read first: what the process sent before its death still counts
         try:
-            while self.process.pipe.poll() and (message := self.process.pipe.receive()):
+            while self.pipe.poll() and (message := self.pipe.receive()):
                 kind, content = message.load()
                 if kind == "started":
-                    self.process.started = True
+                    self.started = True
                     self.begin(work)
                     continue
-                self.process.expect_heartbeats(math.inf if kind == "end" else work.run.experiment.timeout)
+                self.expect_heartbeats(math.inf if kind == "end" else work.run.experiment.timeout)
                 if kind == "end":
                     self.work = None
                 if kind != "prepared":
@@ -189,17 +180,16 @@ class Job:
                     return
         except (EOFError, OSError):
             dead = True
-        if dead or self.process.is_silent():
+        if dead or self.is_silent():
             reason = self._reason_of_loss(dead)
-            if self.process.failed_at_start:
+            if self.failed_at_start:
                 raise WorkerError(f"no run can begin: {reason}")
             yield "lost", work, reason
 
     def _reason_of_loss(self, dead: bool) -> str:
-        process = self.process
-        reason = process.describe_death() if dead else process.describe_silence()
-        where = f", {self._table.activity(0)}," if process.started else ""
-        hint = "; if memory ran out, try fewer jobs" if process.exitcode == -signal.SIGKILL else ""
+        reason = self.describe_death() if dead else self.describe_silence()
+        where = f", {self._table.activity(0)}," if self.started else ""
+        hint = "; if memory ran out, try fewer jobs" if self.exitcode == -signal.SIGKILL else ""
         return f"its process{where} {reason}{hint}"
 
 

@@ -110,19 +110,18 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
 
 
 def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp_path, monkeypatch):
-    killed = []
+    killed, start = [], WorkerProcess.__init__
 
-    class Killed(WorkerProcess):
-        def __init__(self, serve, *arguments, **options):
-            if len(killed) == 2:
-                super().__init__(serve, *arguments, **options)
-                return
-            super().__init__(never_report, *arguments, **options)  # it cannot have started when it is killed
-            killed.append(self.pid)
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait(60)
+    def start_two_in_vain(process, serve, *arguments, **options):
+        if len(killed) == 2:
+            start(process, serve, *arguments, **options)
+            return
+        start(process, never_report, *arguments, **options)  # it cannot have started when it is killed
+        killed.append(process.pid)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
 
-    monkeypatch.setattr(jobs, "WorkerProcess", Killed)
+    monkeypatch.setattr(WorkerProcess, "__init__", start_two_in_vain)
     with pytest.warns(FedsimWarning, match=r"SIGKILL .*, while it started.*; the run is done again \(1 of at most 2"):
         comparison = run_grid(load_grid({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer())
     assert len(killed) == 2
@@ -137,7 +136,7 @@ def test_a_process_that_hangs_while_it_starts_does_not_block_the_parent(tmp_path
 
     def create():
         started.append(jobs.Job(work))
-        os.kill(started[0].process.pid, signal.SIGSTOP)
+        os.kill(started[0].pid, signal.SIGSTOP)
         assert list(started[0].events()) == []
 
     with jobs.signals_deferred():
