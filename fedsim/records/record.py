@@ -36,7 +36,6 @@ class Metric:
     Attributes:
         label: its name in charts; `{}` stands for the key where the field is a dict of numbers.
         unit: "s" (seconds), "B" (bytes), or "" for a plain number.
-        better: whether a higher or a lower value is the better one; None if neither is.
         share: whether it lies between 0 and 1.
         decimals: of the value in the terminal's table.
         column: its head in the terminal's table; "" leaves it out of the table.
@@ -47,7 +46,6 @@ class Metric:
 
     label: str
     unit: Literal["", "s", "B"] = ""
-    better: Literal["higher", "lower"] | None = None
     share: bool = False
     decimals: int = 4
     column: str = ""
@@ -135,11 +133,11 @@ class RaceRecord(Record):
     updates: Count | None = None
     updates_lost: Number = None
     """Updates that another process overwrote, estimated by a counter beside the model; 0 under a lock."""
-    lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", better="lower", share=True)] = None
-    torn_reads: Annotated[Number, Metric("Torn reads (fraction)", better="lower", share=True)] = None
+    lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", share=True)] = None
+    torn_reads: Annotated[Number, Metric("Torn reads (fraction)", share=True)] = None
     """Fraction of the gradients during whose computation another process wrote the model."""
     locks_taken: Count | None = None
-    lock_contention: Annotated[Number, Metric("Contended locks (fraction)", better="lower", share=True)] = None
+    lock_contention: Annotated[Number, Metric("Contended locks (fraction)", share=True)] = None
     """Fraction of the locks that another process held."""
     lock_seconds: Number = None
     """Time that processes waited for locks, summed over them."""
@@ -163,28 +161,24 @@ class RoundRecord(Record):
 
     round: Count
     """From 1."""
-    test_accuracy: Annotated[
-        Number, Metric("Test accuracy", better="higher", share=True, column="accuracy", tag="test/accuracy")
-    ] = None
+    test_accuracy: Annotated[Number, Metric("Test accuracy", share=True, column="accuracy", tag="test/accuracy")] = None
     """Of the global model after the round, as a fraction."""
-    test_loss: Annotated[Number, Metric("Test loss", better="lower", column="test loss", tag="test/loss")] = None
+    test_loss: Annotated[Number, Metric("Test loss", column="test loss", tag="test/loss")] = None
     """Of the global model after the round, mean per test sample."""
     validation_accuracy: Annotated[
         Number,
-        Metric("Validation accuracy", better="higher", share=True, column="val accuracy", tag="validation/accuracy"),
+        Metric("Validation accuracy", share=True, column="val accuracy", tag="validation/accuracy"),
     ] = None
     """As `test_accuracy`, of the samples that `data.validation` holds out; None without such samples."""
-    validation_loss: Annotated[
-        Number, Metric("Validation loss", better="lower", column="val loss", tag="validation/loss")
-    ] = None
+    validation_loss: Annotated[Number, Metric("Validation loss", column="val loss", tag="validation/loss")] = None
     """As `test_loss`, of these samples."""
-    train_loss: Annotated[Number, Metric("Train loss", better="lower", column="train loss", tag="train/loss")] = None
+    train_loss: Annotated[Number, Metric("Train loss", column="train loss", tag="train/loss")] = None
     """Mean per training sample, while the cohort trained, without excluded workers."""
     attack_success: Annotated[Number, Metric("Attack success", share=True, tag="attack/success")] = None
     """Fraction of the attacker's goal that the global model does; None if the attack has no such goal."""
-    seconds: Annotated[
-        Named, Metric("{}", "s", decimals=3, column="{} s", tag="seconds/{}", better="lower", chart=False)
-    ] = field(default_factory=dict)
+    seconds: Annotated[Named, Metric("{}", "s", decimals=3, column="{} s", tag="seconds/{}", chart=False)] = field(
+        default_factory=dict
+    )
     """By phase: pull_down, train, aggregate, test."""
     cohort: list[Count] = field(default_factory=list)
     """The workers that took part; empty if no worker was available, or none reported."""
@@ -195,9 +189,9 @@ class RoundRecord(Record):
     lost: list[Count] = field(default_factory=list)
     """Workers that were chosen and did not report: by `worker_dropout`, or because their process was lost
     (`on_worker_failure = "drop"`)."""
-    bytes_up: Annotated[Count | None, Metric("Bytes up", "B", better="lower", tag="bytes/up", chart=False)] = None
+    bytes_up: Annotated[Count | None, Metric("Bytes up", "B", tag="bytes/up", chart=False)] = None
     """Bytes that a real network would carry from workers to server."""
-    bytes_down: Annotated[Count | None, Metric("Bytes down", "B", better="lower", tag="bytes/down", chart=False)] = None
+    bytes_down: Annotated[Count | None, Metric("Bytes down", "B", tag="bytes/down", chart=False)] = None
     """Bytes that a real network would carry from server to workers."""
     samples: list[Count] = field(default_factory=list)
     """Training samples of each worker of the cohort, repetitions counted."""
@@ -271,8 +265,8 @@ def _declared(record_type: Declared, path: tuple[str, ...] = ()) -> list[Metric]
 
 
 DERIVED = (
-    Metric("Seconds", "s", better="lower", path=("total_seconds",)),
-    Metric("Bytes", "B", better="lower", path=("total_bytes",)),
+    Metric("Seconds", "s", path=("total_seconds",)),
+    Metric("Bytes", "B", path=("total_bytes",)),
     Metric("Mean staleness", decimals=2, column="staleness", tag="asynchronous/staleness", path=("staleness",)),
 )
 METRICS = (
