@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedsim.config.experiment import PLUG_TABLES
 from fedsim.core.confidence import fixed
+from fedsim.core.input_limits import leaves_of
 from fedsim.errors import show_bytes
 from fedsim.records.record import RoundRecord, score_in
 
 PLUG_KEYS = {table.named_by for table in PLUG_TABLES.values()}  # keys whose values are names of plugs
 MISSING = "\N{EN DASH}"
-
 
 # Plain names of keys.
 NAMES = {
@@ -65,13 +65,9 @@ def prepared(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten(table: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The dotted keys of nested tables with their values."""
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", prepared(value)
+    return [(key, prepared(value)) for key, value in leaves_of(table)]
 
 
 def score_text(record: RoundRecord) -> str:

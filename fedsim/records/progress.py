@@ -64,9 +64,3 @@ def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequenc
     if not (record.samples and isinstance(epochs, int) and isinstance(batch, int) and epochs > 0 and batch > 0):
         return None
     return [epochs * -(-count // (epochs * batch)) for count in record.samples]  # an epoch ends with a smaller batch
-
-
-def reached(accuracies: Iterable[float | None], progress: Iterable[Progress], target: float) -> Progress | None:
-    """The progress at the first test with at least this accuracy; None if there is none."""
-    pairs = zip(accuracies, progress, strict=True)
-    return next((at for accuracy, at in pairs if accuracy is not None and accuracy >= target), None)

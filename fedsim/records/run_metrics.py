@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 
-from fedsim.records.progress import Progress, reached
+from fedsim.records.progress import Progress
 from fedsim.records.record import RoundRecord, mean_staleness
 
 LAST_ROUND = ("test_loss", "train_loss", "attack_success")  # numbers of a record that are metrics of the run
@@ -31,7 +31,8 @@ def run_metrics(
         del found["round"]
     found = {name: value for name, value in found.items() if value is not None}
     if target is not None:
-        there = reached([record.test_accuracy for record in history], progress, target)
+        pairs = zip(history, progress, strict=True)
+        there = next((at for record, at in pairs if (record.test_accuracy or 0.0) >= target), None)
         names = ["rounds", *Progress._fields[1:]]
         found |= dict.fromkeys([f"{name}_to_target" for name in names])
         found |= {f"{name}_to_target": value for name, value in zip(names, there or (), strict=False)}

@@ -45,7 +45,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "fewest_for_band": FEWEST_FOR_BAND,
         "notes": notes(grid),
         "experiment": shared_settings(runs),
-        "environment": list(fmt.flatten(runs[0].environment)),
+        "environment": fmt.flatten(runs[0].environment),
         "table": comparison_table([compare(group) for group in groups_of(combined)], axes, grid.target),
         "target": None if grid.target is None else fmt.percent(grid.target),
         "unfinished": [(entry.id, entry.state) for entry in grid.runs if not entry.finished],

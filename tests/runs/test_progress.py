@@ -5,7 +5,7 @@ import math
 import pytest
 
 import fedsim
-from fedsim.records.progress import Progress, progress_of, reached
+from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import AsyncRecord, RoundRecord, mean_staleness
 
 
@@ -72,14 +72,6 @@ def test_k_sync_counts_only_used_arrivals(tiny_experiment):
     result = fedsim.run({**tables, "rounds": 3})
     for progress, record in zip(progress_of(result.history, result.experiment.resolved()), result.history, strict=True):
         assert progress.arrivals == 2 * progress.updates + record["asynchronous"]["buffered"]
-
-
-def test_the_target_is_reached_at_the_first_test_with_that_accuracy():
-    progress = [Progress(number, 10.0 * number, 2 * number, None) for number in (1, 2, 3)]
-    assert reached([0.1, 0.9, 0.95], progress, 0.9) == progress[1]
-    assert reached([0.91, 0.2, 0.95], progress, 0.9) == progress[0]
-    assert reached([None, 0.2, 0.95], progress, 0.9) == progress[2]
-    assert reached([0.1, 0.2, 0.8999], progress, 0.9) is None
 
 
 def test_post_local_sgd_averages_gradients_at_first(tiny_experiment):
