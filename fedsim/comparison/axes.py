@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,13 +12,13 @@ from fedsim.config.toml import parse_value
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import plain
 from fedsim.errors import ExperimentError, show
+from fedsim.records.combinations import canonical
 
 VARIANT = "variant"  # the axis whose values are tables of the whole experiment
 LABEL = "label"  # the name of a table on an axis; it is not a key of the experiment
 
 Axes = dict[str, list[Any]]
 
-IS_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*\Z")  # a folder name that stays inside its parent
 OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 
 
@@ -88,11 +87,6 @@ def changes_of(key: str, value: Any) -> list[Change]:
     return [([*keys, name], each) for name, each in changes.items()]
 
 
-def canonical(value: Any) -> str:
-    """Return a text that identifies a value of an axis, or a point; 1, 1.0 and true are different."""
-    return json.dumps(value, sort_keys=True)
-
-
 def label(value: Any) -> str:
     """Return the short name of a value, or its own `label`: krum, 0.1, nnm+median, krum,f=4."""
     if isinstance(value, bool):
@@ -120,7 +114,7 @@ def readable_id(point: Mapping[str, Any]) -> str:
         name = key.rpartition(".")[2]
         prefix = f"{name}=" if isinstance(value, bool) else name if isinstance(value, (int, float)) else ""
         parts.append(prefix + label(value))
-    return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts)).lstrip("._+=,-") or "run"  # matches IS_ID
+    return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts)).lstrip("._+=,-") or "run"  # matches ID
 
 
 def _checked(key: str, values: Any, place: str) -> list[Any]:

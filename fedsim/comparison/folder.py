@@ -9,32 +9,28 @@ results.csv, curves.csv, summary.csv, summary.txt, *.png
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel
-
-from fedsim.comparison.axes import IS_ID, Axes, canonical
+from fedsim.comparison.axes import Axes
 from fedsim.comparison.grid import Grid, PlannedRun, common_tables
 from fedsim.config.toml import read_toml
-from fedsim.core.input_limits import problem_with_words
-from fedsim.core.objects import ObjectName, names_in, with_objects
+from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show
+from fedsim.records.combinations import canonical
 from fedsim.records.early_stopping import stop_reason
 from fedsim.records.history import read_history
-from fedsim.records.reader import MOST_ERROR_BYTES, MOST_GRID_BYTES
+from fedsim.records.reader import GRID, MOST_ERROR_BYTES, GridFile, read_grid_file
 from fedsim.records.run_folder import ERROR, EXPERIMENT, MODEL
 from fedsim.runs.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.runs.differences import differences_of
 from fedsim.system.files import is_file, locked, read_bounded, remedy, require_inside, to_json, write_atomically
 
-GRID_FILE, RUNS, SHARDS = "grid.json", "runs", "shards"
-LONGEST_FILE_NAME = 255  # characters
+RUNS, SHARDS = "runs", "shards"
 
 
 @dataclass(frozen=True)
@@ -77,13 +73,13 @@ class GridFolder:
         self.path, self.grid = path, grid
         with contextlib.ExitStack() as stack, _os_errors_as_record_errors(path, "cannot be the folder of a comparison"):
             path.mkdir(parents=True, exist_ok=True)
-            stored = path / GRID_FILE
+            stored = path / GRID
             if not stored.is_file() and any(each.name != SHARDS for each in path.iterdir()):
-                raise RecordError(f"{path}: is not empty, and not a comparison (no {GRID_FILE}); name another folder")
+                raise RecordError(f"{path}: is not empty, and not a comparison (no {GRID}); name another folder")
             stack.enter_context(locked(path, "another comparison"))
             if stored.is_file():
-                self._continue(read_grid(stored, path, names_in([run.experiment.model_dump() for run in grid.runs])))
-            self.write(GRID_FILE, to_json(self._content(), indent=2).encode())
+                self._continue(read_grid_file(stored, names_in([run.experiment.model_dump() for run in grid.runs])))
+            self.write(GRID, to_json(self._content(), indent=2).encode())
             self._lock = stack.pop_all()
 
     def run_folder(self, run: PlannedRun) -> Path:
@@ -142,7 +138,7 @@ class GridFolder:
         target = {} if grid.target is None else {"target": grid.target}
         return {"name": grid.name, "axes": grid.axes, **target, "base": grid.base, "runs": runs}
 
-    def _continue(self, stored: GridFileSchema) -> None:
+    def _continue(self, stored: GridFile) -> None:
         """Check that the stored grid is a part of this one, and take over the ids of its runs."""
         ids = {canonical(run.point): run.id for run in stored.runs}
         runs = [replace(run, id=ids.get(canonical(run.point), run.id)) for run in self.grid.runs]
@@ -188,40 +184,7 @@ def inner_folder(whole: Path, id: str) -> Path:
     return folder
 
 
-def _checked_id(id: str) -> str:
-    if len(id) > LONGEST_FILE_NAME or not IS_ID.match(id):
-        raise ValueError("leads to another folder")
-    return id
-
-
-class StoredRun(BaseModel):
-    """A run in grid.json."""
-
-    id: Annotated[str, AfterValidator(_checked_id)]
-    point: dict[str, Any]
-
-
-class GridFileSchema(BaseModel):
-    """The content of grid.json."""
-
-    axes: Axes
-    base: dict[str, Any]
-    runs: list[StoredRun]
-    target: Any = None
-
-
-def read_grid(path: Path, inside: Path, objects: Iterable[ObjectName] = ()) -> GridFileSchema:
-    """Read a grid.json and put `objects` in the place of their names. Raises RecordError if it cannot be read."""
-    try:
-        content = json.loads(read_bounded(path, MOST_GRID_BYTES, inside))
-        if problem_with_words(content, any_text=True) is None:
-            return GridFileSchema.model_validate(with_objects(content, objects))
-    except (OSError, ValueError, RecursionError):
-        pass
-    raise RecordError(f"{path}: cannot be read as the grid of a comparison; name a new folder")
-
-
-def differences_of_grids(there: GridFileSchema, here: GridFileSchema) -> list[str]:
+def differences_of_grids(there: GridFile, here: GridFile) -> list[str]:
     """Compare two stored grids, and return one line for each difference."""
     axes = [*_differences_of_axes(there.axes, here.axes), *_differences_of_axes(here.axes, there.axes)]
     return axes or differences_of(there.base, here.base)

@@ -18,7 +18,6 @@ import torch
 from fedsim.comparison.axes import (
     Axes,
     axes_of_tables,
-    canonical,
     changes_of,
     describe_point,
     label,
@@ -30,7 +29,7 @@ from fedsim.config.load import GRID, describe, drop_default_name, experiment_of,
 from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word
 from fedsim.core.import_policy import untrusted_config
 from fedsim.errors import ExperimentError, cut, show
-from fedsim.records.combinations import SEED
+from fedsim.records.combinations import SEED, canonical
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import resolve_device
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from fedsim.comparison.axes import canonical
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.rows import Layout
 from fedsim.errors import FedsimWarning
+from fedsim.records.combinations import canonical
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import free_memory, resolve_device, usable_cores
 from fedsim.system.precision import PRECISIONS

@@ -7,21 +7,19 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedsim.comparison.axes import canonical
 from fedsim.comparison.folder import (
     ERROR,
-    GRID_FILE,
     SHARDS,
-    GridFileSchema,
     GridFolder,
     differences_of_grids,
     inner_folder,
     is_complete,
-    read_grid,
 )
 from fedsim.comparison.grid import PlannedRun, load_grid
 from fedsim.comparison.runner import Comparison, summarised
 from fedsim.errors import RecordError, one_line
+from fedsim.records.combinations import canonical
+from fedsim.records.reader import GRID, GridFile, read_grid_file
 
 
 def merge(
@@ -38,13 +36,13 @@ def merge(
     Raises RecordError if a folder holds no comparison, or the folders hold different grids.
     """
     sources = [source for folder in folders for source in _sources(folder)]
-    grids = {source: read_grid(source / GRID_FILE, source) for source in sources}
+    grids = {source: read_grid_file(source / GRID) for source in sources}
     first = grids[sources[0]]
     for source, other in grids.items():
         if lines := differences_of_grids(first, other):
             raise RecordError(f"{source}: holds another grid than {sources[0]}\n" + "\n".join(lines))
     target = first.target if target is None else target
-    file = sources[0] / GRID_FILE
+    file = sources[0] / GRID
     grid = load_grid(first.base, first.axes, target=target, file=file, allow_imports=allow_imports)
     with GridFolder(out, grid) as folder:
         for run in folder.grid.runs:
@@ -56,13 +54,13 @@ def merge(
 
 def _sources(folder: Path) -> list[Path]:
     """Return the folders with a grid.json: this one, and its shards."""
-    found = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / GRID_FILE).is_file()]
+    found = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / GRID).is_file()]
     if not found:
-        raise RecordError(f"{folder}: is no folder of a comparison (no {GRID_FILE}, and no shards in {SHARDS}/)")
+        raise RecordError(f"{folder}: is no folder of a comparison (no {GRID}, and no shards in {SHARDS}/)")
     return found
 
 
-def _find(run: PlannedRun, grids: dict[Path, GridFileSchema], besides: Path) -> Path | None:
+def _find(run: PlannedRun, grids: dict[Path, GridFile], besides: Path) -> Path | None:
     """Return the folder where a run is finished; else one where it failed."""
     point = canonical(run.point)
     stored = [(source, each) for source, grid in grids.items() for each in grid.runs if canonical(each.point) == point]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedsim.comparison.axes import canonical, label
+from fedsim.comparison.axes import label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult
 from fedsim.comparison.summary import SummaryRow
 from fedsim.core.confidence import FEWEST_FOR_BAND, fixed
 from fedsim.core.plotting import line_style, prepare_axes
-from fedsim.records.combinations import SEED, Combination, MeanCurve, combinations, groups_of, mean_curve
+from fedsim.records.combinations import SEED, Combination, MeanCurve, canonical, combinations, groups_of, mean_curve
 from fedsim.records.formatting import comparison_title, key_name
 from fedsim.records.record import METRICS
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedsim.comparison.axes import canonical, label
+from fedsim.comparison.axes import label
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.config.experiment import Experiment
+from fedsim.records.combinations import canonical
 from fedsim.records.history import read_history
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import RoundRecord

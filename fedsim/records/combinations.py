@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,11 @@ from fedsim.records.record import Metric
 
 SEED = "seed"  # the axis over which results are averaged
 ACCURACY = "test_accuracy"
+
+
+def canonical(value: Any) -> str:
+    """Return a text that identifies a value of an axis, or a point; 1, 1.0 and true are different."""
+    return json.dumps(value, sort_keys=True)
 
 
 @dataclass(frozen=True, eq=False)

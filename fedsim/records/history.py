@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fedsim.core.input_limits import problem_with_words
 from fedsim.errors import RecordError, printable
 from fedsim.records.record import MOST_NAMES, RECORD, RoundRecord
 from fedsim.system.files import read_bounded, to_json
 
 METRICS = "metrics.jsonl"
 MOST_METRICS_BYTES, MOST_LINE_BYTES, MOST_ROUNDS = 2**29, 2**26, 500_000  # much more than any run writes
+MOST_OBJECT_BYTES = 2**24
 
 
 def to_line(record: RoundRecord) -> str:
@@ -90,3 +93,21 @@ def read_file(path: Path, most: int) -> bytes:
         return read_bounded(path, most, inside=path.parent)
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises RecordError if there is none."""
+    try:
+        value = json.loads(read_file(path, MOST_OBJECT_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RecordError(f"{path}: must be an object")
+    refuse_oddities(value, path)
+    return value
+
+
+def refuse_oddities(value: Any, path: Path) -> None:
+    """Raise RecordError for values beyond the limits of `fedsim.core.input_limits`."""
+    if problem := problem_with_words(value, any_text=True):
+        raise RecordError(f"{path}: {problem}")

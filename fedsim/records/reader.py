@@ -6,20 +6,21 @@ last line of the metrics may be incomplete. Any other damage is an error with it
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from fedsim.config.toml import read_toml
-from fedsim.core.input_limits import problem_with_words
+from fedsim.core.objects import ObjectName, with_objects
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import RecordError, cut, show
+from fedsim.records.combinations import canonical
 from fedsim.records.early_stopping import stop_reason, stored_stop
-from fedsim.records.history import METRICS, first_problem, read_file, read_metrics
+from fedsim.records.history import METRICS, first_problem, read_file, read_metrics, read_object, refuse_oddities
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import Count, Number, RoundRecord
 from fedsim.records.run_folder import ENVIRONMENT, EXPERIMENT
@@ -28,10 +29,11 @@ from fedsim.records.worker_results import newest_table, read_csv
 from fedsim.system.files import is_file, is_outside
 
 PARTITION, GRID, ERROR = "partition.json", "grid.json", "error.txt"
+ID = r"^[A-Za-z0-9][A-Za-z0-9._+=,-]*$"  # of a run in a grid: a folder name that stays inside its parent
 
 # Limits on files, much larger than any run writes.
 MOST_PARTITION_BYTES, MOST_GRID_BYTES = 2**28, 2**26
-MOST_OBJECT_BYTES = MOST_ERROR_BYTES = 2**24
+MOST_ERROR_BYTES = 2**24
 
 
 class LenientModel(BaseModel):
@@ -55,7 +57,7 @@ class StoredPartition(LenientModel):
 class GridEntry(LenientModel):
     """One run of a grid: its values on the axes, and its folder."""
 
-    id: str
+    id: Annotated[str, StringConstraints(pattern=ID, max_length=255)]
     point: dict[str, Any]
     folder: str
 
@@ -65,6 +67,7 @@ class GridFile(LenientModel):
 
     name: str
     axes: dict[str, Annotated[list[Any], Field(min_length=1)]]
+    base: dict[str, Any] = {}
     runs: list[GridEntry]
     target: Number = None
 
@@ -188,7 +191,7 @@ def read_run(folder: Path) -> Run | None:
     return Run(
         folder=folder,
         experiment=read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {},
-        environment=_read_object(folder / ENVIRONMENT) if is_file(folder / ENVIRONMENT) else {},
+        environment=read_object(folder / ENVIRONMENT) if is_file(folder / ENVIRONMENT) else {},
         history=history,
         torn=torn,
         partition=_read_partition(folder / PARTITION) if is_file(folder / PARTITION) else StoredPartition(),
@@ -197,7 +200,7 @@ def read_run(folder: Path) -> Run | None:
 
 
 def _read_partition(path: Path) -> StoredPartition:
-    partition = _validated(StoredPartition, read_file(path, MOST_PARTITION_BYTES), str(path))
+    partition = _validated(StoredPartition, path, MOST_PARTITION_BYTES)
     if len({len(row) for row in partition.counts}) > 1:
         raise RecordError(f"{path}: counts: every worker must have as many numbers, one per class")
     if partition.workers is not None and len(partition.workers) != len(partition.counts):
@@ -205,11 +208,17 @@ def _read_partition(path: Path) -> StoredPartition:
     return partition
 
 
+def read_grid_file(path: Path, objects: Iterable[ObjectName] = ()) -> GridFile:
+    """The content of a grid.json, with `objects` in the place of their names."""
+    file = _validated(GridFile, path, MOST_GRID_BYTES)
+    refuse_oddities(file.model_dump(), path)
+    return GridFile.model_validate(with_objects(file.model_dump(), objects))
+
+
 def read_grid(folder: Path) -> StoredGrid:
     """The grid in a folder, with its runs."""
     path = folder / GRID
-    file = _validated(GridFile, read_file(path, MOST_GRID_BYTES), str(path))
-    _refuse_oddities([file.name, file.axes, [entry.point for entry in file.runs]], path)
+    file = read_grid_file(path)
     positions = {axis: _positions(values) for axis, values in file.axes.items()}
     runs, places, folders = [], set(), set()
     for index, entry in enumerate(file.runs):
@@ -232,7 +241,7 @@ def read_grid(folder: Path) -> StoredGrid:
 
 def _positions(values: list[Any]) -> dict[str, int]:
     """The index of each value of an axis, by its JSON text; the first of equal values."""
-    return {_canonical(value): position for position, value in reversed(list(enumerate(values)))}
+    return {canonical(value): position for position, value in reversed(list(enumerate(values)))}
 
 
 def _position(entry: GridEntry, axis: str, known: dict[str, int], where: str) -> int:
@@ -240,40 +249,19 @@ def _position(entry: GridEntry, axis: str, known: dict[str, int], where: str) ->
     if axis not in entry.point:
         raise RecordError(f"{where}.point: has no value of the axis {show(axis)}")
     value = entry.point[axis]
-    if _canonical(value) not in known:
+    if canonical(value) not in known:
         raise RecordError(f"{where}.point: {show(value)} is not on the axis {show(axis)}")
-    return known[_canonical(value)]
-
-
-def _refuse_oddities(value: Any, path: Path) -> None:
-    """Raise RecordError for values beyond the limits of `fedsim.core.input_limits`."""
-    if problem := problem_with_words(value, any_text=True):
-        raise RecordError(f"{path}: {problem}")
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
+    return known[canonical(value)]
 
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def _validated(model: type[Model], text: bytes, where: str) -> Model:
+def _validated(model: type[Model], path: Path, most: int) -> Model:
     try:
-        return model.model_validate_json(text)
+        return model.model_validate_json(read_file(path, most))
     except ValidationError as error:
-        raise RecordError(f"{where}: {first_problem(error)}") from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(read_file(path, MOST_OBJECT_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RecordError(f"{path}: must be an object")
-    _refuse_oddities(value, path)
-    return value
+        raise RecordError(f"{path}: {first_problem(error)}") from None
 
 
 def _first_line(path: Path) -> str | None:

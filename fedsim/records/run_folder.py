@@ -7,7 +7,6 @@ import datetime
 import functools
 import io
 import itertools
-import json
 import os
 import platform
 import subprocess
@@ -25,17 +24,15 @@ from torch import Tensor, nn
 from fedsim.asynchronous.race.log import FILE as RACE_LOG
 from fedsim.config.experiment import Experiment
 from fedsim.config.toml import to_toml
-from fedsim.core.input_limits import problem_with_words
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimError, RecordError
-from fedsim.records.history import METRICS, to_line
+from fedsim.records.history import METRICS, read_object, to_line
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import to_csv
 from fedsim.system.files import (
     PART,
     append_atomically,
     locked,
-    read_bounded,
     remedy,
     require_inside,
     require_unchanged,
@@ -49,7 +46,6 @@ EXPERIMENT, ENVIRONMENT = "experiment.toml", "environment.json"
 ERROR = "error.txt"
 EVENTS = "events.jsonl"
 MODEL, PARTITION = "model.safetensors", "partition.json"
-MOST_ENVIRONMENT_BYTES = 2**20
 WORKERS = "workers-{round:05d}.csv"
 UPDATES = "updates-{round:05d}.safetensors"
 
@@ -111,7 +107,7 @@ class RunFolder:
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
         """The environment in which the run began, with an entry for each time that it was resumed."""
-        first = _read_json_object(self.path / ENVIRONMENT)
+        first = self.environment()
         if not first:
             return environment
         again = {key: value for key, value in environment.items() if first.get(key) != value}
@@ -119,8 +115,10 @@ class RunFolder:
         return {**first, "resumed": [*(times if isinstance(times, list) else []), {"after_round": rounds, **again}]}
 
     def environment(self) -> dict[str, Any]:
-        """The stored environment; {} if there is none."""
-        return _read_json_object(self.path / ENVIRONMENT)
+        """The stored environment; {} if there is none, or a damaged one."""
+        with contextlib.suppress(RecordError):
+            return read_object(self.path / ENVIRONMENT)
+        return {}
 
     def round(self, record: RoundRecord) -> None:
         """Append one round, completely or not at all. Raises RecordError if another program changed the file."""
@@ -218,13 +216,6 @@ def experiment_of_run(folder: Path) -> Path:
             f"{folder}: is not a run folder (no {EXPERIMENT}); to start a new run there, name an experiment file too"
         )
     return folder / EXPERIMENT
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        value = json.loads(read_bounded(path, MOST_ENVIRONMENT_BYTES, path.parent))
-        return value if isinstance(value, dict) and problem_with_words(value, any_text=True) is None else {}
-    return {}
 
 
 def describe_environment() -> dict[str, Any]:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from fedsim import ExperimentError
 from fedsim.comparison.axes import (
-    IS_ID,
     axes_of_tables,
     changes_of,
     describe_point,
@@ -14,6 +15,7 @@ from fedsim.comparison.axes import (
     split_at_commas,
     split_words,
 )
+from fedsim.records.reader import ID
 
 VARIANTS = [
     {"label": "sync", "sync": "gradients"},
@@ -160,9 +162,9 @@ def test_a_table_changes_its_keys_without_the_label(key, value, changes):
 )
 def test_ids_are_readable_folder_names(point, name):
     assert readable_id(point) == name
-    assert IS_ID.match(name)
+    assert re.fullmatch(ID, name)
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "a\n", "/etc"])
 def test_a_path_to_another_folder_is_no_id(name):
-    assert not IS_ID.match(name)
+    assert not re.fullmatch(ID, name)

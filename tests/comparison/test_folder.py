@@ -148,7 +148,7 @@ def test_a_folder_with_other_files_is_refused_and_not_changed(serial, tmp_path):
 )
 def test_a_grid_that_cannot_be_read_is_refused(serial, tmp_path, content):
     (tmp_path / "grid.json").write_text(content)
-    with pytest.raises(RecordError, match="grid.json: cannot be read as the grid of a comparison"):
+    with pytest.raises(RecordError, match=r"grid\.json: "):
         fedsim.compare(serial, AXES, tmp_path)
 
 

@@ -157,7 +157,7 @@ def test_names_of_runs_with_paths_are_refused(compared, tmp_path, id):
     held = json.loads((folder / "grid.json").read_text())
     held["runs"][0]["id"] = id
     (folder / "grid.json").write_text(json.dumps(held))
-    with pytest.raises(RecordError, match="cannot be read as the grid of a comparison"):
+    with pytest.raises(RecordError, match=r"grid\.json: runs\.0\.id: "):
         merge([folder], tmp_path / "out")
 
 
