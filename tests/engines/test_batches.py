@@ -69,15 +69,6 @@ def test_orders_drawn_for_several_workers_at_once_are_those_drawn_alone(prepared
                 assert torch.equal(next(epochs), next(islice(alone.epochs(worker, 2), epoch, None)))
 
 
-@pytest.mark.parametrize("worker", range(len(SIZES)))
-def test_batches_are_the_samples_at_those_positions(worker, prepared):
-    task, shared = prepared()
-    batch_source = BatchSource(task, shared)
-    for (inputs, targets), positions in seen_with_positions(batch_source, worker, 2, 12):
-        assert torch.equal(inputs, shared.train.inputs[positions].double())
-        assert torch.equal(targets, shared.train.targets[positions])
-
-
 def test_sizes_and_steps_are_those_of_the_shards(prepared):
     task, shared = prepared()
     batch_source = BatchSource(task, shared)

@@ -1,4 +1,4 @@
-"""Dropout by counter-based draws: its definition, what it does to inputs, and its statistics."""
+"""Dropout by counter-based draws: its definition, and what it does to inputs."""
 
 from __future__ import annotations
 
@@ -183,15 +183,6 @@ def test_few_calls_draw_for_many_steps(monkeypatch):
     assert drawn[0] == BLOCKS_OF_A_STACK // (2 * 8 * 64 // 4) == 128 or drawn == [100]
 
 
-def test_a_first_step_may_be_a_tensor():
-    """As in a captured graph, which reads it when it is replayed."""
-    dropouts, keys = [Dropout(F.dropout, 0.5, (9,))], torch.tensor([3, 4])
-    (found,) = dropout_factors(keys, torch.tensor(6), 2, 5, dropouts, torch.float)
-    (expected,) = dropout_factors(keys, 6, 2, 5, dropouts, torch.float)
-    assert found.shape == (2, 2, 5, 9)
-    assert torch.equal(found, expected)
-
-
 # Which calls a model has
 
 
@@ -273,40 +264,3 @@ def test_a_full_device_is_not_taken_for_a_model_without_dropout(prepared, monkey
     monkeypatch.setattr("fedsim.engines.trainers.dropout._backward_under_modes", full)
     with pytest.raises(torch.OutOfMemoryError):
         recorded_calls(*prepared("dropout"), 4)
-
-
-# Statistics
-
-
-def masks(keys, steps, samples, elements, p=0.3):
-    """Whether kept: [steps, k, samples, elements]."""
-    (factors,) = dropout_factors(keys, 0, steps, samples, [Dropout(F.dropout, p, (elements,))], torch.double)
-    return factors > 0
-
-
-def test_the_share_that_is_kept_is_right_in_every_layer():
-    keys = torch.tensor([layer_key(0, 1, worker) for worker in range(20)])
-    dropouts = [Dropout(F.dropout, p, (250,)) for p in (0.1, 0.5, 0.9)]
-    for factors, dropout in zip(dropout_factors(keys, 0, 5, 16, dropouts, torch.double), dropouts, strict=True):
-        kept, n = (factors > 0).double(), factors.numel()
-        assert abs(float(kept.mean()) - (1 - dropout.p)) < 4 * math.sqrt(dropout.p * (1 - dropout.p) / n)
-        assert abs(float(factors.mean()) - 1) < 4 * math.sqrt(dropout.p / (1 - dropout.p) / n)
-
-
-@pytest.mark.parametrize("dimension", range(4), ids=["steps", "workers", "samples", "elements"])
-def test_neighbours_are_not_correlated(dimension):
-    keys = torch.tensor([layer_key(0, 1, worker) for worker in range(12)])
-    kept = masks(keys, 12, 12, 100).double()
-    kept = (kept - kept.mean()) / kept.std()
-    pairs = kept.narrow(dimension, 0, kept.shape[dimension] - 1) * kept.narrow(dimension, 1, kept.shape[dimension] - 1)
-    assert abs(float(pairs.mean())) < 4 / math.sqrt(pairs.numel())
-
-
-def test_layers_rounds_and_seeds_are_not_correlated():
-    first = masks(torch.tensor([layer_key(0, 1, 5)]), 10, 32, 100)
-    others = [masks(torch.tensor([layer_key(*of)]), 10, 32, 100) for of in ((0, 2, 5), (1, 1, 5))]
-    pattern = [Dropout(F.dropout, 0.3, (100,))] * 2
-    others.append(dropout_factors(torch.tensor([layer_key(0, 1, 5)]), 0, 10, 32, pattern, torch.double)[1] > 0)
-    for other in others:
-        pair = torch.stack([first.flatten(), other.flatten()]).double()
-        assert abs(float(pair.corrcoef()[0, 1])) < 4 / math.sqrt(first.numel())

@@ -131,9 +131,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  #
 MERGED = (
     *("convolution", "groups, stride, circular", "dilation, no bias", "one dimension", "GroupNorm", "LayerNorm"),
     *("frozen linear layer", "linear, more dimensions", "log-probabilities", "a layer without gradient", "padding"),
-    *("tied", "dropout", "dropout of lines", "dropout of channels", "dropout of volumes", "dropout twice", "in place"),
-    *("channels in place", "dropout of a transposed tensor", "dropout where samples stand second"),
-    *("dropout of a slice", "dropout of an expanded tensor"),
+    "tied",
+    *DROPOUTS,
 )
 
 
@@ -157,7 +156,7 @@ def test_rows_with_dropout_are_as_if_each_had_drawn_alone(kind, batches, prepare
     factors = [of_step[0] for of_step in dropout_factors(keys, 2, 1, BATCH, dropouts, torch.double)]
     assert any((of_all == 0).any() and (of_all > 1).any() for of_all in factors)
     dropout = RowDropout(task, shared, BatchSource(task, shared))
-    for merged in {False, kind in MERGED}:
+    for merged in (False, True):
         found = compute(kind, batches, SIZES, factors, merged)
         assert_every_row_is_as_if_alone(kind, batches, SIZES, found, dropout)
 
@@ -167,21 +166,6 @@ def test_factors_for_fewer_or_more_dropouts_than_there_are_are_refused(count, ba
     factors = [torch.ones(3, BATCH, 4, 6, 6, dtype=torch.double)] * count
     with pytest.raises(ExperimentError, match="which dropouts it calls is not always the same"):
         compute("dropout", batches, SIZES, factors)
-
-
-def test_what_stands_in_a_padding_does_not_matter(batches):
-    stacked = StackedModule(lambda: made("convolution"))
-    rows, _ = different_rows(made("convolution"), 3)
-    inputs, targets = batches("convolution", SIZES)
-    results = []
-    for filling in (0.0, 1e6):
-        for k, size in enumerate(SIZES):
-            inputs[k, size:] = filling
-            targets[k, size:] = int(filling > 0)
-        results.append(stacked.gradients(stacked.views(rows), [], inputs, targets, weights_for(SIZES)))
-    for one, other in zip(results[0][1], results[1][1], strict=True):
-        assert torch.equal(one, other)
-    assert torch.equal(results[0][0], results[1][0])
 
 
 class Shared(nn.Module):
@@ -255,17 +239,3 @@ def test_whole_numbers_that_an_average_has_made_fractions_of_are_rounded():
     stacked = StackedModule(lambda: zoo.model(kind="BatchNorm"))
     rows = torch.full((1, stacked.layout.n_buffer_values), 2.6, dtype=torch.double)
     assert stacked.unpack_buffers(rows)[-1].tolist() == [3]
-
-
-def test_a_stack_may_be_of_any_height_from_call_to_call(batches):
-    stacked = StackedModule(lambda: made("convolution"))
-    rows, _ = different_rows(made("convolution"), 3)
-    inputs, targets = batches("convolution", SIZES)
-    whole = stacked.gradients(stacked.views(rows), [], inputs, targets, weights_for(SIZES))
-    for k in range(3):
-        one = slice(k, k + 1)
-        losses, gradients = stacked.gradients(
-            stacked.views(rows[one]), [], inputs[one], targets[one], weights_for(SIZES)[one]
-        )
-        assert close(losses, whole[0][one])
-        assert all(close(a, b[one]) for a, b in zip(gradients, whole[1], strict=True))

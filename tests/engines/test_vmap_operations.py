@@ -117,14 +117,6 @@ OPERATIONS = {
         lambda x, w, b: F.group_norm(x, 2, w, b),
         (channels_last(random(2, *IMAGES)), random(2, 4), random(2, 4)),
     ),
-    "convolution": (F.conv2d, (random(2, *IMAGES), random(2, 8, 4, 3, 3), random(2, 8))),
-    "convolution without bias": (F.conv2d, (random(2, *IMAGES), random(2, 8, 4, 3, 3))),
-    "convolution, channels_last": (F.conv2d, (channels_last(random(2, *IMAGES)), random(2, 8, 4, 3, 3), random(2, 8))),
-    "convolution with options": (
-        lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1, dilation=2, groups=2),
-        (random(2, *IMAGES), random(2, 8, 2, 3, 3), random(2, 8)),
-    ),
-    "pooling": (lambda x: F.max_pool2d(x, 2), (random(2, *IMAGES),)),
 }
 
 
