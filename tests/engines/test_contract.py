@@ -210,25 +210,62 @@ ALGORITHMS = {  # with what their further gradients and their full gradients hav
     },
 }
 ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS, **SAMPLED}
-EXACT = {"spawn": 2}  # engines that give the very same bits on a CPU, with a number of processes that share the work
-CLOSE = {
-    "batched": {"processes": 1, "batched": {"width": 3}}
-}  # that agree up to rounding; several stacks where it matters
+SPAWN = {"engine": "spawn", "processes": 2}  # gives the very same bits on a CPU
+BATCHED = {"engine": "batched", "processes": 1, "batched": {"width": 3}}  # agrees up to rounding; several stacks
 REFUSED = {("batched", "state that no row holds"): "which no row holds; use engine=spawn"}
 ROUNDING = 1e-9  # in float64, after a few rounds
 
 
-@pytest.fixture(scope="module")
-def session():
-    """Keeps the processes from case to case."""
-    with fedsim.Session() as session:
-        yield session
+TOGETHER = (  # cases that one experiment has, by default; each of them alone is slow
+    ("one worker",),  # first, since all others have the same processes
+    ("partial cohorts of uneven shards", "several local epochs", "momentum, weight decay"),
+    ("local steps", "a rule on columns", "server momentum", "buffers averaged"),
+    ("given weights", "buffers averaged"),
+    ("scaffold with full gradients", "processed updates"),
+    ("fednova", "clipped gradients"),
+    ("feddyn of rows left out",),
+    ("adam", "learning rates by round", "a rule on whole rows", "augmentation"),
+    ("worker state of rows left out", "drawn local work", "buffers kept by workers"),
+    ("buffers of rows left out", "a large model"),
+    ("virtual shards of uneven sizes, under attack", "bfloat16"),
+    ("virtual shards and data of the server's own", "a server that broadcasts something else"),
+    ("dropout", "a rule by distances, under attack", "workers that see their samples differently"),
+    ("accumulated gradients", "updates quantized after an attack"),
+    ("state that no row holds", "an attack that draws"),
+    ("shared and unused parameters", "pre-aggregators"),
+    ("token numbers", "gradients first, then parameters"),
+    ("a rule that starts where it ended", "buffers of the server", "an attack that remembers"),
+    ("a rule with a state", "an attack on data", "learning rates by step"),
+    ("a rule that draws", "rows left out"),
+    ("a rule that asks for losses", "another loss", "uneven shards"),
+    ("an attack tuned to the rule",),
+    ("processed gradients", "an adaptive server"),
+    ("workers with the highest losses", "fedsam"),
+    ("unbiased weights, and workers that do not report",),
+    ("mimelite, some samples left out", "a rule with data of the server's own"),
+    ("mimelite, samples seen differently",),
+    ("mime",),
+    ("ditto with BatchNorm",),
+    ("apfl",),
+    ("per_fedavg",),
+    ("personal parameters first", "processed updates"),
+    ("personal normalisation layers",),
+    ("features of normalised models",),
+)
 
 
-def run_both(engine, tables, session=None):
-    serial = fedsim.run({**tables, "engine": "serial", "processes": None})
-    other = fedsim.run({**tables, "engine": engine, "processes": EXACT[engine]}, session=session)
-    return serial, other
+def merged(*names):
+    """The tables of several cases as one experiment; of what two of them set, the last stays."""
+    tables = {}
+    for name in names:
+        for key, value in ALL_CASES[name].items():
+            both = isinstance(value, dict) and isinstance(tables.get(key), dict)
+            tables[key] = {**tables[key], **value} if both else value
+    return tables
+
+
+def run_both(tables, session=None):
+    return fedsim.run({**tables, "engine": "serial"}), fedsim.run({**tables, **SPAWN}, session=session)
 
 
 def without_times(history):
@@ -247,29 +284,35 @@ def nearly(value, tolerance):
     return value if value is None else pytest.approx(value, abs=tolerance, rel=0)
 
 
-SYNCS = ("parameters", "gradients")
-
-
 def cases_and_syncs(shift):
-    """List pairs of a case and a sync: each case with one sync by default, in turn, and with the other under `-m slow`.
+    """List pairs of cases and a sync: those of `TOGETHER` with one sync, in turn, and under `-m slow` each alone.
 
-    `shift`, 0 or 1, is the number of the sync of the first case.
+    `shift`, 0 or 1, is the number of the sync of the first cases.
     """
-    pairs = []
-    for index, (case, tables) in enumerate(ALL_CASES.items()):
-        needs_local_steps = fedsim.Experiment(local=tables.get("local", {})).needs_local_steps
-        needs_parameters = "server" in tables or needs_local_steps or "accumulate" in tables.get("local", {})
-        for sync in SYNCS[:1] if needs_parameters else SYNCS:
-            is_default = needs_parameters or sync == SYNCS[(index + shift) % 2]
-            pairs.append(pytest.param(case, sync, marks=() if is_default else pytest.mark.slow))
-    return pairs
+    pairs = [
+        (names, (syncs_of(names)[(index + shift) % len(syncs_of(names))],), ()) for index, names in enumerate(TOGETHER)
+    ]
+    pairs += [((name,), syncs_of((name,)), pytest.mark.slow) for name in ALL_CASES]
+    return [
+        pytest.param(names, sync, marks=marks, id=f"{' and '.join(names)}-{sync}{'-alone' * bool(marks)}")
+        for names, syncs, marks in pairs
+        for sync in syncs
+    ]
 
 
-@pytest.mark.parametrize(("case", "sync"), cases_and_syncs(0))
-@pytest.mark.parametrize("engine", EXACT)
-def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_experiment, session):
-    tables = {**tiny_experiment, "sync": sync, **ALL_CASES[case]}
-    serial, other = run_both(engine, tables, session)
+def syncs_of(names):
+    """The values of `sync` with which cases can run."""
+    tables = merged(*names)
+    needs_local_steps = fedsim.Experiment(local=tables.get("local", {})).needs_local_steps
+    if needs_local_steps or "server" in tables or "accumulate" in tables.get("local", {}):
+        return (tables.get("sync", "parameters"),)
+    return "parameters", "gradients"
+
+
+@pytest.mark.parametrize(("cases", "sync"), cases_and_syncs(0))
+def test_spawn_gives_the_bits_that_serial_gives(cases, sync, tiny_experiment, session):
+    tables = {**tiny_experiment, **merged(*cases), "sync": sync}
+    serial, other = run_both(tables, session)
     assert not torch.equal(serial.global_row, torch.zeros_like(serial.global_row))
     assert torch.equal(serial.global_row, other.global_row)
     assert without_times(serial.history) == without_times(other.history)
@@ -277,11 +320,10 @@ def test_the_engine_gives_the_bits_that_serial_gives(engine, case, sync, tiny_ex
         assert torch.equal(value, other.model.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("engine", EXACT)
-def test_a_run_repeats_itself_and_follows_its_seed(engine, tiny_experiment, session):
+def test_a_run_repeats_itself_and_follows_its_seed(tiny_experiment, session):
     """As of `serial`, so of the others: whatever their processes have done before."""
     tables = {**tiny_experiment, "model": "net", "rounds": 1}
-    changed = {**tables, "engine": engine, "processes": EXACT[engine]}
+    changed = {**tables, **SPAWN}
     runs = [fedsim.run({**changed, "seed": seed}, session=session) for seed in (1, 2, 1)]
     runs += [fedsim.run({**tables, "seed": seed}) for seed in (1, 2, 1)]
     first, other, again = (run.global_row for run in runs[:3])
@@ -290,29 +332,25 @@ def test_a_run_repeats_itself_and_follows_its_seed(engine, tiny_experiment, sess
     assert all(torch.equal(run.global_row, serial.global_row) for run, serial in zip(runs[:3], runs[3:], strict=True))
 
 
-@pytest.mark.parametrize(("case", "sync"), cases_and_syncs(1))
-@pytest.mark.parametrize("engine", CLOSE)
-def test_the_engine_agrees_with_serial_up_to_rounding(engine, case, sync, tiny_experiment):
-    tables = {**tiny_experiment, "sync": sync, **ALL_CASES[case], "precision": "float64"}
-    if (engine, case) in REFUSED:
-        with pytest.raises(fedsim.ExperimentError, match=REFUSED[engine, case]):
-            fedsim.run({**tables, "engine": engine, **CLOSE[engine]})
+@pytest.mark.parametrize(("cases", "sync"), cases_and_syncs(1))
+def test_batched_agrees_with_serial_up_to_rounding(cases, sync, tiny_experiment):
+    tables = {**tiny_experiment, **merged(*cases), "sync": sync, "precision": "float64"}
+    if refusal := REFUSED.get(("batched", cases[0])):
+        with pytest.raises(fedsim.ExperimentError, match=refusal):
+            fedsim.run({**tables, **BATCHED})
         return
-    serial = fedsim.run({**tables, "engine": "serial", "processes": None})
-    assert_close(serial, fedsim.run({**tables, "engine": engine, **CLOSE[engine]}), ROUNDING)
+    assert_close(fedsim.run({**tables, "engine": "serial"}), fedsim.run({**tables, **BATCHED}), ROUNDING)
 
 
 @pytest.mark.parametrize("model", ["2nn", "cnn", "net"])
-def test_stacked_rows_agree_with_serial_on_mnist(model):
-    """In both precisions, after two rounds of partial cohorts, uneven shards, momentum and weight decay."""
+def test_stacked_rows_agree_with_serial_in_float32(model):
+    """Of partial cohorts, uneven shards, momentum and weight decay."""
     tables = {"rounds": 2, "workers": 12, "cohort": 4, "partition": "tests.plugs:uneven", "engine": "serial"}
-    tables["data"] = {"dataset": "tests.plugs:tiny", "train": 120} if model == "cnn" else "mnist5k"
+    tables["data"] = {"dataset": "tests.plugs:tiny", "train": 80} if model == "cnn" else "tests.plugs:tiny"
     tables["model"] = {"name": "net", "dropout": 0.0} if model == "net" else model
-    tables["local"] = {"steps": 3, "batch_size": 10 if model == "cnn" else 20, "momentum": 0.9, "weight_decay": 0.01}
-    for precision, tolerance in (("float64", ROUNDING), ("float32", 1e-4)):
-        serial = fedsim.run({**tables, "precision": precision})
-        stacked = fedsim.run({**tables, "precision": precision, "engine": "batched", "processes": 1})
-        assert torch.allclose(serial.global_row, stacked.global_row, rtol=0, atol=tolerance)
+    tables["local"] = {"steps": 2, "batch_size": 5, "momentum": 0.9, "weight_decay": 0.01}
+    serial, stacked = fedsim.run(tables), fedsim.run({**tables, "engine": "batched", "processes": 1})
+    assert torch.allclose(serial.global_row, stacked.global_row, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
@@ -324,15 +362,14 @@ def test_processes_that_stack_rows_agree_with_serial(case, sync, tiny_experiment
     assert_close(serial, stacked, ROUNDING)
 
 
-@pytest.mark.parametrize("engine", EXACT)
 @pytest.mark.parametrize("processes", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(engine, processes, tiny_experiment):
+def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(processes, tiny_experiment):
     """No more are started than a cohort has members; with both ways of synchronisation in the same processes."""
     with fedsim.Session() as session:
         for sync in ("parameters", "gradients"):
             tables, settings = {**tiny_experiment, "model": "net", "sync": sync}, []
             serial = fedsim.run({**tables, "engine": "serial"})
-            wanted = {**tables, "engine": engine, "processes": processes}
+            wanted = {**tables, "engine": "spawn", "processes": processes}
             other = fedsim.run(wanted, session=session, on_start=settings.append)
             assert torch.equal(serial.global_row, other.global_row)
             assert settings[0].how["processes"] == min(processes, 3)
@@ -342,7 +379,7 @@ def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(engine,
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_mnist5k_in_full_gives_the_same_bits(sync):
     tables = {"rounds": 3, "workers": 7, "cohort": 5, "sync": sync, "partition": "tests.plugs:uneven"}
-    serial, spawn = run_both("spawn", tables)
+    serial, spawn = run_both(tables)
     assert torch.equal(serial.global_row, spawn.global_row)
 
 
@@ -352,6 +389,6 @@ def test_mnist5k_in_full_gives_the_same_bits(sync):
 def test_on_a_gpu_spawn_agrees_with_serial_and_the_gpu_with_the_cpu(case, sync, tiny_experiment):
     tables = {**tiny_experiment, "sync": sync, "precision": "float64", **CASES[case]}
     on_cpu = fedsim.run({**tables, "device": "cpu"})
-    serial, spawn = run_both("spawn", {**tables, "device": "cuda"})
+    serial, spawn = run_both({**tables, "device": "cuda"})
     assert torch.allclose(serial.global_row, spawn.global_row, rtol=0, atol=1e-9)
     assert torch.allclose(serial.global_row, on_cpu.global_row, rtol=0, atol=1e-9)

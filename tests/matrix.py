@@ -1,0 +1,18 @@
+"""Matrices of cases of which a part runs by default."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def in_turn(names, firsts, seconds):
+    """Parametrize by pairs: each of `firsts` with one of `seconds` in turn by default, with the others if slow."""
+    seconds = list(seconds)
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(first, second, marks=() if (i - j) % len(seconds) == 0 else pytest.mark.slow)
+            for i, first in enumerate(firsts)
+            for j, second in enumerate(seconds)
+        ],
+    )
