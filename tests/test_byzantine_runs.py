@@ -130,10 +130,8 @@ DRAWN = {
 @pytest.mark.parametrize(
     ("rule", "sync", "engine"),
     [
-        ("tests.plugs:drawn_mean", "parameters", "serial"),
         ("tests.plugs:drawn_mean", "gradients", "spawn"),
-        ("tests.plugs:drawn_on_device", "parameters", "spawn"),
-        ("tests.plugs:drawn_on_device", "gradients", "serial"),
+        ("tests.plugs:drawn_on_device", "parameters", "serial"),
     ],
 )
 def test_a_linear_rule_draws_its_coefficients_again_in_each_aggregation(rule, sync, engine, tables):

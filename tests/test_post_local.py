@@ -18,6 +18,7 @@ from fedsim.runs.text_table import headline
 from fedsim.server import ServerStep
 from tests import plugs
 from tests.engines.test_contract import without_times
+from tests.matrix import in_turn
 from tests.test_simulation import local_epoch
 from tests.textbook import small_two_nn, start_of, train_on_joint_batches
 
@@ -105,8 +106,7 @@ def same(ours, theirs):
     return all(torch.equal(one, other) for one, other in zip(*tensors, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("engine", ENGINES)
+@in_turn(("case", "engine"), CASES, ENGINES)
 def test_it_is_gradient_averaging_before_and_parameter_averaging_after_the_switch(
     engine, case, tiny_experiment, session
 ):

@@ -163,10 +163,11 @@ def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates:
 
 def global_states(device: torch.device) -> list[object]:
     """The states of these generators as values that can be compared: equal before and after code that draws nothing."""
-    _, numpy_key, *numpy_position = np.random.get_state()
+    numpy_state = np.random.get_state(legacy=False)
+    key, position = numpy_state["state"].values()
     generators = torch.default_generator, _default_generator(device)
     torch_states = [generator.get_state().numpy().tobytes() for generator in generators]
-    return [random.getstate(), numpy_key.tobytes(), numpy_position, torch_states]
+    return [random.getstate(), key.tobytes(), position, numpy_state["has_gauss"], numpy_state["gauss"], torch_states]
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

@@ -18,6 +18,7 @@ from fedsim.asynchronous.policies import policy
 from fedsim.errors import FedsimWarning
 from fedsim.runs import checkpoints
 from tests.commands import assert_none_left, read_until, start
+from tests.matrix import in_turn
 
 ROUNDS = 5
 EVERY = {"checkpoint": {"every": 1, "keep": 100}}
@@ -28,34 +29,31 @@ BASE = {
 TIMED = {"mode": "clock", "clock": {"speed": {"name": "lognormal"}, "noise": "shifted_exponential"}}
 
 CASES = {
-    "momentum": {},
-    "cohort": {"cohort": 2},
-    "server optimizer": {"server": "yogi"},
-    "slow momentum": {"server": {"optimizer": "momentum", "lr": 0.5, "beta": 0.9}},
-    "rule with a state": {"aggregate": {"rule": "foolsgold"}, "cohort": 2},
-    "rule that goes on from the last update": {"aggregate": {"rule": "centered_clipping"}},
-    "rule with the server's own samples": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
-    "rule that takes losses": {"aggregate": {"rule": "qfedavg"}},
-    "attack": {"workers": 5, "attack": {"name": "alie", "fraction": 0.2, "z": 1.5}, "aggregate": {"rule": "median"}},
-    "attack with a state": {
-        **{"workers": 5, "attack": {"name": "mimic", "workers": [1, 4], "warmup": 3}, "aggregate": {"rule": "median"}},
+    "server optimizer": {"cohort": 2, "server": "yogi", "precision": "float64"},
+    "slow momentum": {
+        "server": {"optimizer": "momentum", "lr": 0.5, "beta": 0.9},
+        "processors": ["qsgd", {"name": "gaussian_noise", "std": 0.1}],
     },
-    "gradients": {"sync": "gradients"},
+    "rule with a state": {"aggregate": {"rule": "foolsgold"}, "cohort": 2},
+    "rule that goes on from the last update": {
+        **{"workers": 5, "attack": {"name": "alie", "fraction": 0.2, "z": 1.5}, "aggregate": "centered_clipping"},
+    },
+    "rule with the server's own samples": {
+        **{"aggregate": {"rule": "fltrust", "root_samples": 20}, "sync": "gradients"},
+    },
+    "rule that takes losses": {"aggregate": "qfedavg", "model": "tests.plugs:Normalised", "cohort": 2},
     "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 4, "server": "adam"},
-    "own buffers": {"model": "tests.plugs:Normalised", "buffers": "local"},
-    "worker state and messages": {"local": {"solver": "tests.plugs:Counting"}, "workers": 50, "cohort": 3},
+    "worker state and messages": {
+        **{"local": {"solver": "tests.plugs:Counting"}, "workers": 50, "cohort": 3},
+        **{"model": "tests.plugs:Normalised", "buffers": "local"},
+    },
     "scaffold": {"local": {"solver": "scaffold", "batch_size": 16}, "workers": 6, "cohort": 3},
-    "fednova": {"local": {"solver": "fednova", "batch_size": 16}, "partition": "tests.plugs:uneven", "cohort": 3},
     "feddyn": {"local": {"solver": "feddyn", "batch_size": 16}, "workers": 6, "cohort": 3, "aggregate": "mean"},
     "personal parameters": {
         **{"local": {"solver": "fedrep", "personal": ["*.bias"], "steps": 3, "head_steps": 1}, "cohort": 2},
     },
     "features": {"local": {"solver": "moon", "steps": 3}, "cohort": 2},
-    "averaged buffers": {"model": "tests.plugs:Normalised", "cohort": 2},
-    "processors": {"processors": ["qsgd", {"name": "gaussian_noise", "std": 0.1}]},
-    "float64": {"precision": "float64"},
-    "virtual shards": {"partition": "tests.plugs:some", "workers": 50, "cohort": 3},
-    "rounds on the clock": TIMED,
+    "virtual shards, on the clock": {**TIMED, "partition": "tests.plugs:some", "workers": 50, "cohort": 3},
     "cohorts by loss": {"workers": 9, "cohort": 2, "sampling": {"strategy": "power_of_choice", "candidates": 5}},
     "cohorts of available workers, on the clock": {
         **{**TIMED, "workers": 9, "cohort": 2, "worker_dropout": 0.3},
@@ -70,7 +68,10 @@ OF_POLICIES = {
 ASYNCHRONOUS = {
     **{name: {**TIMED, "policy": {"name": name, **OF_POLICIES.get(name, {})}} for name in policy.names()},
     "fedbuff, sampled": {**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3},
-    "asgd, workers leave": {**TIMED, "policy": "asgd", "clock": {**TIMED["clock"], "departures": {"1": 8.0}}},
+    "asgd, workers leave": {
+        **{**TIMED, "policy": "asgd", "clock": {**TIMED["clock"], "departures": {"1": 8.0}}},
+        "local": {"solver": "adam", "batch_size": 16, "steps": 3},
+    },
     "fedbuff, worker state": {
         **{**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3, "local": {"solver": "tests.plugs:Counting"}},
         "model": "tests.plugs:Normalised",
@@ -81,7 +82,6 @@ ASYNCHRONOUS = {
         "local": {"solver": "fedper", "personal": ["*.bias"], "steps": 3},
     },
     "fedbuff, buffers": {**TIMED, "policy": "fedbuff", "model": "tests.plugs:Normalised"},
-    "asgd, adam": {**TIMED, "policy": "asgd", "local": {"solver": "adam", "batch_size": 16, "steps": 3}},
 }
 del ASYNCHRONOUS["sync"]
 
@@ -136,8 +136,11 @@ def test_a_resumed_run_has_bitwise_the_same_result(case, tables, tmp_path, sessi
     assert json.loads((folder / "environment.json").read_text())["resumed"][0]["after_round"] == round
 
 
-@pytest.mark.parametrize("engine", [{"engine": "spawn", "processes": 2}, {"engine": "batched", "processes": 1}])
-@pytest.mark.parametrize("case", ["rule with a state", "fedbuff, sampled", "scaffold", "feddyn"])
+@in_turn(
+    ("case", "engine"),
+    ["rule with a state", "fedbuff, sampled", "feddyn", "scaffold"],
+    [{"engine": "spawn", "processes": 2}, {"engine": "batched", "processes": 1}],
+)
 def test_other_engines_resume_with_bitwise_the_same_result(case, engine, tables, tmp_path, session):
     tables |= {**(CASES | ASYNCHRONOUS)[case], **engine}
     whole = fedsim.run(tables, tmp_path / "whole", session=session)

@@ -17,7 +17,7 @@ from fedsim.server import BoundCohortStrategy, CohortSampler, cohort_strategy
 from fedsim.server.cohort_strategies import inclusion_probabilities
 
 SIZES = (30, 1, 9, 5, 5, 10)
-ROUNDS = 6000
+ROUNDS = 2000
 
 
 def shards_of(sizes):
@@ -46,7 +46,7 @@ def test_uniform_cohorts_are_those_of_earlier_versions():
     assert [draw(round).workers for round in (1, 2, 9)] == [sample_cohort(0, r, 6, 3).tolist() for r in (1, 2, 9)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("size", [1, 3, 6])
 def test_by_size_draws_each_worker_with_its_probability(size):
     draw = sampler(size, strategy="by_size")
     assert all(len(draw(round).workers) == size for round in range(1, 50))
@@ -128,10 +128,12 @@ def test_daily_workers_are_on_for_the_same_part_of_each_period():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "size"),
-    [("uniform", 2), ("by_size", 3), ("round_robin", 2), ({"strategy": "fixed", "workers": [0, 1, 2, 3, 4, 5]}, 6)],
+    ("sampling", "size", "dropout"),
+    [
+        *(("uniform", 2, 0.3), ("by_size", 3, 0.0), ("by_size", 2, 0.3), ("round_robin", 2, 0.0)),
+        ({"strategy": "fixed", "workers": [0, 1, 2, 3, 4, 5]}, 6, 0.3),
+    ],
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_weights_by_inverse_probability_are_unbiased(sampling, size, dropout):
     sampling = sampling if isinstance(sampling, dict) else {"strategy": sampling}
     draw = sampler(size, dropout=dropout, weighted=True, **sampling)
