@@ -99,7 +99,8 @@ class BatchSource:
 
     def shard(self, worker: int) -> CustomSubset:
         """A worker's samples, in the order of the data set."""
-        return CustomSubset(self._shared.train, self._positions_of(worker))
+        positions = self._shared.root if worker == self.root else self._shared.shards.of(worker)
+        return CustomSubset(self._shared.train, positions)
 
     def batches(self, worker: int, round: int) -> Batches:
         """A worker's batches without end: its shard, in a new order for each epoch."""
@@ -210,19 +211,17 @@ class BatchSource:
         of_worker = dict(zip(of_workers, starts, strict=True))
         return torch.cat([self._shards, root]), [of_worker.get(worker, len(self._shards)) for worker in workers]
 
-    def _positions_of(self, worker: int) -> Tensor:
-        return self._shared.root if worker == self.root else self._shared.shards.of(worker)
-
     def samples_seen(self, worker: int, round: int, batch_size: int, purpose: str = "losses") -> Batches:
         """A worker's samples once, as it sees them: by its partition's transform, and poisoned; not augmented."""
-        alter = self.alteration_of_view(worker, round, purpose)
-        for number, (inputs, targets) in enumerate(self.shard(worker).batches(batch_size)):
-            yield alter(inputs, targets, number) if alter else (inputs, targets)
+        return self._seen(self.shard(worker), batch_size, self.alteration_of_view(worker, round, purpose))
 
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
         """A worker's own test samples, as it sees them: by its partition's transform."""
-        alter = self.alteration_of_view(worker, round, "worker_test")
         samples = CustomSubset(self._shared.train, self._shared.worker_tests.of(worker))
+        return self._seen(samples, batch_size, self.alteration_of_view(worker, round, "worker_test"))
+
+    @staticmethod
+    def _seen(samples: CustomSubset, batch_size: int, alter: Alteration | None) -> Batches:
         for number, (inputs, targets) in enumerate(samples.batches(batch_size)):
             yield alter(inputs, targets, number) if alter else (inputs, targets)
 

@@ -241,11 +241,6 @@ class RowDropout:
         """
         return self._current.give_to((make or self._task.new_module)())
 
-    @property
-    def dropouts(self) -> tuple[Dropout, ...]:
-        """The calls of dropout in a forward pass; none where PyTorch has to draw them."""
-        return self._calls.dropouts
-
     @cached_property
     def _calls(self) -> Calls:
         return recorded_calls(self._task, self._shared, self._task.schedule.batch_size)

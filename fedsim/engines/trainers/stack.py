@@ -82,14 +82,19 @@ class Block(NamedTuple):
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the batches of each step, of the members that have not finished."""
         for step, active in enumerate((self.sizes > 0).sum(1).tolist()):
-            yield StepBatch(
-                self.step + step,
-                range(active),
-                self.sizes[step, :active],
-                self.counts[step, :active],
-                self.positions[step, :active],
-                self.weights[step, :active],
-            )
+            yield self.step_batch(step, range(active))
+
+    def step_batch(self, step: int, members: range | list[int]) -> StepBatch:
+        """The batches of a step, counted from that of the block, of members from place 0 on or in a list."""
+        places = slice(len(members)) if isinstance(members, range) else members
+        return StepBatch(
+            self.step + step,
+            members,
+            self.sizes[step, places],
+            self.counts[step, places],
+            self.positions[step, places],
+            self.weights[step, places],
+        )
 
 
 class Stack:
@@ -171,16 +176,7 @@ class Stack:
             block = self._block(start, positions, np.array(starts) + begin, sizes)
             for step in range(int((sizes.max(1) > 0).sum())):
                 some = np.flatnonzero(sizes[step]).tolist()
-                members = range(len(some)) if some[-1] < len(some) else some
-                places = slice(len(some)) if isinstance(members, range) else some
-                yield StepBatch(
-                    start + step,
-                    members,
-                    sizes[step, places],
-                    block.counts[step, places],
-                    block.positions[step, places],
-                    block.weights[step, places],
-                )
+                yield block.step_batch(step, range(len(some)) if some[-1] < len(some) else some)
 
     @property
     def layer_keys(self) -> list[int]:
