@@ -69,16 +69,17 @@ def tune(experiment: Experiment, on_candidate: Callable[[Candidate], object] = l
     working = [candidate for candidate in measured if candidate.refusal is None]
     if not working:
         raise ExperimentError(*(f"{candidate.label}: {candidate.refusal}" for candidate in measured))
-    return min(working, key=lambda candidate: candidate.seconds(experiment.rounds) / _allowance(candidate))
+
+    def cost(candidate: Candidate) -> float:
+        share = EXACT_SHARE if candidate.keys["engine"] == "batched" else 1.0
+        return candidate.seconds(experiment.rounds) / share
+
+    return min(working, key=cost)
 
 
 def lines_for_file(candidate: Candidate) -> str:
     """The keys as lines of an experiment file."""
     return tomli_w.dumps(candidate.keys).strip()
-
-
-def _allowance(candidate: Candidate) -> float:
-    return EXACT_SHARE if candidate.keys["engine"] == "batched" else 1.0
 
 
 def _ways(experiment: Experiment) -> Iterable[dict[str, Any]]:

@@ -46,11 +46,11 @@ class ClockLoop:
             prepared.schedule,
             shared.shards.size,
         )
-        self._model_bytes = prepared.row_bytes - personal_bytes(prepared.task) + prepared.buffer_bytes
-        self._message_bytes = message_bytes(prepared.task, shared)
+        model_bytes = prepared.row_bytes - personal_bytes(prepared.task) + prepared.buffer_bytes
+        received, sent = message_bytes(prepared.task, shared)
+        self._bytes_up, self._bytes_down = model_bytes + sent, model_bytes + received
         train = partial(_train, engine, self._timer)  # a method of this loop would be a cycle that keeps the rows
-        sent_and_received = [self._model_bytes + nbytes for nbytes in reversed(self._message_bytes)]
-        self._source = _source_of(prepared, self._server, scheduler, train, sent_and_received)
+        self._source = _source_of(prepared, self._server, scheduler, train, self._bytes_up, self._bytes_down)
 
     def run_round(self, round: int) -> RoundRecord:
         timer, source, policy = self._timer, self._source, self._policy
@@ -70,7 +70,7 @@ class ClockLoop:
             train_loss=stats.train_loss,
             **tested.fields(),
             seconds=timer.seconds,
-            **work_of(stats, self._model_bytes, self._message_bytes),
+            **work_of(stats, self._bytes_up, self._bytes_down),
             virtual_seconds=source.now,
             asynchronous=async_record(stats, self._server.version, dispatcher.arrivals, policy.buffered(self._server)),
         )
@@ -90,18 +90,15 @@ class ClockLoop:
         """Nothing is left to do."""
 
 
-def work_of(stats: RoundStats, model_bytes: int, message_bytes: tuple[int, int] = (0, 0)) -> dict[str, Any]:
-    """The fields of a round's record that say what the workers did.
-
-    `message_bytes` are received and sent with each model.
-    """
+def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]:
+    """The fields of a round's record that say what the workers did; the bytes are those of one model or gradient."""
     cohort = sorted(stats.samples)
     return {
         "cohort": cohort,
         "samples": [stats.samples[worker] for worker in cohort],
         "excluded": sorted(stats.excluded),
-        "bytes_up": stats.up * (model_bytes + message_bytes[1]),
-        "bytes_down": stats.down * (model_bytes + message_bytes[0]),
+        "bytes_up": stats.up * bytes_up,
+        "bytes_down": stats.down * bytes_down,
     }
 
 
@@ -119,9 +116,9 @@ def _train(engine: Engine, timer: PhaseTimer, items: Sequence[WorkItem]) -> None
 
 
 def _source_of(
-    prepared: PreparedRun, server: ServerState, scheduler: Scheduler, train: Train, nbytes: Sequence[int]
+    prepared: PreparedRun, server: ServerState, scheduler: Scheduler, train: Train, bytes_up: int, bytes_down: int
 ) -> VirtualClock | LoggedOrder:
-    """The source of the order of events: delays, or the log of a race; `nbytes` travel with a model, up and down."""
+    """The source of the order of events: delays, or the log of a race."""
     experiment, clock = prepared.experiment, prepared.experiment.clock
     if clock.log is not None:
         return LoggedOrder(read_log(clock.log, experiment.resolved()), clock.log, server, scheduler, train)
@@ -130,8 +127,8 @@ def _source_of(
         server.step_seconds.copy_(torch.from_numpy(delays.base * delays.speeds))
 
     def duration(item: WorkItem, unit: int, models: tuple[int, int]) -> float:
-        travel = models[0] * nbytes[0] + models[1] * nbytes[1]
-        return delays.seconds(item.worker, unit, scheduler.steps(item), travel)
+        nbytes = models[0] * bytes_up + models[1] * bytes_down
+        return delays.seconds(item.worker, unit, scheduler.steps(item), nbytes)
 
     total_items = experiment.rounds * scheduler.total_items_per_round()
     return VirtualClock(server, scheduler, duration, train, departures, total_items)

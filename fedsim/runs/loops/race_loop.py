@@ -95,13 +95,13 @@ class RaceLoop:
             self._log.extend(
                 (run, round, np.array(result.entries, dtype=np.int64)) for run, result in enumerate(results, 1)
             )
-        first = results[0]
+        first, nbytes = results[0], self._prepared.row_bytes + self._prepared.buffer_bytes
         return RoundRecord(
             round=round,
             **EvaluationResult.mean([result.test for result in results]).fields(),
             train_loss=statistics.fmean(result.stats.train_loss for result in results),
             seconds=self._timer.seconds,
-            **work_of(first.stats, self._prepared.row_bytes + self._prepared.buffer_bytes),
+            **work_of(first.stats, nbytes, nbytes),
             asynchronous=async_record(first.stats, first.updates, first.arrivals, first.buffered),
             race=_race_record(results),
         )
