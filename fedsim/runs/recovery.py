@@ -6,8 +6,8 @@ are started, and the round is repeated, with bitwise the same result.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from fedsim.core.snapshot import Snapshot
@@ -53,42 +53,37 @@ class RecoveringLoop:
 
     def run_round(self, round: int) -> RoundRecord:
         """Run one round. Raises WorkerError if it loses more processes than it may be repeated."""
-        before = self.state()
+        self.state()
 
         def call() -> RoundRecord:
             record = self._run_once(round)
             self._before = self._loop.state()  # repeated too, since processes may be lost between rounds
             return record
 
-        report = functools.partial(self._report, round)
-        return self._repeated(call, lambda: self._loop.resume(before), report, f"round {round} has been tried")
+        return self._repeated(call, partial(self._report, round), f"round {round} has been tried")
 
     def state(self) -> Snapshot:
         if self._before is None:  # before the first round
-            self._before = self._repeated(self._loop.state, lambda: None, self._report_between(0), STARTED)
+            self._before = self._repeated(self._loop.state, partial(self._announce, 0), STARTED)
         return self._before
 
     def resume(self, state: Snapshot) -> None:
-        self._repeated(lambda: self._loop.resume(state), lambda: None, self._report_between(0), STARTED)
+        self._before = None
+        self._repeated(lambda: self._loop.resume(state), partial(self._announce, 0), STARTED)
         self._before = state
 
     def finish(self) -> None:
-        restore = functools.partial(self._loop.resume, self.state())
-        self._repeated(self._loop.finish, restore, self._report_between(self._rounds), "ending the run has been tried")
+        self.state()
+        self._repeated(self._loop.finish, partial(self._announce, self._rounds), "ending the run has been tried")
 
-    def _repeated(
-        self,
-        call: Callable[[], T],
-        restore: Callable[[], object],
-        report: Callable[[ProcessLostError, int], object],
-        what: str,
-    ) -> T:
-        """The result of `call`, repeated after a loss on new processes that `restore` prepares; see `retried`."""
+    def _repeated(self, call: Callable[[], T], report: Callable[[ProcessLostError, int], object], what: str) -> T:
+        """The result of `call`, repeated after a loss on new processes and from the state before; see `retried`."""
 
         def attempt(number: int) -> T:
             if number > 1:
                 self._engine.replace_processes()
-                restore()
+                if self._before is not None:
+                    self._loop.resume(self._before)
             return call()
 
         return retried(attempt, self._retries, report, what)
@@ -98,12 +93,10 @@ class RecoveringLoop:
 
     def _report(self, round: int, loss: ProcessLostError, attempt: int) -> None:
         """Announce that the round is repeated."""
-        then = f", and round {round} is done again"
-        announce(loss, attempt, self._retries, self._note, round=round, then=then)
+        self._announce(round, loss, attempt, then=f", and round {round} is done again")
 
-    def _report_between(self, round: int) -> Callable[[ProcessLostError, int], None]:
-        """The report of a loss between rounds, after this one."""
-        return lambda loss, attempt: announce(loss, attempt, self._retries, self._note, round=round)
+    def _announce(self, round: int, loss: ProcessLostError, attempt: int, **more: str) -> None:
+        announce(loss, attempt, self._retries, self._note, round=round, **more)
 
 
 class DroppingLoop(RecoveringLoop):
@@ -134,14 +127,14 @@ class DroppingLoop(RecoveringLoop):
             return
         self._lost += lost
         named = f"{'worker' if len(lost) == 1 else 'workers'} {', '.join(map(str, lost))}"
-        if len(self._lost) == len(self._loop.cohort(round)):
+        if len(self._lost) == len(self._loop.cohort):
             raise WorkerError(f"{loss}; without {named}, no worker is left in the cohort of round {round}") from loss
         then = f", and round {round} is done again without {named}"
-        announce(loss, attempt, self._retries, self._note, round=round, kind="worker dropped", then=then)
+        self._announce(round, loss, attempt, kind="worker dropped", then=then)
 
     def _workers_of(self, loss: ProcessLostError, round: int) -> list[int]:
         """The workers of the cohort that were lost with a process; see `Executor`."""
-        cohort = [worker for worker in self._loop.cohort(round) if worker not in self._lost]
+        cohort = [worker for worker in self._loop.cohort if worker not in self._lost]
         if loss.worker is not None:
             return [worker for worker in cohort if worker == loss.worker]
         shared = self._engine.shared

@@ -24,7 +24,7 @@ from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.tensorboard import TensorBoardWriter
 from fedsim.records.worker_results import draw_workers, newest_table, read_csv
-from fedsim.runs.loops.choose import loop_of
+from fedsim.runs.loops.loop import loop_of
 from fedsim.runs.recovery import recovering
 from fedsim.runs.resume import ResumeState, choices_of
 from fedsim.runs.rule_replay import kept_updates

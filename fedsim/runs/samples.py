@@ -1,4 +1,4 @@
-"""Which samples the workers and the server of an experiment have."""
+"""The samples of the workers and of the server of an experiment, its attackers, and its cohorts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.data import Shards, TensorData, hold_out, partition_shards
 from fedsim.errors import ExperimentError
+from fedsim.server import CohortSampler
 
 MOST_SAMPLED = 1_000  # workers whose shards are drawn to describe a virtual population
 
@@ -57,3 +58,15 @@ def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
     if shards.listed or len(shards) <= MOST_SAMPLED:
         return None
     return sample_workers(numpy_generator(seed, "look"), len(shards), MOST_SAMPLED).tolist()
+
+
+def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
+    """The sampler of cohorts. Raises ExperimentError if it needs sizes of shards that are not known."""
+    return CohortSampler(
+        strategy=experiment.sampling.bind(),
+        seed=experiment.seed,
+        size=experiment.cohort_size,
+        shards=shards,
+        dropout=experiment.worker_dropout,
+        weighted=experiment.aggregate.weights == "inverse_probability",
+    )

@@ -30,8 +30,8 @@ from fedsim.engines.pool.retry import Note, announce, retried
 from fedsim.engines.schedule import Amount, DrawnAmount
 from fedsim.engines.task import SharedState, buffer_bytes
 from fedsim.errors import ExperimentError, FedsimWarning, show
-from fedsim.runs import checks, cohorts
-from fedsim.runs.samples import attackers_of, server_samples, shards_of, workers_to_describe
+from fedsim.runs import checks
+from fedsim.runs.samples import attackers_of, cohorts_of, server_samples, shards_of, workers_to_describe
 from fedsim.runs.session import Session
 from fedsim.system.devices import describe_device, shares_memory
 from fedsim.system.openmp import warn_if_threads_spin
@@ -164,7 +164,7 @@ def prepare(
         sizes = {worker: shards.size(worker) for worker in described}
         checks.check_smallest_batch(experiment, task, train, sizes)
         checks.check_lr_schedules(experiment, task, sizes)
-        checks.check_last_steps(experiment, task, cohorts.cohorts_of(experiment, shards))
+        checks.check_last_steps(experiment, task, cohorts_of(experiment, shards))
 
         on_setup(f"getting the engine {experiment.engine} ready for the first round")
         root = server_samples(experiment, train, worker_tests) if task.rule.accepts("root") else None

@@ -6,7 +6,6 @@ import pytest
 
 import fedsim
 from fedsim.asynchronous.clock.delays import Delays
-from fedsim.engines.task import Schedule
 from fedsim.runs.loops.round_clock import RoundClock, delays_of
 from tests.asynchronous import simulated
 
@@ -27,17 +26,17 @@ def test_delays_of_an_experiment():
 
 def test_a_round_takes_as_long_as_its_slowest_worker():
     """Workers of 1, 2 and 3 s a step with 3, 1 and 2 steps; then without the first."""
-    clock = RoundClock(simulated.delays_of([1.0, 2.0, 3.0]), Schedule(4), 0, 0)
-    clock.pass_round([0, 1, 2], [10, 4, 7], round=1, update_bytes=0, in_step=False)
+    clock = RoundClock(simulated.delays_of([1.0, 2.0, 3.0]))
+    clock.pass_round({0: 3, 1: 1, 2: 2}, update_bytes=0, in_step=False)
     assert clock.now == 6
-    clock.pass_round([0, 1], [10, 4], round=1, update_bytes=0, in_step=False)
+    clock.pass_round({0: 3, 1: 1}, update_bytes=0, in_step=False)
     assert clock.now == 9
 
 
 def test_each_step_waits_for_its_slowest_worker():
     """The third worker is the slowest of the first two steps; the third step is the first worker's alone."""
-    clock = RoundClock(simulated.delays_of([1.0, 2.0, 3.0]), Schedule(4), 0, 0)
-    clock.pass_round([0, 1, 2], [10, 4, 7], round=1, update_bytes=0, in_step=True)
+    clock = RoundClock(simulated.delays_of([1.0, 2.0, 3.0]))
+    clock.pass_round({0: 3, 1: 1, 2: 2}, update_bytes=0, in_step=True)
     assert clock.now == 3 + 3 + 1
 
 
@@ -45,8 +44,8 @@ def test_a_round_takes_as_long_as_the_model_the_update_and_the_buffers_travel():
     delays = simulated.delays_of([1.0, 2.0])
     delays = Delays(delays.speeds, delays.noise, 0, 1.0, 0.5, 20.0)
     for in_step, seconds in ((False, 4 + 0.5 + 3), (True, 2 * (2 + 0.5 + 3))):
-        clock = RoundClock(delays, Schedule(4), row_bytes=30, buffer_bytes=10)
-        clock.pass_round([0, 1], [8, 8], round=1, update_bytes=10, in_step=in_step)
+        clock = RoundClock(delays, row_bytes=30, buffer_bytes=10)
+        clock.pass_round({0: 2, 1: 2}, update_bytes=10, in_step=in_step)
         assert clock.now == seconds
 
 
@@ -67,9 +66,9 @@ def test_each_worker_counts_its_own_units(in_step):
         asked.append((worker, unit, steps))
         return 1.0
 
-    clock = RoundClock(SimpleNamespace(seconds=seconds), Schedule(4, epochs=None, steps=2), 0, 0)
-    clock.pass_round([0, 2], [5, 5], round=1, update_bytes=0, in_step=in_step)
-    clock.pass_round([1, 2], [5, 5], round=1, update_bytes=0, in_step=in_step)
+    clock = RoundClock(SimpleNamespace(seconds=seconds))
+    clock.pass_round({0: 2, 2: 2}, update_bytes=0, in_step=in_step)
+    clock.pass_round({1: 2, 2: 2}, update_bytes=0, in_step=in_step)
     if in_step:
         assert asked == [(0, 0, 1), (2, 0, 1), (0, 1, 1), (2, 1, 1), (1, 0, 1), (2, 2, 1), (1, 1, 1), (2, 3, 1)]
     else:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 import fedsim
 from fedsim.core.snapshot import Snapshot
-from fedsim.runs.loops.choose import loop_of
+from fedsim.runs.loops.loop import loop_of
 from fedsim.runs.resume import UNFIT
 from fedsim.runs.setup import prepare
 from tests.hostile.mutations import EXTREMES, mutated, mutations

@@ -24,7 +24,7 @@ from fedsim.engines import plan
 from fedsim.engines.pool import backend as pool_backend
 from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.errors import FedsimWarning, WorkerError
-from fedsim.runs.loops.choose import loop_of
+from fedsim.runs.loops.loop import loop_of
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import prepare
 from tests.commands import ROOT, assert_none_left, start

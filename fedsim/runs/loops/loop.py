@@ -1,11 +1,18 @@
-"""What the loops of all modes have in common."""
+"""What the loops of all modes have in common, and which of them an experiment runs in."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from fedsim.core.snapshot import Snapshot
+from fedsim.engines import Engine, SpawnEngine
+from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.records.record import RoundRecord
+from fedsim.runs.loops.clock_loop import ClockLoop
+from fedsim.runs.loops.race_loop import RaceLoop
+from fedsim.runs.loops.synchronous import SynchronousLoop
+from fedsim.runs.setup import PreparedRun
 
 
 class Loop(Protocol):
@@ -26,3 +33,21 @@ class Loop(Protocol):
 
     def finish(self) -> None:
         """Do what is due after the last round."""
+
+
+def loop_of(
+    prepared: PreparedRun,
+    engine: Engine,
+    keep_log: Callable[[bytes], object] | None = None,
+    keep_results: Callable[[WorkerResults], object] | None = None,
+) -> Loop:
+    """The loop of a run.
+
+    Args:
+        keep_log: is given the log of a race.
+        keep_results: is given the tests of single workers.
+    """
+    if isinstance(engine, SpawnEngine) and prepared.experiment.mode == "race":
+        return RaceLoop(prepared, engine, keep_log)
+    in_rounds = prepared.experiment.policy.bind().in_rounds
+    return SynchronousLoop(prepared, engine, keep_results) if in_rounds else ClockLoop(prepared, engine)

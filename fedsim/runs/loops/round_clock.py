@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fedsim.asynchronous.checkpoint_schema import RoundClockState
@@ -12,7 +12,6 @@ from fedsim.asynchronous.clock.noises import bind_noise
 from fedsim.asynchronous.clock.speeds import draw_speeds
 from fedsim.config.experiment import Experiment
 from fedsim.engines.footprint import personal_bytes
-from fedsim.engines.task import Schedule
 from fedsim.runs.setup import PreparedRun
 
 
@@ -31,10 +30,8 @@ class RoundClock:
         now: virtual seconds since the start.
     """
 
-    def __init__(
-        self, delays: Delays, schedule: Schedule, row_bytes: int, buffer_bytes: int, message_bytes: int = 0
-    ) -> None:
-        self._delays, self._schedule = delays, schedule
+    def __init__(self, delays: Delays, row_bytes: int = 0, buffer_bytes: int = 0, message_bytes: int = 0) -> None:
+        self._delays = delays
         # The model that a worker receives, buffers both ways, and what it receives and sends besides.
         self._other_bytes = row_bytes + 2 * buffer_bytes + message_bytes
         self._started: Counter[int] = Counter()  # work items, by worker
@@ -45,25 +42,22 @@ class RoundClock:
         """The clock of a run."""
         messages = sum(prepared.task.solver.numbers_sent(prepared.parameters)) * prepared.task.dtype.itemsize
         delays, row_bytes = delays_of(prepared.experiment), prepared.row_bytes - personal_bytes(prepared.task)
-        return cls(delays, prepared.schedule, row_bytes, prepared.buffer_bytes, messages)
+        return cls(delays, row_bytes, prepared.buffer_bytes, messages)
 
-    def pass_round(
-        self, cohort: Sequence[int], sizes: Sequence[int], *, round: int, update_bytes: float, in_step: bool
-    ) -> None:
-        """Advance `now` by a round of these workers with shards of these sizes.
+    def pass_round(self, steps: Mapping[int, int], *, update_bytes: float, in_step: bool) -> None:
+        """Advance `now` by a round.
 
         Args:
-            round: its number.
+            steps: number of local steps of each worker of the cohort.
             update_bytes: mean size of an update, or of a gradient, as it is sent.
             in_step: the workers wait for each other at each step, not only at the end of the round.
         """
         nbytes = self._other_bytes + update_bytes
-        steps = [self._schedule.of(k, round).steps_for(size) for k, size in zip(cohort, sizes, strict=True)]
         if not in_step:
-            self._pass(list(zip(cohort, steps, strict=True)), nbytes)
+            self._pass(steps, nbytes)
             return
-        for step in range(max(steps)):
-            self._pass([(worker, 1) for worker, count in zip(cohort, steps, strict=True) if step < count], nbytes)
+        for step in range(max(steps.values())):
+            self._pass({worker: 1 for worker, count in steps.items() if step < count}, nbytes)
 
     def state(self) -> dict[str, Any]:
         """The state between two rounds, in JSON types."""
@@ -74,8 +68,8 @@ class RoundClock:
         saved = RoundClockState.model_validate(state)
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
-    def _pass(self, work: Sequence[tuple[int, int]], nbytes: float) -> None:
-        """Advance by the longest of these (worker, local steps), which start at the same time."""
-        seconds = [self._delays.seconds(worker, self._started[worker], steps, nbytes) for worker, steps in work]
-        self._started.update(worker for worker, _ in work)
+    def _pass(self, steps: Mapping[int, int], nbytes: float) -> None:
+        """Advance until all of these workers, which start at the same time, have taken their steps."""
+        seconds = [self._delays.seconds(worker, self._started[worker], n, nbytes) for worker, n in steps.items()]
+        self._started.update(steps.keys())
         self.now += max(seconds, default=0.0)

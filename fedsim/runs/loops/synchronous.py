@@ -7,7 +7,7 @@ same name of `fedsim.engines.executor.Executor` in every process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from fedsim.core.randomness import numpy_generator, sample_workers
@@ -21,14 +21,18 @@ from fedsim.engines.round_stats import MetricLog
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.records.record import MOST_NAMES, RoundRecord
-from fedsim.runs.cohorts import cohorts_of
 from fedsim.runs.loops.round_clock import RoundClock
+from fedsim.runs.samples import cohorts_of
 from fedsim.runs.setup import PreparedRun
 from fedsim.server import Cohort
 
 
 class SynchronousLoop:
-    """Federated averaging and synchronous SGD: a cohort trains, and the server aggregates what it sends."""
+    """Federated averaging and synchronous SGD: a cohort trains, and the server aggregates what it sends.
+
+    Attributes:
+        cohort: the workers that report in the current round; empty before they are drawn.
+    """
 
     def __init__(
         self, prepared: PreparedRun, engine: Engine, keep_results: Callable[[WorkerResults], object] | None = None
@@ -40,25 +44,16 @@ class SynchronousLoop:
         self._virtual = RoundClock.of(prepared) if prepared.experiment.mode == "clock" else None
         self._warned = False
         self._sampler = cohorts_of(prepared.experiment, engine.shared.shards)
-        self._drawn: tuple[int, Cohort] | None = None  # the last round whose cohort was drawn
-
-    def cohort(self, round: int) -> list[int]:
-        """The workers that report in a round; empty before they are drawn."""
-        return self._drawn[1].workers if self._drawn is not None and self._drawn[0] == round else []
-
-    def _draw(self, round: int) -> Cohort:
-        """Draw the cohort of a round. A round that is repeated has the same one."""
-        if self._drawn is None or self._drawn[0] != round:
-            now = self._virtual.now if self._virtual else None
-            losses = partial(self._engine.global_losses, round=round)
-            self._drawn = round, self._sampler(round, now, losses)
-        return self._drawn[1]
+        self.cohort: list[int] = []
 
     def run_round(self, round: int, lost: Collection[int] = ()) -> RoundRecord:
         """Run one round, counted from 1, with its cohort except the workers that are `lost`."""
         engine, task, timer = self._engine, self._prepared.task, PhaseTimer()
+        self.cohort = []
         with timer("pull_down"):
-            drawn = self._draw(round)
+            now = self._virtual.now if self._virtual else None
+            drawn = self._sampler(round, now, partial(engine.global_losses, round=round))
+            self.cohort = drawn.workers
             cohort = [worker for worker in drawn.workers if worker not in lost]
             if not cohort:
                 return self._skip_round(round, drawn)
@@ -87,13 +82,13 @@ class SynchronousLoop:
         with timer("test"):
             tested = engine.test(round)
         sizes = [engine.shared.shards.size(worker) for worker in cohort]
+        work = [task.schedule.of(worker, round) for worker in cohort]
+        steps = {k: each.steps_for(size) for k, each, size in zip(cohort, work, sizes, strict=True)}
+        samples = [each.samples_for(size) for each, size in zip(work, sizes, strict=True)]
         if self._virtual:
             in_step = task.sync_in(round) == "gradients"
-            mean_bytes = sent.nbytes / sent.count
-            self._virtual.pass_round(cohort, sizes, round=round, update_bytes=mean_bytes, in_step=in_step)
-        self._warn_of_attack_without_honest_rows(round, cohort, sizes)
-        schedule = self._prepared.schedule
-        samples = [schedule.of(k, round).samples_for(size) for k, size in zip(cohort, sizes, strict=True)]
+            self._virtual.pass_round(steps, update_bytes=sent.nbytes / sent.count, in_step=in_step)
+        self._warn_of_attack_without_honest_rows(round, steps)
         counted = [0 if worker in stats.excluded else n for worker, n in zip(cohort, samples, strict=True)]
         train_loss = engine.train_loss(counted)
         with timer("test"):
@@ -156,17 +151,15 @@ class SynchronousLoop:
         model_bytes = self._prepared.row_bytes + self._prepared.buffer_bytes
         return len(drawn.dropped) * self._engine.received_bytes(round) + len(only_loss) * model_bytes
 
-    def _warn_of_attack_without_honest_rows(self, round: int, cohort: Sequence[int], sizes: Sequence[int]) -> None:
+    def _warn_of_attack_without_honest_rows(self, round: int, steps: Mapping[int, int]) -> None:
         """Warn, once in a run, if an aggregation had Byzantine workers only, and their attack needs honest rows."""
         task = self._prepared.task
         byzantine = task.byzantine.in_round(round)
         if self._warned or not byzantine or not task.attack.needs_honest:
             return
-        in_steps = task.sync_in(round) == "gradients"
-        steps = [task.schedule.of(k, round).steps_for(size) for k, size in zip(cohort, sizes, strict=True)]
-        counts = steps if in_steps else [1] * len(cohort)  # of aggregations
-        honest = [count for worker, count in zip(cohort, counts, strict=True) if worker not in byzantine]
-        if max(counts) > max(honest, default=0):
+        aggregations = steps if task.sync_in(round) == "gradients" else dict.fromkeys(steps, 1)
+        honest = [count for worker, count in aggregations.items() if worker not in byzantine]
+        if max(aggregations.values()) > max(honest, default=0):
             self._warned = True
             where = "worker has data left in the last steps" if honest else "worker is in the cohort"
             warnings.warn(
@@ -183,7 +176,7 @@ class SynchronousLoop:
         return state
 
     def resume(self, state: Snapshot) -> None:
-        self._drawn = None
+        self.cohort = []
         self._engine.resume(state)
         if self._virtual:
             self._virtual.resume(state.facts["clock"])
