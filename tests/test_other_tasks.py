@@ -109,7 +109,7 @@ def test_losses_fall_however_a_run_goes(how, tables):
 
 def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
     tables = {**SHORT, **REGRESSION, "data.worker_test": 0.3, "evaluation": {"every": 1, "fine_tune": 1}}
-    tables |= {"metrics": ["r2"], "data.validation": 0.2, "mode": "clock"}
+    tables |= {"metrics": ["r2"], "data.validation": 0.2, "mode": "clock", "checkpoint.every": 1}
     result = fedsim.run(tables, tmp_path / "run", progress=True)
     printed = capsys.readouterr().out
     assert "final test loss " in printed
@@ -122,6 +122,7 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
     assert not [metric.key for metric in metrics_in(result.history) if "accuracy" in metric.key]
     resumed = fedsim.run({**tables, "rounds": 3}, tmp_path / "run", resume=True)
     assert len(resumed.history) == 3
+    assert resumed.history[:2] == result.history
 
 
 def test_a_run_without_accuracy_stops_by_its_loss():

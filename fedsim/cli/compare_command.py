@@ -46,7 +46,8 @@ def compare(
     target: Annotated[
         float | None,
         typer.Option(
-            help="A test accuracy, such as 0.97: report the time until a run reaches it.", show_default="none"
+            help="A test accuracy, such as 0.97, or a loss if the task has no accuracy: report the time until then.",
+            show_default="none",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")] = False,

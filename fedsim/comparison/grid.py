@@ -28,6 +28,7 @@ from fedsim.config.experiment import Experiment, default_name
 from fedsim.config.load import GRID, describe, drop_default_name, experiment_of, file_of
 from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word
 from fedsim.core.import_policy import untrusted_config
+from fedsim.core.learning_task import correct_of
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.records.combinations import SEED, canonical
 from fedsim.runs.setup import task_of
@@ -98,7 +99,7 @@ def load_grid(
         grid: axes as in [grid]; they replace the source's axes of the same keys.
         words: as on the command line: `key=v1,v2` is an axis, `key=value` sets one value in all runs; both replace an
             axis of that key.
-        target: a test accuracy; it replaces the key `target` of [grid].
+        target: a test accuracy, or a test loss of tasks without accuracy; it replaces the key `target` of [grid].
         file: the file from which `source` and `grid` were read, if `source` is not the file itself.
         allow_imports: allow the file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs after the words; they replace an axis of the same key.
@@ -126,6 +127,8 @@ def load_grid(
         drop_default_name(description)
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         experiments, engine_chosen = _experiments(description, in_all, points)
+    if target is not None:
+        _check_target(target, experiments)
     _refuse_equal_runs(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
     return Grid(experiments[0].name, axes, runs, engine_chosen, target)
@@ -150,10 +153,16 @@ def _axes_and_target(tables: Iterable[Any], target: float | None) -> tuple[Axes,
             stored = table.pop(TARGET)
         axes |= axes_of_tables(table)
     target = stored if target is None else target
-    number = isinstance(target, (int, float)) and not isinstance(target, bool)
-    if target is not None and not (number and 0 < target <= 1):
-        raise ExperimentError(f"target = {show(target)}: must be a test accuracy, more than 0 and at most 1")
     return axes, target
+
+
+def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:
+    number = isinstance(target, (int, float)) and not isinstance(target, bool) and math.isfinite(target)
+    by_accuracy = all(correct_of(each.task.bind()) is not None for each in experiments)
+    if by_accuracy and not (number and 0 < target <= 1):
+        raise ExperimentError(f"target = {show(target)}: must be a test accuracy, more than 0 and at most 1")
+    if not number:
+        raise ExperimentError(f"target = {show(target)}: must be a test loss, since a task has no accuracy")
 
 
 def _how_to_compare(changes: Iterable[Change]) -> str:

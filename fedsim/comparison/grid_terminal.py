@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.comparison.results import RunResult
-from fedsim.core.confidence import fixed
 from fedsim.errors import plural
+from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
 from fedsim.runs.terminal import ProgressBar, progress_bar
 
@@ -68,10 +68,10 @@ class GridDisplay(Callback):
         self._bar.total -= self._remaining.pop(run.id)  # rounds that a failed run will not do
         self._ended += 1
         self._failed += run.error is not None
-        accuracy = f"accuracy {fixed(run.test_accuracy)}, {run.seconds:.1f} s" if run.error is None else ""
+        score = f"{score_text(run.history[-1]).removeprefix('test ')}, {run.seconds:.1f} s" if run.error is None else ""
         self._seconds = time.perf_counter() - self._begun
         number = f"{self._ended:>{len(str(self._total))}}/{self._total}"
-        self._print(f"[{number}] {run.id}: {accuracy or f'failed: {run.error}'}")
+        self._print(f"[{number}] {run.id}: {score or f'failed: {run.error}'}")
 
     def _print(self, line: str) -> None:
         if not self._quiet:

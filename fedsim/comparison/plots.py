@@ -1,4 +1,4 @@
-"""The figures of a comparison: accuracy over rounds, time or updates, and a heat map of the first two axes."""
+"""The figures of a comparison: scores over rounds, time or updates, and a heat map of the first two axes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fedsim.core.confidence import FEWEST_FOR_BAND, fixed
 from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.records.combinations import SEED, Combination, MeanCurve, canonical, combinations, groups_of, mean_curve
 from fedsim.records.formatting import comparison_title, key_name
-from fedsim.records.record import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +31,7 @@ X_LABELS = {"round": "round", "virtual_seconds": "virtual seconds", "updates": "
 
 
 def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round") -> Figure | None:
-    """Draw the mean test accuracy; None if all runs failed.
+    """Draw the mean test accuracy, or test loss of a task without accuracy; None if all runs failed.
 
     One panel for each combination of the axes after the first, with one line for each value of the first. Thin lines
     show single seeds if there are two or three; a band shows the 95 percent intervals if there are more.
@@ -49,6 +48,7 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
     if all(run.error is not None for run in runs):
         return None
     groups = groups_of(combinations(runs, grid.compared))
+    score = groups[0][0].metric
     shown = groups[:MOST_PANELS]
     columns = min(len(shown), 3 if len(shown) <= 9 else 4 if len(shown) <= 16 else 5)
     rows = math.ceil(len(shown) / columns)
@@ -61,7 +61,7 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
     for place, (panel, group) in enumerate(zip(panels, shown, strict=False)):
         _draw_panel(panel, grid, group, scale)
         if place % columns == 0:
-            panel.set_ylabel("test accuracy")
+            panel.set_ylabel(score.label.lower())
         if place + columns >= len(shown):
             panel.set_xlabel(X_LABELS[scale])
     _draw_legend(panels[-1] if free else figure, "center" if free else "outside right upper", grid)
@@ -69,17 +69,18 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
     spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
     remark = f"{grid.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else grid.name
     remark += f"; the first {len(shown)} of {len(groups)} panels" if len(shown) < len(groups) else ""
-    figure.suptitle(f"{comparison_title(grid.compared)}\n{remark}", fontsize="medium")
+    figure.suptitle(f"{comparison_title(grid.compared, score.label)}\n{remark}", fontsize="medium")
     if scale != "round" and SEED in grid.axes:
-        footnote = "Between two tests, the accuracy of a run is interpolated."
+        footnote = f"Between two tests, the {score.key.removeprefix('test_')} of a run is interpolated."
         figure.supxlabel(footnote, x=0.01, ha="left", fontsize="x-small")
     return figure
 
 
 def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
-    """Draw the mean test accuracy and its spread over the first two axes; None if there are not two, or all failed."""
-    if len(grid.compared) < 2 or all(row.accuracy is None for row in summary):
+    """Draw the mean score and its spread over the first two axes; None if there are not two, or all failed."""
+    if len(grid.compared) < 2 or all(row.score is None for row in summary):
         return None
+    score = summary[0].metric
     from matplotlib.figure import Figure
 
     first, second, *others = grid.compared
@@ -108,11 +109,11 @@ def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
         style: dict[str, Any] = {"ha": "center", "color": colour, "fontweight": "bold" if best else "normal"}
         axes.text(j, i, value, va="bottom" if spread else "center", fontsize="small", **style)
         axes.text(j, i + 0.05, spread, va="top", fontsize="x-small", **style)
-    figure.colorbar(image, ax=axes, label="test accuracy")
+    figure.colorbar(image, ax=axes, label=score.label.lower())
     over = "".join(f" and {key_name(key)}" for key in others)
     remark = f"{grid.name}: mean over seeds{over}" if SEED in grid.axes or others else grid.name
     remark += "" if others else "; bold: best of its column"
-    figure.suptitle(f"{comparison_title([first, second])}\n{remark}", fontsize="small")
+    figure.suptitle(f"{comparison_title([first, second], score.label)}\n{remark}", fontsize="small")
     return figure
 
 
@@ -124,8 +125,8 @@ def _draw_panel(panel: Axes, grid: Grid, group: list[Combination], scale: Scale)
         if failed:
             name = label(each.runs[0].point[grid.compared[0]]) if grid.compared else grid.name
             failures.append(f"{name} ({failed} of {runs})")
-        if mean := mean_curve(each.finished, METRICS[0], scale):
-            _draw_line(panel, mean, index)
+        if mean := mean_curve(each.finished, each.metric, scale):
+            _draw_line(panel, mean, index, limits=(0, 1) if each.metric.share else None)
             ends.append(mean.x[-1])
     panel.set_title(", ".join(f"{key_name(key)}: {label(point[key])}" for key in grid.compared[1:]), fontsize="small")
     if failures:
@@ -136,11 +137,12 @@ def _draw_panel(panel: Axes, grid: Grid, group: list[Combination], scale: Scale)
         panel.set_xscale("log")
 
 
-def _draw_line(panel: Axes, mean: MeanCurve, index: int) -> None:
+def _draw_line(panel: Axes, mean: MeanCurve, index: int, limits: tuple[float, float] | None) -> None:
     style = line_style(index, len(mean.x))
     panel.plot(mean.x, mean.means, **style)
     if len(mean.curves) >= FEWEST_FOR_BAND:
-        low, high = np.clip([mean.means - mean.half_widths, mean.means + mean.half_widths], 0, 1)
+        band = np.array([mean.means - mean.half_widths, mean.means + mean.half_widths])
+        low, high = np.clip(band, *limits) if limits else band
         panel.fill_between(mean.x, low, high, color=style["color"], alpha=0.13, linewidth=0)
     elif len(mean.curves) > 1:
         for each in mean.curves:
@@ -159,7 +161,7 @@ def _draw_legend(where: Axes | Figure, place: str, grid: Grid) -> None:
 
 
 def _mean(rows: Sequence[SummaryRow]) -> float:
-    means = [row.accuracy.mean for row in rows if row.accuracy]
+    means = [row.score.mean for row in rows if row.score]
     return sum(means) / len(means) if means else math.nan
 
 
@@ -169,7 +171,7 @@ def _cell_texts(rows: Sequence[SummaryRow], mean: float) -> tuple[str, str]:
     if failed == runs:
         return "failed", ""
     of = f" ({runs - failed} of {runs})" if failed else ""
-    only = rows[0].accuracy if len(rows) == 1 else None
+    only = rows[0].score if len(rows) == 1 else None
     return fixed(mean) + of, only.spread() if only else ""
 
 

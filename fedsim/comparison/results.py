@@ -18,7 +18,7 @@ from fedsim.records.combinations import canonical
 from fedsim.records.history import read_history
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import RoundRecord
-from fedsim.records.run_metrics import LAST_ROUND, plug_metrics, run_metrics
+from fedsim.records.run_metrics import LAST_ROUND, best_score, plug_metrics, run_metrics
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class RunResult:
         return {key: canonical(value) for key, value in self.point.items()}
 
     @property
-    def test_accuracy(self) -> float:
-        """The test accuracy after the last round."""
-        return self.history[-1]["test_accuracy"]
+    def test_accuracy(self) -> float | None:
+        """The test accuracy after the last round; None of a task without accuracy."""
+        return self.history[-1].test_accuracy
 
     @property
-    def best_accuracy(self) -> float:
-        """The highest accuracy after any round."""
-        return max(record["test_accuracy"] for record in self.history)
+    def best_accuracy(self) -> float | None:
+        """The highest accuracy after any round; None of a task without accuracy."""
+        return None if self.test_accuracy is None else best_score(self.history)
 
     @property
     def seconds(self) -> float:

@@ -24,6 +24,7 @@ from fedsim.core.plotting import encode
 from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, SettingWarning, plural, show
+from fedsim.records.combinations import score_of
 from fedsim.system.child_process import exit_if_imported_by_child
 
 
@@ -83,7 +84,8 @@ def compare(
         out: the folder of the records: new, empty, or that of the same grid, whose finished runs are kept.
         jobs: runs at a time. By default as many as cores and memory allow, each in one process; but one if the
             experiment sets its engine or processes, or uses a GPU.
-        target: a test accuracy; the summary reports the time to reach it. The table `grid` may have it too.
+        target: a test accuracy, or a test loss of tasks without accuracy; the summary reports the time to reach it. The
+            table `grid` may have it too.
         progress: print a line for each run, as the command line does.
         allow_imports: allow a TOML file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
@@ -194,10 +196,11 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("curves.csv", curves_csv(grid, runs).encode())
     folder.write("summary.csv", summary_csv(grid, summary).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
-    figures = {"accuracy": draw_accuracy(grid, runs), "heatmap": draw_heatmap(grid, summary)}
+    what = score_of(runs).key.removeprefix("test_")
+    figures = {what: draw_accuracy(grid, runs), "heatmap": draw_heatmap(grid, summary)}
     if any("virtual_seconds" in run.metrics for run in runs):
-        figures["accuracy_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
-        figures["accuracy_updates"] = draw_accuracy(grid, runs, "updates")
+        figures[f"{what}_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
+        figures[f"{what}_updates"] = draw_accuracy(grid, runs, "updates")
     for name, figure in figures.items():
         if figure is not None:
             for format in grid.runs[0].experiment.records.figures:

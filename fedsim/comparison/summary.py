@@ -12,7 +12,8 @@ from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult, names_in, to_csv
 from fedsim.core.confidence import Estimate, fixed
 from fedsim.core.text_wrapping import note
-from fedsim.records.combinations import ACCURACY, Combination, combinations, groups_of, time_to_target
+from fedsim.records.combinations import Combination, combinations, groups_of, time_to_target
+from fedsim.records.record import Metric
 
 BEST, TIE = "*", "~"
 MARK_WORDS = {BEST: "best", TIE: "tie", "": ""}
@@ -21,18 +22,20 @@ GAP = "  "
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """All seeds of one combination of values. The test accuracy after the last round is compared.
+    """All seeds of one combination of values. What is compared is the test accuracy after the last round.
 
-    A group has the combinations that differ in the first axis only, such as all rules under one attack.
+    Tasks without accuracy are compared by their test loss. A group has the combinations that differ in the first axis
+    only, such as all rules under one attack.
 
     Attributes:
         point: the combination, without the seed.
         runs: how many runs it has.
         failed: how many of them failed; failed runs count in no mean.
-        accuracy: mean over seeds; None if all runs failed.
+        metric: the number that is compared.
+        score: its mean over seeds; None if all runs failed, or the number is not finite.
         difference: mean over seeds of the paired difference to the first value of the first axis; None for that value
             itself, and if no seed has both.
-        mark: "*" for the highest mean of its group; "~" if not significantly different from the best (the interval of
+        mark: "*" for the best mean of its group; "~" if not significantly different from the best (the interval of
             the paired difference includes 0); "" otherwise, and if a run failed.
         metrics: mean over seeds of each of the runs' metrics, by name; None if no run has it. See `RunResult.metrics`.
     """
@@ -40,10 +43,16 @@ class SummaryRow:
     point: dict[str, Any]
     runs: int
     failed: int
-    accuracy: Estimate | None
+    metric: Metric
+    score: Estimate | None
     difference: Estimate | None
     mark: str
     metrics: dict[str, Estimate | None]
+
+    @property
+    def accuracy(self) -> Estimate | None:
+        """The mean test accuracy; None if all runs failed, and if losses are compared."""
+        return self.score if self.metric.share else None
 
     @property
     def reached(self) -> int:
@@ -62,28 +71,30 @@ def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
                     point={key: each.runs[0].point[key] for key in grid.compared},
                     runs=len(each.runs),
                     failed=len(each.runs) - len(each.finished),
-                    accuracy=each.accuracy,
+                    metric=each.metric,
+                    score=each.score,
                     difference=each.difference_to(group[0]) if each is not group[0] else None,
                     mark=mark,
-                    metrics={name: value for name, value in each.metrics.items() if name != ACCURACY},
+                    metrics={name: value for name, value in each.metrics.items() if name != each.metric.key},
                 )
             )
     return rows
 
 
 def _marks(group: Sequence[Combination]) -> list[str]:
-    complete = [each for each in group if each.accuracy and each.finished == each.runs]
+    complete = [each for each in group if each.score and each.score.n == len(each.runs)]
     if len(group) < 2 or not complete:
         return [""] * len(group)
-    best = max(complete, key=lambda each: each.accuracy.mean if each.accuracy else 0.0)
+    best = max(complete, key=lambda each: each.metric.sign * each.score.mean if each.score else 0.0)
     ties = [each for each in complete if (gap := each.difference_to(best)) and gap.includes(0.0)]
     return [BEST if each is best else TIE if each in ties else "" for each in group]
 
 
 def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:
     """Return the summary as CSV; `..._ci95` are half widths of 95 percent intervals."""
-    names = names_in(row.metrics for row in summary)
-    columns = [column for name in ("accuracy", "difference", *names) for column in (name, f"{name}_ci95")]
+    names, score = names_in(row.metrics for row in summary), summary[0].metric
+    first = "accuracy" if score.share else score.key
+    columns = [column for name in (first, "difference", *names) for column in (name, f"{name}_ci95")]
     asked = grid.target is not None
     rows: list[list[Any]] = [
         [*grid.compared, "runs", "failed", *(["target", "reached"] if asked else []), "mark", "pairs", *columns]
@@ -92,7 +103,7 @@ def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:
         cells = [*map(label, row.point.values()), row.runs, row.failed]
         cells += [grid.target, row.reached] if asked else []
         cells += [MARK_WORDS[row.mark], row.difference.n if row.difference else None]
-        for value in (row.accuracy, row.difference, *map(row.metrics.get, names)):
+        for value in (row.score, row.difference, *map(row.metrics.get, names)):
             cells += [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]
         rows.append(cells)
     return to_csv(rows)
@@ -119,20 +130,20 @@ def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[tuple[str, Calla
     def metric(name: str, text: Callable[[Estimate], str] = Estimate.amount) -> Callable[[SummaryRow], str]:
         return lambda row: text(value) if (value := row.metrics.get(name)) else ""
 
-    timed = any("virtual_seconds" in row.metrics for row in summary)
+    timed, score = any("virtual_seconds" in row.metrics for row in summary), summary[0].metric
     columns: list[tuple[str, Callable[[SummaryRow], str]]] = [
         *((key, lambda row, key=key: label(row.point[key])) for key in grid.compared),
         ("", lambda row: row.mark),
-        ("test accuracy", lambda row: row.accuracy.text() if row.accuracy else "failed"),
+        (score.label.lower(), _score_text),
     ]
     if grid.compared:
         first = label(grid.axes[grid.compared[0]][0])
-        columns.append((f"difference to {first}", lambda row: row.difference.text(sign=True) if row.difference else ""))
+        columns.append((f"difference to {first}", _difference_text))
     columns += [("attack success", metric("attack_success", Estimate.text)), ("virtual s", metric("virtual_seconds"))]
     if grid.target is not None:
         columns += [
             (
-                f"{'virtual s' if timed else 'rounds'} to {_percent(grid.target)}",
+                f"{'virtual s' if timed else 'rounds'} to {_target_text(score, grid.target)}",
                 lambda row: time_to_target(row.metrics, row.runs - row.failed, timed)[0],
             ),
             ("updates", metric("updates_to_target")),
@@ -143,32 +154,45 @@ def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[tuple[str, Calla
         *columns,
         *((name, metric(name)) for name in of_plugs),
         ("highest", metric("best_accuracy", lambda best: fixed(best.mean))),
+        ("lowest", metric("best_loss", lambda best: fixed(best.mean, score.decimals_for(best.mean)))),
         ("runs", lambda row: f"{row.runs - row.failed} of {row.runs}" if row.failed else str(row.runs)),
     ]
 
 
-def _percent(target: float) -> str:
-    return f"{100 * target:g} percent"
+def _target_text(score: Metric, target: float) -> str:
+    return f"{100 * target:g} percent" if score.share else f"{target:g}"
+
+
+def _score_text(row: SummaryRow) -> str:
+    if row.score is None:
+        return "failed" if row.failed == row.runs else "not finite"
+    return row.score.text(row.metric.decimals_for(row.score.mean))
+
+
+def _difference_text(row: SummaryRow) -> str:
+    return row.difference.text(row.metric.decimals_for(row.difference.mean), sign=True) if row.difference else ""
 
 
 def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]) -> list[str]:
     """The lines below the table."""
-    seeds = max(row.runs for row in summary)
-    both = "the two values in brackets" if any(row.accuracy and row.accuracy.n == 2 for row in summary) else ""
+    seeds, score = max(row.runs for row in summary), summary[0].metric
+    both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in summary) else ""
     if seeds > 2:
         means = f"means over {seeds} seeds ± 95 percent intervals (Student t){both and f', of two runs with {both}'}"
     elif seeds == 2:
         means = f"means over 2 seeds{both and f', with {both}'}"
     else:
         means = "of one run each: with one seed there are no intervals, and a difference may be chance"
-    notes = [f"test accuracy after the last round, {means}{'; differences are paired by seed' if seeds > 1 else ''}"]
+    paired = "; differences are paired by seed" if seeds > 1 else ""
+    notes = [f"{score.label.lower()} after the last round, {means}{paired}"]
     if any(row.mark for row in summary):
         within = f" among equal {', '.join(grid.compared[1:])}" if len(grid.compared) > 1 else ""
         tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
         notes.append(f"* best{within}{tie}")
     if grid.target is not None:
+        bound = f"{score.key.removeprefix('test_')} at {'least' if score.sign > 0 else 'most'}"
         notes.append(
-            f"to {_percent(grid.target)}: until the first test with that accuracy at least; arrivals are models or "
+            f"to {_target_text(score, grid.target)}: until the first test with that {bound}; arrivals are models or "
             "gradients that the server has taken"
         )
         if any(0 < row.reached < row.runs - row.failed for row in summary):

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from fedsim.core.confidence import Estimate, estimate, mean_and_half_width, on_common_grid
-from fedsim.records.record import Metric
+from fedsim.records.record import Metric, score_in
 
 SEED = "seed"  # the axis over which results are averaged
-ACCURACY = "test_accuracy"
 
 
 def canonical(value: Any) -> str:
@@ -29,10 +28,12 @@ class Combination:
     Attributes:
         place: of its runs, on each axis but the seed.
         runs: of all seeds, finished or not: each a `RunResult` of a comparison or a `GridRun` of a stored grid.
+        metric: by which all combinations are compared: see `score_in`.
     """
 
     place: tuple[Any, ...]
     runs: list[Any]
+    metric: Metric
 
     @property
     def finished(self) -> list[Any]:
@@ -46,30 +47,37 @@ class Combination:
         return {name: estimate([each for each in found if each is not None]) for name, found in values.items()}
 
     @property
-    def accuracy(self) -> Estimate | None:
-        """The mean test accuracy after the last round."""
-        return self.metrics.get(ACCURACY)
+    def score(self) -> Estimate | None:
+        """The mean test accuracy after the last round, or test loss of a task without accuracy."""
+        return self.metrics.get(self.metric.key)
 
     def difference_to(self, other: Combination) -> Estimate | None:
-        """The mean over seeds of the accuracy minus that of another combination, over the seeds that both have.
+        """The mean over seeds of the score minus that of another combination, over the seeds that both have.
 
-        Runs of one seed share their start, cohorts and batches, so the difference varies less than either accuracy.
+        Runs of one seed share their start, cohorts and batches, so the difference varies less than either score.
         """
-        ours, theirs = self._accuracies, other._accuracies
+        ours, theirs = self._scores, other._scores
         return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
     @cached_property
-    def _accuracies(self) -> dict[Hashable, float]:
-        values = {run.place.get(SEED): run.metrics.get(ACCURACY) for run in self.finished}
+    def _scores(self) -> dict[Hashable, float]:
+        values = {run.place.get(SEED): run.metrics.get(self.metric.key) for run in self.finished}
         return {seed: value for seed, value in values.items() if value is not None}
 
 
 def combinations(runs: Iterable[Any], axes: Sequence[str]) -> list[Combination]:
     """The combinations of the values on these axes, without the seed, in the order of the runs."""
     found: dict[tuple[Any, ...], list[Any]] = {}
+    runs = list(runs)
     for run in runs:
         found.setdefault(tuple(run.place[axis] for axis in axes), []).append(run)
-    return [Combination(place, each) for place, each in found.items()]
+    metric = score_of(runs)
+    return [Combination(place, each, metric) for place, each in found.items()]
+
+
+def score_of(runs: Iterable[Any]) -> Metric:
+    """The number that runs are compared by, see `score_in`."""
+    return score_in(record for run in runs for record in run.history)
 
 
 def groups_of(combined: Iterable[Combination]) -> list[list[Combination]]:

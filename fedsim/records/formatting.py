@@ -32,10 +32,10 @@ def key_name(key: str) -> str:
     return NAMES.get(key) or key.removesuffix(".name").replace(".", " ").replace("_", " ")
 
 
-def comparison_title(keys: Sequence[str]) -> str:
+def comparison_title(keys: Sequence[str], score: str = "Test accuracy") -> str:
     """The title of a comparison: "Test accuracy by rule and attack"."""
     *others, last = map(key_name, keys or ["seed"])
-    return f"Test accuracy by {', '.join(others)} and {last}" if others else f"Test accuracy by {last}"
+    return f"{score} by {', '.join(others)} and {last}" if others else f"{score} by {last}"
 
 
 def label(value: Any) -> str:

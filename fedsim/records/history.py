@@ -41,16 +41,13 @@ def read_history(folder: Path) -> list[RoundRecord]:
             record = RECORD.validate_json(line)
         except ValidationError:
             break
-        if record.round != len(records) + 1 or not _is_complete(record):
+        accuracy, first = record.test_accuracy, records[0] if records else record
+        has_gaps = None in record.seconds.values() or (accuracy is None) != (first.test_accuracy is None)
+        if record.round != len(records) + 1 or has_gaps or not (accuracy is None or 0 <= accuracy <= 1):
             break
         losses = {key: math.nan for key in ("test_loss", "train_loss") if record[key] is None}
         records.append(replace(record, **losses) if losses else record)
     return records
-
-
-def _is_complete(record: RoundRecord) -> bool:
-    accuracy, seconds = record.test_accuracy, record.seconds
-    return accuracy is not None and 0 <= accuracy <= 1 and None not in seconds.values()
 
 
 def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:

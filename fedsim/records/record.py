@@ -58,6 +58,16 @@ class Metric:
         """The dotted path of the number in a line of `metrics.jsonl`: `asynchronous.updates`."""
         return ".".join(self.path)
 
+    @property
+    def sign(self) -> int:
+        """1, or -1 if a lower value is better."""
+        return -1 if self.better == "lower" else 1
+
+    def decimals_for(self, value: float) -> int:
+        """`decimals`, or more for four digits of a small number without bounds, such as a squared error."""
+        small = not self.share and 0 < abs(value) < 1e-3
+        return 3 - math.floor(math.log10(abs(value))) if small else self.decimals
+
     def read(self, record: RoundRecord) -> float | None:
         """The number in a record; None if the record has no finite one."""
         value: Any = record
@@ -287,9 +297,9 @@ def score_in(records: Iterable[RoundRecord]) -> Metric:
     'test_loss'
     """
     accuracy, loss = SCORES
-    records = list(records)
-    has_loss_alone = any(loss.read(record) is not None and record.test_accuracy is None for record in records)
-    return loss if has_loss_alone else accuracy
+    return (
+        loss if any(record.test_accuracy is None and record.test_loss is not None for record in records) else accuracy
+    )
 
 
 def metrics_in(records: Iterable[RoundRecord]) -> list[Metric]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 
 from fedsim.records.progress import Progress
-from fedsim.records.record import RoundRecord, mean_staleness
+from fedsim.records.record import RoundRecord, mean_staleness, score_in
 
 LAST_ROUND = ("test_loss", "train_loss", "attack_success")  # numbers of a record that are metrics of the run
 
@@ -20,28 +20,30 @@ def run_metrics(
         history: the records of its rounds.
         progress: the progress after each round, see `progress_of`.
         target: a test accuracy. With it, `..._to_target` are the rounds, virtual seconds, updates and arrivals until
-            the first test with at least this accuracy; None if there is none.
+            the first test with at least this accuracy; None if there is none. Of a task without accuracy, a test loss.
     """
-    last, at = history[-1], progress[-1]
-    found: dict[str, float | None] = {"test_accuracy": last.test_accuracy, "best_accuracy": best_accuracy(history)}
-    found |= {name: last[name] for name in LAST_ROUND}
+    last, at, score = history[-1], progress[-1], score_in(history)
+    found = {score.key: score.read(last), score.key.replace("test_", "best_"): best_score(history)}
+    found |= {name: last[name] for name in LAST_ROUND if name != score.key}
     found |= {"seconds": sum(record.total_seconds or 0.0 for record in history), **plug_metrics(last)}
     if at.virtual_seconds is not None:
         found |= {**at._asdict(), "staleness": mean_staleness(history)}
         del found["round"]
     found = {name: value for name, value in found.items() if value is not None}
     if target is not None:
-        pairs = zip(history, progress, strict=True)
-        there = next((at for record, at in pairs if (record.test_accuracy or 0.0) >= target), None)
+        pairs = [(at, score.read(record)) for record, at in zip(history, progress, strict=True)]
+        there = next((at for at, value in pairs if value is not None and score.sign * value >= score.sign * target), None)
         names = ["rounds", *Progress._fields[1:]]
         found |= dict.fromkeys([f"{name}_to_target" for name in names])
         found |= {f"{name}_to_target": value for name, value in zip(names, there or (), strict=False)}
     return found
 
 
-def best_accuracy(history: Sequence[RoundRecord]) -> float | None:
-    """Return the highest test accuracy of all rounds; None if no round has one."""
-    return max((record.test_accuracy for record in history if record.test_accuracy is not None), default=None)
+def best_score(history: Sequence[RoundRecord]) -> float | None:
+    """Return the best `score_in` of all rounds, the highest accuracy or the lowest loss; None if no round has one."""
+    score = score_in(history)
+    values = [value for record in history if (value := score.read(record)) is not None]
+    return max(values, key=lambda value: score.sign * value, default=None)
 
 
 def plug_metrics(record: RoundRecord) -> dict[str, float | None]:

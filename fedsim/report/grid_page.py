@@ -12,6 +12,7 @@ from fedsim.core.confidence import FEWEST_FOR_BAND, Estimate, fixed
 from fedsim.records import formatting as fmt
 from fedsim.records.combinations import SEED, Combination, combinations, groups_of, time_to_target
 from fedsim.records.reader import GridRun, Run, StoredGrid, StoredPartition
+from fedsim.records.record import Metric
 from fedsim.records.run_metrics import mean_or_none
 from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices
 from fedsim.report.heat_maps import columns_for, final_heat_maps, has_weights, partition_heat_map, weights_heat_map
@@ -27,6 +28,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
     compared = [axis for axis in grid.axes if axis != SEED]
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
     combined = combinations(grid.runs, compared)
+    score = combined[0].metric
     names = [" · ".join(_labels_of(axes, combination)) or "all runs" for combination in combined]
     begun = [(entry, entry.run) for entry in grid.runs if entry.run and entry.run.history]
     runs = [run for _, run in begun]
@@ -39,7 +41,9 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         charts["partition-chart"] = partitions_of_runs(runs)
     context = {
         "name": grid.name,
-        "title": fmt.comparison_title(compared),
+        "title": fmt.comparison_title(compared, score.label),
+        "score": score.label.lower(),
+        "bound": "at least that accuracy" if score.share else "at most that loss",
         "axes": axes,
         "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
         "fewest_for_band": FEWEST_FOR_BAND,
@@ -47,7 +51,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "experiment": shared_settings(runs),
         "environment": fmt.flatten(runs[0].environment),
         "table": comparison_table([compare(group) for group in groups_of(combined)], axes, grid.target),
-        "target": None if grid.target is None else fmt.percent(grid.target),
+        "target": None if grid.target is None else _target_text(score, grid.target).replace("percent", "%"),
         "unfinished": [(entry.id, entry.state) for entry in grid.runs if not entry.finished],
         "run_names": [run_name(entry, labels) for entry, _ in begun],
         "metrics": [chart.label for chart in charts_of(runs)],
@@ -110,8 +114,8 @@ class ComparedCombination:
 
     Attributes:
         combination: the combination.
-        best: whether it has the highest mean accuracy of its group; true for several if they are equal.
-        difference: its accuracy minus that of the best, paired by seed; None for the best itself.
+        best: whether it has the best mean score of its group; true for several if they are equal.
+        difference: its score minus that of the best, paired by seed; None for the best itself.
     """
 
     combination: Combination
@@ -126,7 +130,7 @@ class ComparedCombination:
 
 def compare(group: Sequence[Combination]) -> list[ComparedCombination]:
     """Return the combinations of a group, each compared with the best; not compared if only one has a finished run."""
-    means = [each.accuracy.mean if each.accuracy else -math.inf for each in group]
+    means = [each.metric.sign * each.score.mean if each.score else -math.inf for each in group]
     highest = max(means)
     if sum(mean > -math.inf for mean in means) < 2:
         return list(map(ComparedCombination, group))
@@ -179,11 +183,10 @@ def _columns(
 ) -> list[tuple[str, Callable[[ComparedCombination], Cell]]]:
     """Return the name of each column that holds something, and the function that makes its cells."""
     metrics = dict.fromkeys(name for each in compared for name, value in each.combination.metrics.items() if value)
-    columns: list[tuple[str, Callable[[ComparedCombination], Cell]]] = [
-        ("accuracy", lambda each: _interval(each.combination.accuracy, "★" if each.best else ""))
-    ]
+    score = compared[0].combination.metric
+    columns: list[tuple[str, Callable[[ComparedCombination], Cell]]] = [(score.key.removeprefix("test_"), _score)]
     if any(each.difference for each in compared):
-        columns.append(("difference", lambda each: _difference(each.difference)))
+        columns.append(("difference", _difference))
     if "attack_success" in metrics:
         columns.append(("attack success", lambda each: _interval(each.combination.metrics.get("attack_success"))))
     if any(each.byzantine_weight is not None for each in compared):
@@ -194,22 +197,39 @@ def _columns(
         columns.append(("virtual s", _amount("virtual_seconds")))
     if target is not None:
         columns += [
-            (f"{'virtual s' if timed else 'rounds'} to {fmt.percent(target)}", lambda each: _to_target(each, timed)),
+            (
+                f"{'virtual s' if timed else 'rounds'} to {_target_text(score, target).replace('percent', '%')}",
+                lambda each: _to_target(each, timed),
+            ),
             ("updates", _amount("updates_to_target")),
             ("arrivals", _amount("arrivals_to_target")),
         ]
     return [*columns, ("time of a run", _seconds), ("seeds", _seeds)]
 
 
-def _interval(value: Estimate | None, mark: str = "") -> Cell:
-    return Cell(fixed(value.mean), value.mean, mark, value.spread()) if value else Cell(fmt.MISSING)
+def _target_text(score: Metric, target: float) -> str:
+    return fmt.percent(target) if score.share else f"{target:g}"
 
 
-def _difference(value: Estimate | None) -> Cell:
+def _interval(value: Estimate | None, mark: str = "", decimals: int = 4) -> Cell:
+    return Cell(fixed(value.mean, decimals), value.mean, mark, value.spread(decimals)) if value else Cell(fmt.MISSING)
+
+
+def _score(compared: ComparedCombination) -> Cell:
+    score, metric = compared.combination.score, compared.combination.metric
+    return _interval(score, "★" if compared.best else "", metric.decimals_for(score.mean) if score else 4)
+
+
+def _difference(compared: ComparedCombination) -> Cell:
+    value = compared.difference
     if value is None:
         return Cell()
-    mark = "≈" if value.n > 1 and value.includes(0) else ""
-    text, spread = (text.replace("-", MINUS) for text in (fixed(value.mean, sign=True), value.spread(sign=True)))
+    mark, decimals = (
+        "≈" if value.n > 1 and value.includes(0) else "",
+        compared.combination.metric.decimals_for(value.mean),
+    )
+    texts = fixed(value.mean, decimals, sign=True), value.spread(decimals, sign=True)
+    text, spread = (text.replace("-", MINUS) for text in texts)
     return Cell(text, value.mean, mark, spread)
 
 

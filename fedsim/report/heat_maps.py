@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from fedsim.core.confidence import Estimate, decimals_of, estimate, fixed
-from fedsim.records.combinations import Combination
+from fedsim.records.combinations import Combination, score_of
 from fedsim.records.reader import GridRun, Run, StoredPartition
 from fedsim.records.record import Metric, RoundRecord, metrics_in
-from fedsim.records.run_metrics import best_accuracy, mean_or_none
+from fedsim.records.run_metrics import best_score, mean_or_none
 from fedsim.report.figure import FEW_ROUNDS, PALETTE, axis, figure, label_axis, plain, round_axis
 
 BYZANTINE, EXCLUDED = "#d43c2f", "#e58b80"
@@ -136,8 +136,8 @@ def final_heat_maps(combined: Sequence[Combination], axes: Sequence[tuple[str, S
         for metric in metrics
         if metric.key not in LAST_ROUND_ONLY
     ]
-    if any(best_accuracy(run.history) is not None for run in runs):
-        values.insert(1, ("Best test accuracy", lambda run: best_accuracy(run.history), 4))
+    if any(best_score(run.history) is not None for run in runs):
+        values.insert(1, (f"Best {score_of(runs).label.lower()}", lambda run: best_score(run.history), 4))
     figures = []
     for label, read, decimals in values:
         cells = {each.place: _mean_of(read, each.finished) for each in combined}

@@ -8,8 +8,8 @@ from typing import Any
 from fedsim.core.input_limits import leaves_of
 from fedsim.records import formatting as fmt
 from fedsim.records.reader import Run
-from fedsim.records.record import Metric, mean_staleness, metrics_in
-from fedsim.records.run_metrics import best_accuracy
+from fedsim.records.record import Metric, mean_staleness, metrics_in, score_in
+from fedsim.records.run_metrics import best_score
 from fedsim.report.curves import charts_of, line_name, run_curves, run_time, scale_choices
 from fedsim.report.heat_maps import partition_heat_map, weights_heat_map
 from fedsim.report.workers import workers_chart
@@ -77,13 +77,16 @@ def facts(run: Run) -> list[tuple[str, str]]:
 def tiles(run: Run) -> list[tuple[str, str, str]]:
     """The most important numbers: word, value, remark."""
     last = run.history[-1]
-    best = best_accuracy(run.history)
-    best_round = next((record.round for record in run.history if record.test_accuracy == best), None)
+    best, score = best_score(run.history), score_in(run.history)
+    best_round = next((record.round for record in run.history if score.read(record) == best), None)
+    what = score.key.removeprefix("test_")
+    show_score = fmt.fraction if score.share else fmt.number
+    remark = f"test loss {fmt.number(last.test_loss)}" if score.share else "mean of the test"
     seconds = [record.total_seconds for record in run.history if record.total_seconds is not None]
     sent = [record.total_bytes for record in run.history if record.total_bytes is not None]
     shown = [
-        ("final accuracy", fmt.fraction(last.test_accuracy), f"test loss {fmt.number(last.test_loss)}"),
-        ("best accuracy", fmt.fraction(best), f"in round {best_round}"),
+        (f"final {what}", show_score(score.read(last)), remark),
+        (f"best {what}", show_score(best), f"in round {best_round}"),
         (
             "rounds",
             str(len(run.history)),

@@ -115,7 +115,7 @@ def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
     def numbers(key: str) -> list[Any]:
         return [record[key] for record in history]
 
-    rounds, times, score = numbers("round"), numbers("virtual_seconds"), score_in(history[-1:])
+    rounds, times, score = numbers("round"), numbers("virtual_seconds"), score_in(history)
     timed = times[-1] is not None
     shown = [what for what in ("accuracy", "loss") if numbers(f"test_{what}")[-1] is not None]
     panels = len(shown) + timed

@@ -111,7 +111,7 @@ def test_the_controls_of_a_run_change_its_curves(show, run_folder):
 def test_the_controls_of_a_grid_choose_lines_cells_and_runs(show, grid_folder):
     page = show(grid_folder)
     combined = combinations(read_records(grid_folder).runs, ["aggregate.rule", "local.lr"])
-    final = {each.place: each.accuracy.mean for each in combined}
+    final = {each.place: each.score.mean for each in combined}
     assert {name: values[-1] for name, values in lines(page).items()} == {
         "mean · 0.01": pytest.approx(final[0, 0], abs=6e-5),
         "weighted_mean · 0.01": pytest.approx(final[1, 0], abs=6e-5),

@@ -43,8 +43,8 @@ def summaries_of(folder):
 def test_each_combination_has_statistics_over_the_seeds_of_its_runs(summaries):
     found = {place: summary.combination for place, summary in summaries.items()}
     assert sorted(found) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-    assert found[0, 0].accuracy == estimate([0.9, 0.8, 0.7])
-    assert found[1, 1].accuracy == estimate([0.6, 0.5])  # one run is missing
+    assert found[0, 0].score == estimate([0.9, 0.8, 0.7])
+    assert found[1, 1].score == estimate([0.6, 0.5])  # one run is missing
     assert found[2, 1].metrics == {}
     assert summaries[0, 0].byzantine_weight == 0.75
     assert found[0, 0].metrics["seconds"].mean == pytest.approx(2 * 0.231)
@@ -70,14 +70,14 @@ def test_unfinished_runs_are_not_counted(tmp_path):
         invent_run(path, [0.5, 0.6], rounds=2 if point["seed"] else 9)
 
     (summary,) = summaries_of(write_points(tmp_path / "grid", {"x": [1], "seed": [0, 1]}, make)).values()
-    assert summary.combination.accuracy == estimate([0.6])
+    assert summary.combination.score == estimate([0.6])
     assert not summary.best  # there is no other combination
 
 
 @pytest.mark.parametrize(("axes", "counts"), [({"seed": [0, 1]}, [2]), ({"x": ["u", "v"]}, [1, 1])])
 def test_a_grid_may_have_no_axis_but_the_seed_or_no_seed(tmp_path, axes, counts):
     folder = write_points(tmp_path / "grid", axes, lambda path, _: invent_run(path, [0.5]))
-    assert [summary.combination.accuracy.n for summary in summaries_of(folder).values()] == counts
+    assert [summary.combination.score.n for summary in summaries_of(folder).values()] == counts
 
 
 def test_the_share_of_byzantine_workers_is_a_mean_over_rounds_with_weights(tmp_path):
