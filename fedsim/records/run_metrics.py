@@ -32,7 +32,9 @@ def run_metrics(
     found = {name: value for name, value in found.items() if value is not None}
     if target is not None:
         pairs = [(at, score.read(record)) for record, at in zip(history, progress, strict=True)]
-        there = next((at for at, value in pairs if value is not None and score.sign * value >= score.sign * target), None)
+        there = next(
+            (at for at, value in pairs if value is not None and score.sign * value >= score.sign * target), None
+        )
         names = ["rounds", *Progress._fields[1:]]
         found |= dict.fromkeys([f"{name}_to_target" for name in names])
         found |= {f"{name}_to_target": value for name, value in zip(names, there or (), strict=False)}
