@@ -60,8 +60,8 @@ class Metric:
 
     @property
     def sign(self) -> int:
-        """1, or -1 if a lower value is better."""
-        return -1 if self.better == "lower" else 1
+        """Of a number that runs are compared by: 1 of an accuracy; -1 of a loss, since a lower one is better."""
+        return 1 if self.share else -1
 
     def decimals_for(self, value: float) -> int:
         """`decimals`, or more for four digits of a small number without bounds, such as a squared error."""
