@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fedsim.engines.stacking import convolution as module
-from fedsim.engines.stacking.convolution import WAYS, Options, Shape, fastest_way, nearest, stacked_convolution
+from fedsim.engines.stacking.convolution import WAYS, Options, Shape, fastest_way, stacked_convolution
 
 K, BATCH = 3, 4
 CASES = {  # convolution, channels, size, kernels, bias, options
@@ -115,28 +115,6 @@ def test_the_table_names_ways_and_the_nearest_shape_decides():
     assert {way for known in tables.values() for _, way in known} <= set(WAYS)
     for shape, way in tables["cuda"]:
         assert fastest_way("cuda", shape) == way
-    near, far = Shape(4, 10, 1, 1, 32, 25, 784), Shape(4, 10, 1, 256, 256, 9, 784)
-    known = [(near, "windows"), (far, "one by one")]
-    assert nearest(known, near._replace(rows=5, outputs=16)) == "windows"
-    assert nearest(known, far._replace(inputs=100)) == "one by one"
-
-
-def test_a_cpu_convolves_one_row_after_another():
-    assert module.only_way("cpu") == "one by one"
-    assert module.only_way("a device without a table") == "grouped"
-    given = tensors("plain")
-    found = stacked_convolution(F.conv2d, *given, Options())
-    assert torch.equal(found, row_by_row("plain", *given))
-
-
-def test_the_nearest_shape_is_looked_up_where_several_ways_are_known(monkeypatch):
-    used = []
-    for name in WAYS:
-        monkeypatch.setitem(WAYS, name, lambda *given, name=name: used.append(name))
-    monkeypatch.setattr(module, "only_way", lambda kind: None)
-    monkeypatch.setattr(module, "fastest_way", lambda kind, shape: f"{kind} {shape.rows}")
-    monkeypatch.setitem(WAYS, f"cpu {K}", lambda *given: used.append("by its shape"))
-    stacked_convolution(F.conv2d, *tensors("plain"), Options())
-    inputs, weight, bias = tensors("plain")
-    stacked_convolution(F.conv2d, inputs, weight[:1], bias[:1], Options())
-    assert used == ["by its shape", "one by one"]
+        assert fastest_way("cuda", shape._replace(batch=shape.batch + 1)) == way
+    assert fastest_way("cpu", Shape(4, 10, 1, 1, 32, 25, 784)) == "one by one"
+    assert fastest_way("a device without a table", Shape(4, 10, 1, 1, 32, 25, 784)) == "grouped"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,27 +81,16 @@ def stacked_convolution(
 
     `convolution` is F.conv1d, F.conv2d or F.conv3d. The shape decides on the way.
     """
-    name = "one by one" if len(weight) == 1 else only_way(input.device.type)
-    name = name or fastest_way(input.device.type, Shape.of(input, weight, options))
+    alone = len(weight) == 1
+    name = "one by one" if alone else fastest_way(input.device.type, Shape.of(input, weight, options))
     return WAYS[name](convolution, input, weight, bias, options)
 
 
 @cache
-def only_way(kind: str) -> str | None:
-    """The name of the way for all shapes on a kind of device; None where it depends on the shape."""
-    ways = {way for _, way in _tables().get(kind, [])} or {"grouped"}
-    return ways.pop() if len(ways) == 1 else None
-
-
-@cache
 def fastest_way(kind: str, shape: Shape) -> str:
-    """The name of the way of the nearest shape in the table of a kind of device."""
-    return nearest(_tables()[kind], shape)
-
-
-def nearest(known: Sequence[tuple[Shape, str]], shape: Shape) -> str:
-    """The way that goes with the nearest of some shapes; with the first of several that are as near."""
-    return min(known, key=lambda pair: shape.distance(pair[0]))[1]
+    """The name of the way of the nearest shape in the table of a kind of device; "grouped" if it has no table."""
+    known = _tables().get(kind)
+    return min(known, key=lambda entry: shape.distance(entry[0]))[1] if known else "grouped"
 
 
 @cache
