@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, groupby
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,3 +177,22 @@ def _watch(chosen: Policy, result: SimulatedRun) -> None:
             take(self, server, arrival)
 
     object.__setattr__(chosen, "__class__", Watched)
+
+
+def replayed(run: SimulatedRun, rule: Callable[..., Tensor]) -> Tensor:
+    """The global row that a rule(W, read, result, arrival, memory) makes of a run's arrivals, one after another.
+
+    The order of arrivals is that of the run; the results are computed again, at the rows of the rule.
+    """
+    items: dict[int, list[WorkItem]] = defaultdict(list)
+    for item in chain.from_iterable(run.trained):
+        items[item.worker].append(item)
+    row, read, memory = START, [START] * run.server.n, {}
+    for _, tied in groupby(zip(run.times, run.arrivals, strict=True), key=itemgetter(0)):
+        arrivals = [arrival for _, arrival in tied]
+        for arrival in arrivals:
+            start = read[arrival.worker]
+            row = rule(row, start, some_result(start, items[arrival.worker][arrival.unit]), arrival, memory)
+        for arrival in arrivals:
+            read[arrival.worker] = row
+    return row

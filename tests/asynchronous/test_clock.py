@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from fedsim.asynchronous.dispatch import RoundStats
 from fedsim.errors import ExperimentError
 from tests.asynchronous.simulated import delays_of, policy_of, simulate
 
@@ -58,17 +57,6 @@ def test_staleness_with_a_buffer_is_conserved(delays, k):
         assert run.server.version == taken // k
         assert total_staleness(run) == (WORKERS - 1) * run.server.version
         assert run.server.policy.buffered(run.server) == taken % k
-
-
-@pytest.mark.parametrize("speeds", [[1.0] * 5, [1.0, 1.0, 2.0, 2.0, 4.0], [1.0, 2.0, 3.0, 4.0, 6.0]])
-def test_each_pair_of_tied_arrivals_reduces_staleness_by_one(speeds):
-    """m tied arrivals reduce the sum by m (m - 1) / 2."""
-    run, expected = simulate(policy_of("asgd"), delays_of(speeds)), 0
-    for _ in range(100):
-        arrived = run.clock.advance()
-        expected += (len(speeds) - 1) * arrived - arrived * (arrived - 1) // 2
-        assert total_staleness(run) == expected
-    assert expected < (len(speeds) - 1) * run.server.version
 
 
 # Order
@@ -159,24 +147,6 @@ def test_virtual_seconds_by_hand():
     took = [after - before for before, after in zip([0, *mine], mine, strict=False)]
     down_only, neither, both = 1 + 0.5 + 1.5, 1.0, 1 + 0.5 + 3.0
     assert took[:6] == [down_only, neither, both, neither, down_only, down_only]  # the last of them: up only
-
-
-def test_round_stats_by_hand():
-    """Worker 0 has 3 steps (4, 4 and 2 samples) by the time 3, worker 1 one; losses are the workers' numbers."""
-    run = simulate(policy_of("asgd", n_push=2), delays_of([1.0, 2.5]))
-    for _ in range(4):
-        run.clock.advance()
-    assert run.clock.now == 3
-    stats = run.clock.dispatcher.stats
-    assert stats.samples == Counter({0: 10, 1: 4})
-    assert stats.loss_sum == 4
-    assert stats.up == 1
-    assert stats.down == 5  # four arrivals and the next work of worker 1
-    assert stats.staleness == Counter({0: 1})
-    assert stats.discarded == 0
-    run.clock.dispatcher.stats = RoundStats()
-    run.clock.advance()
-    assert run.clock.dispatcher.stats.samples == Counter({0: 4})
 
 
 # Cancelled work

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.comparison.grid import load_grid
 from fedsim.engines import plan
 from fedsim.engines.pool import backend as pool_backend
 from fedsim.engines.pool.process_pool import ProcessPool
@@ -207,17 +206,6 @@ def test_a_process_that_is_killed_while_it_starts(policy, tmp_path, monkeypatch)
     assert_as_without_faults(result, tables, **changes)
     (event,) = events(tmp_path / "run")
     assert (event["event"], event["round"], event["process"]) == ("worker replaced", 0, 1)
-
-
-def test_a_grid_names_the_points_whose_keys_are_refused():
-    tables = {"workers": 3}
-    with pytest.raises(fedsim.ExperimentError) as caught:
-        load_grid(tables, {"engine": ["serial", "spawn"], "seed": [0, 1]}, ["worker_retries=5"])
-    assert caught.value.lines == (
-        'engine=serial seed=0: worker_retries = 5: the engine "serial" does not use it; omit it (and 1 more of 4 runs)',
-    )
-    variants = [{"label": "here", "engine": "serial"}, {"label": "there", "engine": "spawn", "worker_retries": 5}]
-    assert len(load_grid({"workers": 3}, {"variant": variants}).runs) == 2
 
 
 class Reaper(threading.Thread):

@@ -112,7 +112,7 @@ def test_stored_updates_are_replayed_with_the_weights_of_the_run(tables, tmp_pat
     assert list(result.shares.values()) == pytest.approx(record.coefficients, abs=1e-12)
 
 
-def test_a_large_population_costs_what_its_cohort_costs(tables, monkeypatch):
+def test_a_large_population_costs_what_its_cohort_costs(tables):
     """No strategy asks for more shards than its cohort or its candidates have."""
     million = {"workers": 10**6, "cohort": 3, "rounds": 2, "partition": {"strategy": "virtual", "samples": 30}}
     for sampling in (

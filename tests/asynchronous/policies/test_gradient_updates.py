@@ -7,38 +7,19 @@ import pytest
 import torch
 
 from fedsim.clients import SGD
-from tests.asynchronous.simulated import LR, START, delays_of, nth_step, policy_of, same, simulate, some_result
+from tests.asynchronous.simulated import (
+    LR,
+    START,
+    delays_of,
+    nth_step,
+    policy_of,
+    replayed,
+    same,
+    simulate,
+    some_result,
+)
 
 SPEEDS = [1.0, 1.9, 2.7, 4.3]
-
-
-def replayed(run, rule):
-    """The global row that a rule(W, read, gradient, arrival, memory) makes of a run's arrivals, one after another.
-
-    The order of arrivals is that of the run; the gradients are computed again, at the rows of the rule.
-    """
-    row, read, shared = START.clone(), {}, {}
-    items = {(item.worker, unit): item for item, unit in numbered(run)}
-    arrivals = list(zip(run.arrivals, run.times, strict=True))
-    for place, (arrival, time) in enumerate(arrivals):
-        worker = arrival.worker
-        gradient = some_result(read.get(worker, START), items[worker, arrival.unit])
-        row = rule(row, read.get(worker, START), gradient, arrival, shared)
-        last_of_its_time = place + 1 == len(arrivals) or arrivals[place + 1][1] > time
-        if last_of_its_time:
-            for other, when in arrivals[: place + 1]:
-                if when == time:
-                    read[other.worker] = row.clone()
-    return row
-
-
-def numbered(run):
-    """Each item that was trained, with its number among those of its worker."""
-    count = {}
-    for items in run.trained:
-        for item in items:
-            yield item, count.get(item.worker, 0)
-            count[item.worker] = count.get(item.worker, 0) + 1
 
 
 def asgd(row, read, gradient, arrival, shared):

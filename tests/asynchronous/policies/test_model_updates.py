@@ -6,21 +6,7 @@ import pytest
 import torch
 
 from fedsim.asynchronous.policies.model_updates import WEIGHTINGS
-from fedsim.engines.trainers.batches import WorkItem
-from tests.asynchronous.simulated import START, delays_of, policy_of, same, simulate, some_result
-
-
-def replayed(run, rule):
-    """The global row that rule(W, read, x, arrival) makes of a run's arrivals (no ties), from models computed again."""
-    row, read, done = START.clone(), {}, {}
-    for arrival in run.arrivals:
-        worker = arrival.worker
-        done[worker] = done.get(worker, 0) + 1
-        model = some_result(read.get(worker, START), WorkItem(worker, worker, done[worker]))
-        row = rule(row, read.get(worker, START), model, arrival)
-        read[worker] = row.clone()
-    return row
-
+from tests.asynchronous.simulated import START, delays_of, policy_of, replayed, same, simulate
 
 # FedAsync
 
@@ -32,7 +18,7 @@ def test_fedasync_is_its_formula(kind):
         40
     )
 
-    def rule(row, read, model, arrival):
+    def rule(row, read, model, arrival, memory):
         tau = arrival.staleness
         s = {"constant": 1.0, "polynomial": (tau + 1) ** -0.7, "hinge": 1.0 if tau <= 1 else 1 / (0.7 * (tau - 1) + 1)}
         return (1 - 0.6 * s[kind]) * row + 0.6 * s[kind] * model
@@ -49,7 +35,7 @@ def test_fedbuff_is_its_formula(k, exponent):
     run = simulate(policy_of("fedbuff", k=k, exponent=exponent), delays_of([1.0, 1.7123, 2.3456, 7.3219])).advance(50)
     deltas = []
 
-    def rule(row, read, model, arrival):
+    def rule(row, read, model, arrival, memory):
         deltas.append((model - read) / (1 + arrival.staleness) ** exponent)
         if len(deltas) < k:
             return row
@@ -82,33 +68,22 @@ def test_fedbuff_by_hand():
 # Asynchronous local SGD
 
 
-def delayed_nesterov(pseudo_gradients_of, n, c, lr, beta, arrivals):
-    """Liu et al. 2024, delayed Nesterov: `pseudo_gradients_of(arrival, read)` are measured from what was read."""
-    row, momentum, gathered, read = START.clone(), torch.zeros(3).double(), torch.zeros(3).double(), {}
-    for t, arrival in enumerate(arrivals):
-        g = pseudo_gradients_of(arrival, read.get(arrival.worker, START))
-        gathered = gathered + g
-        if (t + 1) % n == 0:
-            momentum = beta * momentum + gathered / n
-            row = row - lr * ((1 - c * n + c) * beta * momentum + g / n)
-            gathered = torch.zeros(3).double()
-        else:
-            row = row - lr * (c * beta * momentum + g / n)
-        read[arrival.worker] = row
-    return row
-
-
 @pytest.mark.parametrize(("n", "c"), [(None, 0.0), (None, 0.25), (None, 0.1), (1, 0.5), (3, 0.2), (7, 0.0)])
 def test_async_local_sgd_is_the_algorithm_of_the_paper(n, c):
+    """Liu et al. 2024, delayed Nesterov, with outer learning rate 0.6 and momentum 0.8."""
     chosen = policy_of("async_local_sgd", lr=0.6, beta=0.8, n=n, c=c)
-    run = simulate(chosen, delays_of([1.0, 1.7123, 2.3456, 7.3219])).advance(45)
-    done = {}
+    run, n, momentum = simulate(chosen, delays_of([1.0, 1.7123, 2.3456, 7.3219])).advance(45), n or 4, 0 * START
+    gathered = []
 
-    def pseudo_gradient(arrival, read):
-        done[arrival.worker] = done.get(arrival.worker, 0) + 1
-        return read - some_result(read, WorkItem(arrival.worker, arrival.worker, done[arrival.worker]))
+    def rule(row, read, model, arrival, memory):
+        nonlocal momentum
+        gathered.append(read - model)
+        share = c
+        if len(gathered) % n == 0:
+            momentum, share = 0.8 * momentum + sum(gathered[-n:]) / n, 1 - c * n + c
+        return row - 0.6 * (share * 0.8 * momentum + gathered[-1] / n)
 
-    assert same(run.row, delayed_nesterov(pseudo_gradient, n or 4, c, 0.6, 0.8, run.arrivals))
+    assert same(run.row, replayed(run, rule))
     assert run.server.policy.buffered(run.server) == 0, "each has moved the row when it came"
 
 
