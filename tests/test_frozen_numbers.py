@@ -46,6 +46,7 @@ SETTINGS_OF_SOLVERS = {
     "fedrep": {
         "local": {"solver": "fedrep", "batch_size": 8, "lr": 0.01, "personal": ["*bias"], "steps": 4, "head_steps": 2}
     },
+    "moon": {"model": {"name": "tests.plugs:sized", "hidden": [8]}},  # which has hidden features
 }
 ATTACK = {"name": "sign_flipping", "workers": [1, 4]}
 

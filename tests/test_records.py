@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 import fedsim
 from fedsim.data import partition_shards
 from fedsim.errors import RecordError
-from fedsim.records.run_folder import RunFolder, new_folder_name
+from fedsim.records.run_folder import RunFolder, new_folder
 from fedsim.runs.text_table import columns_of, headline, table_header, table_line
 from tests.plugs import tiny
 
@@ -218,11 +219,12 @@ def test_an_interrupted_run_keeps_the_rounds_it_finished(tiny_experiment, tmp_pa
 
 def test_new_folder_names_are_unique(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = []
-    for _ in range(4):
-        names.append(new_folder_name("x"))
-        names[-1].mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        names = [stack.enter_context(new_folder("x")) for _ in range(4)]
+        assert all(name.is_dir() for name in names)
+        (names[0] / "file").touch()
     assert len(set(names)) == 4
+    assert list(Path("runs").iterdir()) == names[:1]  # empty ones are removed
     assert all(re.match(r"x-\d{8}-\d{6}(-\d+)?$", name.name) for name in names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -40,12 +41,12 @@ def run(
     allow_imports: AllowImports = False,
 ) -> None:
     """Run an experiment and write its records to a folder."""
-    with errors_as_lines():
+    with errors_as_lines(), contextlib.ExitStack() as stack:
         import fedsim
         from fedsim.config.load import load_experiment
         from fedsim.config.toml import to_toml
         from fedsim.engines import engine as engines
-        from fedsim.records.run_folder import experiment_of_run, new_folder_name
+        from fedsim.records.run_folder import experiment_of_run, new_folder
 
         source, overrides = source_and_overrides(words or [], context)
         if resume and out:
@@ -56,9 +57,11 @@ def run(
         if dry_run:
             print(to_toml(experiment), end="")
             return
-        folder = resume or out or new_folder_name(experiment.name)
+        main = engines.get(experiment.engine).target.is_main()
+        given = resume or out or (None if main else Path(experiment.name))  # only the main process writes
+        folder = given or stack.enter_context(new_folder(experiment.name))
         fedsim.run(experiment, folder, resume=bool(resume), progress=not quiet)
-        if engines.get(experiment.engine).target.is_main():
+        if main:
             print(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -55,13 +56,13 @@ def compare(
     allow_imports: AllowImports = False,
 ) -> None:
     """Run an experiment with every combination of values, and compare the results: table, CSV and figures."""
-    with errors_as_lines():
+    with errors_as_lines(), contextlib.ExitStack() as stack:
         from fedsim.comparison import load_grid, run_grid
         from fedsim.comparison.axes import describe_point
         from fedsim.comparison.folder import Shard
         from fedsim.comparison.grid_terminal import GridDisplay
         from fedsim.comparison.merging import merge
-        from fedsim.records.run_folder import new_folder_name
+        from fedsim.records.run_folder import new_folder
 
         folders = [Path(word) for word in words or [] if is_folder(word)]
         if folders:
@@ -69,7 +70,9 @@ def compare(
                 raise ExperimentError(
                     "to merge folders of comparisons, give only these folders, --out, --target and --allow-imports"
                 )
-            folder = out or (folders[0] if len(folders) == 1 else new_folder_name(f"{folders[0].name}-grid"))
+            folder = out or (
+                folders[0] if len(folders) == 1 else stack.enter_context(new_folder(f"{folders[0].name}-grid"))
+            )
             comparison = merge(folders, folder, target, allow_imports=allow_imports)
         else:
             source, changes = source_and_overrides(words or [], context)
@@ -81,7 +84,7 @@ def compare(
                 planned = part.of(grid) if part else grid.runs
                 print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
                 return
-            folder = out or new_folder_name(f"{grid.name}-grid")
+            folder = out or stack.enter_context(new_folder(f"{grid.name}-grid"))
             folder = part.folder(folder) if part else folder
             with GridDisplay(folder, quiet=quiet) as display:
                 comparison = run_grid(grid, folder, jobs, display, shard=part)

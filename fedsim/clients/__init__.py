@@ -24,7 +24,7 @@ from fedsim.clients.per_fedavg import PerFedAvg
 from fedsim.clients.personal import FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
 from fedsim.clients.pfedme import PFedMe
 from fedsim.clients.scaffold import Scaffold
-from fedsim.clients.sgd import SGD, FedProx
+from fedsim.clients.sgd import SGD, FedProx, LocalSGD
 from fedsim.clients.solver import (
     Decay,
     NonNegative,
@@ -57,6 +57,7 @@ __all__ = [
     "LGFedAvg",
     "LRSchedule",
     "LocalOnly",
+    "LocalSGD",
     "Mime",
     "MimeLite",
     "Moon",

@@ -122,6 +122,11 @@ class ClientAlgorithm:
     needs_local_buffers: ClassVar[bool] = False
 
     @property
+    def setting(self) -> str:
+        """The key and value of [local] because of which workers do more than step along gradients; "": `solver`."""
+        return ""
+
+    @property
     def full_gradient(self) -> bool:
         """Whether a round begins with the gradient of each worker over all its samples, which costs one pass over them.
 

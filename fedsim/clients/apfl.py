@@ -10,13 +10,13 @@ from pydantic import Field
 from torch import Tensor
 
 from fedsim.clients.algorithm import GradientAt, WorkerRound
-from fedsim.clients.sgd import SGD
+from fedsim.clients.sgd import LocalSGD
 from fedsim.clients.solver import State, solver
 
 
 @solver("apfl")
 @dataclass(frozen=True)
-class APFL(SGD):
+class APFL(LocalSGD):
     """Adaptive personalized federated learning: a mixture of a local and the global model. Deng et al. 2020.
 
     The row x takes the steps of `sgd`. The worker's own v, which it keeps, is trained within the mixture

@@ -10,13 +10,13 @@ from pydantic import Field
 from torch import Tensor
 
 from fedsim.clients.algorithm import GradientAt, WorkerRound
-from fedsim.clients.sgd import SGD
+from fedsim.clients.sgd import LocalSGD
 from fedsim.clients.solver import NonNegative, State, solver
 
 
 @solver("ditto")
 @dataclass(frozen=True)
-class Ditto(SGD):
+class Ditto(LocalSGD):
     """Federated averaging, and a personal model that is pulled to the global one. Li et al. 2021.
 
     The row takes the steps of `sgd`. At each step the worker's personal model v, which it keeps, takes a step on the

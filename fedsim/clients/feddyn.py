@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.algorithm import WorkerRound
-from fedsim.clients.sgd import SGD
+from fedsim.clients.sgd import LocalSGD
 from fedsim.clients.solver import Positive, State, solver
 
 
 @solver("feddyn")
 @dataclass(frozen=True)
-class FedDyn(SGD):
+class FedDyn(LocalSGD):
     """SGD on the loss - <h_k, x_k> + alpha / 2 |x_k - w|^2, a dynamic regulariser. Acar et al. 2021, algorithm 1.
 
         worker k:  x_k = w;  local steps of sgd along the gradient - h_k + alpha (x_k - w)       (h, h_k = 0 at first)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.algorithm import WorkerRound
-from fedsim.clients.sgd import SGD
+from fedsim.clients.sgd import LocalSGD
 from fedsim.clients.solver import State, solver
 
 
 @solver("fednova")
 @dataclass(frozen=True)
-class FedNova(SGD):
+class FedNova(LocalSGD):
     """Normalised averaging of the updates of `sgd`. Wang et al. 2020, section 4.
 
         worker k:  y = x;  K local steps of sgd;  sends (y - x) / |a_k|, |a_k|, and its weight p_k

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.algorithm import GradientAt
-from fedsim.clients.sgd import SGD
+from fedsim.clients.sgd import LocalSGD
 from fedsim.clients.solver import NonNegative, State, solver
 
 
 @solver("fedsam")
 @dataclass(frozen=True)
-class FedSAM(SGD):
+class FedSAM(LocalSGD):
     """Sharpness-aware minimization at the workers. Qu et al. 2022; Foret et al. 2021.
 
     g = gradient at x;  x takes the step of `sgd` along the gradient of the same batch at x + rho g / |g|.

@@ -33,6 +33,10 @@ class KeptState(ClientAlgorithm):
         if not solver.start(torch.zeros(1)):
             raise ExperimentError("local.keep_state = true: the solver has no state with these parameters; omit it")
 
+    @property
+    def setting(self) -> str:
+        return "local.keep_state = true"
+
     def worker_state(self, row: Tensor) -> State:
         return self.solver.start(row)
 

@@ -37,19 +37,23 @@ def constant(
 
 
 @lr_schedule("step")
-def step(optimizer: Optimizer, *, step_size: Count, gamma: Positive = 0.1) -> LRScheduler:
+def step(
+    optimizer: Optimizer, *, step_size: Annotated[Count, Field(examples=[10])], gamma: Positive = 0.1
+) -> LRScheduler:
     """Multiplies lr by `gamma` after every `step_size` rounds: `torch.optim.lr_scheduler.StepLR`."""
     return lr_scheduler.StepLR(optimizer, step_size, gamma)
 
 
 @lr_schedule("multi_step")
-def multi_step(optimizer: Optimizer, *, milestones: list[Count], gamma: Positive = 0.1) -> LRScheduler:
+def multi_step(
+    optimizer: Optimizer, *, milestones: Annotated[list[Count], Field(examples=[[10, 20]])], gamma: Positive = 0.1
+) -> LRScheduler:
     """Multiplies lr by `gamma` after each of `milestones` rounds: `torch.optim.lr_scheduler.MultiStepLR`."""
     return lr_scheduler.MultiStepLR(optimizer, milestones, gamma)
 
 
 @lr_schedule("exponential")
-def exponential(optimizer: Optimizer, *, gamma: Positive) -> LRScheduler:
+def exponential(optimizer: Optimizer, *, gamma: Annotated[Positive, Field(examples=[0.99])]) -> LRScheduler:
     """Multiplies lr by `gamma` after each round: `torch.optim.lr_scheduler.ExponentialLR`."""
     return lr_scheduler.ExponentialLR(optimizer, gamma)
 

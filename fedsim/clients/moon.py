@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.clients.algorithm import WorkerRound
-from fedsim.clients.sgd import SGD
+from fedsim.clients.sgd import LocalSGD
 from fedsim.clients.solver import NonNegative, Positive, State, solver
 
 
 @solver("moon")
 @dataclass(frozen=True)
-class Moon(SGD):
+class Moon(LocalSGD):
     """SGD on the loss plus mu times a contrastive loss between features of models. Li et al. 2021.
 
     For a sample with the features z of the worker's model, z_global of the row it was sent and z_previous of its model

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
-from fedsim.clients.sgd import SGD
+from fedsim.clients.sgd import LocalSGD
 from fedsim.clients.solver import State, solver
 from fedsim.core.rows import ColumnSpans, Layout
 from fedsim.core.suggestions import closest, nearest
@@ -31,7 +31,7 @@ NORMALISATION_LAYERS: tuple[Any, ...] = (
 )
 
 
-class PersonalSGD(SGD):
+class PersonalSGD(LocalSGD):
     """SGD of rows with personal columns, which stay with the worker. Subclasses define `personal_names`."""
 
     def personal_names(self, module: nn.Module) -> Collection[str]:
@@ -42,7 +42,7 @@ class PersonalSGD(SGD):
         names = self.personal_names(module)
         columns = ColumnSpans.of_entries(entry for entry in Layout.of(module).parameters if entry.name in names)
         if not columns.width:
-            return SGD(self.lr, self.momentum, self.weight_decay, self.nesterov, dampening=self.dampening)
+            return LocalSGD(self.lr, self.momentum, self.weight_decay, self.nesterov, dampening=self.dampening)
         return self._copy(personal_columns=columns)
 
     def with_lr(self, lr: float) -> ClientAlgorithm:
@@ -84,9 +84,8 @@ class PersonalSGD(SGD):
 class FedPer(PersonalSGD):
     """SGD of all parameters, of which the personal ones stay with the worker. Arivazhagan et al. 2019.
 
-    The server averages the other parameters only. Without personal parameters it is `sgd`, with all of them
-    `local_only`. The personal parameters of the global model remain as at the start, so `personal_rows` are the models
-    to test.
+    The server averages the other parameters only. The personal parameters of the global model remain as at the start,
+    so `personal_rows` are the models to test.
 
     Args:
         personal: patterns of parameter names, such as `["fc2.*"]`, as in a shell.
@@ -99,7 +98,7 @@ class FedPer(PersonalSGD):
     (ColumnSpans(spans=((21330, 21840),)), torch.Size([510]))
     """
 
-    personal: list[str] = field(kw_only=True)
+    personal: Annotated[list[str], Field(examples=[["fc2.*"]])] = field(kw_only=True)
 
     def personal_names(self, module: nn.Module) -> Collection[str]:
         names = [entry.name for entry in Layout.of(module).parameters]
@@ -107,7 +106,12 @@ class FedPer(PersonalSGD):
             if not any(fnmatchcase(name, pattern) for name in names):
                 place = f"local.personal = {show(self.personal)}"
                 raise ExperimentError(f"{place}: no parameter matches {show(pattern)}; {_nearest(pattern, names)}")
-        return {name for name in names if any(fnmatchcase(name, pattern) for pattern in self.personal)}
+        found = {name for name in names if any(fnmatchcase(name, pattern) for pattern in self.personal)}
+        if len(found) in (0, len(names)):
+            all_or_none, instead = ("all", "local_only") if found else ("none", "sgd")
+            place = f"local.personal = {show(self.personal)}"
+            raise ExperimentError(f"{place}: {all_or_none} of the parameters are personal; use local.solver={instead}")
+        return found
 
 
 @solver("lg_fedavg")
@@ -141,7 +145,8 @@ class FedRep(FedPer):
 
     Args:
         personal: patterns of parameter names, such as `["fc2.*"]`, as in a shell.
-        head_epochs: how many epochs of a round train the personal parameters, 1 by default; fewer than `local.epochs`.
+        head_epochs: how many epochs of a round train the personal parameters; fewer than `local.epochs`. By default,
+            half of the steps of a round do, rounded down.
         head_steps: how many steps, if a round is given by `local.steps`; fewer than these.
         lr, momentum, weight_decay, nesterov: see `SGD`.
 
@@ -157,33 +162,23 @@ class FedRep(FedPer):
     head_epochs: Amount | None = None
     head_steps: Amount | None = None
 
-    def personal_names(self, module: nn.Module) -> Collection[str]:
-        names = super().personal_names(module)
-        if len(names) in (0, len(Layout.of(module).parameters)):
-            all_or_none, instead = ("all", "local_only") if names else ("none", "sgd")
-            place = f"local.personal = {show(self.personal)}"
-            raise ExperimentError(f"{place}: {all_or_none} of the parameters are personal; use local.solver={instead}")
-        return names
-
     def check_work(self, epochs: int | None, steps: int | None) -> None:
         key, least = ("epochs", epochs) if steps is None else ("steps", steps)
         other = "head_steps" if steps is None else "head_epochs"
         if getattr(self, other) is not None:
             raise ExperimentError(f"local.{other}: does not go with local.{key}; use local.head_{key}")
-        head = self.head_steps if steps is not None else self.head_epochs or 1
-        if head is None:
-            raise ExperimentError("local.head_steps: is required with local.steps")
-        if least is not None and head >= least:
+        head = getattr(self, f"head_{key}")
+        if head is not None and least is not None and head >= least:
             raise ExperimentError(
                 f"local.head_{key} = {head}: leaves nothing of local.{key} = {least} for the other parameters; use "
-                f"more local.{key}"
+                f"local.{key} = {head + 1} or more"
             )
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
         state = super().start_round(rows, worker)
-        head_steps = torch.full_like(worker.steps, self.head_steps or 0)
-        if self.head_steps is None:
-            head_steps = (self.head_epochs or 1) * worker.steps_per_epoch
+        head_steps = worker.steps // 2 if self.head_steps is None else torch.full_like(worker.steps, self.head_steps)
+        if self.head_epochs is not None:
+            head_steps = self.head_epochs * worker.steps_per_epoch
         personal = torch.zeros_like(rows, dtype=torch.bool)
         self.personal_columns.write(personal, self.personal_columns.of(~personal))
         return {**state, "personal": personal, "head_steps_left": head_steps.to(rows.dtype)}
@@ -196,7 +191,7 @@ class FedRep(FedPer):
         gradients.mul_(moving)
         if self.momentum:
             state["momentum"].mul_(moving)  # which is 0 where parameters begin to move
-        SGD(self.lr, self.momentum, nesterov=self.nesterov, dampening=self.dampening).step(rows, gradients, state)
+        LocalSGD(self.lr, self.momentum, nesterov=self.nesterov, dampening=self.dampening).step(rows, gradients, state)
 
 
 @solver("fedbn")

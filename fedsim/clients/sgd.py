@@ -13,9 +13,66 @@ from fedsim.clients.solver import Decay, NonNegative, OuterProductGrad, State, s
 from fedsim.errors import ExperimentError
 
 
+@dataclass(frozen=True)
+class LocalSGD(ClientAlgorithm):
+    """The steps of `SGD`, with its parameters but `momentum_at`: the base of solvers that need local steps."""
+
+    lr: NonNegative = 0.05
+    momentum: Decay = 0.0
+    weight_decay: NonNegative = 0.0
+    nesterov: bool = False
+    dampening: Decay = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for key, given in (("nesterov = true", self.nesterov), (f"dampening = {self.dampening}", self.dampening)):
+            if given and not self.momentum:
+                raise ExperimentError(f"local.{key}: needs local.momentum > 0")
+        if self.nesterov and self.dampening:
+            raise ExperimentError("local.nesterov = true: needs local.dampening = 0")
+
+    @property
+    def decay(self) -> float:
+        """The factor of the rows in each gradient."""
+        return self.weight_decay
+
+    def start(self, rows: Tensor) -> State:
+        """The state; subclasses may add the tensor "constant" [..., d], which is a part of each gradient."""
+        return {"momentum": torch.zeros_like(rows)} if self.momentum else {}
+
+    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
+        if self.decay:
+            gradients.add_(rows, alpha=self.decay)
+        if "constant" in state:
+            gradients.add_(state["constant"])
+        direction = gradients
+        if "momentum" in state:
+            velocity = self._averaged(state["momentum"], gradients)
+            direction = gradients.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
+        rows.add_(direction, alpha=-self.lr)
+
+    def _averaged(self, velocity: Tensor, gradients: Tensor) -> Tensor:
+        return velocity.mul_(self.momentum).add_(gradients, alpha=1 - self.dampening)
+
+    def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
+        if self.nesterov:  # goes along the gradient twice
+            self.step(rows, product.computed(), state)
+        elif "momentum" in state:
+            velocity, share = state["momentum"], 1 - self.dampening
+            product.add_to(velocity, beta=self.momentum, alpha=share)
+            if self.decay:
+                velocity.add_(rows, alpha=share * self.decay)
+            if "constant" in state:
+                velocity.add_(state["constant"], alpha=share)
+            rows.add_(velocity, alpha=-self.lr)
+        else:
+            product.add_to(rows, beta=1 - self.lr * self.decay, alpha=-self.lr)
+            if "constant" in state:
+                rows.add_(state["constant"], alpha=-self.lr)
+
+
 @solver("sgd")
 @dataclass(frozen=True)
-class SGD(ClientAlgorithm):
+class SGD(LocalSGD):
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, as in `torch.optim.SGD`.
 
     g = gradient + weight_decay w;  v = momentum v + (1 - dampening) g;  w -= lr v
@@ -50,23 +107,18 @@ class SGD(ClientAlgorithm):
     tensor([0.8000])
     """
 
-    lr: NonNegative = 0.05
-    momentum: Decay = 0.0
-    weight_decay: NonNegative = 0.0
-    nesterov: bool = False
-    dampening: Decay = field(default=0.0, kw_only=True)
     momentum_at: Literal["server", "worker"] = field(default="server", kw_only=True)
 
     def __post_init__(self) -> None:
-        at_worker = self.momentum_at == "worker"
-        keys = {"nesterov = true": self.nesterov, f"dampening = {self.dampening}": self.dampening}
-        for key, given in {**keys, 'momentum_at = "worker"': at_worker}.items():
-            if given and not self.momentum:
-                raise ExperimentError(f"local.{key}: needs local.momentum > 0")
-        if self.nesterov and self.dampening:
-            raise ExperimentError("local.nesterov = true: needs local.dampening = 0")
-        if self.nesterov and at_worker:
+        super().__post_init__()
+        if self.setting and not self.momentum:
+            raise ExperimentError(f"{self.setting}: needs local.momentum > 0")
+        if self.setting and self.nesterov:
             raise ExperimentError("local.nesterov = true: needs local.momentum_at=server")
+
+    @property
+    def setting(self) -> str:
+        return 'local.momentum_at = "worker"' if self.alters_gradients else ""
 
     @property
     def alters_gradients(self) -> bool:
@@ -78,49 +130,13 @@ class SGD(ClientAlgorithm):
     def send_gradients(self, gradients: Tensor, kept: State) -> None:
         gradients.copy_(self._averaged(kept["momentum"], gradients))
 
-    @property
-    def decay(self) -> float:
-        """The factor of the rows in each gradient."""
-        return self.weight_decay
-
     def start(self, rows: Tensor) -> State:
-        """The state; subclasses may add the tensor "constant" [..., d], which is a part of each gradient."""
-        return {"momentum": torch.zeros_like(rows)} if self.momentum and not self.alters_gradients else {}
-
-    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        if self.decay:
-            gradients.add_(rows, alpha=self.decay)
-        if "constant" in state:
-            gradients.add_(state["constant"])
-        direction = gradients
-        if "momentum" in state:
-            velocity = self._averaged(state["momentum"], gradients)
-            direction = gradients.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
-        rows.add_(direction, alpha=-self.lr)
-
-    def _averaged(self, velocity: Tensor, gradients: Tensor) -> Tensor:
-        return velocity.mul_(self.momentum).add_(gradients, alpha=1 - self.dampening)
-
-    def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
-        if self.nesterov:  # goes along the gradient twice
-            self.step(rows, product.computed(), state)
-        elif "momentum" in state:
-            velocity, share = state["momentum"], 1 - self.dampening
-            product.add_to(velocity, beta=self.momentum, alpha=share)
-            if self.decay:
-                velocity.add_(rows, alpha=share * self.decay)
-            if "constant" in state:
-                velocity.add_(state["constant"], alpha=share)
-            rows.add_(velocity, alpha=-self.lr)
-        else:
-            product.add_to(rows, beta=1 - self.lr * self.decay, alpha=-self.lr)
-            if "constant" in state:
-                rows.add_(state["constant"], alpha=-self.lr)
+        return {} if self.alters_gradients else super().start(rows)
 
 
 @solver("fedprox")
 @dataclass(frozen=True)
-class FedProx(SGD):
+class FedProx(LocalSGD):
     """SGD on the loss plus mu / 2 |w - w_start|^2, which keeps a worker near the global row. Li et al. 2020.
 
     The gradient is gradient + mu (w - w_start), otherwise it is `sgd`; with mu = 0 it is `sgd` to the bit. w_start is
@@ -129,7 +145,6 @@ class FedProx(SGD):
     Args:
         mu: >= 0.
         lr, momentum, weight_decay, nesterov, dampening: see `SGD`.
-        momentum_at: "server"; "worker" is refused, since fedprox has local steps.
 
     Cost: as sgd, with another state of [d] and one more pass over the row.
 

@@ -231,18 +231,20 @@ def _without_unset(value: Any) -> Any:
 def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
     """The name of an experiment without a name: `net-mnist5k-weighted_mean`, `net-mnist5k-hogwild-race`.
 
-    Its parts are the model, the data, the rule (or the asynchronous policy), and `race` for a race.
+    Its parts are the model, the data, the local solver unless it is sgd, the rule (or the asynchronous policy), and
+    `race` for a race.
 
     Args:
         experiment: the experiment, with checked tables.
         varied: dotted keys that a comparison varies; parts that depend on them are left out.
     """
-    policy, rule = experiment.policy, experiment.aggregate.rule
+    policy, rule, solver = experiment.policy, experiment.aggregate.rule, experiment.local.solver
     stages = rule if isinstance(rule, list) else [rule]
     rules = [stage if isinstance(stage, str) else stage["rule"] for stage in stages]
     parts = [
         ({"model.name"}, [experiment.model.name]),
         ({"data.dataset"}, [experiment.data.dataset]),
+        ({"local.solver"}, [solver] if solver != Local.model_fields["solver"].default else []),
         ({"aggregate.rule", "policy.name", "mode"}, rules if policy.bind().in_rounds else [policy.name]),
         ({"mode"}, ["race"] if experiment.mode == "race" else []),
     ]

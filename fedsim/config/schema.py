@@ -166,6 +166,14 @@ class Processor(PlugTable):
     name: Name
     error_feedback: bool = False  # whether a worker adds what was left out of its updates before
 
+    def check_parameters(self) -> None:
+        super().check_parameters()
+        if self.error_feedback and not getattr(self.plug.target, "compresses", True):
+            raise ExperimentError(
+                f"processors.error_feedback = true: is for compression, and {self.name} adds noise, which it would "
+                "take back; omit it"
+            )
+
     def bind(self) -> BoundProcessor:
         return bind_processor(self.plug, self.params, error_feedback=self.error_feedback)
 

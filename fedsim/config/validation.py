@@ -213,7 +213,7 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
             "step (local.*); omit [server]"
         )
     if experiment.rounds_of_gradients and experiment.needs_local_steps:
-        yield _needs_local_steps(experiment, f"sync={sync}")
+        yield _needs_local_steps(experiment, f"sync={sync}", "sync=parameters")
     if experiment.client_algorithm.alters_gradients:
         policy, setting = experiment.policy, _client_setting(experiment)
         if not policy.bind().in_rounds:
@@ -229,16 +229,14 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
 
 def _client_setting(experiment: Experiment) -> str:
     """The setting because of which workers do more than to step along gradients."""
-    if experiment.local.keep_state:
-        return "local.keep_state = true"
-    if experiment.local.params.get("momentum_at") == "worker":
-        return 'local.momentum_at = "worker"'
-    return f"local.solver = {show(experiment.local.solver)}"
+    return experiment.client_algorithm.setting or f"local.solver = {show(experiment.local.solver)}"
 
 
-def _needs_local_steps(experiment: Experiment, setting: str) -> str:
-    instead = "omit it" if experiment.local.keep_state else "use another solver"
-    return f"{_client_setting(experiment)}: needs local steps, so it does not work with {setting}; {instead}"
+def _needs_local_steps(experiment: Experiment, setting: str, instead: str) -> str:
+    other = "omit it" if experiment.local.keep_state else "use another solver"
+    return (
+        f"{_client_setting(experiment)}: needs local steps, so it does not work with {setting}; {other}, or {instead}"
+    )
 
 
 def _check_weights(experiment: Experiment) -> Iterator[str]:
@@ -323,12 +321,17 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
             )
     if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
         yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers work; omit it"
-    if policy.work == "gradient" and experiment.needs_local_steps:
-        yield _needs_local_steps(experiment, where)
     algorithm = experiment.client_algorithm
     if algorithm.has("correct") or algorithm.has("receive_gradients"):
         solver = f"local.solver = {show(experiment.local.solver)}"
-        yield f"{solver}: needs rounds in which a cohort is aggregated, and {where} has none; use mode=rounds"
+        yield f"{solver}: needs rounds in which a cohort is aggregated, and {where} has none; use policy=sync"
+    elif policy.work == "gradient" and experiment.needs_local_steps:
+        yield _needs_local_steps(experiment, where, "policy=sync")
+    elif experiment.mode == "race" and experiment.exchanges:
+        yield (
+            f"{_client_setting(experiment)}: keeps worker state or exchanges more than rows with the server, which a "
+            "race does not support; use mode=clock"
+        )
     if policy.needs_momentum and not experiment.local.bind().start(torch.zeros(1)):
         yield f"{where}: needs momentum; set local.momentum"
     try:
@@ -342,8 +345,3 @@ def _check_race(experiment: Experiment, engine_class: type[Engine]) -> Iterator[
         yield f"engine = {show(experiment.engine)}: mode=race needs engine=spawn or engine=auto"
     elif experiment.batched.width is not None:
         yield f"batched.width = {experiment.batched.width}: a race does not stack rows; omit it"
-    if experiment.exchanges:
-        yield (
-            f"{_client_setting(experiment)}: keeps worker state or exchanges more than rows with the server, which a "
-            "race does not support; use mode=clock"
-        )

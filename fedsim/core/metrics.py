@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.core.registry import Plug, Registry
-from fedsim.errors import ExperimentError, one_line, show
+from fedsim.errors import ExperimentError, first_line, show
 
 
 class MetricRegistry(Registry):
@@ -70,7 +70,7 @@ class BoundMetric:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise ExperimentError(f"metrics: {show(self.label)} cannot be computed: {one_line(error)}") from error
+            raise ExperimentError(f"metrics: {show(self.label)} cannot be computed: {first_line(error)}") from error
 
 
 def bind_metric(plug: Plug, params: dict[str, Any], label: str | None = None) -> BoundMetric:
@@ -85,15 +85,15 @@ def top_k(outputs: Tensor, targets: Tensor, *, k: int = 5, ignore: int = -100) -
     Args:
         outputs: [..., classes].
         targets: [...], int64.
-        k: must be at least 1, and at most the number of classes.
+        k: must be at least 1, and less than the number of classes.
         ignore: targets of this value do not count.
 
     >>> outputs = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     >>> fedsim.core.metrics.top_k(outputs, torch.tensor([1, 2]), k=2)
     tensor(0.5000)
     """
-    if not 1 <= k <= outputs.shape[-1]:
-        raise ExperimentError(f"k = {k}: must be from 1 to the number of outputs, {outputs.shape[-1]}")
+    if not 1 <= k < outputs.shape[-1]:
+        raise ExperimentError(f"k = {k}: must be at least 1, and less than the number of outputs, {outputs.shape[-1]}")
     outputs, targets = _counted(outputs, targets, ignore)
     return (outputs.topk(k, -1).indices == targets.unsqueeze(-1)).any(-1).float().mean()
 

@@ -43,7 +43,9 @@ def explain(
             hint = nearest_key(str(last), _keys_at(model, path), table, None if table else elsewhere)
             lines.append(f"{where} = {show(value)}: unknown key; {hint}")
         elif kind == "missing":
-            lines.append(f"{where}: is required")
+            field = model.model_fields.get(str(last))
+            example = f", such as {last} = {show(field.examples[0])}" if field and field.examples else ""
+            lines.append(f"{where}: is required{example}")
         else:
             requirements.setdefault(where, (value, []))[1].append(_requirement(problem["msg"]))
             if kind == "model_type":

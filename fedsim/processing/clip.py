@@ -12,7 +12,7 @@ from fedsim.processing.processor import processor
 
 
 @processor("clip")
-def clip(update: Tensor, metrics: dict[str, Any], *, max_norm: Annotated[float, Field(gt=0)]) -> Tensor:
+def clip(update: Tensor, metrics: dict[str, Any], *, max_norm: Annotated[float, Field(gt=0, examples=[1.0])]) -> Tensor:
     """Scale an update x to x min(1, max_norm / |x|), of L2 norm max_norm at most (McMahan et al. 2018).
 
     Args:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedsim.core.randomness import Draws
@@ -16,7 +16,9 @@ INDEX_BYTES = 4  # of a position in an update of less than 2^32 numbers
 
 
 @processor("top_k")
-def top_k(update: Tensor, metrics: dict[str, Any], *, k: PositiveInt) -> tuple[Tensor, int]:
+def top_k(
+    update: Tensor, metrics: dict[str, Any], *, k: Annotated[PositiveInt, Field(examples=[100])]
+) -> tuple[Tensor, int]:
     """Keep the k numbers of largest magnitude; all others become zero (Stich et al. 2018).
 
     What is left out is lost, unless `error_feedback = true` adds it to the worker's next update.

@@ -12,7 +12,9 @@ from fedsim.processing.processor import processor
 
 
 @processor("gaussian_noise")
-def gaussian_noise(update: Tensor, draws: Draws, *, std: Annotated[float, Field(ge=0)]) -> tuple[Tensor, int]:
+def gaussian_noise(
+    update: Tensor, draws: Draws, *, std: Annotated[float, Field(ge=0, examples=[0.01])]
+) -> tuple[Tensor, int]:
     """Add independent normal numbers of mean 0 (the Gaussian mechanism; Dwork and Roth 2014).
 
     Differential privacy also needs bounded updates: put `clip` before it in the chain (McMahan et al. 2018). No privacy
@@ -31,3 +33,6 @@ def gaussian_noise(update: Tensor, draws: Draws, *, std: Annotated[float, Field(
     """
     noisy = update + std * draws.normal(len(update), dtype=update.dtype)
     return noisy, noisy.nbytes
+
+
+gaussian_noise.compresses = False  # so error feedback would take the noise back

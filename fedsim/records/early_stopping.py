@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from fedsim.config.task_tables import Stop
 from fedsim.core.suggestions import nearest
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, plural, show
 from fedsim.records.record import Metric, RoundRecord
 
 
@@ -49,7 +49,7 @@ class EarlyStopping:
             return None
         more = f" by more than {stop.min_delta:g}" if stop.min_delta else ""
         best = f"; the best is {self._best:.6g} in round {self._best_round}" if self._best_round else ""
-        return f"{stop.metric} has not improved{more} for {stop.patience} rounds{best}"
+        return f"{stop.metric} has not improved{more} for {plural(stop.patience, 'round')}{best}"
 
     @property
     def has_best(self) -> bool:

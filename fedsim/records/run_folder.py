@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,28 @@ WORKERS = "workers-{round:05d}.csv"
 UPDATES = "updates-{round:05d}.safetensors"
 
 
-def new_folder_name(name: str) -> Path:
-    """runs/<name>-<date>-<time>, with a number if that exists."""
+@contextlib.contextmanager
+def new_folder(name: str) -> Iterator[Path]:
+    """Make runs/<name>-<date>-<time>, with a number if that exists; it is removed if it is empty after the block.
+
+    Programs that start at the same time get different folders. Raises RecordError if it cannot be made.
+    """
     stem = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     numbered = (stem.with_name(f"{stem.name}-{number}") for number in itertools.count(2))
-    return next(path for path in itertools.chain([stem], numbered) if not path.exists())
+    for folder in itertools.chain([stem], numbered):
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):  # not empty
+            folder.rmdir()
+            folder.parent.rmdir()
 
 
 class RunFolder:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from fedsim.config.experiment import Experiment
+from fedsim.config.schema import Server
 from fedsim.core.randomness import preserve_random_state
+from fedsim.core.recorded_features import recorded_features
 from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
@@ -72,9 +74,10 @@ def check_client_algorithm(experiment: Experiment, task: TaskSpec) -> None:
             f"{sampling.place}: computes losses of the global model, and with {solver} workers keep a part of it"
         )
     if task.solver.personal_columns.width == layout.d:
-        for key, value in (("processors", experiment.processors), ("attack", task.byzantine)):
+        aggregated = {"server": experiment.server != Server(), "aggregate.rule": not task.rule.linear_by_weights}
+        for key, value in {"processors": experiment.processors, "attack": task.byzantine, **aggregated}.items():
             if value:
-                raise ExperimentError(f"{key}: with {solver} the workers send no parameters; omit {key}")
+                raise ExperimentError(f"{key}: with {solver} the workers send no parameters; omit it")
 
 
 def _check_parameters(place: str, task: TaskSpec) -> None:
@@ -139,10 +142,23 @@ def check_outputs_of_model(experiment: Experiment, task: TaskSpec, train: Tensor
             f"attack.name = {show(attack.name)}: needs class labels, one for each sample, and the targets are "
             f"{described(train.targets)}; use an attack on updates, such as sign_flipping"
         )
+    _check_features(experiment, task, inputs)
     for metric in task.metrics:
         metric(outputs, targets)
     if task.precision.autocast is not None:
         _check_autocast(experiment, task, inputs, targets)
+
+
+def _check_features(experiment: Experiment, task: TaskSpec, inputs: Tensor) -> None:
+    """Check that the model has features besides its inputs, if the client algorithm compares features."""
+    if not task.solver.has("feature_loss"):
+        return
+    module = task.new_module().eval()
+    with torch.no_grad(), recorded_features(module) as recorded:
+        module(inputs)
+    if torch.equal(recorded.of(len(inputs)), inputs.flatten(1)):
+        solver = show(experiment.local.solver)
+        raise ExperimentError(f"{_place(experiment)}: has no hidden features, which local.solver = {solver} compares")
 
 
 def _check_autocast(experiment: Experiment, task: TaskSpec, inputs: Tensor, targets: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from fedsim.config.experiment import PLUG_TABLES
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import show
 
@@ -19,10 +20,20 @@ NO_EFFECT = (  # keys that do not change results
 def differences_of(
     there: Mapping[str, Any], here: Mapping[str, Any], ignored: Collection[str] = NO_EFFECT
 ) -> list[str]:
-    """Return a line for each key with different values in two resolved experiments: `rounds: 5 there, 10 here`."""
+    """Return a line for each key with different values in two resolved experiments: `rounds: 5 there, 10 here`.
+
+    The parameters of two different plugs are not compared.
+    """
     one, other = dict(leaves_of(there)), dict(leaves_of(here))
     keys = [key for key in {**one, **other} if one.get(key) != other.get(key) and key not in ignored]
-    return [f"{key}: {_shown(one, key)} there, {_shown(other, key)} here" for key in keys]
+    of_plugs = {
+        key
+        for place, table in PLUG_TABLES.items()
+        if f"{place}.{table.named_by}" in keys
+        for key in keys
+        if key.startswith(f"{place}.") and key.removeprefix(f"{place}.").partition(".")[0] not in table.model_fields
+    }
+    return [f"{key}: {_shown(one, key)} there, {_shown(other, key)} here" for key in keys if key not in of_plugs]
 
 
 def _shown(leaves: Mapping[str, Any], key: str) -> str:

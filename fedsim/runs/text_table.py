@@ -100,7 +100,10 @@ def table_line(columns: Sequence[Metric], record: RoundRecord) -> str:
 
 def _cell(column: Metric, record: RoundRecord) -> str:
     value = column.read(record)
-    return "-" if value is None else fixed(value, column.decimals)
+    if value is None:
+        return "-"
+    counted = column.path[0] == "metrics" and float(value).is_integer()
+    return fixed(value, 0 if counted else column.decimals)
 
 
 def _width(column: Metric) -> int:

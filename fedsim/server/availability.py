@@ -46,7 +46,7 @@ class Available:
     (array([0, 7]), array([1., 1.]))
     """
 
-    trace: str
+    trace: Annotated[str, Field(examples=["trace.csv"])]
 
     def __call__(self, size: int, now: float, rng: np.random.Generator, metrics: dict[str, Any]) -> Chosen:
         workers, begin, end = self._lines
@@ -67,7 +67,9 @@ class Available:
         try:
             text = read_bounded(Path(self.trace), MOST_BYTES).decode("utf-8-sig")
         except (OSError, ValueError) as error:
-            raise ExperimentError(f"{self._place}: cannot be read: {error}") from None
+            raise ExperimentError(
+                f"{self._place}: cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from None
         lines = list(csv.reader(StringIO(text)))
         if not lines or [name.strip() for name in lines[0]] != COLUMNS:
             raise ExperimentError(f"{self._place}: the first line must be {','.join(COLUMNS)}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fedsim.core.randomness import sample_workers
 from fedsim.errors import ExperimentError, show
@@ -97,7 +98,7 @@ class Fixed:
     (array([3, 1]), array([1., 1.]))
     """
 
-    workers: list[NonNegativeInt]
+    workers: Annotated[list[NonNegativeInt], Field(examples=[[0, 1]])]
 
     def __call__(self) -> Chosen:
         return np.array(self.workers), np.ones(len(self.workers))
@@ -128,7 +129,7 @@ class PowerOfChoice:
     array([1, 2])
     """
 
-    candidates: PositiveInt
+    candidates: Annotated[PositiveInt, Field(examples=[30])]
 
     def __call__(
         self,

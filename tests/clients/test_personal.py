@@ -104,14 +104,15 @@ def test_matching_parameters_stay_with_the_workers(solver, layer, tables):
     assert_is(reference(lambda: plugs.sized(hidden=(8,)), lambda name: name.startswith(layer)), tables)
 
 
-@pytest.mark.parametrize(("params", "first"), [({}, 1), ({"head_epochs": 2}, 2)])
-def test_fedrep_trains_the_head_and_then_the_rest(params, first, tables):
+@pytest.mark.parametrize(("params", "epochs", "first"), [({}, 2, 1), ({"head_epochs": 2}, 3, 2)])
+def test_fedrep_trains_the_head_and_then_the_rest(params, epochs, first, tables):
     def phases(names, epoch_steps, steps):
         head = [name for name in names if name.startswith("2.")]
         return [(head, first * epoch_steps), (set(names) - set(head), steps - first * epoch_steps)]
 
-    tables["local"] |= {"solver": "fedrep", "epochs": 3, **HEAD, **params}
-    assert_is(reference(lambda: plugs.sized(hidden=(8,)), lambda name: name.startswith("2."), phases, epochs=3), tables)
+    tables["local"] |= {"solver": "fedrep", "epochs": epochs, **HEAD, **params}
+    by_hand = reference(lambda: plugs.sized(hidden=(8,)), lambda name: name.startswith("2."), phases, epochs)
+    assert_is(by_hand, tables)
 
 
 def test_fedrep_by_steps_is_fedrep_by_epochs_of_as_many_steps(tables):
@@ -141,19 +142,11 @@ def test_local_only_averages_nothing_and_sends_nothing(tables):
     assert {(record.bytes_up, record.bytes_down) for record in records} == {(0, 0)}
 
 
-@pytest.mark.parametrize("solver", ["fedper", "lg_fedavg"])
-def test_without_personal_parameters_it_is_sgd_and_with_all_local_only(solver, tables):
-    local = tables["local"]
-
-    def run(**changes):
-        return finished({**tables, "local": {**local, **changes}})
-
-    (records, row, *_), (plain, expected, *_) = run(solver=solver, personal=[]), run(solver="sgd")
-    assert torch.equal(row, expected)
-    assert [record.bytes_up for record in records] == [record.bytes_up for record in plain]
-    (_, row, states, *_), (_, start, expected_states, *_) = run(solver=solver, personal=["*"]), run(solver="local_only")
-    assert torch.equal(row, start)
-    assert all(torch.equal(states[k]["rows.personal"], expected_states[k]["rows.personal"]) for k in expected_states)
+def test_fedrep_works_with_its_defaults(tables):
+    tables["local"] |= {"solver": "fedrep", **HEAD}
+    _, row, states, _, columns, start = finished(tables)
+    assert not torch.equal(row, start)
+    assert all(not torch.equal(kept["rows.personal"], columns.of(start)) for kept in states.values())
 
 
 def test_a_copy_with_another_learning_rate_has_the_same_columns():
@@ -207,12 +200,12 @@ def test_columns_of_entries_join_neighbours_and_have_others():
     [
         ({"solver": "fedper", "personal": ["4.*"]}, 'local.personal = ["4.*"]: no parameter matches "4.*"; '),
         ({"solver": "fedper", "personal": ["2.wieght"]}, 'did you mean "2.weight"?'),
-        ({"solver": "fedrep", "personal": []}, "use local.solver=sgd"),
+        ({"solver": "fedper"}, 'local.personal: is required, such as personal = ["fc2.*"]'),
+        ({"solver": "fedper", "personal": []}, "use local.solver=sgd"),
         ({"solver": "fedrep", "personal": ["*"]}, "use local.solver=local_only"),
-        ({"solver": "fedrep", **HEAD}, "local.head_epochs = 1: leaves nothing of local.epochs = 1 for the other"),
+        ({"solver": "fedrep", **HEAD, "head_epochs": 1}, "leaves nothing of local.epochs = 1 for the other"),
         ({"solver": "fedrep", **HEAD, "epochs": {"uniform": [2, 5]}, "head_epochs": 2}, "local.epochs = 2 for"),
         ({"solver": "fedrep", **HEAD, "steps": 5, "head_steps": 5}, "leaves nothing of local.steps = 5"),
-        ({"solver": "fedrep", **HEAD, "steps": 5}, "local.head_steps: is required with local.steps"),
         ({"solver": "fedrep", **HEAD, "epochs": 2, "head_steps": 5}, "use local.head_epochs"),
         ({"solver": "fedbn"}, "has no normalisation layers"),
     ],
@@ -231,6 +224,8 @@ def test_impossible_personal_parameters_are_an_error_in_one_line(changes, line, 
         ({"model": "tests.plugs:Normalised"}, "buffers"),
         ({"processors": ["sign"]}, "processors"),
         ({"attack": {"name": "gaussian", "fraction": 0.4}}, "attack"),
+        ({"aggregate": {"rule": "krum", "f": 0}}, "aggregate"),
+        ({"server": {"optimizer": "adam"}}, "server"),
     ],
 )
 def test_settings_without_a_meaning_for_local_only_are_an_error(changes, key, tables):

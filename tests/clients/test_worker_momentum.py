@@ -148,7 +148,7 @@ def test_a_round_that_lost_a_process_is_repeated_with_the_momentum_of_before(tmp
             'needs rounds of gradients, and policy.name = "asgd" has none',
         ),
         ({"aggregate": "fltrust"}, "the rule fltrust compares it with a gradient of the server"),
-        ({"local": {"solver": "fedprox"}}, "needs local steps"),
+        ({"local": {"solver": "fedprox"}}, "(the local solver is fedprox); momentum_at goes with sgd"),
         ({"local": {"keep_state": True}}, "local.keep_state = true"),
         ({"local": {"momentum": 0.0}}, "local.dampening = 0.9: needs local.momentum > 0"),
         ({"local": {"momentum": 0.0, "dampening": 0.0}}, 'local.momentum_at = "worker": needs local.momentum > 0'),

@@ -52,7 +52,7 @@ CASES = {
     "personal parameters": {
         **{"local": {"solver": "fedrep", "personal": ["*.bias"], "steps": 3, "head_steps": 1}, "cohort": 2},
     },
-    "features": {"local": {"solver": "moon", "steps": 3}, "cohort": 2},
+    "features": {"local": {"solver": "moon", "steps": 3}, "cohort": 2, "model": "2nn"},
     "virtual shards, on the clock": {**TIMED, "partition": "tests.plugs:some", "workers": 50, "cohort": 3},
     "cohorts by loss": {"workers": 9, "cohort": 2, "sampling": {"strategy": "power_of_choice", "candidates": 5}},
     "cohorts of available workers, on the clock": {

@@ -32,7 +32,9 @@ def _clipped_share(factors: Tensor) -> float:
 
 @rule("norm_clipping")
 @pre_aggregator("norm_clipping")
-def norm_clipping(updates: Tensor, metrics: dict[str, Any], *, c: Positive) -> LinearCombination:
+def norm_clipping(
+    updates: Tensor, metrics: dict[str, Any], *, c: Annotated[Positive, Field(examples=[1.0])]
+) -> LinearCombination:
     """Each row x becomes x min(1, c / |x|); the rule is the mean of these rows (Sun et al. 2019).
 
     Args:

@@ -87,7 +87,9 @@ def pareto_noise(rng: np.random.Generator, size: int, *, alpha: ParetoShape = 2.
 
 
 @noise("trace")
-def trace(size: int, worker: int, start: int, n_workers: int, *, path: str) -> np.ndarray:
+def trace(
+    size: int, worker: int, start: int, n_workers: int, *, path: Annotated[str, Field(examples=["factors.csv"])]
+) -> np.ndarray:
     """Factors from a text file: unit k has the factor in row k mod rows.
 
     Args:

@@ -34,7 +34,7 @@ def equal(n_workers: int) -> np.ndarray:
 
 
 @speed("list")
-def listed(n_workers: int, *, values: list[PositiveFloat]) -> np.ndarray:
+def listed(n_workers: int, *, values: Annotated[list[PositiveFloat], Field(examples=[[1.0, 2.0]])]) -> np.ndarray:
     """One given factor for each worker.
 
     Raises ExperimentError unless there are as many values as workers.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policy import Arrival, Policy, policy
 from fedsim.asynchronous.server_state import ServerState
@@ -55,7 +56,7 @@ class KAsync(FirstK):
     2
     """
 
-    k: PositiveInt
+    k: Annotated[PositiveInt, Field(examples=[2])]
 
     def needed(self, n_workers: int) -> int:
         return self.k
