@@ -23,10 +23,7 @@ from tests.device.test_bounds import ORDERS
 UNEVEN = {"partition": "tests.plugs:uneven"}
 CASES = {
     "drop_last": {**UNEVEN, "local": {"batch_size": 16, "drop_last": True, "epochs": 2}},
-    "several epochs": {**UNEVEN, "local": {"batch_size": 8, "epochs": 3, "momentum": 0.9, "weight_decay": 0.1}},
-    "local steps": {**UNEVEN, "local": {"steps": 21, "batch_size": 8}},
     "more members than the width": {**UNEVEN, "workers": 5, "batched": {"width": 3}},
-    "changing cohorts": {"workers": 7, "cohort": 5, "rounds": 3, **UNEVEN},
     "a model with buffers": {"model": "tests.device.test_captured_steps:Counting", **UNEVEN},
     "dropout": {
         "model": "tests.device.test_captured_steps:Dropping",

@@ -201,7 +201,7 @@ def test_going_step_by_step_is_going_through_the_round_at_once(worker, changes, 
 
 
 @pytest.mark.parametrize("changes", [{}, ALTERED], ids=["plain", "altered"])
-@pytest.mark.parametrize("moments", [[(1, 3)], [(1, 0), (1, 4)], [(2, 3), (1, 3)], [(1, 3), (1, 1)], [(1, 2), (1, 2)]])
+@pytest.mark.parametrize("moments", [[(1, 0), (1, 4)], [(2, 3), (1, 3), (1, 1), (1, 1)]])
 def test_jumping_to_a_step_is_going_there(moments, changes, prepared):
     """Ahead, back, to another round, or to the same again."""
     task, shared = prepared(**changes)
@@ -212,19 +212,12 @@ def test_jumping_to_a_step_is_going_there(moments, changes, prepared):
         assert_same_batch(found, expected)
 
 
-def test_a_lap_is_where_its_work_begins(prepared):
+def test_a_worker_that_goes_step_by_step_goes_through_nothing_twice(prepared):
     batch_source = BatchSource(*prepared())
     lap = batch_source.lap(step_of(4, 1, 2))
-    assert (lap.round, lap.steps_done, lap.alter) == (1, 2, None)
-    assert batch_source.lap(step_of(4, 1, 2)) is lap
-    positions = next(lap)
-    assert positions.tolist() == list(islice(batch_source.positions(4, 1), 3))[2].tolist()
-    assert batch_source.lap(step_of(4, 1, 3)) is lap, "nothing is gone through twice"
-    assert batch_source.lap(step_of(4, 1, 2)) is not lap
-    assert batch_source.lap(WorkItem(4, 4, 1)).steps_done == 0
-    assert batch_source.lap(WorkItem(4, 4, 1)) is not batch_source.lap(WorkItem(4, 4, 1)), (
-        "a round as a whole is begun anew"
-    )
+    assert lap.steps_done == 2
+    next(lap)
+    assert batch_source.lap(step_of(4, 1, 3)) is lap
 
 
 def test_a_member_may_have_fewer_or_more_steps_than_the_schedule(prepared):

@@ -73,11 +73,6 @@ def test_replayed_steps_agree_with_ordinary_steps(case, width, tiny_experiment, 
     assert_close(fedsim.run({**tables, "cuda_graphs": False}), replayed, 1e-12)
 
 
-def test_it_is_the_default_where_it_is_safe_and_captures_once_for_all_rounds(tiny_experiment, replaying):
-    fedsim.run({**tiny_experiment, **BATCHED, "rounds": 4})
-    assert replaying == [[4 * 5]]  # 203 samples of three workers, in batches of 16; nobody needs a mask
-
-
 UNSAFE = {
     "samples of a batch see each other": {"model": "tests.plugs:Normalised"},
     "batches are altered": {"data": {"dataset": "tests.plugs:tiny", "augment": ["flip"]}},
@@ -108,22 +103,6 @@ def test_it_goes_with_the_engine_that_has_stacks(engine, tiny_experiment):
     ):
         fedsim.Experiment(**{**tiny_experiment, "engine": engine, "cuda_graphs": True})
     fedsim.Experiment(**{**tiny_experiment, "engine": engine, "cuda_graphs": False})
-
-
-def test_a_capture_that_fails_is_one_warning_and_the_ordinary_way(tiny_experiment, replaying, monkeypatch):
-    def record(self, run):
-        run()
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    tables = {**tiny_experiment, **BATCHED}
-    expected = fedsim.run({**tables, "cuda_graphs": False})
-    monkeypatch.setattr(GraphPool, "record", record)
-    with pytest.warns(
-        FedsimWarning, match="cuda_graphs: steps are not captured, .*: RuntimeError: operation"
-    ) as caught:
-        found = fedsim.run(tables)
-    assert len(caught) == 1
-    assert torch.equal(found.global_row, expected.global_row)
 
 
 @dataclass(frozen=True)
