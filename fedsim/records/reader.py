@@ -118,26 +118,17 @@ class Run:
 
 
 @dataclass(frozen=True)
-class GridRun:
-    """One run of a grid; `place` has the index of its value on each axis."""
+class GridRun(Run):
+    """One run of a grid, begun or not; `place` has the index of its value on each axis."""
 
     id: str
     place: dict[str, int]
-    run: Run | None  # None: not started
-    error: str | None = None  # the first line of its error
-    target: float | None = None  # as of the grid
+    error: str | None  # the first line of its error
+    target: float | None  # as of the grid
 
     @property
     def finished(self) -> bool:
-        return self.run is not None and self.run.finished and self.error is None
-
-    @property
-    def history(self) -> list[RoundRecord]:
-        return self.run.history if self.run else []
-
-    @property
-    def progress(self) -> list[Progress]:
-        return self.run.progress if self.run else []
+        return super().finished and self.error is None
 
     @cached_property
     def metrics(self) -> dict[str, float | None]:
@@ -149,9 +140,7 @@ class GridRun:
         """Its finished rounds, or its error."""
         if self.error is not None:
             return f"failed: {self.error}"
-        if self.run is None:
-            return "not begun"
-        return f"{len(self.run.history)} of {self.run.planned} rounds"
+        return f"{len(self.history)} of {self.planned} rounds" if self.history else "not begun"
 
 
 @dataclass(frozen=True)
@@ -174,29 +163,32 @@ def read_records(folder: Path) -> Run | StoredGrid:
         raise RecordError(f"{folder}: no such folder; expected that of a run or of a grid")
     if (folder / GRID).is_file():
         return read_grid(folder)
-    run = read_run(folder)
-    if run is None:
+    if not is_file(folder / METRICS):
         raise RecordError(f"{folder}: neither a run (it has no {METRICS}) nor a grid (it has no {GRID})")
+    run = read_run(folder)
     if not run.history:
         raise RecordError(f"{folder / METRICS}: no round is finished yet")
     return run
 
 
-def read_run(folder: Path) -> Run | None:
-    """The run in a folder; None if there is none."""
-    if not is_file(folder / METRICS):
-        return None
-    history, torn = read_metrics(folder / METRICS)
+def read_run(folder: Path) -> Run:
+    """The run in a folder; files that are missing are empty."""
+    return Run(**_content_of(folder))
+
+
+def _content_of(folder: Path) -> dict[str, Any]:
+    """The fields of a `Run`."""
+    history, torn = read_metrics(folder / METRICS) if is_file(folder / METRICS) else ([], False)
     table = newest_table(folder)
-    return Run(
-        folder=folder,
-        experiment=read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {},
-        environment=read_object(folder / ENVIRONMENT) if is_file(folder / ENVIRONMENT) else {},
-        history=history,
-        torn=torn,
-        partition=_read_partition(folder / PARTITION) if is_file(folder / PARTITION) else StoredPartition(),
-        workers=read_csv(table) if table else None,
-    )
+    return {
+        "folder": folder,
+        "experiment": read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {},
+        "environment": read_object(folder / ENVIRONMENT) if is_file(folder / ENVIRONMENT) else {},
+        "history": history,
+        "torn": torn,
+        "partition": _read_partition(folder / PARTITION) if is_file(folder / PARTITION) else StoredPartition(),
+        "workers": read_csv(table) if table else None,
+    }
 
 
 def _read_partition(path: Path) -> StoredPartition:
@@ -233,7 +225,8 @@ def read_grid(folder: Path) -> StoredGrid:
         if run_folder.resolve() in folders:
             raise RecordError(f"{where}.folder = {show(entry.folder)}: is another run's")
         folders.add(run_folder.resolve())
-        runs.append(GridRun(entry.id, place, read_run(run_folder), _first_line(run_folder / ERROR), file.target))
+        error = _first_line(run_folder / ERROR)
+        runs.append(GridRun(**_content_of(run_folder), id=entry.id, place=place, error=error, target=file.target))
     if not any(entry.history for entry in runs):
         raise RecordError(f"{folder}: no round of its {len(runs)} runs is finished yet")
     return StoredGrid(folder, file.name, file.axes, runs, file.target)

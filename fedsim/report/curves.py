@@ -10,7 +10,7 @@ import numpy as np
 
 from fedsim.core.confidence import FEWEST_FOR_BAND
 from fedsim.records.combinations import Combination, MeanCurve, mean_curve
-from fedsim.records.reader import GridRun, Run
+from fedsim.records.reader import Run
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
 from fedsim.records.run_metrics import mean_or_none
 from fedsim.report.figure import FEW_ROUNDS, figure, label_axis, plain, round_axis, rounded, value_axis
@@ -30,12 +30,12 @@ class Chart:
     lines: tuple[Metric, ...]
 
 
-def records_of(runs: Sequence[Run | GridRun]) -> list[RoundRecord]:
+def records_of(runs: Sequence[Run]) -> list[RoundRecord]:
     """Return the records of all runs."""
     return [record for run in runs for record in run.history]
 
 
-def charts_of(runs: Sequence[Run | GridRun], parts: bool = False) -> list[Chart]:
+def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
     """The charts of all metrics that the runs hold; `parts` adds the parts of sums, such as the phases."""
     found = metrics_in(records_of(runs))
     charts = []
@@ -49,14 +49,14 @@ def charts_of(runs: Sequence[Run | GridRun], parts: bool = False) -> list[Chart]
     return charts
 
 
-def scales_of(runs: Sequence[Run | GridRun]) -> list[str]:
+def scales_of(runs: Sequence[Run]) -> list[str]:
     """The scales beside rounds, as fields of `Progress`; none if all runs are synchronous and without a clock."""
     if all(record.virtual_seconds is None and record.asynchronous is None for record in records_of(runs)):
         return []
     return [scale for scale in SCALES if any(getattr(each, scale) is not None for run in runs for each in run.progress)]
 
 
-def scale_choices(runs: Sequence[Run | GridRun]) -> list[tuple[str, str, bool]]:
+def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
     """Return (value, text, whether selected) for the menu of scales; no choices if there are only rounds.
 
     Virtual seconds are selected if all runs have them, else rounds.

@@ -30,8 +30,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
     combined = combinations(grid.runs, compared)
     score = combined[0].metric
     names = [" · ".join(_labels_of(axes, combination)) or "all runs" for combination in combined]
-    begun = [(entry, entry.run) for entry in grid.runs if entry.run and entry.run.history]
-    runs = [run for _, run in begun]
+    runs = [run for run in grid.runs if run.history]
     charts = {"curves-chart": grid_curves(combined, names), "time-chart": [grid_time(combined, names)]}
     if len(axes) >= 2:
         charts["heat-map-chart"] = final_heat_maps(combined, axes)
@@ -52,8 +51,8 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "environment": fmt.flatten(runs[0].environment),
         "table": comparison_table([compare(group) for group in groups_of(combined)], axes, grid.target),
         "target": None if grid.target is None else _target_text(score, grid.target).replace("percent", "%"),
-        "unfinished": [(entry.id, entry.state) for entry in grid.runs if not entry.finished],
-        "run_names": [run_name(entry, labels) for entry, _ in begun],
+        "unfinished": [(run.id, run.state) for run in grid.runs if not run.finished],
+        "run_names": [run_name(run, labels) for run in runs],
         "metrics": [chart.label for chart in charts_of(runs)],
         "scales": scale_choices(runs),
         "spread_shown": not axes or len(axes[0][1]) <= FEW_LINES,
@@ -87,16 +86,16 @@ def partitions_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [figure for figure in figures if figure]
 
 
-def run_name(entry: GridRun, labels: dict[str, list[str]]) -> str:
+def run_name(run: GridRun, labels: dict[str, list[str]]) -> str:
     """A run by its values on the axes."""
-    values = {axis: labels[axis][position] for axis, position in entry.place.items()}
+    values = {axis: labels[axis][position] for axis, position in run.place.items()}
     seed = [f"seed {values.pop(SEED)}"] if SEED in values else []
-    return " · ".join([*values.values(), *seed]) or entry.id
+    return " · ".join([*values.values(), *seed]) or run.id
 
 
 def notes(grid: StoredGrid) -> list[str]:
     """Warnings: runs that are not finished."""
-    missing = sum(not entry.finished for entry in grid.runs)
+    missing = sum(not run.finished for run in grid.runs)
     if not missing:
         return []
     return [f"Not finished: {missing} of {len(grid.runs)} runs. The table counts only finished runs."]
@@ -125,7 +124,7 @@ class ComparedCombination:
     @cached_property
     def byzantine_weight(self) -> float | None:
         """The mean over its runs, finished or not."""
-        return mean_or_none(entry.run.byzantine_weight for entry in self.combination.runs if entry.run)
+        return mean_or_none(run.byzantine_weight for run in self.combination.runs)
 
 
 def compare(group: Sequence[Combination]) -> list[ComparedCombination]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedsim.core.confidence import Estimate, decimals_of, estimate, fixed
 from fedsim.records.combinations import Combination, score_of
-from fedsim.records.reader import GridRun, Run, StoredPartition
+from fedsim.records.reader import Run, StoredPartition
 from fedsim.records.record import Metric, RoundRecord, metrics_in
 from fedsim.records.run_metrics import best_score, mean_or_none
 from fedsim.report.figure import FEW_ROUNDS, PALETTE, axis, figure, label_axis, plain, round_axis
@@ -131,7 +131,7 @@ def final_heat_maps(combined: Sequence[Combination], axes: Sequence[tuple[str, S
     """
     runs = [run for combination in combined for run in combination.finished]
     metrics = [metric for metric in metrics_in(run.history[-1] for run in runs) if metric.chart]
-    values: list[tuple[str, Callable[[GridRun], float | None], int | None]] = [
+    values: list[tuple[str, Callable[[Run], float | None], int | None]] = [
         (f"Final {metric.label.lower()}", partial(_final, metric), None if metric.unit else 4)
         for metric in metrics
         if metric.key not in LAST_ROUND_ONLY
@@ -148,11 +148,11 @@ def final_heat_maps(combined: Sequence[Combination], axes: Sequence[tuple[str, S
     return figures
 
 
-def _final(metric: Metric, run: GridRun) -> float | None:
+def _final(metric: Metric, run: Run) -> float | None:
     return metric.read(run.history[-1])
 
 
-def _mean_of(read: Callable[[GridRun], float | None], runs: Sequence[GridRun]) -> Estimate | None:
+def _mean_of(read: Callable[[Run], float | None], runs: Sequence[Run]) -> Estimate | None:
     return estimate([value for run in runs if (value := read(run)) is not None])
 
 

@@ -99,8 +99,8 @@ def test_a_grid_is_read_with_its_runs(grid_folder):
     assert len(grid.runs) == 12
     assert all(entry.finished for entry in grid.runs)
     for entry in grid.runs:
-        assert entry.run.experiment["seed"] == grid.axes["seed"][entry.place["seed"]]
-        assert entry.run.experiment["aggregate"]["rule"] == grid.axes["aggregate.rule"][entry.place["aggregate.rule"]]
+        assert entry.experiment["seed"] == grid.axes["seed"][entry.place["seed"]]
+        assert entry.experiment["aggregate"]["rule"] == grid.axes["aggregate.rule"][entry.place["aggregate.rule"]]
 
 
 AXES = {"aggregate": ["mean", ["nnm", "median"], {"rule": "krum", "f": 2}, 1, True], "seed": [0, 1]}
@@ -117,7 +117,7 @@ def made_up_grid(folder, missing=()):
 def test_axes_take_any_values_and_runs_may_be_missing(tmp_path):
     grid = read_records(made_up_grid(tmp_path / "grid", missing=["run3"]))
     assert [entry.place["aggregate"] for entry in grid.runs] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert [entry.id for entry in grid.runs if entry.run is None] == ["run3"]
+    assert [entry.id for entry in grid.runs if not entry.history] == ["run3"]
 
 
 @pytest.mark.parametrize(
