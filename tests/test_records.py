@@ -117,12 +117,6 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path):
         assert fedsim.load_experiment(tmp_path / "experiment.toml").seed == 1
 
 
-def test_a_run_that_never_starts_leaves_no_folder(tiny_experiment, tmp_path):
-    with pytest.raises(fedsim.ExperimentError):
-        fedsim.run({**tiny_experiment, "workers": 1000}, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("out", ["runs/new", "."], ids=["new", "empty"])
 def test_a_run_that_ends_before_its_first_round_leaves_nothing(tiny_experiment, tmp_path, out):
     def interrupt(prepared):

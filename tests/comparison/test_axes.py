@@ -9,7 +9,6 @@ from fedsim import ExperimentError
 from fedsim.comparison.axes import (
     axes_of_tables,
     changes_of,
-    describe_point,
     label,
     readable_id,
     split_at_commas,
@@ -129,10 +128,6 @@ def test_a_wrong_table_raises_an_error_with_its_place(tables, message):
 )
 def test_a_value_has_a_short_label(value, text):
     assert label(value) == text
-
-
-def test_a_point_is_described_as_on_the_command_line():
-    assert describe_point({"aggregate.rule": "krum", "seed": 0}) == "aggregate.rule=krum seed=0"
 
 
 @pytest.mark.parametrize(

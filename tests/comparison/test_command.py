@@ -60,11 +60,8 @@ def test_failed_runs_are_listed_and_the_exit_code_is_1(cli):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["seed=0,1", "rounds=0"], "error: rounds = 0: must be greater than 0"),
         (["workers=1,2", "cohort=2"], "error: workers=1: cohort = 2: must be at most workers, 1"),
-        (["nothere.toml", "seed=0,1"], "error: nothere.toml: no such file"),
         (["seed=0,1", "--jobs", "0"], "error: jobs = 0: must be at least 1\n"),
-        (["aggregate.rule=mean,[nnm,median]"], "error: aggregate.rule = [nnm,median]: is neither a list nor a table"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(cli, tmp_path, words, message):

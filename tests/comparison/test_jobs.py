@@ -171,16 +171,6 @@ def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not
     assert slow.history[0]["seconds"]["train"] > 2.0
 
 
-def test_an_interrupt_ends_all_processes(quick, tmp_path):
-    def interrupt(seen):
-        raise KeyboardInterrupt
-
-    grid = load_grid({**quick, "rounds": 100_000}, {"seed": [0, 1]})
-    with pytest.raises(KeyboardInterrupt):
-        run_grid(grid, tmp_path, 2, Observer(interrupt))
-    assert children() == set()
-
-
 @pytest.mark.slow  # the process pool of an engine has the same test
 def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path):
     script = tmp_path / "script.py"

@@ -95,7 +95,7 @@ def test_reports_show_losses(tmp_path):
     assert context["values"][:2] == ["Final test loss", "Best test loss"]
     assert "test loss" in context["title"].lower()
     assert {each.metric.key for each in combinations(stored.runs, list(axes))} == {"test_loss"}
-    context, _ = run_page.run_page(stored.runs[0].run)
+    context, _ = run_page.run_page(stored.runs[0])
     assert [tile[0] for tile in context["tiles"]][:2] == ["final loss", "best loss"]
     assert "Test loss" in context["metrics"]
     assert charts["curves-chart"]

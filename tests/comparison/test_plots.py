@@ -32,10 +32,13 @@ def rgb(colour):
     return tuple(int(colour[place : place + 2], 16) for place in (1, 3, 5))
 
 
-@pytest.mark.parametrize("scale", ["round", "virtual_seconds"])
 @pytest.mark.parametrize(
-    "axes",
-    [{"seed": [0, 1]}, {"aggregate.rule": RULES}, {"aggregate.rule": RULES, "attack.name": ATTACKS, "seed": [0, 1]}],
+    ("axes", "scale"),
+    [
+        ({"seed": [0, 1]}, "virtual_seconds"),
+        ({"aggregate.rule": RULES}, "round"),
+        ({"aggregate.rule": RULES, "attack.name": ATTACKS, "seed": [0, 1]}, "virtual_seconds"),
+    ],
     ids=["seeds", "one axis", "two axes"],
 )
 def test_every_value_of_the_first_axis_has_its_line(axes, scale):

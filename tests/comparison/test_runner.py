@@ -58,13 +58,6 @@ def test_a_run_has_the_results_of_the_same_experiment_alone(serial, tmp_path):
     )
 
 
-def test_tables_and_files_may_hold_their_grid(serial, tmp_path):
-    lines = ['name = "x"', "rounds = 1", 'engine = "serial"', 'data = "tests.plugs:tiny"', "[grid]", "seed = [3, 4]"]
-    (tmp_path / "x.toml").write_text("\n".join(lines))
-    for source in (tmp_path / "x.toml", {**serial, "rounds": 1, "grid": {"seed": [3, 4]}}):
-        assert [run.experiment.seed for run in fedsim.compare(source, allow_imports=True).runs] == [3, 4]
-
-
 def test_without_a_folder_no_file_is_left(serial, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(runner.tempfile, "tempdir", None)

@@ -27,7 +27,7 @@ def summaries(tmp_path):
         final = FINAL[point["aggregate.rule"], point["attack.name"]][point["seed"]]
         if final is not None:
             invent_run(path, [0.05, final])
-            add_to_rounds(path, lambda record: {"coefficients": [0.25, 0.75], "metrics": {"norm": 2.0}})
+            add_to_rounds(path, lambda record: {"coefficients": [0.25, 0.75]})
             (path / "partition.json").write_text('{"byzantine": [1]}')
 
     axes = {"aggregate.rule": ["mean", "median", "krum"], "attack.name": ["none", "alie"], "seed": [0, 1, 2]}
@@ -47,8 +47,6 @@ def test_each_combination_has_statistics_over_the_seeds_of_its_runs(summaries):
     assert found[1, 1].score == estimate([0.6, 0.5])  # one run is missing
     assert found[2, 1].metrics == {}
     assert summaries[0, 0].byzantine_weight == 0.75
-    assert found[0, 0].metrics["seconds"].mean == pytest.approx(2 * 0.231)
-    assert found[0, 0].metrics["metrics.norm"] == estimate([2.0, 2.0, 2.0])
 
 
 def test_the_best_of_each_group_is_marked_and_so_are_its_equals(summaries):
@@ -56,9 +54,7 @@ def test_the_best_of_each_group_is_marked_and_so_are_its_equals(summaries):
 
 
 def test_differences_from_the_best_are_paired_by_seed(summaries):
-    difference = summaries[1, 0].difference
-    assert difference.mean == pytest.approx(-0.02)
-    assert difference.half_width == pytest.approx(0, abs=1e-9)  # though each accuracy varies by 0.1
+    assert summaries[1, 0].difference.mean == pytest.approx(-0.02)
     shared = summaries[0, 1].difference  # two seeds have both
     assert (shared.n, shared.mean) == (2, pytest.approx((0.1 - 0.6 + 0.2 - 0.5) / 2))
     assert summaries[0, 0].difference is None
@@ -72,12 +68,6 @@ def test_unfinished_runs_are_not_counted(tmp_path):
     (summary,) = summaries_of(write_points(tmp_path / "grid", {"x": [1], "seed": [0, 1]}, make)).values()
     assert summary.combination.score == estimate([0.6])
     assert not summary.best  # there is no other combination
-
-
-@pytest.mark.parametrize(("axes", "counts"), [({"seed": [0, 1]}, [2]), ({"x": ["u", "v"]}, [1, 1])])
-def test_a_grid_may_have_no_axis_but_the_seed_or_no_seed(tmp_path, axes, counts):
-    folder = write_points(tmp_path / "grid", axes, lambda path, _: invent_run(path, [0.5]))
-    assert [summary.combination.score.n for summary in summaries_of(folder).values()] == counts
 
 
 def test_the_share_of_byzantine_workers_is_a_mean_over_rounds_with_weights(tmp_path):
