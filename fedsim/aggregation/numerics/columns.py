@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,17 +55,17 @@ def most_columns(n: int, device: torch.device) -> int:
     return max(LINE, int(values) // max(1, n) // LINE * LINE)
 
 
-def block_size(updates: Tensor) -> int:
-    """Columns of a small block of rows [n, d]: on a CPU d / 12 within FEWEST and MOST."""
+def block_size(updates: Tensor, columns: int | None = None) -> int:
+    """Columns of a small block of rows [n, d]: on a CPU `columns` (None: d / 12) within FEWEST and MOST."""
     n, d = updates.shape
     if updates.device.type != "cpu":
         return most_columns(n, updates.device)
-    return min(MOST, max(FEWEST, d // 12))
+    return min(MOST, max(FEWEST, d // 12 if columns is None else columns))
 
 
-def small_blocks(updates: Tensor) -> Iterator[slice]:
+def small_blocks(updates: Tensor, columns: int | None = None) -> Iterator[slice]:
     """Blocks of columns of rows [n, d] of `block_size` each."""
-    d, size = updates.shape[1], block_size(updates)
+    d, size = updates.shape[1], block_size(updates, columns)
     for start in range(0, d, size):
         yield slice(start, min(start + size, d))
 
@@ -92,10 +93,10 @@ def sampled_columns(updates: Tensor) -> Tensor:
     return updates[:, : d // runs * runs].unflatten(1, (runs, d // runs))[:, :, :RUN].reshape(n, SAMPLED)
 
 
-def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
     """Apply `function`, from a block [n, columns] in float32 or wider to [columns], to all blocks; returns [d]."""
     result = updates.new_empty(updates.shape[1])
-    for block in small_blocks(updates):
+    for block in small_blocks(updates, columns):
         result[block] = function(at_least_float32(updates[:, block])).to(result.dtype)
     return result
 
@@ -118,10 +119,16 @@ def squared_norms(updates: Tensor) -> Tensor:
 def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
     """|x_k - point|^2, [n], for a point [d] (None: zero), in double precision if the device has it."""
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
-    for block, rows in wide_blocks(updates):
-        if point is not None:
-            rows.sub_(point[block])
-        total += torch.linalg.vecdot(rows, rows)
+    sums = total.numpy() if total.device.type == "cpu" else None
+    with np.errstate(all="ignore"):  # overflow gives infinity
+        for block, rows in wide_blocks(updates):
+            if point is not None:
+                rows.sub_(point[block])
+            if sums is None:
+                total += rows.square().sum(1)
+            else:  # n dot products read the rows once, and are too short for several threads
+                values = rows.numpy()
+                sums += np.matmul(values[:, None], values[:, :, None])[:, 0, 0]
     return total
 
 

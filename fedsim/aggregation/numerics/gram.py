@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from itertools import groupby
 
@@ -21,6 +22,8 @@ from fedsim.errors import ExperimentError
 from fedsim.system.devices import to_device, wide_dtype
 
 STRIP = 48  # columns of a product at once: of a symmetric matrix, those above the diagonal are mostly left out
+FEW = 32  # rows up to which NumPy takes half of PyTorch's time
+UNSHARED = 2**18  # multiplications in one product, up to which NumPy's BLAS uses one thread
 CANCELLED = 1e-7  # a difference this small relative to its terms has lost half its digits
 TIED = 1e-12  # relative difference up to which two sums count as equal
 
@@ -212,9 +215,7 @@ def _products(updates: Tensor, reduce: Reduce) -> Tensor:
     for _, rows in wide_blocks(updates):
         middle = rows.index_select(0, centre)
         rows.sub_(middle).index_copy_(0, centre, middle)  # replaces its difference from itself, which is 0
-        for start in range(0, n, STRIP):
-            end = start + STRIP
-            total[start:, start:end].addmm_(rows[start:], rows[start:end].t())
+        _add_products(total, rows)
     on_host = torch.cat([total.flatten(), centre.to(wide)]).cpu().double()  # one copy, to wait for the device once
     lower, row = reduce(on_host[:-1].view(n, n), "sum").tril(), int(on_host[-1])
     require_no_overflow(lower, updates, reduce)
@@ -225,6 +226,30 @@ def _products(updates: Tensor, reduce: Reduce) -> Tensor:
     basis[n, n] = products[row, row]
     basis[row] = basis[:, row] = 0
     return torch.from_numpy(basis)
+
+
+def _add_products(total: Tensor, rows: Tensor) -> None:
+    """total [n, n] += rows @ rows^T; only the lower triangle is used."""
+    if len(rows) <= FEW and rows.device.type == "cpu":
+        _add_few_products(total.numpy(), rows.numpy())
+        return
+    for start in range(0, len(rows), STRIP):
+        end = start + STRIP
+        total[start:, start:end].addmm_(rows[start:], rows[start:end].t())
+
+
+def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:
+    """`_add_products` for few rows, as a stack of products that are too small for several threads."""
+    n, width = rows.shape
+    parts = math.ceil(width / min(512, UNSHARED // n**2))
+    step = width // parts
+    whole = parts * step
+    stack = rows[:, :whole].reshape(n, parts, step).transpose(1, 0, 2)
+    with np.errstate(all="ignore"):  # overflow gives infinity
+        # All rows by all but the last, since NumPy multiplies a matrix with itself more slowly.
+        total[:, :-1] += np.matmul(stack, stack[:, :-1].transpose(0, 2, 1)).sum(0)
+        total[:, :-1] += rows[:, whole:] @ rows[:-1, whole:].T
+        total[-1, -1] += rows[-1] @ rows[-1]
 
 
 def stable_order(values: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import map_columns
-from fedsim.aggregation.numerics.sorting import mean_around_median, mean_nearest, middle, sorted_columns
+from fedsim.aggregation.numerics.sorting import map_sorted_columns, mean_nearest, middle, middle_places
 from fedsim.aggregation.rule import Count, require, rule
 
 
@@ -21,7 +21,7 @@ def median(updates: Tensor) -> Tensor:
     >>> fedsim.aggregate(torch.tensor([[1.0, 9.0], [2.0, 8.0], [99.0, -99.0]]), rule="median")
     tensor([2., 8.])
     """
-    return map_columns(updates, lambda block: middle(sorted_columns(block)))
+    return map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(len(updates)))
 
 
 @rule("trimmed_mean", columnwise=True)
@@ -39,7 +39,7 @@ def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
     """
     n = len(updates)
     require(2 * f < n, "trimmed_mean", "2f < n", f=f, n=n)
-    return map_columns(updates, lambda block: sorted_columns(block)[f : n - f].mean(0))
+    return map_sorted_columns(updates, lambda ascending, _: ascending.mean(0), range(f, n - f))
 
 
 @rule("meamed", columnwise=True)
@@ -59,7 +59,9 @@ def meamed(updates: Tensor, *, f: Count) -> Tensor:
     """
     n = len(updates)
     require(2 * f < n, "meamed", "2f < n", f=f, n=n)
-    return map_columns(updates, lambda block: mean_around_median(block, n - f))
+    return map_sorted_columns(
+        updates, lambda ascending, block: mean_nearest(ascending, block, middle(ascending), n - f)
+    )
 
 
 @rule("phocas", columnwise=True)
@@ -79,12 +81,9 @@ def phocas(updates: Tensor, *, f: Count) -> Tensor:
     """
     n = len(updates)
     require(2 * f < n, "phocas", "2f < n", f=f, n=n)
-
-    def around_trimmed_mean(block: Tensor) -> Tensor:
-        ascending = sorted_columns(block)
-        return mean_nearest(ascending, block, ascending[f : n - f].mean(0), n - f)
-
-    return map_columns(updates, around_trimmed_mean)
+    return map_sorted_columns(
+        updates, lambda ascending, block: mean_nearest(ascending, block, ascending[f : n - f].mean(0), n - f)
+    )
 
 
 @rule("sign_vote", columnwise=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedsim.aggregation.numerics.columns import distances_to, norms
 from fedsim.aggregation.numerics.diameter import least_diameter
 from fedsim.aggregation.numerics.gram import TIED, Gram, stable_order
-from fedsim.aggregation.numerics.sorting import mean_around_median
+from fedsim.aggregation.numerics.sorting import mean_nearest, middle, sorted_columns
 from fedsim.aggregation.rule import Count, LinearCombination, average_of, require, rule
 from fedsim.aggregation.rules.order_statistics import median
 from fedsim.errors import ExperimentError
@@ -95,7 +95,13 @@ def bulyan(gram: Gram, *, f: Count) -> LinearCombination:
     n = len(gram)
     require(n >= 4 * f + 3, "bulyan", "n >= 4f + 3", f=f, n=n)
     picked = torch.eye(n, dtype=torch.double)[_picked_by_krum(gram.squared_distances, f, n - 2 * f)]
-    return LinearCombination(picked, then=lambda rows: mean_around_median(rows, n - 4 * f))
+    everything = tuple(range(len(picked)))
+
+    def around_median(rows: Tensor) -> Tensor:
+        ascending = sorted_columns(rows, everything)
+        return mean_nearest(ascending, rows, middle(ascending), n - 4 * f)
+
+    return LinearCombination(picked, then=around_median)
 
 
 def _picked_by_krum(squared_distances: Tensor, f: int, count: int) -> Tensor:
