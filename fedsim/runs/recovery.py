@@ -109,7 +109,7 @@ class DroppingLoop(RecoveringLoop):
 
     def __init__(self, loop: SynchronousLoop, prepared: PreparedRun, engine: Engine, note: Note | None = None) -> None:
         super().__init__(loop, prepared, engine, note)
-        self._schedule, self._has_root = prepared.schedule, prepared.task.rule.accepts("root")
+        self._schedule, self._has_root = prepared.task.schedule, prepared.task.rule.accepts("root")
         self._lost: list[int] = []
 
     def run_round(self, round: int) -> RoundRecord:

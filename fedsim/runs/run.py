@@ -167,8 +167,9 @@ def run(
                 break
             record = loop.run_round(round)
             history.append(record)
+            of_workers = results[-1] if results and results[-1].round == round else None
             if experiment.stop.active:
-                evaluated = not experiment.data.worker_test or (results and results[-1].round == round)
+                evaluated = of_workers or not experiment.data.worker_test
                 if record.cohort and evaluated and not stopping.has_best:
                     stopping.require_number(record)
                 stopped = engine.broadcast(stopping.update(record))
@@ -177,14 +178,14 @@ def run(
                 if folder:
                     folder.updates(round, kept)
             if folder:
-                if results and results[-1].round == round:
-                    folder.workers(results[-1])
+                if of_workers:
+                    folder.workers(of_workers)
                 folder.round(record)
             if board:
                 board.round(record)
             display.round(record)
-            if results and results[-1].round == round:
-                display.workers(results[-1])
+            if of_workers:
+                display.workers(of_workers)
             if on_round:
                 on_round(record)
             if out is not None and engine.broadcast(

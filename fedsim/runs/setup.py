@@ -76,10 +76,6 @@ class PreparedRun:
     done: int = 0
 
     @property
-    def schedule(self) -> Schedule:
-        return self.task.schedule
-
-    @property
     def shard_sizes(self) -> list[int]:
         """The number of samples of each worker that `label_counts` describes."""
         return self.label_counts.sum(1).tolist()

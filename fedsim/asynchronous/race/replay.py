@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from heapq import merge
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedsim.asynchronous.checkpoint_schema import DispatcherState
@@ -47,7 +46,8 @@ class LoggedOrder:
         """Repeat a round."""
         if round not in self._log:
             raise ExperimentError(f"clock.log = {show(self._path)}: has {len(self._log)} rounds, not {round}")
-        for event in events_of(self._log[round]):
+        starts = [Event(entry.begun, True, entry) for entry in self._log[round] if entry.kind != LEFT]
+        for event in sorted([*starts, *(Event(entry.taken, False, entry) for entry in self._log[round])]):
             slot = event.entry.worker
             self._require(slot < self._server.n, event, f"there is no worker {slot}")
             if event.entry.kind == LEFT:
@@ -96,9 +96,3 @@ class LoggedOrder:
             raise ExperimentError(
                 f"clock.log = {show(self._path)}: does not fit this experiment: at event {event.number} {problem}"
             )
-
-
-def events_of(entries: Sequence[LogEntry]) -> Iterator[Event]:
-    """All starts and arrivals of a round, in order."""
-    starts = sorted(Event(entry.begun, True, entry) for entry in entries if entry.kind != LEFT)
-    return merge(starts, sorted(Event(entry.taken, False, entry) for entry in entries))

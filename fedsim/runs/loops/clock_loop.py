@@ -43,7 +43,7 @@ class ClockLoop:
             experiment.workers,
             experiment.cohort_size,
             self._policy.work,
-            prepared.schedule,
+            prepared.task.schedule,
             shared.shards.size,
         )
         model_bytes = prepared.row_bytes - personal_bytes(prepared.task) + prepared.buffer_bytes
