@@ -176,53 +176,20 @@ def test_two_processes_can_run_three_workers(session):
             assert result.history[-1]["cohort"] == [0, 1, 2] or name == "k_sync"
 
 
-NEUTRAL = [
-    *("hogwild", "locked", "asgd", "staleness_aware", "dc_asgd", "ssp", "gossip", "ad_psgd"),
-    *({"name": "fedasync", "alpha": 1.0}, {"name": "k_sync", "k": 1}, {"name": "k_async", "k": 1}),
-    {"name": "fedbuff", "k": 1},
+ALONE = [
+    *(("hogwild", "tests.plugs:Normalised", buffers) for buffers in ("average", "local", "server")),
+    *((name, "net", "average") for name in ("hogwild", "gossip", "ad_psgd")),  # with dropout
 ]
 
 
-def plain_sgd(momentum_lasts):
-    """Two rounds of one worker as a plain loop."""
-    train, _ = plugs.tiny(None)
-    inputs, targets = fedsim.dataset_split(train, 1, "iid", seed=0)[0].gather(torch.arange(len(train)))
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(draw_key(0, "model"))
-        model = fedsim.models.Net(dropout=0.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    for round in (1, 2):
-        if not momentum_lasts:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-        order = batch_order(0, round, 0, 0, len(train))
-        for batch in order.split(16):
-            optimizer.zero_grad()
-            images = inputs[batch].contiguous(memory_format=torch.channels_last)
-            F.cross_entropy(model(images), targets[batch]).backward()
-            optimizer.step()
-    return Layout.of(model).read(model)
-
-
-def test_one_worker_alone_is_plain_sgd_to_the_bit(session_of_one):
-    expected = {lasts: plain_sgd(lasts) for lasts in (True, False)}
-    for given in NEUTRAL:
-        name = given if isinstance(given, str) else given["name"]
-        local = {"batch_size": 16, "lr": 0.05, "momentum": 0.5}
-        model = {"name": "net", "dropout": 0.0}
-        tables = {"workers": 1, "rounds": 2, "local": local, "model": model, "policy": given}
-        row = race(session_of_one, name, **tables).global_row
-        lasts = policy.get(name).target.work == "gradient"
-        assert torch.equal(row, expected[lasts]), given
-
-
-def test_one_worker_alone_has_the_dropout_and_the_buffers_of_the_clock(session_of_one):
-    models = [("net", "average"), *(("tests.plugs:Normalised", buffers) for buffers in ("average", "local", "server"))]
-    for model, buffers in models:
-        tables = {"workers": 1, "model": model, "buffers": buffers, "policy": {"name": "hogwild"}, "rounds": 2}
-        tables = {**tables, "data": "tests.plugs:tiny", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}
-        on_clock = fedsim.run({**tables, "mode": "clock", "engine": "serial"}).model.state_dict()
-        raced = race(session_of_one, "hogwild", **tables).model.state_dict()
-        assert all(torch.equal(raced[name], value) for name, value in on_clock.items()), (model, buffers)
+@pytest.mark.parametrize(("name", "model", "buffers"), ALONE)
+def test_one_worker_alone_has_the_bits_of_the_clock(session_of_one, name, model, buffers):
+    """Of policies that do not lock the server; the clock repeats the races of the others."""
+    tables = {"workers": 1, "model": model, "buffers": buffers, "policy": name, "rounds": 2}
+    tables = {**tables, "data": "tests.plugs:tiny", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}
+    on_clock = fedsim.run({**tables, "mode": "clock", "engine": "serial"}).model.state_dict()
+    raced = race(session_of_one, name, **tables).model.state_dict()
+    assert all(torch.equal(raced[key], value) for key, value in on_clock.items())
 
 
 def test_a_model_that_replaces_its_parameters_is_an_error():
