@@ -26,7 +26,10 @@ from fedsim.engines.pool import shared_memory
 from fedsim.system import child_process
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["tests.forking", "tests.plugs", "fedsim.comparison", "fedsim.cli.main", "matplotlib.figure", "pytest"]
+PRELOADED = [
+    *("tests.forking", "tests.plugs", "fedsim.comparison", "fedsim.cli.main", "matplotlib.figure", "pytest"),
+    "torch._dynamo",  # which PyTorch imports at the first use of some functions, for a second
+]
 
 
 def fork_workers():

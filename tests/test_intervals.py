@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from fedsim.core.confidence import estimate, fixed, mean_and_half_width
 
@@ -12,7 +12,7 @@ from fedsim.core.confidence import estimate, fixed, mean_and_half_width
 @pytest.mark.parametrize("n", [2, 3, 5, 30])
 def test_the_interval_is_that_of_scipy(n):
     values = np.random.default_rng(n).normal(size=n)
-    low, high = stats.t.interval(0.95, n - 1, loc=values.mean(), scale=stats.sem(values))
+    low, high = scipy.stats.t.interval(0.95, n - 1, loc=values.mean(), scale=scipy.stats.sem(values))
     got = estimate(values)
     assert got.mean - got.half_width == pytest.approx(low, abs=1e-9)
     assert got.mean + got.half_width == pytest.approx(high, abs=1e-9)

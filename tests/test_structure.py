@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MODULES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "fedsim").rglob("*.py"))}
 FLOORS = (  # from the lowest to the highest; a package imports packages of lower floors, and itself
     ("synonyms", "version"),
     ("errors",),
@@ -31,11 +31,16 @@ FLOORS = (  # from the lowest to the highest; a package imports packages of lowe
 )
 
 
+@cache
+def modules() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted((ROOT / "fedsim").rglob("*.py"))}
+
+
 def test_packages_import_lower_packages_only():
     floor_of = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
     upwards = {
         f"{path.relative_to(ROOT)} imports {target}"
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         if (package := package_of(path)) in floor_of
         for target in imports(tree)
         if target != package and floor_of[target] >= floor_of[package]
@@ -62,18 +67,18 @@ def imports(node: ast.AST) -> Iterator[str]:
 
 
 def test_every_package_has_a_floor():
-    unlisted = {package_of(path) for path in MODULES} - {package for packages in FLOORS for package in packages}
+    unlisted = {package_of(path) for path in modules()} - {package for packages in FLOORS for package in packages}
     assert unlisted == {"__init__", "__main__"}  # these two import the public names and the command line
 
 
 def test_no_file_has_more_than_350_lines():
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules()}
     assert not {path for path, length in lengths.items() if length > 350}
 
 
 def test_no_two_classes_have_one_name():
     places = defaultdict(list)
-    for path, tree in MODULES.items():
+    for path, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path)
@@ -82,14 +87,14 @@ def test_no_two_classes_have_one_name():
 
 def test_no_two_modules_of_different_packages_have_one_name():
     places = defaultdict(set)
-    for path in MODULES:
+    for path in modules():
         name = path.parent.name if path.name == "__init__.py" else path.stem
         places[name].add(package_of(path))
     assert {name for name, packages in places.items() if len(packages) > 1} <= {"base", "functional"}
 
 
 def test_an_init_module_lists_what_it_offers_or_offers_nothing():
-    for path, tree in MODULES.items():
+    for path, tree in modules().items():
         if path.name == "__init__.py":
             targets = [
                 ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from scipy import stats
+import scipy
 
 from fedsim.comparison.results import curves_csv, results_csv
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
@@ -46,13 +46,15 @@ def test_means_and_paired_differences_are_those_of_plain_loops(grid):
         rule, lr = row.point.values()
         own, reference = FINAL[rule, lr], FINAL["mean", lr]
         assert row.accuracy.mean == pytest.approx(sum(own) / 3, abs=1e-12)
-        assert row.accuracy.half_width == pytest.approx(stats.sem(own) * stats.t.ppf(0.975, 2), abs=1e-9)
+        assert row.accuracy.half_width == pytest.approx(scipy.stats.sem(own) * scipy.stats.t.ppf(0.975, 2), abs=1e-9)
         if rule == "mean":
             assert row.difference is None
         else:
             differences = [a - b for a, b in zip(own, reference, strict=True)]
             assert row.difference.mean == pytest.approx(sum(differences) / 3, abs=1e-12)
-            assert row.difference.half_width == pytest.approx(stats.sem(differences) * stats.t.ppf(0.975, 2), abs=1e-9)
+            assert row.difference.half_width == pytest.approx(
+                scipy.stats.sem(differences) * scipy.stats.t.ppf(0.975, 2), abs=1e-9
+            )
         assert row.metrics["best_accuracy"].mean == pytest.approx(0.95, abs=1e-12)
         assert row.metrics["seconds"].mean == 4.5
         assert (row.runs, row.failed) == (3, 0)
@@ -213,7 +215,7 @@ def test_the_target_is_reached_at_the_first_test_with_it(timed):
     for name, scale in {"rounds": 1, "virtual_seconds": 10.0, "updates": 2, "arrivals": 4}.items():
         found = sync.metrics[f"{name}_to_target"]
         assert found.mean == pytest.approx(2 * scale, abs=1e-12)
-        expected = stats.sem([scale * round for round in rounds]) * stats.t.ppf(0.975, 2)
+        expected = scipy.stats.sem([scale * round for round in rounds]) * scipy.stats.t.ppf(0.975, 2)
         assert found.half_width == pytest.approx(expected, abs=1e-9)
     assert asgd.metrics["virtual_seconds_to_target"].mean == pytest.approx(3.0 * (2 + 3) / 2)
     assert [row.metrics["virtual_seconds"].mean for row in (sync, asgd)] == [30.0, 9.0]

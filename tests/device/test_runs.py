@@ -37,8 +37,7 @@ from tests.device.pretend import download, pretend_gpu, upload
 from tests.engines.test_contract import CASES, REFUSED
 from tests.engines.test_cuda_graphs import CASES as CAPTURED
 from tests.engines.test_cuda_graphs import UNSAFE
-
-every_engine = pytest.mark.parametrize("engine", ENGINES)
+from tests.matrix import in_turn
 
 
 def every(registry):
@@ -67,6 +66,9 @@ COVERED = {
     *("buffers averaged", "buffers of the server", "a rule on columns", "a rule with data of the server's own"),
     *("an attack that draws", "an attack on data", "rows left out of a rule by distances", "buffers of rows left out"),
     *("virtual shards", "virtual shards and data of the server's own", "an adaptive server"),
+    *("local steps", "momentum, weight decay", "scaffold", "fednova", "feddyn", "worker state and messages"),
+    *("uneven shards", "given weights", "augmentation", "rows left out", "workers that see their samples differently"),
+    *("a rule that draws", "a rule that starts where it ended", "an attack that remembers"),
 }
 
 
@@ -80,9 +82,8 @@ def test_the_contract_of_engines(case, engine):
 @with_engines(
     "case",
     [
-        *("plain averaging", "partial cohorts of uneven shards", "dropout", "augmentation", "buffers averaged"),
-        *("a rule on columns", "a rule by distances, under attack", "a rule with data of the server's own"),
-        *("a rule that asks for losses", "an attack on data", "rows left out"),
+        *("partial cohorts of uneven shards", "dropout", "buffers averaged", "a rule by distances, under attack"),
+        *("a rule that asks for losses", "rows left out"),
     ],
 )
 def test_rounds_of_gradients(case, engine):
@@ -179,9 +180,8 @@ def test_a_policy_on_the_clock(plug):
     assert_same_results(expected, found)
 
 
-@every_engine
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("tf32", 1e-2), ("bf16", 5e-2)])
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])  # the slowest to change, so that references are shared
+@in_turn(("sync", "engine"), ["parameters", "gradients"], ENGINES)
 def test_a_precision(precision, tolerance, sync, engine):
     tables = {**TINY, "model": {"name": "2nn", "hidden": 20}, "sync": sync}
     expected = run_on_cpu({**tables, "precision": "float32"})

@@ -5,8 +5,8 @@ import pickle
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 import fedsim
 from fedsim.core.randomness import Draws
@@ -68,8 +68,8 @@ def test_noise_has_its_variance():
         noise = transform(images=zeros, draws=draws)
         assert float(noise.mean()) == pytest.approx(0, abs=0.01)
         assert float(noise.var()) == pytest.approx(0.8 * number / 4, rel=0.03)
-        distribution = stats.norm(scale=math.sqrt(0.8 * number / 4))
-        assert stats.kstest(noise.flatten()[:20_000].numpy(), distribution.cdf).pvalue > 0.01
+        distribution = scipy.stats.norm(scale=math.sqrt(0.8 * number / 4))
+        assert scipy.stats.kstest(noise.flatten()[:20_000].numpy(), distribution.cdf).pvalue > 0.01
 
 
 def test_noise_needs_floating_inputs():
