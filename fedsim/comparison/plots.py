@@ -12,7 +12,7 @@ from fedsim.comparison.axes import label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult
 from fedsim.comparison.summary import SummaryRow
-from fedsim.core.confidence import FEWEST_FOR_BAND, fixed
+from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM, fixed
 from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.records.combinations import SEED, Combination, MeanCurve, canonical, combinations, groups_of, mean_curve
 from fedsim.records.formatting import comparison_title, key_name
@@ -26,7 +26,6 @@ Scale = Literal["round", "virtual_seconds", "updates"]
 MOST_INCHES = 100  # of a heat map
 CELL = (1.15, 0.52)  # inches
 MOST_PANELS = 30
-LOG_FROM = 20  # the x axis is logarithmic if the longest line is so many times as long as the shortest
 X_LABELS = {"round": "round", "virtual_seconds": "virtual seconds", "updates": "updates of the global model"}
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 FEWEST_FOR_BAND = 4  # values from which charts show an interval; that of fewer is too wide
+LOG_FROM = 20  # ratio of the longest line of a chart to the shortest from which its x axis is logarithmic
 DIGITS = 12  # digits of a number before it is rounded; the error of a float sum is smaller
 EXACT = decimal.Context(prec=350, rounding=decimal.ROUND_HALF_UP)  # for every float and its decimals
 

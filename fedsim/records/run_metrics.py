@@ -35,9 +35,8 @@ def run_metrics(
         there = next(
             (at for at, value in pairs if value is not None and score.sign * value >= score.sign * target), None
         )
-        names = ["rounds", *Progress._fields[1:]]
-        found |= dict.fromkeys([f"{name}_to_target" for name in names])
-        found |= {f"{name}_to_target": value for name, value in zip(names, there or (), strict=False)}
+        for place, name in enumerate(["rounds", *Progress._fields[1:]]):
+            found[f"{name}_to_target"] = there[place] if there else None
     return found
 
 

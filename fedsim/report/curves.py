@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.core.confidence import FEWEST_FOR_BAND
+from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
 from fedsim.records.combinations import Combination, MeanCurve, mean_curve
 from fedsim.records.reader import Run
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
@@ -17,7 +17,6 @@ from fedsim.report.figure import FEW_ROUNDS, figure, label_axis, plain, round_ax
 
 ROUNDS = "round"
 SCALES = {"virtual_seconds": "virtual seconds", "updates": "updates", "arrivals": "arrivals"}  # fields of `Progress`
-LOG_FROM = 20  # ratio of the longest line to the shortest from which an axis is logarithmic
 PARTS = {"total_seconds": ("seconds",), "total_bytes": ("bytes_up", "bytes_down")}  # fields that add up to a metric
 BOTH_LOSSES = ("test_loss", "train_loss")
 

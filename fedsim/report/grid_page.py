@@ -50,7 +50,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "experiment": shared_settings(runs),
         "environment": fmt.flatten(runs[0].environment),
         "table": comparison_table([compare(group) for group in groups_of(combined)], axes, grid.target),
-        "target": None if grid.target is None else _target_text(score, grid.target).replace("percent", "%"),
+        "target": None if grid.target is None else _target_text(score, grid.target),
         "unfinished": [(run.id, run.state) for run in grid.runs if not run.finished],
         "run_names": [run_name(run, labels) for run in runs],
         "metrics": [chart.label for chart in charts_of(runs)],
@@ -197,7 +197,7 @@ def _columns(
     if target is not None:
         columns += [
             (
-                f"{'virtual s' if timed else 'rounds'} to {_target_text(score, target).replace('percent', '%')}",
+                f"{'virtual s' if timed else 'rounds'} to {_target_text(score, target)}",
                 lambda each: _to_target(each, timed),
             ),
             ("updates", _amount("updates_to_target")),
