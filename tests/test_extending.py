@@ -16,6 +16,7 @@ import fedsim
 from fedsim.cli.main import app
 from fedsim.comparison import load_grid
 from fedsim.comparison.axes import label
+from fedsim.records.history import read_history
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,7 +33,7 @@ def my_plugs(tmp_path, monkeypatch):
 
 
 def commands():
-    (text,) = blocks("docs/extending.md", "bash")
+    text, *_ = blocks("docs/extending.md", "bash")
     lines = text.replace("\\\n", " ").replace("seed=0,1", "seed=0").splitlines()
     return [shlex.split(line)[1:] for line in lines]
 
@@ -87,6 +88,19 @@ def test_the_python_of_the_readme_runs(number, tmp_path, capsys):
     runpy.run_path(str(script), run_name="__main__")
     printed = capsys.readouterr().out.split()
     assert 0.1 < float(printed[-1] if number == 0 else printed[0]) < 1
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_tasks_of_the_document_learn(number, tmp_path, monkeypatch):
+    (text,) = (block for block in blocks("docs/extending.md", "python") if "def lines" in block)
+    (tmp_path / "my_tasks.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    (command,) = (block for block in blocks("docs/extending.md", "bash") if "my_tasks" in block)
+    done = CliRunner().invoke(app, [*shlex.split(command.splitlines()[number])[1:], "engine=serial", "--out", "run"])
+    assert done.exit_code == 0, done.output
+    first, *_, last = read_history(Path("run"))
+    assert last.test_loss < 0.9 * first.test_loss
+    assert len(last.metrics) == 2 - number
 
 
 def test_the_objects_of_the_document_run(tmp_path, capsys):

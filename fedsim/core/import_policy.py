@@ -84,8 +84,9 @@ def import_object(path: str) -> Callable[..., Any]:
     untrusted = is_untrusted(path)
     if untrusted and not (IMPORT_PATH.fullmatch(path) and _file_is_here() and _is_local(module)):
         raise ImportRefusedError(REMEDY)
-    if module.partition(".")[0] == "torchvision":
-        import_torchvision()
+    if module.partition(".")[0] in ("torchvision", "torchmetrics"):  # the latter imports the former if it is there
+        with contextlib.suppress(ImportError):
+            import_torchvision()
     target: Any = importlib.import_module(module)
     for name in attribute.split("."):
         target = getattr(target, name)

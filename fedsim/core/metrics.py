@@ -4,7 +4,7 @@ A metric is a function of the outputs of the model for all test samples, and the
 are its configuration. A class with the methods `update(outputs, targets)` and `compute()`, as those of torchmetrics, is
 a metric too; the arguments of its constructor are its configuration.
 
-    outputs  [n, ...], in the precision of rows
+    outputs  [n, ...], in the precision of rows; [n] for [n, 1] if targets are [n]
     targets  [n] or [n, ...], as the data set has them
 
 One process computes the metric, on the device of the outputs. These are kept for all test samples, n times the numbers
@@ -56,6 +56,8 @@ class BoundMetric:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
         """The metric of all samples. Raises ExperimentError if it fails, or returns anything but one number."""
+        if outputs.shape == (*targets.shape, 1):
+            outputs = outputs.squeeze(-1)
         try:
             with torch.no_grad():
                 if self.accumulates:
