@@ -31,7 +31,7 @@ Progress = list[tuple[int, dict[str, Any]]]  # (run, state of its scheduler)
 
 @dataclass
 class ProcessResult:
-    """The result of one process in a round.
+    """The result of one process in a round, or the sum over several.
 
     Attributes:
         entries: of the log, if the policy locks the server.
@@ -40,6 +40,12 @@ class ProcessResult:
     stats: RoundStats = field(default_factory=RoundStats)
     measures: Measures = field(default_factory=Measures)
     entries: list[LogEntry] = field(default_factory=list)
+
+    def add(self, other: ProcessResult) -> None:
+        """Add the result of another process."""
+        self.stats.add(other.stats)
+        self.measures.add(other.measures)
+        self.entries += other.entries
 
 
 class RaceWorker(ABC):

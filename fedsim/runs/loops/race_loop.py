@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from fedsim.engines.executor import Executor, balance_load
 from fedsim.engines.finite_check import FiniteCheck
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.errors import ExperimentError
-from fedsim.records.record import RaceRecord, RoundRecord
+from fedsim.records.record import AsyncRecord, RaceRecord, RoundRecord
 from fedsim.runs.loops.clock_loop import async_record, work_of
 from fedsim.runs.setup import PreparedRun
 from fedsim.system.devices import synchronize
@@ -39,28 +39,20 @@ from fedsim.system.precision import full_precision
 KeepLog = Callable[[bytes], object]
 
 
-@dataclass
-class RaceRoundResult(ProcessResult):
-    """The result of a round of one run: sums over its processes, and the state after it.
+@dataclass(frozen=True)
+class RaceRoundResult:
+    """The result of a round of one run.
 
     Attributes:
+        work: the sum over the processes.
         lost: number of overwritten updates, by the loss counters.
-        updates, arrivals: updates of the global row, and results taken, since the start of the run.
-        buffered: number of results that no update has used yet.
         test: of the global model.
     """
 
-    lost: float = 0.0
-    updates: int = 0
-    arrivals: int = 0
-    buffered: int = 0
-    test: EvaluationResult = field(default_factory=lambda: EvaluationResult(0.0, None))
-
-    def add(self, result: ProcessResult) -> None:
-        """Add the result of one process."""
-        self.stats.add(result.stats)
-        self.measures.add(result.measures)
-        self.entries += result.entries
+    work: ProcessResult
+    lost: float
+    asynchronous: AsyncRecord
+    test: EvaluationResult
 
 
 class RaceLoop:
@@ -93,16 +85,16 @@ class RaceLoop:
         results = [self._run_round(run, round) for run in range(self._runs)]
         if self._keep_log:
             self._log.extend(
-                (run, round, np.array(result.entries, dtype=np.int64)) for run, result in enumerate(results, 1)
+                (run, round, np.array(result.work.entries, dtype=np.int64)) for run, result in enumerate(results, 1)
             )
         first, nbytes = results[0], self._prepared.row_bytes + self._prepared.buffer_bytes
         return RoundRecord(
             round=round,
             **EvaluationResult.mean([result.test for result in results]).fields(),
-            train_loss=statistics.fmean(result.stats.train_loss for result in results),
+            train_loss=statistics.fmean(result.work.stats.train_loss for result in results),
             seconds=self._timer.seconds,
-            **work_of(first.stats, nbytes, nbytes),
-            asynchronous=async_record(first.stats, first.updates, first.arrivals, first.buffered),
+            **work_of(first.work.stats, nbytes, nbytes),
+            asynchronous=first.asynchronous,
             race=_race_record(results),
         )
 
@@ -137,14 +129,14 @@ class RaceLoop:
     def _run_round(self, run: int, round: int) -> RaceRoundResult:
         """Race one round of one run."""
         self._switch_to(run)
-        server, timer, result = self._server, self._timer, RaceRoundResult()
+        server, timer, work = self._server, self._timer, ProcessResult()
         self._race_state.clear()
         with timer("train"):
             for each in self._engine.call(_call_worker, RaceWorker.race, run, round):
-                result.add(each)
-        if not result.measures.updates:
+                work.add(each)
+        if not work.measures.updates:
             raise ExperimentError(f"policy: in round {round} of the race no worker is busy and none may start")
-        self._arrivals[run] += result.measures.updates
+        self._arrivals[run] += work.measures.updates
         with timer("aggregate"), full_precision(self._shared.global_row.device):
             server.revive_all()
             if self._policy.locking != "server":  # without a lock, processes overwrite each other's version
@@ -153,10 +145,9 @@ class RaceLoop:
             synchronize(self._shared.global_row.device)
         self._check_finite(round)
         with timer("test"):
-            result.test = self._engine.test(round)
-        result.lost, result.buffered = self._race_state.lost(), self._policy.buffered(server)
-        result.updates, result.arrivals = server.version, self._arrivals[run]
-        return result
+            tested = self._engine.test(round)
+        counts = async_record(work.stats, server.version, self._arrivals[run], self._policy.buffered(server))
+        return RaceRoundResult(work, self._race_state.lost(), counts, tested)
 
     def _switch_to(self, run: int) -> None:
         """Save the state of the current run, and load that of another into the shared tensors."""
@@ -183,7 +174,7 @@ def caveat(runs: int) -> str:
 def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
     total = Measures()
     for result in results:
-        total.add(result.measures)
+        total.add(result.work.measures)
     accuracies, lost = [result.test.test_accuracy for result in results], sum(result.lost for result in results)
     spread = estimate([accuracy for accuracy in accuracies if accuracy is not None])
     return RaceRecord(
@@ -191,8 +182,8 @@ def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
         test_accuracies=accuracies,
         test_accuracy_half_width=spread.half_width if spread and len(results) > 1 else None,
         test_losses=[result.test.test_loss for result in results],
-        train_losses=[result.stats.train_loss for result in results],
-        samples_per_second=[result.stats.samples.total() / result.measures.seconds for result in results],
+        train_losses=[result.work.stats.train_loss for result in results],
+        samples_per_second=[result.work.stats.samples.total() / result.work.measures.seconds for result in results],
         updates=total.updates,
         updates_lost=lost,
         lost_fraction=lost / total.updates,
