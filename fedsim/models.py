@@ -90,6 +90,27 @@ def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: Pos
     )
 
 
+@model("2nn_bn")
+def two_nn_bn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Module:
+    """`2nn` with batch normalisation after each hidden linear layer: 200,010 parameters on MNIST; logits.
+
+    The running statistics are buffers. In training, a batch must have two samples or more.
+
+    Args:
+        inputs: numbers of a sample [batch, ...], which is flattened.
+        hidden: width of both hidden layers.
+        classes: number of classes.
+
+    >>> fedsim.models.two_nn_bn(inputs=12)(torch.zeros(3, 12)).shape
+    torch.Size([3, 10])
+    """
+    return nn.Sequential(
+        *(nn.Flatten(), nn.Linear(inputs, hidden), nn.BatchNorm1d(hidden), nn.ReLU()),
+        *(nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU()),
+        nn.Linear(hidden, classes),
+    )
+
+
 @model("logistic")
 def logistic(*, inputs: PositiveInt = 784, classes: PositiveInt = 10) -> nn.Module:
     """Multinomial logistic regression, started at zero: 7,850 parameters on MNIST; logits.

@@ -6,11 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedsim.core.rows import Layout
-from fedsim.models import Net, cnn, logistic, model, two_nn
+from fedsim.models import Net, cnn, logistic, model, two_nn, two_nn_bn
 
 
 @pytest.mark.parametrize(
-    ("factory", "parameters"), [(Net, 21_840), (cnn, 1_663_370), (two_nn, 199_210), (logistic, 7_850)]
+    ("factory", "parameters"),
+    [(Net, 21_840), (cnn, 1_663_370), (two_nn, 199_210), (two_nn_bn, 200_010), (logistic, 7_850)],
 )
 def test_the_published_number_of_parameters(factory, parameters):
     assert Layout.of(factory()).d == parameters

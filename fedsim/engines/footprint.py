@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from fedsim.clients import State
 from fedsim.engines.task import TaskSpec
+from fedsim.processing import initial_residuals
 
 
 def memory_needed(
@@ -49,16 +51,18 @@ def memory_needed(
     else:
         training = processes * (1 + solver_state)
     copies = (1 if replaces else 0) + (3 if checkpoints else 0)  # a checkpoint: a snapshot, its bytes, and the file
-    kept, messages = task.solver.worker_state(torch.zeros(2)), task.solver.message(torch.zeros(2))
-    kept_rows, message_rows = (sum(len(tensor) > 1 for tensor in state.values()) for state in (kept, messages))
-    kept_rows += sum(processor.error_feedback for processor in task.processors)
+    like = torch.empty(d, dtype=task.dtype, device="meta")
+    server_state = task.solver.server_state(like)
+    kept = _bytes(task.solver.worker_state(like)) + _bytes(initial_residuals(task.processors, like))
+    exchanged = _bytes(task.solver.message(like)) + (0 if in_rounds else _bytes(task.solver.send(server_state)))
     taking_part = population * (1 - (1 - cohort / population) ** task.rounds)  # workers in any round, on average
-    stored = round(taking_part) * kept_rows * row
+    stored = round(taking_part) * kept
     limit = stored if task.worker_state_memory is None else task.worker_state_memory
     parts = {
         "rows": n_rows * row,
         "global model and optimizer state": state * row,
-        "worker state and messages": (kept_rows + message_rows) * n_rows * row,
+        "worker state and messages": (kept + exchanged) * n_rows,
+        "state of the client algorithm at the server": (1 + copies) * _bytes(server_state),
         "full gradients": n_rows * row if task.solver.full_gradient else 0,
         "state that workers keep between rounds": min(stored, limit) + copies * stored,
         "modules": modules * row,
@@ -67,6 +71,10 @@ def memory_needed(
         "distances of all pairs": 8 * cohort * cohort if task.rule.accepts("gram") else 0,
     }
     return {what: nbytes for what, nbytes in parts.items() if nbytes}
+
+
+def _bytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def personal_bytes(task: TaskSpec) -> int:

@@ -55,10 +55,14 @@ class WorkerStates:
         return bool(self._files)
 
     def load(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
-        """Copy the workers' state to these slots of `rows`, tensors [n, w] by name."""
-        places = self.reserve(workers)
+        """Copy the workers' state, or the initial one where they have none, to these slots of `rows` [n, w]."""
+        pairs = zip(workers, slots, strict=True)
+        known = [(self._places[worker], slot) for worker, slot in pairs if worker in self._places]
         for name, kept in self.rows.items():
-            rows[name][slots] = kept[places].to(rows[name].device)
+            rows[name][slots] = self.initial[name]
+            if known:
+                places, places_there = map(list, zip(*known, strict=True))
+                rows[name][places_there] = kept[places].to(rows[name].device)
 
     def load_cohort(self, cohort: Sequence[int], rows: State) -> None:
         """Copy the state of a cohort to the first of `rows` [n, w]. The other rows get the initial state."""

@@ -28,8 +28,10 @@ def states(workers=(), **rows):
 
 def test_a_worker_has_the_initial_state_until_it_is_saved():
     rows = {"x": torch.zeros(3, 2)}
-    states([4], x=[[1.0, 2.0]]).load([4, 9], rows, [2, 0])
+    kept = states([4], x=[[1.0, 2.0]])
+    kept.load([4, 9], rows, [2, 0])
     assert rows["x"].tolist() == [[7, 7], [0, 0], [1, 2]]
+    assert len(kept) == 1  # which takes no memory
 
 
 def test_a_cohort_fills_the_first_rows_and_the_server_s_own_row_begins_again():

@@ -36,17 +36,23 @@ class RankWorkerStates(WorkerStates):
 
     def load_cohort(self, cohort: Sequence[int], rows: State) -> None:
         mine, sent, received = self._places_of(cohort, range(len(cohort)))
-        self.reserve([cohort[slot] for of_rank in sent for slot in of_rank])
+        parts = [
+            {name: row.new_empty(len(of_rank), len(row)) for name, row in self.initial.items()} for of_rank in sent
+        ]
+        for part, of_rank in zip(parts, sent, strict=True):
+            self.load([cohort[slot] for slot in of_rank], part, range(len(of_rank)))
         for name, initial in self.initial.items():
-            parts = [self.rows[name][self._indices(cohort, of_rank)].to(initial.device) for of_rank in sent]
-            got = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in received], PURPOSE)
+            got = self._ranks.exchange(
+                [part[name] for part in parts], [len(slots) * len(initial) for slots in received], PURPOSE
+            )
             rows[name][:] = initial
-            for slots, part in zip(received, got, strict=True):
-                rows[name][[mine[slot] for slot in slots]] = part.view(-1, len(initial))
+            for slots, their in zip(received, got, strict=True):
+                rows[name][[mine[slot] for slot in slots]] = their.view(-1, len(initial))
 
     def save(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
         cohort = dict(zip(slots, workers, strict=True))
         mine, received, sent = self._places_of(cohort, slots)
+        self.reserve([cohort[slot] for of_rank in received for slot in of_rank])
         for name, initial in self.initial.items():
             parts = [rows[name][[mine[slot] for slot in of_rank]] for of_rank in sent]
             got = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in received], PURPOSE)
