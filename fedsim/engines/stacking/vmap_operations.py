@@ -201,8 +201,6 @@ class _VmappedLinear(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
         input_dim, weight_dim, bias_dim = in_dims
-        if weight_dim is None and bias_dim is None:  # the same for all rows
-            return F.linear(input.movedim(input_dim, 0), weight, bias), 0
 
         def stacked(tensor: Tensor, dim: int | None) -> Tensor:
             return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

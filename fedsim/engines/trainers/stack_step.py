@@ -16,13 +16,9 @@ from fedsim.data import TensorData
 from fedsim.engines.stacking.stacked_module import FeatureTerm, StackedModule, view_of
 from fedsim.engines.task import TaskSpec
 
-# Gradients of weights that are products are left uncomputed from this size on, in bytes of a stack's weights; smaller
-# ones are computed and joined with the others. A step of SGD passes 2 times over weights whose product is added to
-# them, and 6 times over joined ones: the product writes, torch.cat reads and writes, the step reads both and writes. On
-# a GPU with 4 TB/s the 4 passes over 8 MiB take 8 us. A product that is left splits the row, which costs about one
-# torch.cat and one solver's step more: 2 kernels (SGD) to 4 (with momentum) of 2 to 3 us. So the large layers of `2nn`
-# x 100 (63 and 16 MB) and of `cnn` x 10 (64 MB) stay products, and `net` x 4 (256 KB) is one joined row. A CPU gains
-# from each of them: it has no launches, and passes over memory are all that it pays for.
+# Bytes of a stack's weights from which on, off the CPU, a gradient that is a product is left uncomputed. That saves 4 of
+# 6 passes over the weights, 8 us for 8 MiB at 4 TB/s, and splits the row, which costs 2 to 4 kernels more, of 2 to 3 us.
+# A CPU has no launches, and gains from each product.
 LEFT_PRODUCT_BYTES = 2**23
 
 Part = tuple[Entry, Tensor | OuterProductGrad]  # columns of rows, and their gradients
