@@ -32,12 +32,6 @@ def row_by_row(inputs, weight, bias):
     return torch.cat([F.linear(x, w, b) for x, w, b in zip(inputs.chunk(K), weight, bias, strict=True)])
 
 
-def test_each_row_has_its_own_parameters(stacks, inputs):
-    with MergedBatch((), stacks, K * BATCH):
-        found = F.linear(inputs, *stacks)
-    torch.testing.assert_close(found, row_by_row(inputs, *stacks))
-
-
 def test_a_gradient_is_left_as_a_product_where_that_is_asked_for(stacks, inputs):
     products = LeftProducts(0)
     with MergedBatch((), stacks, K * BATCH, products):

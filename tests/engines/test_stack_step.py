@@ -52,20 +52,6 @@ def test_joined_gradients_move_rows_and_state_as_single_ones_do(variant, way, st
     assert torch.equal(moved, torch.ones(K, dtype=torch.bool) if active is None else active)
 
 
-def test_a_solver_steps_once_for_a_whole_stack_off_the_cpu(steps):
-    task, module, state, batch = steps
-    calls = []
-
-    class Counting(SGD):
-        def step(self, rows, gradients, state):
-            calls.append(rows.shape)
-            super().step(rows, gradients, state)
-
-    task = replace(task, device=GPU, solver=Counting())
-    StackStep(task, module)(state(task.solver), batch)
-    assert calls == [(K, module.layout.d)]
-
-
 def test_only_neighbours_that_are_not_products_are_joined(steps):
     _, module, _, _ = steps
     entries = module.layout.parameters
