@@ -63,6 +63,19 @@ def test_a_file_and_overrides(cli, tmp_path):
     assert fedsim.load_experiment("x/experiment.toml", allow_imports=True).rounds == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["local.solver=fedrep", 'local.personal=["fc2.*"]', "local.head_epochs=1"], "local.head_epochs"),
+        (["data.validation=0.00001"], "data.validation"),
+    ],
+)
+def test_a_dry_run_finds_errors_that_need_the_model_or_the_data(words, key, cli):
+    done = cli("run", *words, "--dry-run")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: {key} = ")
+
+
 def test_a_dry_run_prints_the_resolved_experiment_and_leaves_nothing(cli, tmp_path):
     done = cli("run", "rounds=3", "--dry-run")
     assert done.exit_code == 0

@@ -35,7 +35,7 @@ def run(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the experiment with all its settings, and stop.")
+        bool, typer.Option("--dry-run", help="Check the run, print the experiment with all its settings, and stop.")
     ] = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
@@ -47,6 +47,7 @@ def run(
         from fedsim.config.toml import to_toml
         from fedsim.engines import engine as engines
         from fedsim.records.run_folder import experiment_of_run, new_folder
+        from fedsim.runs.setup import check_run
 
         source, overrides = source_and_overrides(words or [], context)
         if resume and out:
@@ -55,6 +56,7 @@ def run(
             source or (resume and experiment_of_run(resume)), overrides, allow_imports=allow_imports
         )
         if dry_run:
+            check_run(experiment)
             print(to_toml(experiment), end="")
             return
         main = engines.get(experiment.engine).target.is_main()

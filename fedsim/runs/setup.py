@@ -20,7 +20,8 @@ from fedsim.config.validation import what_needs_rows
 from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout
-from fedsim.data import TensorData, label_counts, transforms_of_workers
+from fedsim.data import Shards, TensorData, label_counts, transforms_of_workers
+from fedsim.data.sources import default_root, lacks_files
 from fedsim.data.validation_split import split_validation
 from fedsim.engines import Engine, Schedule, TaskSpec
 from fedsim.engines import engine as engines
@@ -145,22 +146,10 @@ def prepare(
         stack.enter_context(_explained_oom(task, processes))
         checks.check_memory(experiment, engines.get(engine_name).target, task, processes, recorded=note is not None)
 
-        data = experiment.data
-        on_setup(f"loading the data set {show(data.dataset)}")
-        train, test = session.data(data.dataset, data.root, data.params, device)
-        checks.check_outputs_of_model(experiment, task, train, test)
-        fewest = 1 if "worker" in experiment.partition.plug.takes else experiment.workers  # virtual shards may overlap
-        train, validation = split_validation(train, data.validation, experiment.seed, fewest)
-
-        on_setup(f"partitioning the data among {experiment.workers:,} workers")
-        shards, worker_tests = shards_of(experiment, train)
-        task = replace(task, byzantine=attackers_of(experiment, train, shards))
-        sampled = workers_to_describe(shards, experiment.seed)
+        task, train, test, validation, shards, worker_tests, sampled = _with_data(
+            experiment, task, session, device, on_setup
+        )
         described: Sequence[int] = range(len(shards)) if sampled is None else sampled
-        sizes = {worker: shards.size(worker) for worker in described}
-        checks.check_smallest_batch(experiment, task, train, sizes)
-        checks.check_lr_schedules(experiment, task, sizes)
-        checks.check_last_steps(experiment, task, cohorts_of(experiment, shards))
 
         on_setup(f"getting the engine {experiment.engine} ready for the first round")
         root = server_samples(experiment, train, worker_tests) if task.rule.accepts("root") else None
@@ -190,6 +179,37 @@ def _label_counts(train: TensorData, shards: Sequence[np.ndarray], classes: int)
     if not train.has_labels:
         return np.array([[len(shard)] for shard in shards])
     return label_counts(train.targets.cpu().numpy(), shards, classes)
+
+
+def check_run(experiment: Experiment) -> None:
+    """Find the errors that a run would report before its first round. Data that is not here is not downloaded."""
+    cpu, data = torch.device("cpu"), experiment.data
+    task = task_of(experiment, cpu)
+    if not lacks_files(data.dataset, data.root or default_root()):
+        with Session() as session:
+            _with_data(experiment, task, session, cpu, lambda step: None)
+
+
+def _with_data(
+    experiment: Experiment, task: TaskSpec, session: Session, device: torch.device, on_setup: Callable[[str], object]
+) -> tuple[TaskSpec, TensorData, TensorData, TensorData, Shards, Shards | None, list[int] | None]:
+    """Load and divide the data, and check it: task, train, test, validation, shards, worker tests, sampled workers."""
+    data = experiment.data
+    on_setup(f"loading the data set {show(data.dataset)}")
+    train, test = session.data(data.dataset, data.root, data.params, device)
+    checks.check_outputs_of_model(experiment, task, train, test)
+    fewest = 1 if "worker" in experiment.partition.plug.takes else experiment.workers  # virtual shards may overlap
+    train, validation = split_validation(train, data.validation, experiment.seed, fewest)
+
+    on_setup(f"partitioning the data among {experiment.workers:,} workers")
+    shards, worker_tests = shards_of(experiment, train)
+    task = replace(task, byzantine=attackers_of(experiment, train, shards))
+    sampled = workers_to_describe(shards, experiment.seed)
+    sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}
+    checks.check_smallest_batch(experiment, task, train, sizes)
+    checks.check_lr_schedules(experiment, task, sizes)
+    checks.check_last_steps(experiment, task, cohorts_of(experiment, shards))
+    return task, train, test, validation, shards, worker_tests, sampled
 
 
 def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
