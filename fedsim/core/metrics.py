@@ -189,6 +189,11 @@ def r2(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _counted(outputs: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
     """The outputs [m, classes] and the targets [m] that are not ignored, of outputs [..., classes]."""
+    if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
+        raise ExperimentError(
+            f"needs outputs [..., classes] for whole numbers [...], not {list(outputs.shape)} for {targets.dtype} "
+            f"{list(targets.shape)}"
+        )
     kept = targets != ignore
     return outputs[kept], targets[kept]
 
