@@ -61,7 +61,7 @@ FURTHER = {
     "updates quantized after an attack": PROCESSED["updates quantized after an attack"],
     **{name: WORK[name] for name in ("drawn local work", "clipped gradients", "learning rates by round")},
     "personal parameters under attack": {
-        **{"workers": 5, "attack": {"name": "gaussian", "fraction": 0.4}, "aggregate": {"rule": "krum", "f": 0}},
+        **{"workers": 5, "attack": {"name": "gaussian", "fraction": 0.4}, "aggregate": "tests.plugs:clipped_mean"},
         **{"local": {"solver": "fedper", "personal": ["*.bias"]}, "processors": CHAIN},
     },
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
