@@ -128,7 +128,6 @@ class AutoEngine(Engine):
 
     def leave(self) -> None:
         self._worker_states = None
-        self._worker_states = None
         self._here.leave()
         if self._pool is not None:
             self._pool.leave()

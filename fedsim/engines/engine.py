@@ -64,7 +64,6 @@ class Engine:
     def __init__(self, backend: Backend, trainers: Trainers, threads: int) -> None:
         self._backend, self._trainers, self._threads = backend, trainers, threads
         self._trainer_facts: dict[str, Any] = {}
-        self._has_processors = False
         self._worker_states: WorkerStates | None = None
 
     @property
@@ -78,7 +77,6 @@ class Engine:
 
     def begin(self, task: TaskSpec, shared: SharedState) -> None:
         """Begin a task and release the one before. Raises ExperimentError if the engine cannot do it."""
-        self._has_processors = bool(task.processors)
         make_trainer, self._trainer_facts = self._trainers(task, shared, self._backend.processes, self._threads)
         self._backend.begin(task, shared, make_trainer)
         self._task, self._worker_states = task, self._backend.new_worker_states(task)
@@ -126,8 +124,8 @@ class Engine:
     def pull_down(self, cohort: Sequence[int], round: int) -> int:
         """Copy the global model, and the state that workers keep, to the rows of the cohort; the bytes sent."""
         self.worker_states.load_cohort(cohort, self.shared.worker_rows)
-        received = message_bytes(self._task, self.shared)[0]
-        return self._backend.run(Executor.pull_down, cohort, round)[0] + len(cohort) * received
+        self._backend.run(Executor.pull_down, cohort, round)
+        return len(cohort) * self.received_bytes(round)
 
     def full_gradients(self, cohort: Sequence[int], round: int) -> None:
         """Compute the gradients of the cohort over all samples, for client algorithms that ask for them."""
@@ -160,7 +158,7 @@ class Engine:
 
     def process_updates(self, cohort: Sequence[int], round: int) -> SentUpdates:
         """Apply the processors to the updates of the cohort."""
-        if not self._has_processors:
+        if not self._task.processors:
             nbytes = self.shared.global_row.nbytes - personal_bytes(self._task)
             return SentUpdates(len(cohort), len(cohort) * nbytes)
         return SentUpdates.total(self._backend.run(Executor.process_updates, cohort, round))
@@ -177,7 +175,8 @@ class Engine:
         """Update the global buffers from those of the cohort, without the excluded workers; the bytes that are sent."""
         if not self.shared.global_buffers.numel():
             return 0
-        return self._backend.run(Executor.combine_buffers, cohort, round, excluded)[0]
+        self._backend.run(Executor.combine_buffers, cohort, round, excluded)
+        return len(cohort) * buffer_bytes(self._task, self.shared)
 
     def train_on_averaged_gradients(self, cohort: Sequence[int], round: int) -> AggregationStats:
         """Run a round of synchronous SGD: the cohort's gradients are aggregated at every step."""

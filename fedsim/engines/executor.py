@@ -19,12 +19,11 @@ from fedsim.engines.aggregator import weights_of
 from fedsim.engines.deferred_check import DeferredCheck
 from fedsim.engines.evaluation import Evaluation
 from fedsim.engines.exchange import Exchange, balance_load
-from fedsim.engines.footprint import personal_bytes
 from fedsim.engines.out_of_memory import explain_oom
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats, GradientRoundStats, SentUpdates
 from fedsim.engines.sample_losses import SampleLosses
-from fedsim.engines.task import SharedState, TaskSpec, buffer_bytes
+from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.capture import can_capture
 from fedsim.engines.trainers.row_module import RowModule
@@ -79,24 +78,19 @@ class Executor:
         """Decide which process trains which members of a cohort."""
         self._mine(cohort, round)
 
-    def pull_down(self, cohort: Sequence[int], round: int) -> int:
+    def pull_down(self, cohort: Sequence[int], round: int) -> None:
         """Copy the global model to the rows of this process's members of the cohort.
 
-        The engine has loaded the state that workers keep. Returns the bytes that the whole cohort receives: the row,
-        unless gradients are averaged, and buffers.
+        The engine has loaded the state that workers keep.
         """
         task, shared = self.task, self.shared
-        nbytes = buffer_bytes(task, shared)
         members = self._mine(cohort, round)
         index = index_of([member.slot for member in members], task.device)
         if task.sync_in(round) == "parameters":
-            row = self.aggregator.sent_row(round)
-            pull_down(row, shared.rows, index)
-            nbytes += row.nbytes - personal_bytes(task)
+            pull_down(self.aggregator.sent_row(round), shared.rows, index)
         if task.buffers != "local":
             pull_down(shared.global_buffers, shared.buffers, index)
         synchronize(task.device)
-        return len(cohort) * nbytes
 
     def full_gradients(self, cohort: Sequence[int], round: int) -> None:
         """Compute the gradients of this process's members of the cohort over all their samples."""
@@ -159,11 +153,10 @@ class Executor:
         self.aggregator.server_step()
         synchronize(self.task.device)
 
-    def combine_buffers(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> int:
-        """Update the global buffers from those of the cohort, without the excluded workers; the bytes that are sent."""
+    def combine_buffers(self, cohort: Sequence[int], round: int, excluded: Sequence[int]) -> None:
+        """Update the global buffers from those of the cohort, without the excluded workers."""
         self.aggregator.combine_buffers(self.context(cohort, round), excluded)
         synchronize(self.task.device)
-        return len(cohort) * buffer_bytes(self.task, self.shared)
 
     def test(self, round: int) -> None:
         """Test the global model on this process's share of the test batches and of the validation batches."""
