@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -44,12 +44,3 @@ class SingleThreadExecutor:
             except BaseException as error:
                 done.set_exception(error)
             del function, done  # frees what they refer to while the thread waits
-
-
-def ended(future: Future[Any], seconds: float) -> bool:
-    """Wait at most so many seconds; whether the future is done by then."""
-    try:
-        future.exception(timeout=seconds)
-    except TimeoutError:
-        return False
-    return True

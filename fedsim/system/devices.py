@@ -224,11 +224,6 @@ def gpu_id(device: torch.device) -> str | None:
     return str(device) if uuid is None else f"{device.type} {uuid}"
 
 
-def default_backend(device: torch.device) -> str:
-    """The backend of torch.distributed that PyTorch has for a device."""
-    return str(torch.distributed.get_default_backend_for_device(device))
-
-
 def gloo_can_sum(device: torch.device) -> bool:
     """Whether the backend gloo sums tensors on this device."""
     return device.type in ("cpu", "cuda")

@@ -74,20 +74,15 @@ class BoundHook:
         """Whether it has a state."""
         return "state" in self.takes
 
-    def start(self, process_group: dist.ProcessGroup, seed: int) -> StartedHook:
-        """Make the function that sends buckets, for a run."""
-        return StartedHook(self, process_group, self.function.start(process_group, seed) if self.keeps else None)
+    def start(self, process_group: dist.ProcessGroup, seed: int) -> Callable[[dist.GradBucket], Mean]:
+        """Make the function that begins to send a bucket, for a run."""
+        state = self.function.start(process_group, seed) if self.keeps else None
 
+        def send(bucket: dist.GradBucket) -> Mean:
+            given = {"process_group": process_group, "state": state, "bucket": bucket}
+            return self.function(**{name: given[name] for name in self.takes})
 
-class StartedHook:
-    """A hook of a run, with its state."""
-
-    def __init__(self, hook: BoundHook, process_group: dist.ProcessGroup, state: Any) -> None:
-        self._hook, self._menu, self._state = hook, {"process_group": process_group, "state": state}, state
-
-    def __call__(self, bucket: dist.GradBucket) -> Mean:
-        """Begin to send a bucket."""
-        return self._hook.function(**{name: {**self._menu, "bucket": bucket}[name] for name in self._hook.takes})
+        return send
 
 
 def bind_hook(plug: Plug, params: dict[str, Any]) -> BoundHook:

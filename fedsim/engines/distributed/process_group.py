@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -20,8 +21,8 @@ from torch import Tensor
 from fedsim.engines.distributed.rendezvous import RankInfo, interface_towards, meeting_address, open_store, store_keeper
 from fedsim.engines.distributed.watchdog import Watchdog, ranks, wait_for_all
 from fedsim.errors import ExperimentError, WorkerError, one_line, show
-from fedsim.system.background import SingleThreadExecutor, ended
-from fedsim.system.devices import default_backend, device_of_rank, gloo_can_sum, gpu_id
+from fedsim.system.background import SingleThreadExecutor
+from fedsim.system.devices import device_of_rank, gloo_can_sum, gpu_id
 
 HOST_BACKEND = "gloo"  # for tensors on the host
 LINGER = 1.0  # seconds in which the others read why a rank ends
@@ -171,7 +172,7 @@ class RankGroup:
         self.require_usable()
         done = self._background.begin(work)
         with self._translated("the ranks' exchange failed"), self._watchdog.waiting(waits.is_set) as silences:
-            while not ended(done, self._watchdog.interval):
+            while not wait([done], self._watchdog.interval).done:
                 if cause := silences.look():
                     raise WorkerError(cause)
             if waits.is_set():
@@ -325,7 +326,7 @@ class RankGroup:
 
 def _backend_for(name: str | None, device: torch.device, gpus: list[str | None]) -> tuple[str, str | None]:
     """The backend for rows, and the reason if it is not the default of the device."""
-    own = default_backend(device)
+    own = str(dist.get_default_backend_for_device(device))
     shared = next((gpu for gpu in gpus if gpu is not None and gpus.count(gpu) > 1), None)
     sharing = [rank for rank, gpu in enumerate(gpus) if gpu == shared] if shared else []
     if name is None:
