@@ -36,20 +36,20 @@ def of_local(**local):
 
 
 def averaged(steps_of, train_round):
-    """The global row of federated averaging, where `train_round(model, batches)` is a worker's round."""
+    """The global row of federated averaging, where `train_round(model, batches, round)` is a worker's round."""
     federation = Federation(zero, points, WORKERS, BATCH)
     model = federation.model
     for round in range(1, ROUNDS + 1):
         rows = []
         for worker in range(WORKERS):
             nn.utils.vector_to_parameters(federation.row.clone(), model.parameters())
-            train_round(model, list(islice(federation.batches(round, worker), steps_of(worker, round))))
+            train_round(model, list(islice(federation.batches(round, worker), steps_of(worker, round))), round)
             rows.append(nn.utils.parameters_to_vector(model.parameters()).detach())
         federation.row = torch.stack(rows).mean(0)
     return federation.row
 
 
-def sgd_round(model, batches):
+def sgd_round(model, batches, round):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -57,7 +57,7 @@ def sgd_round(model, batches):
         optimizer.step()
 
 
-def clipped_round(model, batches):
+def clipped_round(model, batches, round):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5, weight_decay=0.1)
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -66,7 +66,7 @@ def clipped_round(model, batches):
         optimizer.step()
 
 
-def accumulated_round(model, batches):
+def accumulated_round(model, batches, round):
     """Momentum, clipping and a learning rate that changes with each step of the optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

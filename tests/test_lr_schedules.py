@@ -78,6 +78,7 @@ def exponential_round(per):
     def train(model, batches, round):
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
         scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.zero_grad()  # of the worker before, so that the first steps only count
         for _ in range(round - 1 if per == "round" else 0):
             optimizer.step()
             scheduler.step()
