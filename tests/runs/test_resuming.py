@@ -34,9 +34,12 @@ CASES = {
         "server": {"optimizer": "momentum", "lr": 0.5, "beta": 0.9},
         "processors": ["qsgd", {"name": "gaussian_noise", "std": 0.1}],
     },
-    "rule with a state": {"aggregate": {"rule": "foolsgold"}, "cohort": 2},
+    "rule with a state": {
+        **{"aggregate": {"rule": "foolsgold"}, "workers": 6, "cohort": 4, "partition": {"strategy": "shards", "s": 2}},
+    },
     "rule that goes on from the last update": {
-        **{"workers": 5, "attack": {"name": "alie", "fraction": 0.2, "z": 1.5}, "aggregate": "centered_clipping"},
+        **{"workers": 5, "attack": {"name": "alie", "fraction": 0.2, "z": 1.5}},
+        "aggregate": {"rule": "centered_clipping", "tau": 0.05},
     },
     "rule with the server's own samples": {
         **{"aggregate": {"rule": "fltrust", "root_samples": 20}, "sync": "gradients"},
