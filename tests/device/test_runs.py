@@ -122,6 +122,8 @@ def test_a_local_solver(plug, engine):
     tables = {**TINY, "local": local, "partition": "tests.plugs:uneven"}
     if plug.name == "fedrep":
         local["steps"] = 3
+    if plug.name == "moon":  # needs hidden features
+        tables["model"] = {"name": "2nn", "hidden": 8}
     if plug.name == "fedbn":  # needs normalisation layers
         tables["model"] = "tests.plugs:layer_normalised"
     assert_agrees_with_the_cpu(tables, engine)
