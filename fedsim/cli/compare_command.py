@@ -51,6 +51,21 @@ def compare(
             show_default="none",
         ),
     ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=V1,V2",
+            help="Choose the value with the best validation result for each combination: local.lr=0.03,0.1. Needs "
+            "data.validation. With --worst, the worst validation result of each value counts.",
+            show_default="none",
+        ),
+    ] = None,
+    worst: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", help="Show the worst case along this axis, such as attack.name.", show_default="none"
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")] = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
@@ -64,19 +79,24 @@ def compare(
         from fedsim.comparison.merging import merge
         from fedsim.records.run_folder import new_folder
 
-        folders = [Path(word) for word in words or [] if is_folder(word)]
+        key, values = (tune or "").partition("=")[::2]
+        given = [*(words or []), *([tune] if tune and values else [])]
+        folders = [Path(word) for word in given if is_folder(word)]
         if folders:
-            if len(folders) < len(words or []) or shard or dry_run:
+            if len(folders) < len(given) or shard or dry_run:
                 raise ExperimentError(
-                    "to merge folders of comparisons, give only these folders, --out, --target and --allow-imports"
+                    "to merge folders of comparisons, give only these folders, --out, --target, --tune, --worst and "
+                    "--allow-imports"
                 )
             folder = out or (
                 folders[0] if len(folders) == 1 else stack.enter_context(new_folder(f"{folders[0].name}-grid"))
             )
-            comparison = merge(folders, folder, target, allow_imports=allow_imports)
+            comparison = merge(folders, folder, target, key or None, worst, allow_imports=allow_imports)
         else:
-            source, changes = source_and_overrides(words or [], context)
-            grid = load_grid(source, words=changes, target=target, allow_imports=allow_imports)
+            source, changes = source_and_overrides(given, context)
+            grid = load_grid(
+                source, words=changes, target=target, tune=key or None, worst=worst, allow_imports=allow_imports
+            )
             part = Shard.parse(shard) if shard else None
             if part and out is None:
                 raise ExperimentError("--shard: needs --out FOLDER, the same folder for all parts")

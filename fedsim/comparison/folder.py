@@ -135,8 +135,9 @@ class GridFolder:
     def _content(self) -> dict[str, Any]:
         grid = self.grid
         runs = [{"id": run.id, "point": run.point, "folder": f"{RUNS}/{run.id}"} for run in grid.runs]
-        target = {} if grid.target is None else {"target": grid.target}
-        return {"name": grid.name, "axes": grid.axes, **target, "base": grid.base, "runs": runs}
+        settings = {"target": grid.target, "tune": grid.choices.tune, "worst": grid.choices.worst}
+        given = {key: value for key, value in settings.items() if value is not None}
+        return {"name": grid.name, "axes": grid.axes, **given, "base": grid.base, "runs": runs}
 
     def _continue(self, stored: GridFile) -> None:
         """Check that the stored grid is a part of this one, and take over the ids of its runs."""

@@ -29,12 +29,14 @@ from fedsim.config.load import GRID, describe, drop_default_name, experiment_of,
 from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word
 from fedsim.core.import_policy import untrusted_config
 from fedsim.core.learning_task import correct_of
+from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, cut, show
+from fedsim.records.choices import NO_CHOICES, Choices
 from fedsim.records.combinations import SEED, canonical
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import resolve_device
 
-TARGET = "target"
+SETTINGS = "target", "tune", "worst"  # keys of [grid] that are no axes
 MOST_RUNS = 100_000  # all are checked, and kept in memory, before the first starts
 LONGEST_ID = 100  # characters; file systems allow 255 bytes
 
@@ -58,6 +60,7 @@ class Grid:
         runs: one for each combination; the last axis varies fastest, and the seed fastest of all.
         engine_chosen: whether the experiment sets its engine or number of processes, or is a race of processes.
         target: the test accuracy whose time is reported, if any.
+        choices: the axes along which values are chosen, not compared.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Grid:
     runs: list[PlannedRun]
     engine_chosen: bool
     target: float | None = None
+    choices: Choices = NO_CHOICES
 
     @property
     def base(self) -> dict[str, Any]:
@@ -78,8 +82,8 @@ class Grid:
 
     @property
     def compared(self) -> list[str]:
-        """The axes that are compared: all but the seed."""
-        return [key for key in self.axes if key != SEED]
+        """The axes that are compared: all but the seed and those along which values are chosen."""
+        return self.choices.compared(list(self.axes))
 
 
 def load_grid(
@@ -87,6 +91,8 @@ def load_grid(
     grid: Mapping[str, Any] | None = None,
     words: Iterable[str] = (),
     target: float | None = None,
+    tune: str | None = None,
+    worst: str | None = None,
     *,
     file: Path | None = None,
     allow_imports: bool = False,
@@ -100,6 +106,7 @@ def load_grid(
         words: as on the command line: `key=v1,v2` is an axis, `key=value` sets one value in all runs; both replace an
             axis of that key.
         target: a test accuracy, or a test loss of tasks without accuracy; it replaces the key `target` of [grid].
+        tune, worst: axes along which values are chosen, see `Choices`; they replace the keys of [grid].
         file: the file from which `source` and `grid` were read, if `source` is not the file itself.
         allow_imports: allow the file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs after the words; they replace an axis of the same key.
@@ -107,7 +114,8 @@ def load_grid(
     Raises ExperimentError, one line per problem, if any of the runs is invalid.
     """
     description = describe(source)
-    axes, target = _axes_and_target([description.pop(GRID, {}), grid or {}], target)
+    axes, given = _axes_and_settings([description.pop(GRID, {}), grid or {}])
+    given |= {key: value for key, value in zip(SETTINGS, (target, tune, worst), strict=True) if value is not None}
     word_axes, words = split_words(words)
     in_all = [parse_word(word) for word in words] + changes_in(changes)
     set_in_all = {".".join(keys) for keys, _ in in_all}
@@ -127,11 +135,13 @@ def load_grid(
         drop_default_name(description)
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         experiments, engine_chosen = _experiments(description, in_all, points)
+    target, choices = given.get("target"), Choices(given.get("tune"), given.get("worst"))
     if target is not None:
         _check_target(target, experiments)
+    _check_choices(choices, axes, experiments)
     _refuse_equal_runs(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
-    return Grid(experiments[0].name, axes, runs, engine_chosen, target)
+    return Grid(experiments[0].name, axes, runs, engine_chosen, target, choices)
 
 
 def common_tables(runs: Iterable[PlannedRun], axes: Iterable[str]) -> dict[str, Any]:
@@ -143,17 +153,29 @@ def common_tables(runs: Iterable[PlannedRun], axes: Iterable[str]) -> dict[str, 
     return common
 
 
-def _axes_and_target(tables: Iterable[Any], target: float | None) -> tuple[Axes, float | None]:
-    """Return the axes and the target of several [grid] tables, of which the later replace the earlier."""
+def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
+    """Return the axes and the `SETTINGS` of several [grid] tables, of which the later replace the earlier."""
     axes: Axes = {}
-    stored = None
+    settings: dict[str, Any] = {}
     for table in tables:
-        if isinstance(table, Mapping) and TARGET in table:
-            table = dict(table)
-            stored = table.pop(TARGET)
+        if isinstance(table, Mapping):
+            settings |= {key: table[key] for key in SETTINGS if key in table}
+            table = {key: value for key, value in table.items() if key not in SETTINGS}
         axes |= axes_of_tables(table)
-    target = stored if target is None else target
-    return axes, target
+    return axes, settings
+
+
+def _check_choices(choices: Choices, axes: Axes, experiments: Iterable[Experiment]) -> None:
+    varied = [axis for axis in axes if axis != SEED]
+    for name, axis in (("tune", choices.tune), ("worst", choices.worst)):
+        if axis is not None and axis not in varied:
+            raise ExperimentError(f"{name} = {show(axis)}: is no axis that varies; {nearest(str(axis), varied)}")
+    if choices.tune is not None and choices.tune == choices.worst:
+        raise ExperimentError(f"worst = {show(choices.worst)}: is tuned; choose another axis")
+    if choices.tune is not None and not all(each.data.validation for each in experiments):
+        raise ExperimentError(
+            f"tune = {show(choices.tune)}: values are chosen by validation results; add data.validation=0.1"
+        )
 
 
 def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:

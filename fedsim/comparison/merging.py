@@ -23,14 +23,20 @@ from fedsim.records.reader import GRID, GridFile, read_grid_file
 
 
 def merge(
-    folders: Sequence[Path], out: Path, target: float | None = None, *, allow_imports: bool = False
+    folders: Sequence[Path],
+    out: Path,
+    target: float | None = None,
+    tune: str | None = None,
+    worst: str | None = None,
+    *,
+    allow_imports: bool = False,
 ) -> Comparison:
     """Copy the runs of several folders of one grid into the folder `out`, and compare them; nothing is run.
 
     Args:
         folders: of comparisons, whose shards count too; `out` itself may be one of them.
         out: the folder of the merged comparison.
-        target: a test accuracy, as of `load_grid`.
+        target, tune, worst: as of `load_grid`; None: those of the first folder.
         allow_imports: whether the folders may name any import path, as of `load_grid`.
 
     Raises RecordError if a folder holds no comparison, or the folders hold different grids.
@@ -42,8 +48,9 @@ def merge(
         if lines := differences_of_grids(first, other):
             raise RecordError(f"{source}: holds another grid than {sources[0]}\n" + "\n".join(lines))
     target = first.target if target is None else target
+    choices = tune or first.tune, worst or first.worst
     file = sources[0] / GRID
-    grid = load_grid(first.base, first.axes, target=target, file=file, allow_imports=allow_imports)
+    grid = load_grid(first.base, first.axes, (), target, *choices, file=file, allow_imports=allow_imports)
     with GridFolder(out, grid) as folder:
         for run in folder.grid.runs:
             if not folder.is_finished(run) and (found := _find(run, grids, besides=folder.run_folder(run))):

@@ -18,6 +18,7 @@ from fedsim.comparison.jobs import Work, run_here, run_in_jobs
 from fedsim.comparison.plots import draw_accuracy, draw_heatmap
 from fedsim.comparison.results import RunResult, curves_csv, results_csv
 from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
+from fedsim.comparison.tuning import draw_tuning, tuning_csv
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about
 from fedsim.core.plotting import encode
@@ -67,6 +68,8 @@ def compare(
     out: str | Path | None = None,
     jobs: int | None = None,
     target: float | None = None,
+    tune: str | None = None,
+    worst: str | None = None,
     *,
     progress: bool = False,
     allow_imports: bool = False,
@@ -86,6 +89,9 @@ def compare(
             experiment sets its engine or processes, or uses a GPU.
         target: a test accuracy, or a test loss of tasks without accuracy; the summary reports the time to reach it. The
             table `grid` may have it too.
+        tune: an axis. For each combination of the others, the value with the best validation result is reported; of
+            several attacks, of an axis `worst`, the worst result counts. It needs `data.validation`.
+        worst: an axis, such as "attack.name": the value with the worst test result is reported.
         progress: print a line for each run, as the command line does.
         allow_imports: allow a TOML file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
@@ -100,7 +106,7 @@ def compare(
     >>> [row.point["aggregate.rule"] for row in result.summary], len(result.runs), result.failed
     (['mean', 'median'], 2, [])
     """
-    planned = load_grid(experiment, grid, target=target, allow_imports=allow_imports, **changes)
+    planned = load_grid(experiment, grid, target=target, tune=tune, worst=worst, allow_imports=allow_imports, **changes)
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(GridDisplay(folder if out is not None else None, quiet=not progress))
@@ -201,6 +207,10 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     if any("virtual_seconds" in run.metrics for run in runs):
         figures[f"{what}_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
         figures[f"{what}_updates"] = draw_accuracy(grid, runs, "updates")
+    if grid.choices.tune is not None:
+        _, tuned = grid.choices.of(runs, list(grid.axes))
+        folder.write("tuning.csv", tuning_csv(grid, tuned).encode())
+        figures["tuning"] = draw_tuning(grid, tuned)
     for name, figure in figures.items():
         if figure is not None:
             for format in grid.runs[0].experiment.records.figures:

@@ -28,7 +28,8 @@ class SummaryRow:
     only, such as all rules under one attack.
 
     Attributes:
-        point: the combination, without the seed.
+        point: the combination, without the seed and the axes along which values are chosen.
+        chosen: the values that were chosen along these axes.
         runs: how many runs it has.
         failed: how many of them failed; failed runs count in no mean.
         metric: the number that is compared.
@@ -41,6 +42,7 @@ class SummaryRow:
     """
 
     point: dict[str, Any]
+    chosen: dict[str, Any]
     runs: int
     failed: int
     metric: Metric
@@ -62,13 +64,15 @@ class SummaryRow:
 
 
 def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
-    """Return one row per combination of values other than the seed, group by group."""
+    """Return one row per combination of the compared values, group by group."""
     rows = []
+    runs, _ = grid.choices.of(runs, list(grid.axes))
     for group in groups_of(combinations(runs, grid.compared)):
         for each, mark in zip(group, _marks(group), strict=True):
             rows.append(
                 SummaryRow(
                     point={key: each.runs[0].point[key] for key in grid.compared},
+                    chosen={key: each.runs[0].point[key] for key in grid.choices.headings},
                     runs=len(each.runs),
                     failed=len(each.runs) - len(each.finished),
                     metric=each.metric,
@@ -96,11 +100,10 @@ def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:
     first = "accuracy" if score.share else score.key
     columns = [column for name in (first, "difference", *names) for column in (name, f"{name}_ci95")]
     asked = grid.target is not None
-    rows: list[list[Any]] = [
-        [*grid.compared, "runs", "failed", *(["target", "reached"] if asked else []), "mark", "pairs", *columns]
-    ]
+    head = [*grid.compared, *grid.choices.headings.values(), "runs", "failed"]
+    rows: list[list[Any]] = [[*head, *(["target", "reached"] if asked else []), "mark", "pairs", *columns]]
     for row in summary:
-        cells = [*map(label, row.point.values()), row.runs, row.failed]
+        cells = [*map(label, (*row.point.values(), *row.chosen.values())), row.runs, row.failed]
         cells += [grid.target, row.reached] if asked else []
         cells += [MARK_WORDS[row.mark], row.difference.n if row.difference else None]
         for value in (row.score, row.difference, *map(row.metrics.get, names)):
@@ -133,6 +136,7 @@ def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[tuple[str, Calla
     timed, score = any("virtual_seconds" in row.metrics for row in summary), summary[0].metric
     columns: list[tuple[str, Callable[[SummaryRow], str]]] = [
         *((key, lambda row, key=key: label(row.point[key])) for key in grid.compared),
+        *((text, lambda row, key=key: label(row.chosen[key])) for key, text in grid.choices.headings.items()),
         ("", lambda row: row.mark),
         (score.label.lower(), _score_text),
     ]
@@ -189,6 +193,12 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
         within = f" among equal {', '.join(grid.compared[1:])}" if len(grid.compared) > 1 else ""
         tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
         notes.append(f"* best{within}{tie}")
+    tune, worst = grid.choices.tune, grid.choices.worst
+    if tune is not None:
+        case = f", in its worst case of {worst}" if worst else ""
+        notes.append(f"{tune}: the value with the best result on validation samples{case}; tuning.csv has all")
+    if worst is not None:
+        notes.append(f"{worst}: the worst case on test samples; results.csv has all")
     if grid.target is not None:
         bound = f"{score.key.removeprefix('test_')} at {'least' if score.sign > 0 else 'most'}"
         notes.append(

@@ -18,6 +18,7 @@ from fedsim.config.toml import read_toml
 from fedsim.core.objects import ObjectName, with_objects
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import RecordError, cut, show
+from fedsim.records.choices import NO_CHOICES, Choices
 from fedsim.records.combinations import canonical
 from fedsim.records.early_stopping import stop_reason, stored_stop
 from fedsim.records.history import METRICS, first_problem, read_file, read_metrics, read_object, refuse_oddities
@@ -70,6 +71,14 @@ class GridFile(LenientModel):
     base: dict[str, Any] = {}
     runs: list[GridEntry]
     target: Number = None
+    tune: str | None = None
+    worst: str | None = None
+
+    @property
+    def choices(self) -> Choices:
+        """The axes along which values are chosen, of those that it has."""
+        tune, worst = (axis if axis in self.axes else None for axis in (self.tune, self.worst))
+        return Choices(tune, worst)
 
 
 @dataclass(frozen=True)
@@ -152,6 +161,7 @@ class StoredGrid:
     axes: dict[str, list[Any]]
     runs: list[GridRun]
     target: float | None = None  # the test accuracy whose cost is compared
+    choices: Choices = NO_CHOICES
 
 
 def read_records(folder: Path) -> Run | StoredGrid:
@@ -229,7 +239,7 @@ def read_grid(folder: Path) -> StoredGrid:
         runs.append(GridRun(**_content_of(run_folder), id=entry.id, place=place, error=error, target=file.target))
     if not any(entry.history for entry in runs):
         raise RecordError(f"{folder}: no round of its {len(runs)} runs is finished yet")
-    return StoredGrid(folder, file.name, file.axes, runs, file.target)
+    return StoredGrid(folder, file.name, file.axes, runs, file.target, file.choices)
 
 
 def _positions(values: list[Any]) -> dict[str, int]:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from fedsim.records.progress import Progress
 from fedsim.records.record import RoundRecord, mean_staleness, score_in
 
-LAST_ROUND = ("test_loss", "train_loss", "attack_success")  # numbers of a record that are metrics of the run
+# Numbers of a record that are metrics of the run.
+LAST_ROUND = ("test_loss", "train_loss", "attack_success", "validation_accuracy", "validation_loss")
 
 
 def run_metrics(

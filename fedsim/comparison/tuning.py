@@ -1,0 +1,82 @@
+"""The choices along the axis `tune` of a comparison: the file `tuning.csv` and a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fedsim.comparison.axes import label
+from fedsim.comparison.grid import Grid
+from fedsim.comparison.results import to_csv
+from fedsim.core.plotting import line_style
+from fedsim.records.choices import Choice, validation_result
+from fedsim.records.formatting import key_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LOG_FROM = 10  # the x axis is logarithmic if the largest value is so many times the smallest
+
+
+def tuning_csv(grid: Grid, tuned: Sequence[Choice]) -> str:
+    """Return one row per combination and value: the validation result, and whether the value was chosen.
+
+    With an axis `worst`, the validation result is that of the worst case, which is named.
+    """
+    choices = grid.choices
+    head = [*grid.compared, *choices.headings, "validation", "validation_ci95", "failed", "chosen"]
+    rows: list[list[Any]] = [head]
+    for choice in tuned:
+        for each in choice.candidates:
+            counted = choices.validated(each)
+            value, point = validation_result(counted), counted.runs[0].point
+            cells: list[Any] = [label(point[key]) for key in (*grid.compared, *choices.headings)]
+            cells += [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]
+            failed = sum(not run.finished for run in each.runs)
+            rows.append([*cells, failed, "yes" if each is choice.chosen else ""])
+    return to_csv(rows)
+
+
+def draw_tuning(grid: Grid, tuned: Sequence[Choice]) -> Figure | None:
+    """Draw the validation result against the tuned value, a line for each combination; None without results.
+
+    Larger marks are the chosen values. A value of which a run failed has no mark.
+    """
+    from matplotlib.figure import Figure
+
+    assert grid.choices.tune is not None
+    values = grid.axes[grid.choices.tune]
+    numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    places = {label(value): value if numeric else index for index, value in enumerate(values)}
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes, metric = figure.subplots(), None
+    for index, choice in enumerate(tuned):
+        style = line_style(index)
+        points = []
+        for each in choice.candidates:
+            counted = grid.choices.validated(each)
+            value = validation_result(counted) if len(counted.finished) == len(counted.runs) else None
+            if value is None:
+                continue
+            metric = each.metric
+            x = places[label(counted.runs[0].point[grid.choices.tune])]
+            points.append((x, value.mean))
+            if each is choice.chosen:
+                axes.plot(x, value.mean, "o", color=style["color"], markersize=9)
+        point = choice.chosen.runs[0].point
+        name = ", ".join(label(point[key]) for key in grid.compared) or grid.name
+        axes.plot(*zip(*sorted(points), strict=True) if points else ([], []), label=name, **style)
+    if metric is None:
+        return None
+    if numeric and min(values) > 0 and max(values) >= LOG_FROM * min(values):
+        axes.set_xscale("log")
+    axes.set_xticks(list(places.values()), list(places))
+    axes.minorticks_off()
+    worst = f", worst {grid.choices.worst}" if grid.choices.worst else ""
+    axes.set(xlabel=key_name(grid.choices.tune), ylabel=metric.label.replace("Test", "Validation").lower() + worst)
+    axes.grid(alpha=0.3)
+    figure.suptitle(f"Tuning of the {key_name(grid.choices.tune)}\n{grid.name}", fontsize="small")
+    columns = math.ceil(len(tuned) / 20)
+    figure.legend(loc="outside right upper", fontsize="x-small", ncols=columns, handlelength=3)
+    return figure

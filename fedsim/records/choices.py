@@ -1,0 +1,105 @@
+"""Choices along an axis of a grid: the value with the best validation result, and the worst case.
+
+A choice leaves the runs of one value for each combination of the compared axes. These runs are compared as if the axis
+did not exist.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedsim.core.confidence import Estimate
+from fedsim.records.combinations import SEED, Combination, combinations
+
+TEST, VALIDATION = "test_", "validation_"  # how the names of results begin
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The values of an axis for one combination of the compared axes.
+
+    Attributes:
+        candidates: one combination for each value, in the order of the runs.
+        chosen: the one whose runs remain.
+    """
+
+    candidates: list[Combination]
+    chosen: Combination
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The axes of a grid along which values are chosen.
+
+    Attributes:
+        tune: the value with the best mean validation result over the seeds is chosen; of each value the worst result
+            along the axis `worst` counts, if there is one.
+        worst: then the value with the worst mean test result is chosen.
+    """
+
+    tune: str | None = None
+    worst: str | None = None
+
+    @property
+    def headings(self) -> dict[str, str]:
+        """The axes along which values are chosen, each with the heading of its column."""
+        texts = {self.tune: f"tuned {self.tune}", self.worst: f"worst {self.worst}"}
+        return {axis: text for axis, text in texts.items() if axis is not None}
+
+    @property
+    def remark(self) -> str:
+        """How values were chosen, for titles; empty if none were."""
+        return ", ".join(self.headings.values())
+
+    def compared(self, axes: Sequence[str]) -> list[str]:
+        """The axes that are compared: all but the seed and those along which values are chosen."""
+        return [axis for axis in axes if axis != SEED and axis not in self.headings]
+
+    def of(self, runs: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[Choice]]:
+        """The runs that remain, and the choices along the axis `tune`, one for each combination of the others."""
+        compared, left, tuned = self.compared(axes), list(runs), list[Choice]()
+        if self.tune is not None:
+            tuned = _choices(left, compared, self.tune, lambda each: quality(self.validated(each), VALIDATION))
+            left = [run for choice in tuned for run in choice.chosen.runs]
+        if self.worst is not None:
+            worst = _choices(left, compared, self.worst, lambda each: -quality(each))
+            left = [run for choice in worst for run in choice.chosen.runs]
+        return left, tuned
+
+    def validated(self, candidate: Combination) -> Combination:
+        """Of the runs of one value of the axis `tune`, those whose validation result counts: all, or the worst case."""
+        cases = combinations(candidate.runs, [] if self.worst is None else [self.worst])
+        return min(cases, key=lambda each: quality(each, VALIDATION))
+
+
+NO_CHOICES = Choices()
+
+
+def validation_result(combination: Combination) -> Estimate | None:
+    """The mean validation accuracy over the seeds after the last round, or loss of a task without accuracy."""
+    return combination.metrics.get(combination.metric.key.replace(TEST, VALIDATION))
+
+
+def quality(combination: Combination, of: str = TEST) -> float:
+    """The higher, the better: the mean accuracy, or minus the mean loss; -inf if a run failed.
+
+    Args:
+        of: "test_" or "validation_", the samples.
+    """
+    complete = len(combination.finished) == len(combination.runs)
+    value = combination.metrics.get(combination.metric.key.replace(TEST, of)) if complete else None
+    return combination.metric.sign * value.mean if value and math.isfinite(value.mean) else -math.inf
+
+
+def _choices(
+    runs: Sequence[Any], compared: Sequence[str], axis: str, value: Callable[[Combination], float]
+) -> list[Choice]:
+    """For each combination of the compared axes, the value of `axis` with the highest `value`, the first of equals."""
+    found = []
+    for each in combinations(runs, compared):
+        candidates = combinations(each.runs, [axis])
+        found.append(Choice(candidates, max(candidates, key=value)))
+    return found
