@@ -62,6 +62,12 @@ def tiny(root, *, train: int = TINY_TRAIN):
     return tuple(TensorData(d.inputs[:n].clone(), d.targets[:n].clone(), d.scale, d.shift) for d, n in parts)
 
 
+def tiny_with_other_test_labels(root):
+    """`tiny`, with wrong labels of the test images."""
+    train, test = tiny(root)
+    return train, TensorData(test.inputs, (test.targets + 1) % 10, test.scale, test.shift)
+
+
 def colour(root):
     """Not MNIST's shape: three channels."""
     inputs = torch.zeros(20, 3, 28, 28, dtype=torch.uint8)

@@ -25,9 +25,10 @@ FEW_LINES = 4  # up to this number, the page shows the spread of curves at first
 def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the variables of the HTML template, and the figures of each chart."""
     labels = {axis: [fmt.label(value) for value in values] for axis, values in grid.axes.items()}
-    compared = [axis for axis in grid.axes if axis != SEED]
+    compared = grid.choices.compared(list(grid.axes))
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
-    combined = combinations(grid.runs, compared)
+    combined = combinations(grid.choices.of(grid.runs, list(grid.axes))[0], compared)
+    chosen = [(text, axis, labels[axis]) for axis, text in grid.choices.headings.items()]
     score = combined[0].metric
     names = [" · ".join(_labels_of(axes, combination)) or "all runs" for combination in combined]
     runs = [run for run in grid.runs if run.history]
@@ -49,7 +50,9 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "notes": notes(grid),
         "experiment": shared_settings(runs),
         "environment": fmt.flatten(runs[0].environment),
-        "table": comparison_table([compare(group) for group in groups_of(combined)], axes, grid.target),
+        "table": comparison_table([compare(group) for group in groups_of(combined)], axes, grid.target, chosen),
+        "tune": grid.choices.tune,
+        "worst": grid.choices.worst,
         "target": None if grid.target is None else _target_text(score, grid.target),
         "unfinished": [(run.id, run.state) for run in grid.runs if not run.finished],
         "run_names": [run_name(run, labels) for run in runs],
@@ -151,9 +154,16 @@ class Cell:
 
 
 def comparison_table(
-    groups: Sequence[Sequence[ComparedCombination]], axes: Sequence[tuple[str, Sequence[str]]], target: float | None
+    groups: Sequence[Sequence[ComparedCombination]],
+    axes: Sequence[tuple[str, Sequence[str]]],
+    target: float | None,
+    chosen: Sequence[tuple[str, str, Sequence[str]]] = (),
 ) -> dict[str, Any]:
-    """Return the head of the table and its rows group by group, with the first axis after the others."""
+    """Return the head of the table and its rows group by group, with the first axis after the others.
+
+    Args:
+        chosen: the heading, the key and the labels of each axis along which values are chosen.
+    """
     everything = [each for group in groups for each in group]
     columns = _columns(everything, target)
     rows = []
@@ -162,7 +172,10 @@ def comparison_table(
             labels = _labels_of(axes, compared.combination)
             rows.append(
                 {
-                    "labels": [*labels[1:], *labels[:1]],
+                    "labels": [
+                        *(*labels[1:], *labels[:1]),
+                        *(texts[compared.combination.runs[0].place[axis]] for _, axis, texts in chosen),
+                    ],
                     "cells": [cell_of(compared) for _, cell_of in columns],
                     "best": compared.best,
                     "starts_group": compared is group[0] is not everything[0] and len(axes) > 1,
@@ -170,7 +183,7 @@ def comparison_table(
             )
     names = [name for name, _ in axes]
     return {
-        "axes": [*names[1:], *names[:1]],
+        "axes": [*names[1:], *names[:1], *(heading for heading, _, _ in chosen)],
         "head": [name for name, _ in columns],
         "rows": rows,
         "differences": any(each.difference for each in everything),

@@ -1,0 +1,166 @@
+"""Choices along an axis of a comparison: tuning on validation samples, and the worst case."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+
+import pytest
+
+import fedsim
+from fedsim.comparison.grid import load_grid
+from fedsim.comparison.summary import summarise, summary_csv, summary_table
+from fedsim.comparison.tuning import draw_tuning, tuning_csv
+from fedsim.errors import ExperimentError
+from fedsim.records.choices import Choices
+from tests.comparison.made_up import grid_of, results_of
+
+AXES = {
+    "aggregate.rule": ["mean", "median"],
+    "attack.name": ["none", "ipm", "alie"],
+    "local.lr": [0.1, 0.2],
+    "seed": [0, 1],
+}
+TESTED = {  # by rule and rate: the test accuracy under each attack
+    ("mean", 0.1): [0.9, 0.3, 0.5],
+    ("mean", 0.2): [0.8, 0.4, 0.35],
+    ("median", 0.1): [0.7, 0.6, 0.65],
+    ("median", 0.2): [0.9, 0.8, 0.1],
+}
+VALIDATED = {  # the order of the rates by the worst case differs from that on test samples
+    ("mean", 0.1): [0.9, 0.5, 0.4],
+    ("mean", 0.2): [0.8, 0.3, 0.6],
+    ("median", 0.1): [0.7, 0.5, 0.6],
+    ("median", 0.2): [0.9, 0.6, 0.55],
+}
+
+
+def grid_with(choices):
+    return replace(grid_of(AXES), choices=choices)
+
+
+def results(grid, failed=()):
+    """Results whose seeds differ by 0.02 in both accuracies."""
+
+    def read(table, point):
+        of_attacks = table[point["aggregate.rule"], point["local.lr"]]
+        return of_attacks[AXES["attack.name"].index(point["attack.name"])] + 0.02 * point["seed"]
+
+    runs = results_of(grid, lambda point: None if tuple(point.values()) in failed else [0.1, read(TESTED, point)])
+    for run in runs:
+        if run.history:
+            run.history[-1] = replace(run.history[-1], validation_accuracy=read(VALIDATED, run.point))
+    return runs
+
+
+def rows_of(grid, runs):
+    return {
+        tuple(row.point.values()): (*row.chosen.values(), round(row.score.mean, 6)) for row in summarise(grid, runs)
+    }
+
+
+def test_the_worst_case_has_the_lowest_test_accuracy_of_the_axis():
+    grid = grid_with(Choices(worst="attack.name"))
+    assert rows_of(grid, results(grid)) == {
+        ("mean", 0.1): ("ipm", 0.31),
+        ("mean", 0.2): ("alie", 0.36),
+        ("median", 0.1): ("ipm", 0.61),
+        ("median", 0.2): ("alie", 0.11),
+    }
+
+
+def test_a_value_is_tuned_on_validation_samples_alone():
+    grid = grid_with(Choices(tune="local.lr"))
+    assert rows_of(grid, results(grid)) == {
+        ("mean", "none"): (0.1, 0.91),
+        ("mean", "ipm"): (0.1, 0.31),  # though 0.2 is better on test samples
+        ("mean", "alie"): (0.2, 0.36),
+        ("median", "none"): (0.2, 0.91),
+        ("median", "ipm"): (0.2, 0.81),
+        ("median", "alie"): (0.1, 0.66),
+    }
+
+
+def test_a_value_is_tuned_for_the_worst_case():
+    grid = grid_with(Choices(tune="local.lr", worst="attack.name"))
+    runs = results(grid)
+    assert rows_of(grid, runs) == {("mean",): (0.1, "ipm", 0.31), ("median",): (0.2, "alie", 0.11)}
+    rows = list(csv.DictReader(io.StringIO(summary_csv(grid, summarise(grid, runs)))))
+    assert [(row["tuned local.lr"], row["worst attack.name"]) for row in rows] == [("0.1", "ipm"), ("0.2", "alie")]
+    table = summary_table(grid, summarise(grid, runs), runs)
+    assert "in its worst\n  case of attack.name" in table
+    _, tuned = grid.choices.of(runs, list(grid.axes))
+    rows = list(csv.DictReader(io.StringIO(tuning_csv(grid, tuned))))
+    assert [(row["local.lr"], row["attack.name"], float(row["validation"]), row["chosen"]) for row in rows] == [
+        ("0.1", "alie", pytest.approx(0.41), "yes"),
+        ("0.2", "ipm", pytest.approx(0.31), ""),
+        ("0.1", "ipm", pytest.approx(0.51), ""),
+        ("0.2", "alie", pytest.approx(0.56), "yes"),
+    ]
+    (axes,) = draw_tuning(grid, tuned).axes
+    lines = [line for line in axes.lines if len(line.get_xdata()) == 2]
+    assert [list(line.get_ydata()) for line in lines] == [pytest.approx([0.41, 0.31]), pytest.approx([0.51, 0.56])]
+
+
+def test_a_value_with_a_failed_run_is_not_chosen_and_is_the_worst_case():
+    failed = [("mean", "none", 0.1, 1)]
+    tuned, worst = grid_with(Choices(tune="local.lr")), grid_with(Choices(worst="attack.name"))
+    assert rows_of(tuned, results(tuned, failed))["mean", "none"] == (0.2, 0.81)
+    assert rows_of(worst, results(worst, failed))["mean", 0.1] == ("none", 0.9)
+
+
+def test_losses_are_tuned_to_the_lowest_and_the_worst_is_the_highest():
+    grid = replace(grid_of({"attack.name": ["none", "ipm"], "local.lr": [0.1, 0.2]}), choices=Choices("local.lr"))
+    runs = results_of(grid, lambda point: [0.5])
+    for run, loss in zip(runs, [2.0, 1.0, 3.0, 4.0], strict=True):
+        run.history[-1] = replace(run.history[-1], test_accuracy=None, test_loss=loss, validation_loss=loss)
+    assert rows_of(grid, runs) == {("none",): (0.2, 1.0), ("ipm",): (0.1, 3.0)}
+    worst = replace(grid, choices=Choices(worst="attack.name"))
+    assert rows_of(worst, runs) == {(0.1,): ("ipm", 3.0), (0.2,): ("ipm", 4.0)}
+
+
+def test_tuning_does_not_see_the_test_set(serial, tmp_path):
+    """With other test labels the same values are chosen."""
+    chosen = []
+    for data in ("tests.plugs:tiny", "tests.plugs:tiny_with_other_test_labels"):
+        tables = {**serial, "data": {"dataset": data, "validation": 0.2}}
+        result = fedsim.compare(tables, {"local.lr": [0.001, 0.1, 30.0], "seed": [0, 1]}, tune="local.lr")
+        chosen.append(([row.chosen for row in result.summary], result.summary[0].score.mean))
+    assert chosen[0][0] == chosen[1][0] == [{"local.lr": 0.1}]
+    assert chosen[0][1] != chosen[1][1]
+
+
+def test_choices_are_stored_and_merged_from_shards(cli, serial, tmp_path):
+    words = ["rounds=1", "workers=5", "model=logistic", "data=tests.plugs:tiny", "data.validation=0.2"]
+    words += ["engine=serial", "attack.workers=[0]", "attack.name=none,inf", "aggregate.nonfinite=exclude"]
+    words += ["--tune", "local.lr=0.01,0.1", "--worst", "attack.name", "--out", "grid"]
+    for shard in ("0/2", "1/2"):
+        assert cli("compare", *words, "--shard", shard).exit_code == 0
+    merged = cli("compare", "grid")
+    assert merged.exit_code == 0
+    assert "tuned local.lr  worst attack.name" in merged.stdout
+    assert (tmp_path / "grid" / "tuning.csv").is_file()
+    assert (tmp_path / "grid" / "tuning.png").is_file()
+    assert cli("report", "grid").exit_code == 0
+    page = (tmp_path / "grid" / "report.html").read_text()
+    assert "worst attack.name" in page
+    again = cli("compare", "grid", "--tune", "attack.name", "--worst", "local.lr", "--out", "other")
+    assert "tuned attack.name  worst local.lr" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"tune": "local.lrs"}, r'tune = "local.lrs": is no axis that varies; did you mean "local.lr"'),
+        ({"worst": "seed"}, 'worst = "seed": is no axis that varies'),
+        ({"tune": "local.lr", "worst": "local.lr"}, 'worst = "local.lr": is tuned; choose another axis'),
+        ({"tune": "local.lr"}, 'tune = "local.lr": values are chosen by validation results; add data.validation=0.1'),
+    ],
+)
+def test_a_choice_that_is_impossible_is_refused(choices, message, serial):
+    axes = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "seed": [0, 1]}
+    with pytest.raises(ExperimentError, match=message):
+        load_grid(serial, axes, **choices)
+    with pytest.raises(ExperimentError, match=message):
+        load_grid(serial, {**axes, **choices})
