@@ -137,7 +137,7 @@ def test_choices_are_stored_and_merged_from_shards(cli, serial, tmp_path):
     words += ["--tune", "local.lr=0.01,0.1", "--worst", "attack.name", "--out", "grid"]
     for shard in ("0/2", "1/2"):
         assert cli("compare", *words, "--shard", shard).exit_code == 0
-    merged = cli("compare", "grid")
+    merged = cli("compare", "grid", "--allow-imports")
     assert merged.exit_code == 0
     assert "tuned local.lr  worst attack.name" in merged.stdout
     assert (tmp_path / "grid" / "tuning.csv").is_file()
@@ -145,7 +145,7 @@ def test_choices_are_stored_and_merged_from_shards(cli, serial, tmp_path):
     assert cli("report", "grid").exit_code == 0
     page = (tmp_path / "grid" / "report.html").read_text()
     assert "worst attack.name" in page
-    again = cli("compare", "grid", "--tune", "attack.name", "--worst", "local.lr", "--out", "other")
+    again = cli("compare", "grid", "--allow-imports", "--tune", "attack.name", "--worst", "local.lr", "--out", "other")
     assert "tuned attack.name  worst local.lr" in again.stdout
 
 

@@ -91,7 +91,12 @@ def test_a_grid_names_no_import_path(here, kind):
     path = write(here / "sub" / "x.toml", {**NAMED[kind], "grid": {"seed": [0, 1]}}, "canary:boom")
     with pytest.raises(ExperimentError, match="--allow-imports"):
         load_grid(path)
-    held = {"name": "x", "axes": {"seed": [0, 1]}, "base": NAMED[kind], "runs": [{"id": "a", "point": {"seed": 0}}]}
+    held = {
+        "name": "x",
+        "axes": {"seed": [0, 1]},
+        "base": NAMED[kind],
+        "runs": [{"id": "a", "point": {"seed": 0}, "folder": "runs/a"}],
+    }
     (here / "sub" / "grid.json").write_text(json.dumps(held).replace("NAME", "canary:boom"))
     with pytest.raises(ExperimentError, match="--allow-imports"):
         merge([here / "sub"], here / "out")
