@@ -18,7 +18,7 @@ from fedsim.comparison.jobs import Work, run_here, run_in_jobs
 from fedsim.comparison.plots import draw_accuracy, draw_heatmap
 from fedsim.comparison.results import RunResult, curves_csv, results_csv
 from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
-from fedsim.comparison.tuning import draw_tuning, tuning_csv
+from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about
 from fedsim.core.plotting import encode

@@ -11,7 +11,7 @@ import pytest
 import fedsim
 from fedsim.comparison.grid import load_grid
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
-from fedsim.comparison.tuning import draw_tuning, tuning_csv
+from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
 from fedsim.errors import ExperimentError
 from fedsim.records.choices import Choices
 from tests.comparison.made_up import grid_of, results_of
