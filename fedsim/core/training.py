@@ -136,8 +136,14 @@ def test(
     loss_sum, hits, samples = MetricSums.zero(_device_of(model))
     for inputs, targets in batches:
         outputs = model(inputs)
-        answers = len(targets) if counts is None else counts(targets).sum()
-        loss_sum.add_(loss(outputs, targets).to(loss_sum.dtype) * answers)
+        value = loss(outputs, targets)
+        answers: int | Tensor
+        if counts is None:
+            answers = len(targets)
+            loss_sum.add_(value, alpha=answers)
+        else:
+            answers = counts(targets).sum()
+            loss_sum.add_(value.to(loss_sum.dtype) * answers)
         if correct is not None:
             hits.add_(correct(outputs, targets).sum())
         samples = samples + answers
