@@ -66,6 +66,15 @@ def compare(
             metavar="KEY", help="Show the worst case along this axis, such as attack.name.", show_default="none"
         ),
     ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Compare this number of the last round, such as test_loss or metrics.r2. A higher one is better, "
+            "unless its name has `loss` or begins with -, as in -bytes_up.",
+            show_default="test accuracy",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")] = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
@@ -85,18 +94,16 @@ def compare(
         if folders:
             if len(folders) < len(given) or shard or dry_run:
                 raise ExperimentError(
-                    "to merge folders of comparisons, give only these folders, --out, --target, --tune, --worst and "
-                    "--allow-imports"
+                    "to merge folders of comparisons, give only these folders, --out, --target, --tune, --worst, --by "
+                    "and --allow-imports"
                 )
             folder = out or (
                 folders[0] if len(folders) == 1 else stack.enter_context(new_folder(f"{folders[0].name}-grid"))
             )
-            comparison = merge(folders, folder, target, key or None, worst, allow_imports=allow_imports)
+            comparison = merge(folders, folder, target, key or None, worst, by, allow_imports=allow_imports)
         else:
             source, changes = source_and_overrides(given, context)
-            grid = load_grid(
-                source, words=changes, target=target, tune=key or None, worst=worst, allow_imports=allow_imports
-            )
+            grid = load_grid(source, None, changes, target, key or None, worst, by, allow_imports=allow_imports)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
                 raise ExperimentError("--shard: needs --out FOLDER, the same folder for all parts")

@@ -135,7 +135,7 @@ class GridFolder:
     def _content(self) -> dict[str, Any]:
         grid = self.grid
         runs = [{"id": run.id, "point": run.point, "folder": f"{RUNS}/{run.id}"} for run in grid.runs]
-        settings = {"target": grid.target, "tune": grid.choices.tune, "worst": grid.choices.worst}
+        settings = {"target": grid.target, **vars(grid.choices)}
         given = {key: value for key, value in settings.items() if value is not None}
         return {"name": grid.name, "axes": grid.axes, **given, "base": grid.base, "runs": runs}
 

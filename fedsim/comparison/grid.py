@@ -24,6 +24,7 @@ from fedsim.comparison.axes import (
     readable_id,
     split_words,
 )
+from fedsim.comparison.compared_number import check_number
 from fedsim.config.experiment import Experiment, default_name
 from fedsim.config.load import GRID, describe, drop_default_name, experiment_of, file_of
 from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word
@@ -36,7 +37,7 @@ from fedsim.records.combinations import SEED, canonical
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import resolve_device
 
-SETTINGS = "target", "tune", "worst"  # keys of [grid] that are no axes
+SETTINGS = "target", "tune", "worst", "by"  # keys of [grid] that are no axes
 MOST_RUNS = 100_000  # all are checked, and kept in memory, before the first starts
 LONGEST_ID = 100  # characters; file systems allow 255 bytes
 
@@ -60,7 +61,7 @@ class Grid:
         runs: one for each combination; the last axis varies fastest, and the seed fastest of all.
         engine_chosen: whether the experiment sets its engine or number of processes, or is a race of processes.
         target: the test accuracy whose time is reported, if any.
-        choices: the axes along which values are chosen, not compared.
+        choices: the axes along which values are chosen, not compared, and the number that is compared.
     """
 
     name: str
@@ -93,6 +94,7 @@ def load_grid(
     target: float | None = None,
     tune: str | None = None,
     worst: str | None = None,
+    by: str | None = None,
     *,
     file: Path | None = None,
     allow_imports: bool = False,
@@ -107,6 +109,7 @@ def load_grid(
             axis of that key.
         target: a test accuracy, or a test loss of tasks without accuracy; it replaces the key `target` of [grid].
         tune, worst: axes along which values are chosen, see `Choices`; they replace the keys of [grid].
+        by: the number that runs are compared by, as of `compare`; it replaces the key of [grid].
         file: the file from which `source` and `grid` were read, if `source` is not the file itself.
         allow_imports: allow the file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs after the words; they replace an axis of the same key.
@@ -115,7 +118,7 @@ def load_grid(
     """
     description = describe(source)
     axes, given = _axes_and_settings([description.pop(GRID, {}), grid or {}])
-    given |= {key: value for key, value in zip(SETTINGS, (target, tune, worst), strict=True) if value is not None}
+    given |= {key: value for key, value in zip(SETTINGS, (target, tune, worst, by), strict=True) if value is not None}
     word_axes, words = split_words(words)
     in_all = [parse_word(word) for word in words] + changes_in(changes)
     set_in_all = {".".join(keys) for keys, _ in in_all}
@@ -135,10 +138,12 @@ def load_grid(
         drop_default_name(description)
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         experiments, engine_chosen = _experiments(description, in_all, points)
-    target, choices = given.get("target"), Choices(given.get("tune"), given.get("worst"))
+    target, choices = given.get("target"), Choices(*map(given.get, SETTINGS[1:]))
     if target is not None:
         _check_target(target, experiments)
     _check_choices(choices, axes, experiments)
+    if choices.by is not None:
+        check_number(choices.by, experiments)
     _refuse_equal_runs(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
     return Grid(experiments[0].name, axes, runs, engine_chosen, target, choices)

@@ -28,6 +28,7 @@ def merge(
     target: float | None = None,
     tune: str | None = None,
     worst: str | None = None,
+    by: str | None = None,
     *,
     allow_imports: bool = False,
 ) -> Comparison:
@@ -36,7 +37,7 @@ def merge(
     Args:
         folders: of comparisons, whose shards count too; `out` itself may be one of them.
         out: the folder of the merged comparison.
-        target, tune, worst: as of `load_grid`; None: those of the first folder.
+        target, tune, worst, by: as of `load_grid`; None: those of the first folder.
         allow_imports: whether the folders may name any import path, as of `load_grid`.
 
     Raises RecordError if a folder holds no comparison, or the folders hold different grids.
@@ -48,7 +49,7 @@ def merge(
         if lines := differences_of_grids(first, other):
             raise RecordError(f"{source}: holds another grid than {sources[0]}\n" + "\n".join(lines))
     target = first.target if target is None else target
-    choices = tune or first.tune, worst or first.worst
+    choices = tune or first.tune, worst or first.worst, by or first.by
     file = sources[0] / GRID
     grid = load_grid(first.base, first.axes, (), target, *choices, file=file, allow_imports=allow_imports)
     with GridFolder(out, grid) as folder:

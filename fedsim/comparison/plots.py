@@ -14,7 +14,7 @@ from fedsim.comparison.results import RunResult
 from fedsim.comparison.summary import SummaryRow
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM, fixed
 from fedsim.core.plotting import line_style, prepare_axes
-from fedsim.records.combinations import SEED, Combination, MeanCurve, canonical, combinations, groups_of, mean_curve
+from fedsim.records.combinations import SEED, Combination, MeanCurve, canonical, groups_of, mean_curve
 from fedsim.records.formatting import comparison_title, key_name
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ X_LABELS = {"round": "round", "virtual_seconds": "virtual seconds", "updates": "
 
 
 def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round") -> Figure | None:
-    """Draw the mean test accuracy, or test loss of a task without accuracy; None if all runs failed.
+    """Draw the mean of the number that runs are compared by; None if all runs failed.
 
     One panel for each combination of the axes after the first, with one line for each value of the first. Thin lines
     show single seeds if there are two or three; a band shows the 95 percent intervals if there are more.
@@ -46,7 +46,7 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
 
     if all(run.error is not None for run in runs):
         return None
-    groups = groups_of(combinations(grid.choices.of(runs, list(grid.axes))[0], grid.compared))
+    groups = groups_of(grid.choices.combined(runs, list(grid.axes)))
     score = groups[0][0].metric
     shown = groups[:MOST_PANELS]
     columns = min(len(shown), 3 if len(shown) <= 9 else 4 if len(shown) <= 16 else 5)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedsim.comparison.compared_number import require_number
 from fedsim.comparison.folder import GridFolder, Shard
 from fedsim.comparison.grid import Grid, PlannedRun, load_grid
 from fedsim.comparison.grid_terminal import Callback, GridDisplay
@@ -70,6 +71,7 @@ def compare(
     target: float | None = None,
     tune: str | None = None,
     worst: str | None = None,
+    by: str | None = None,
     *,
     progress: bool = False,
     allow_imports: bool = False,
@@ -91,7 +93,10 @@ def compare(
             table `grid` may have it too.
         tune: an axis. For each combination of the others, the value with the best validation result is reported; of
             several attacks, of an axis `worst`, the worst result counts. It needs `data.validation`.
-        worst: an axis, such as "attack.name": the value with the worst test result is reported.
+        worst: an axis, such as "attack.name": the value with the worst result is reported.
+        by: the number of the last round that is compared, in place of the test accuracy: "test_loss",
+            "metrics.personal_worker_accuracy_mean", ... A higher one is better, unless its name has "loss" or begins
+            with `-`: "-bytes_up".
         progress: print a line for each run, as the command line does.
         allow_imports: allow a TOML file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
@@ -106,7 +111,9 @@ def compare(
     >>> [row.point["aggregate.rule"] for row in result.summary], len(result.runs), result.failed
     (['mean', 'median'], 2, [])
     """
-    planned = load_grid(experiment, grid, target=target, tune=tune, worst=worst, allow_imports=allow_imports, **changes)
+    planned = load_grid(
+        experiment, grid, target=target, tune=tune, worst=worst, by=by, allow_imports=allow_imports, **changes
+    )
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(GridDisplay(folder if out is not None else None, quiet=not progress))
@@ -158,6 +165,8 @@ def summarised(folder: GridFolder, *, kept: bool = True) -> Comparison:
     """Compare the runs in a folder, and write the tables and figures unless the folder is temporary."""
     grid = folder.grid
     runs = [RunResult.read(run, folder, kept) for run in grid.runs]
+    if grid.choices.by is not None:
+        require_number(grid.choices.by, [run.history[-1] for run in runs if run.finished])
     comparison = Comparison(grid, runs, summarise(grid, runs), folder.path if kept else None)
     if kept:
         _write(comparison, folder)
@@ -202,7 +211,7 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("curves.csv", curves_csv(grid, runs).encode())
     folder.write("summary.csv", summary_csv(grid, summary).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
-    what = score_of(runs).key.removeprefix("test_")
+    what = score_of(runs, grid.choices.by).path[-1].removeprefix("test_")
     figures = {what: draw_accuracy(grid, runs), "heatmap": draw_heatmap(grid, summary)}
     if any("virtual_seconds" in run.metrics for run in runs):
         figures[f"{what}_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")

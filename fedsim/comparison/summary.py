@@ -12,7 +12,7 @@ from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult, names_in, to_csv
 from fedsim.core.confidence import Estimate, fixed
 from fedsim.core.text_wrapping import note
-from fedsim.records.combinations import Combination, combinations, groups_of, time_to_target
+from fedsim.records.combinations import Combination, groups_of, score_of, time_to_target
 from fedsim.records.record import Metric
 
 BEST, TIE = "*", "~"
@@ -22,10 +22,10 @@ GAP = "  "
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """All seeds of one combination of values. What is compared is the test accuracy after the last round.
+    """All seeds of one combination of values. What is compared is a number of the last round.
 
-    Tasks without accuracy are compared by their test loss. A group has the combinations that differ in the first axis
-    only, such as all rules under one attack.
+    It is the test accuracy, or the test loss of a task without accuracy, unless the grid names another. A group has
+    the combinations that differ in the first axis only, such as all rules under one attack.
 
     Attributes:
         point: the combination, without the seed and the axes along which values are chosen.
@@ -53,8 +53,8 @@ class SummaryRow:
 
     @property
     def accuracy(self) -> Estimate | None:
-        """The mean test accuracy; None if all runs failed, and if losses are compared."""
-        return self.score if self.metric.share else None
+        """The mean test accuracy; None if all runs failed, and if another number is compared."""
+        return self.score if self.metric.key == "test_accuracy" else None
 
     @property
     def reached(self) -> int:
@@ -66,8 +66,7 @@ class SummaryRow:
 def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
     """Return one row per combination of the compared values, group by group."""
     rows = []
-    runs, _ = grid.choices.of(runs, list(grid.axes))
-    for group in groups_of(combinations(runs, grid.compared)):
+    for group in groups_of(grid.choices.combined(runs, list(grid.axes))):
         for each, mark in zip(group, _marks(group), strict=True):
             rows.append(
                 SummaryRow(
@@ -97,7 +96,7 @@ def _marks(group: Sequence[Combination]) -> list[str]:
 def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:
     """Return the summary as CSV; `..._ci95` are half widths of 95 percent intervals."""
     names, score = names_in(row.metrics for row in summary), summary[0].metric
-    first = "accuracy" if score.share else score.key
+    first = "accuracy" if score.key == "test_accuracy" else score.key
     columns = [column for name in (first, "difference", *names) for column in (name, f"{name}_ci95")]
     asked = grid.target is not None
     head = [*grid.compared, *grid.choices.headings.values(), "runs", "failed"]
@@ -114,7 +113,7 @@ def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:
 
 def summary_table(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]) -> str:
     """Return the summary as aligned text, with the meaning of its marks and the runs that failed."""
-    columns = _columns(grid, summary)
+    columns = _columns(grid, summary, score_of(runs))
     table = [[heading for heading, _ in columns], *([text(row) for _, text in columns] for row in summary)]
     shown = [column for column in zip(*table, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in shown]
@@ -127,8 +126,8 @@ def summary_table(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunR
     return "\n".join([head, "\n\n".join(groups), "", *_notes(grid, summary, runs)])
 
 
-def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[tuple[str, Callable[[SummaryRow], str]]]:
-    """Return the heading of each column and the function that gives its text in a row."""
+def _columns(grid: Grid, summary: Sequence[SummaryRow], test: Metric) -> list[tuple[str, Callable[[SummaryRow], str]]]:
+    """Return the heading of each column and the function that gives its text in a row; `test` is the test result."""
 
     def metric(name: str, text: Callable[[Estimate], str] = Estimate.amount) -> Callable[[SummaryRow], str]:
         return lambda row: text(value) if (value := row.metrics.get(name)) else ""
@@ -143,11 +142,13 @@ def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[tuple[str, Calla
     if grid.compared:
         first = label(grid.axes[grid.compared[0]][0])
         columns.append((f"difference to {first}", _difference_text))
+    if test != score:
+        columns.append((test.label.lower(), metric(test.key, Estimate.text)))
     columns += [("attack success", metric("attack_success", Estimate.text)), ("virtual s", metric("virtual_seconds"))]
     if grid.target is not None:
         columns += [
             (
-                f"{'virtual s' if timed else 'rounds'} to {_target_text(score, grid.target)}",
+                f"{'virtual s' if timed else 'rounds'} to {_target_text(test, grid.target)}",
                 lambda row: time_to_target(row.metrics, row.runs - row.failed, timed)[0],
             ),
             ("updates", metric("updates_to_target")),
@@ -158,7 +159,7 @@ def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[tuple[str, Calla
         *columns,
         *((name, metric(name)) for name in of_plugs),
         ("highest", metric("best_accuracy", lambda best: fixed(best.mean))),
-        ("lowest", metric("best_loss", lambda best: fixed(best.mean, score.decimals_for(best.mean)))),
+        ("lowest", metric("best_loss", lambda best: fixed(best.mean, test.decimals_for(best.mean)))),
         ("runs", lambda row: f"{row.runs - row.failed} of {row.runs}" if row.failed else str(row.runs)),
     ]
 
@@ -169,7 +170,7 @@ def _target_text(score: Metric, target: float) -> str:
 
 def _score_text(row: SummaryRow) -> str:
     if row.score is None:
-        return "failed" if row.failed == row.runs else "not finite"
+        return "failed" if row.failed == row.runs else "no finite value"
     return row.score.text(row.metric.decimals_for(row.score.mean))
 
 
@@ -179,7 +180,7 @@ def _difference_text(row: SummaryRow) -> str:
 
 def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]) -> list[str]:
     """The lines below the table."""
-    seeds, score = max(row.runs for row in summary), summary[0].metric
+    seeds, score, test = max(row.runs for row in summary), summary[0].metric, score_of(runs)
     both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in summary) else ""
     if seeds > 2:
         means = f"means over {seeds} seeds ± 95 percent intervals (Student t){both and f', of two runs with {both}'}"
@@ -198,11 +199,11 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
         case = f", in its worst case of {worst}" if worst else ""
         notes.append(f"{tune}: the value with the best result on validation samples{case}; tuning.csv has all")
     if worst is not None:
-        notes.append(f"{worst}: the worst case on test samples; results.csv has all")
+        notes.append(f"{worst}: the worst case by {score.label.lower()}; results.csv has all")
     if grid.target is not None:
-        bound = f"{score.key.removeprefix('test_')} at {'least' if score.sign > 0 else 'most'}"
+        bound = f"{test.key.removeprefix('test_')} at {'least' if test.sign > 0 else 'most'}"
         notes.append(
-            f"to {_target_text(score, grid.target)}: until the first test with that {bound}; arrivals are models or "
+            f"to {_target_text(test, grid.target)}: until the first test with that {bound}; arrivals are models or "
             "gradients that the server has taken"
         )
         if any(0 < row.reached < row.runs - row.failed for row in summary):

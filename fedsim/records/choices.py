@@ -1,7 +1,7 @@
-"""Choices along an axis of a grid: the value with the best validation result, and the worst case.
+"""How a grid is compared: by which number, and with which choices along axes.
 
-A choice leaves the runs of one value for each combination of the compared axes. These runs are compared as if the axis
-did not exist.
+Along an axis, the value with the best validation result may be chosen, or the worst case. A choice leaves the runs of
+one value for each combination of the compared axes. These runs are compared as if the axis did not exist.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The axes of a grid along which values are chosen.
+    """The axes of a grid along which values are chosen, and the number that runs are compared by.
 
     Attributes:
         tune: the value with the best mean validation result over the seeds is chosen; of each value the worst result
             along the axis `worst` counts, if there is one.
-        worst: then the value with the worst mean test result is chosen.
+        worst: then the value with the worst mean is chosen, of the number that runs are compared by.
+        by: this number, see `metric_called`; None: the test accuracy, or the test loss of a task without accuracy.
     """
 
     tune: str | None = None
     worst: str | None = None
+    by: str | None = None
 
     @property
     def headings(self) -> dict[str, str]:
@@ -58,21 +60,25 @@ class Choices:
         """The axes that are compared: all but the seed and those along which values are chosen."""
         return [axis for axis in axes if axis != SEED and axis not in self.headings]
 
+    def combined(self, runs: Sequence[Any], axes: Sequence[str]) -> list[Combination]:
+        """The combinations that are compared, of the runs that remain."""
+        return combinations(self.of(runs, axes)[0], self.compared(axes), self.by)
+
     def of(self, runs: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[Choice]]:
         """The runs that remain, and the choices along the axis `tune`, one for each combination of the others."""
         compared, left, tuned = self.compared(axes), list(runs), list[Choice]()
         if self.tune is not None:
-            tuned = _choices(left, compared, self.tune, lambda each: quality(self.validated(each), VALIDATION))
+            tuned = _choices(left, compared, self.tune, lambda each: _validated_quality(self.validated(each)))
             left = [run for choice in tuned for run in choice.chosen.runs]
         if self.worst is not None:
-            worst = _choices(left, compared, self.worst, lambda each: -quality(each))
+            worst = _choices(left, compared, self.worst, lambda each: -_quality(each, each.score), self.by)
             left = [run for choice in worst for run in choice.chosen.runs]
         return left, tuned
 
     def validated(self, candidate: Combination) -> Combination:
         """Of the runs of one value of the axis `tune`, those whose validation result counts: all, or the worst case."""
         cases = combinations(candidate.runs, [] if self.worst is None else [self.worst])
-        return min(cases, key=lambda each: quality(each, VALIDATION))
+        return min(cases, key=_validated_quality)
 
 
 NO_CHOICES = Choices()
@@ -83,23 +89,27 @@ def validation_result(combination: Combination) -> Estimate | None:
     return combination.metrics.get(combination.metric.key.replace(TEST, VALIDATION))
 
 
-def quality(combination: Combination, of: str = TEST) -> float:
-    """The higher, the better: the mean accuracy, or minus the mean loss; -inf if a run failed.
+def _validated_quality(combination: Combination) -> float:
+    return _quality(combination, validation_result(combination))
 
-    Args:
-        of: "test_" or "validation_", the samples.
-    """
-    complete = len(combination.finished) == len(combination.runs)
-    value = combination.metrics.get(combination.metric.key.replace(TEST, of)) if complete else None
+
+def _quality(combination: Combination, value: Estimate | None) -> float:
+    """The higher, the better: a mean accuracy, or minus a mean loss; -inf if a run failed."""
+    if len(combination.finished) < len(combination.runs):
+        return -math.inf
     return combination.metric.sign * value.mean if value and math.isfinite(value.mean) else -math.inf
 
 
 def _choices(
-    runs: Sequence[Any], compared: Sequence[str], axis: str, value: Callable[[Combination], float]
+    runs: Sequence[Any],
+    compared: Sequence[str],
+    axis: str,
+    value: Callable[[Combination], float],
+    by: str | None = None,
 ) -> list[Choice]:
     """For each combination of the compared axes, the value of `axis` with the highest `value`, the first of equals."""
     found = []
     for each in combinations(runs, compared):
-        candidates = combinations(each.runs, [axis])
+        candidates = combinations(each.runs, [axis], by)
         found.append(Choice(candidates, max(candidates, key=value)))
     return found

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.core.confidence import Estimate, estimate, mean_and_half_width, on_common_grid
-from fedsim.records.record import Metric, score_in
+from fedsim.records.record import Metric, metric_called, score_in
 
 SEED = "seed"  # the axis over which results are averaged
 
@@ -28,7 +28,7 @@ class Combination:
     Attributes:
         place: of its runs, on each axis but the seed.
         runs: of all seeds, finished or not: each a `RunResult` of a comparison or a `GridRun` of a stored grid.
-        metric: by which all combinations are compared: see `score_in`.
+        metric: by which all combinations are compared: see `score_of`.
     """
 
     place: tuple[Any, ...]
@@ -48,8 +48,8 @@ class Combination:
 
     @property
     def score(self) -> Estimate | None:
-        """The mean test accuracy after the last round, or test loss of a task without accuracy."""
-        return self.metrics.get(self.metric.key)
+        """The mean over the seeds of the number that is compared, after the last round; None if no run has one."""
+        return estimate(list(self._scores.values()))
 
     def difference_to(self, other: Combination) -> Estimate | None:
         """The mean over seeds of the score minus that of another combination, over the seeds that both have.
@@ -61,23 +61,23 @@ class Combination:
 
     @cached_property
     def _scores(self) -> dict[Hashable, float]:
-        values = {run.place.get(SEED): run.metrics.get(self.metric.key) for run in self.finished}
+        values = {run.place.get(SEED): self.metric.read(run.history[-1]) for run in self.finished}
         return {seed: value for seed, value in values.items() if value is not None}
 
 
-def combinations(runs: Iterable[Any], axes: Sequence[str]) -> list[Combination]:
-    """The combinations of the values on these axes, without the seed, in the order of the runs."""
+def combinations(runs: Iterable[Any], axes: Sequence[str], by: str | None = None) -> list[Combination]:
+    """The combinations of the values on these axes, without the seed, in their order; `by` is that of `score_of`."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     runs = list(runs)
     for run in runs:
         found.setdefault(tuple(run.place[axis] for axis in axes), []).append(run)
-    metric = score_of(runs)
+    metric = score_of(runs, by)
     return [Combination(place, each, metric) for place, each in found.items()]
 
 
-def score_of(runs: Iterable[Any]) -> Metric:
-    """The number that runs are compared by, see `score_in`."""
-    return score_in(record for run in runs for record in run.history)
+def score_of(runs: Iterable[Any], by: str | None = None) -> Metric:
+    """The number that runs are compared by: `by`, see `metric_called`, or else the test result, see `score_in`."""
+    return score_in(record for run in runs for record in run.history) if by is None else metric_called(by)
 
 
 def groups_of(combined: Iterable[Combination]) -> list[list[Combination]]:

@@ -73,12 +73,13 @@ class GridFile(LenientModel):
     target: Number = None
     tune: str | None = None
     worst: str | None = None
+    by: str | None = None
 
     @property
     def choices(self) -> Choices:
-        """The axes along which values are chosen, of those that it has."""
+        """The axes along which values are chosen, of those that it has, and the number that is compared."""
         tune, worst = (axis if axis in self.axes else None for axis in (self.tune, self.worst))
-        return Choices(tune, worst)
+        return Choices(tune, worst, self.by)
 
 
 @dataclass(frozen=True)

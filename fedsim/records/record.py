@@ -41,6 +41,7 @@ class Metric:
         column: its head in the terminal's table; "" leaves it out of the table.
         tag: its tag in TensorBoard; "" leaves it out there.
         chart: whether the report has a chart of it.
+        lower_is_better: if runs are compared by it.
         path: the fields that lead to it; `metrics_in` fills it in.
     """
 
@@ -51,6 +52,7 @@ class Metric:
     column: str = ""
     tag: str = ""
     chart: bool = True
+    lower_is_better: bool = False
     path: tuple[str, ...] = ()
 
     @property
@@ -60,8 +62,8 @@ class Metric:
 
     @property
     def sign(self) -> int:
-        """Of a number that runs are compared by: 1 of an accuracy; -1 of a loss, since a lower one is better."""
-        return 1 if self.share else -1
+        """1 if a higher number is better; -1 if a lower one is."""
+        return -1 if self.lower_is_better else 1
 
     def decimals_for(self, value: float) -> int:
         """`decimals`, or more for four digits of a small number without bounds, such as a squared error."""
@@ -173,16 +175,20 @@ class RoundRecord(Record):
     """From 1."""
     test_accuracy: Annotated[Number, Metric("Test accuracy", share=True, column="accuracy", tag="test/accuracy")] = None
     """Of the global model after the round, as a fraction."""
-    test_loss: Annotated[Number, Metric("Test loss", column="test loss", tag="test/loss")] = None
+    test_loss: Annotated[Number, Metric("Test loss", column="test loss", tag="test/loss", lower_is_better=True)] = None
     """Of the global model after the round, mean per test sample."""
     validation_accuracy: Annotated[
         Number,
         Metric("Validation accuracy", share=True, column="val accuracy", tag="validation/accuracy"),
     ] = None
     """As `test_accuracy`, of the samples that `data.validation` holds out; None without such samples."""
-    validation_loss: Annotated[Number, Metric("Validation loss", column="val loss", tag="validation/loss")] = None
+    validation_loss: Annotated[
+        Number, Metric("Validation loss", column="val loss", tag="validation/loss", lower_is_better=True)
+    ] = None
     """As `test_loss`, of these samples."""
-    train_loss: Annotated[Number, Metric("Train loss", column="train loss", tag="train/loss")] = None
+    train_loss: Annotated[Number, Metric("Train loss", column="train loss", tag="train/loss", lower_is_better=True)] = (
+        None
+    )
     """Mean per training sample, while the cohort trained, without excluded workers."""
     attack_success: Annotated[Number, Metric("Attack success", share=True, tag="attack/success")] = None
     """Fraction of the attacker's goal that the global model does; None if the attack has no such goal."""
@@ -300,6 +306,19 @@ def score_in(records: Iterable[RoundRecord]) -> Metric:
     return (
         loss if any(record.test_accuracy is None and record.test_loss is not None for record in records) else accuracy
     )
+
+
+def metric_called(name: str) -> Metric:
+    """The metric with this key, known or not. A higher number is better, unless the name has "loss" or begins with `-`.
+
+    >>> metric_called("-metrics.drift").key, metric_called("-metrics.drift").sign, metric_called("test_loss").sign
+    ('metrics.drift', -1, -1)
+    """
+    key = name.removeprefix("-")
+    path = tuple(key.split(".", 1))
+    declared = [metric.named(path[-1]) if "{}" in metric.label else metric for metric in METRICS]
+    metric = next((each for each in declared if each.key == key), Metric(key, path=path))
+    return replace(metric, lower_is_better=name != key or "loss" in key)
 
 
 def metrics_in(records: Iterable[RoundRecord]) -> list[Metric]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from fedsim.core.confidence import FEWEST_FOR_BAND, Estimate, fixed
 from fedsim.records import formatting as fmt
-from fedsim.records.combinations import SEED, Combination, combinations, groups_of, time_to_target
+from fedsim.records.combinations import SEED, Combination, groups_of, score_of, time_to_target
 from fedsim.records.reader import GridRun, Run, StoredGrid, StoredPartition
 from fedsim.records.record import Metric
 from fedsim.records.run_metrics import mean_or_none
@@ -27,9 +27,9 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
     labels = {axis: [fmt.label(value) for value in values] for axis, values in grid.axes.items()}
     compared = grid.choices.compared(list(grid.axes))
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
-    combined = combinations(grid.choices.of(grid.runs, list(grid.axes))[0], compared)
+    combined = grid.choices.combined(grid.runs, list(grid.axes))
     chosen = [(text, axis, labels[axis]) for axis, text in grid.choices.headings.items()]
-    score = combined[0].metric
+    score, test = combined[0].metric, score_of(grid.runs)
     names = [" · ".join(_labels_of(axes, combination)) or "all runs" for combination in combined]
     runs = [run for run in grid.runs if run.history]
     charts = {"curves-chart": grid_curves(combined, names), "time-chart": [grid_time(combined, names)]}
@@ -43,27 +43,34 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "name": grid.name,
         "title": fmt.comparison_title(compared, score.label),
         "score": score.label.lower(),
-        "bound": "at least that accuracy" if score.share else "at most that loss",
+        "bound": "at least that accuracy" if test.share else "at most that loss",
         "axes": axes,
         "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
         "fewest_for_band": FEWEST_FOR_BAND,
         "notes": notes(grid),
         "experiment": shared_settings(runs),
         "environment": fmt.flatten(runs[0].environment),
-        "table": comparison_table([compare(group) for group in groups_of(combined)], axes, grid.target, chosen),
+        "table": comparison_table([compare(group) for group in groups_of(combined)], axes, test, grid.target, chosen),
         "tune": grid.choices.tune,
         "worst": grid.choices.worst,
-        "target": None if grid.target is None else _target_text(score, grid.target),
+        "target": None if grid.target is None else _target_text(test, grid.target),
         "unfinished": [(run.id, run.state) for run in grid.runs if not run.finished],
         "run_names": [run_name(run, labels) for run in runs],
-        "metrics": [chart.label for chart in charts_of(runs)],
+        "metrics": _first([chart.label for chart in charts_of(runs)], score.label),
         "scales": scale_choices(runs),
         "spread_shown": not axes or len(axes[0][1]) <= FEW_LINES,
-        "values": list(dict.fromkeys(figure["when"]["value"] for figure in charts.get("heat-map-chart", ()))),
+        "values": _first(
+            [figure["when"]["value"] for figure in charts.get("heat-map-chart", ())], f"Final {score.label.lower()}"
+        ),
         "has_weights": "weights-chart" in charts,
         "has_partition": "partition-chart" in charts,
     }
     return context, charts
+
+
+def _first(choices: Iterable[str], first: str) -> list[str]:
+    """Return the choices of a menu, each once, with the first one in front."""
+    return sorted(dict.fromkeys(choices), key=lambda choice: choice != first)
 
 
 def _labels_of(axes: Sequence[tuple[str, Sequence[str]]], combination: Combination) -> list[str]:
@@ -156,16 +163,18 @@ class Cell:
 def comparison_table(
     groups: Sequence[Sequence[ComparedCombination]],
     axes: Sequence[tuple[str, Sequence[str]]],
+    test: Metric,
     target: float | None,
     chosen: Sequence[tuple[str, str, Sequence[str]]] = (),
 ) -> dict[str, Any]:
     """Return the head of the table and its rows group by group, with the first axis after the others.
 
     Args:
+        test: the test result, to which the target belongs.
         chosen: the heading, the key and the labels of each axis along which values are chosen.
     """
     everything = [each for group in groups for each in group]
-    columns = _columns(everything, target)
+    columns = _columns(everything, test, target)
     rows = []
     for group in groups:
         for compared in group:
@@ -191,14 +200,18 @@ def comparison_table(
 
 
 def _columns(
-    compared: Sequence[ComparedCombination], target: float | None
+    compared: Sequence[ComparedCombination], test: Metric, target: float | None
 ) -> list[tuple[str, Callable[[ComparedCombination], Cell]]]:
     """Return the name of each column that holds something, and the function that makes its cells."""
-    metrics = dict.fromkeys(name for each in compared for name, value in each.combination.metrics.items() if value)
     score = compared[0].combination.metric
-    columns: list[tuple[str, Callable[[ComparedCombination], Cell]]] = [(score.key.removeprefix("test_"), _score)]
+    metrics = dict.fromkeys(name for each in compared for name, value in each.combination.metrics.items() if value)
+    metrics.pop(score.key, None)
+    heading = score.key.removeprefix("test_").removeprefix(PLUG)
+    columns: list[tuple[str, Callable[[ComparedCombination], Cell]]] = [(heading, _score)]
     if any(each.difference for each in compared):
         columns.append(("difference", _difference))
+    if test != score:
+        columns.append((test.label.lower(), lambda each: _interval(each.combination.metrics.get(test.key))))
     if "attack_success" in metrics:
         columns.append(("attack success", lambda each: _interval(each.combination.metrics.get("attack_success"))))
     if any(each.byzantine_weight is not None for each in compared):
@@ -210,7 +223,7 @@ def _columns(
     if target is not None:
         columns += [
             (
-                f"{'virtual s' if timed else 'rounds'} to {_target_text(score, target)}",
+                f"{'virtual s' if timed else 'rounds'} to {_target_text(test, target)}",
                 lambda each: _to_target(each, timed),
             ),
             ("updates", _amount("updates_to_target")),

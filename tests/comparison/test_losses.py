@@ -74,7 +74,7 @@ def test_a_run_whose_loss_is_not_finite_has_no_mark():
     grid, runs = made_up()
     for run in runs:
         run.history[-1] = replace(run.history[-1], test_loss=float("nan"))
-    assert summary_table(grid, summarise(grid, runs), runs).count("not finite") == 4
+    assert summary_table(grid, summarise(grid, runs), runs).count("no finite value") == 4
 
 
 @pytest.mark.parametrize("target", [float("inf"), True])

@@ -1,0 +1,40 @@
+"""Checks of the number that runs are compared by: before the runs, as far as experiments show it, and after them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fedsim.config.experiment import Experiment
+from fedsim.core.learning_task import correct_of
+from fedsim.core.suggestions import nearest
+from fedsim.errors import ExperimentError, show
+from fedsim.records.record import METRICS, RoundRecord, metric_called, metrics_in
+
+BY_NAME = tuple(f"{metric.key}." for metric in METRICS if "{}" in metric.label)  # what is recorded, runs alone show
+KEYS = [metric.key for metric in METRICS if "{}" not in metric.label]
+
+
+def check_number(by: Any, experiments: Sequence[Experiment]) -> None:
+    """Raise ExperimentError if rounds of these experiments cannot have the number `by`, such as "-metrics.drift"."""
+    where = f"by = {show(by)}"
+    if not isinstance(by, str):
+        raise ExperimentError(f"{where}: must be the name of a number of a round, such as test_loss")
+    key = by.removeprefix("-")
+    if key not in KEYS and not key.startswith(BY_NAME):
+        own = [f"metrics.{each.bind().label}" for experiment in experiments for each in experiment.metrics]
+        raise ExperimentError(f"{where}: no such number of a round; {nearest(key, dict.fromkeys([*KEYS, *own]))}")
+    if key.startswith("validation_") and not all(each.data.validation for each in experiments):
+        raise ExperimentError(f"{where}: add data.validation=0.1")
+    if key in ("test_accuracy", "validation_accuracy"):
+        for each in experiments:
+            if correct_of(each.task.bind()) is None:
+                raise ExperimentError(f"{where}: the task {each.task.name} has no accuracy; use a loss or a metric")
+
+
+def require_number(by: str, last: Sequence[RoundRecord]) -> None:
+    """Raise ExperimentError if none of the last rounds of the finished runs has the number `by`."""
+    metric = metric_called(by)
+    if last and all(metric.read(record) is None for record in last):
+        hint = nearest(metric.key, [each.key for each in metrics_in(last)])
+        raise ExperimentError(f"by = {show(by)}: no run has this number after its last round; {hint}")
