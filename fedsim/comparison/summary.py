@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,15 @@ from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult, names_in, to_csv
 from fedsim.core.confidence import Estimate, fixed
 from fedsim.core.text_wrapping import note
+from fedsim.errors import plural
 from fedsim.records.combinations import Combination, groups_of, score_of, time_to_target
 from fedsim.records.record import Metric
 
 BEST, TIE = "*", "~"
 MARK_WORDS = {BEST: "best", TIE: "tie", "": ""}
 GAP = "  "
+TABLE_COLUMNS = 120  # of the printed table
+PLUG = "metrics."  # before the name of a plug's metric
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,9 @@ class SummaryRow:
         """How many runs reached the target."""
         rounds = self.metrics.get("rounds_to_target")
         return rounds.n if rounds else 0
+
+
+Column = tuple[str, Callable[[SummaryRow], str]]  # the heading, and the text of a row
 
 
 def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
@@ -112,39 +119,62 @@ def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:
 
 
 def summary_table(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult]) -> str:
-    """Return the summary as aligned text, with the meaning of its marks and the runs that failed."""
-    columns = _columns(grid, summary, score_of(runs))
-    table = [[heading for heading, _ in columns], *([text(row) for _, text in columns] for row in summary)]
-    shown = [column for column in zip(*table, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in shown]
+    """Return the summary as aligned text, with the meaning of its marks and the runs that failed.
+
+    Further columns are left out, and named, if the table would be wider than `TABLE_COLUMNS`.
+    """
+    shown, further = _texts(_columns(grid, summary), summary), _texts(_further(grid, summary, score_of(runs)), summary)
+    left, left_out = TABLE_COLUMNS - sum(map(_width, shown)), []
+    for column in further:
+        if _width(column) <= left:
+            left -= _width(column)
+            shown.insert(-1, column)
+        else:
+            left_out.append(column[0])
     head, *lines = (
-        GAP.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        "".join(cell.ljust(_width(column)) for cell, column in zip(cells, shown, strict=True)).rstrip()
         for cells in zip(*shown, strict=True)
     )
     pairs = itertools.groupby(zip(summary, lines, strict=True), key=lambda pair: list(pair[0].point.values())[1:])
     groups = ["\n".join(line for _, line in group) for _, group in pairs]
+    if left_out:
+        text = f"summary.csv has {plural(len(left_out), 'more column')}: {', '.join(left_out)}"
+        groups[-1] += f"\n\n{textwrap.shorten(text, TABLE_COLUMNS, placeholder=' ...')}"
     return "\n".join([head, "\n\n".join(groups), "", *_notes(grid, summary, runs)])
 
 
-def _columns(grid: Grid, summary: Sequence[SummaryRow], test: Metric) -> list[tuple[str, Callable[[SummaryRow], str]]]:
-    """Return the heading of each column and the function that gives its text in a row; `test` is the test result."""
+def _texts(columns: Sequence[Column], summary: Sequence[SummaryRow]) -> list[list[str]]:
+    """Return the heading and the cells of each column that holds something."""
+    table = [[heading, *map(text, summary)] for heading, text in columns]
+    return [column for column in table if any(column[1:])]
 
-    def metric(name: str, text: Callable[[Estimate], str] = Estimate.amount) -> Callable[[SummaryRow], str]:
-        return lambda row: text(value) if (value := row.metrics.get(name)) else ""
 
-    timed, score = any("virtual_seconds" in row.metrics for row in summary), summary[0].metric
-    columns: list[tuple[str, Callable[[SummaryRow], str]]] = [
+def _width(column: Sequence[str]) -> int:
+    return max(map(len, column)) + len(GAP)
+
+
+def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[Column]:
+    """Return the columns that every table has: the number that is compared, and last the number of runs."""
+    columns: list[Column] = [
         *((key, lambda row, key=key: label(row.point[key])) for key in grid.compared),
         *((text, lambda row, key=key: label(row.chosen[key])) for key, text in grid.choices.headings.items()),
         ("", lambda row: row.mark),
-        (score.label.lower(), _score_text),
+        (summary[0].metric.label.lower(), _score_text),
     ]
     if grid.compared:
         first = label(grid.axes[grid.compared[0]][0])
         columns.append((f"difference to {first}", _difference_text))
-    if test != score:
-        columns.append((test.label.lower(), metric(test.key, Estimate.text)))
-    columns += [("attack success", metric("attack_success", Estimate.text)), ("virtual s", metric("virtual_seconds"))]
+    return [*columns, ("runs", lambda row: f"{row.runs - row.failed} of {row.runs}" if row.failed else str(row.runs))]
+
+
+def _further(grid: Grid, summary: Sequence[SummaryRow], test: Metric) -> list[Column]:
+    """Return the columns that are shown if they fit, the more important first; `test` is the test result."""
+
+    def metric(name: str, text: Callable[[Estimate], str] = Estimate.amount) -> Callable[[SummaryRow], str]:
+        return lambda row: text(value) if (value := row.metrics.get(name)) else ""
+
+    timed = any("virtual_seconds" in row.metrics for row in summary)
+    columns: list[Column] = [(test.label.lower(), metric(test.key, Estimate.text))]  # empty if it is compared
     if grid.target is not None:
         columns += [
             (
@@ -154,13 +184,14 @@ def _columns(grid: Grid, summary: Sequence[SummaryRow], test: Metric) -> list[tu
             ("updates", metric("updates_to_target")),
             ("arrivals", metric("arrivals_to_target")),
         ]
-    of_plugs = [name for name in names_in(row.metrics for row in summary) if name.startswith("metrics.")]
+    columns += [("attack success", metric("attack_success", Estimate.text)), ("virtual s", metric("virtual_seconds"))]
+    of_plugs = [name for name in names_in(row.metrics for row in summary) if name.startswith(PLUG)]
+    means_first = sorted(of_plugs, key=lambda name: not name.endswith("_mean"))  # those of single workers
     return [
         *columns,
-        *((name, metric(name)) for name in of_plugs),
+        *((name.removeprefix(PLUG), metric(name)) for name in means_first),
         ("highest", metric("best_accuracy", lambda best: fixed(best.mean))),
         ("lowest", metric("best_loss", lambda best: fixed(best.mean, test.decimals_for(best.mean)))),
-        ("runs", lambda row: f"{row.runs - row.failed} of {row.runs}" if row.failed else str(row.runs)),
     ]
 
 
