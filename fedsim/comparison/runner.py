@@ -20,6 +20,7 @@ from fedsim.comparison.plots import draw_accuracy, draw_heatmap
 from fedsim.comparison.results import RunResult, curves_csv, results_csv
 from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
 from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
+from fedsim.comparison.worker_figure import draw_worker_comparison
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about
 from fedsim.core.plotting import encode
@@ -213,6 +214,7 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("summary.txt", f"{comparison.table}\n".encode())
     what = score_of(runs, grid.choices.by).path[-1].removeprefix("test_")
     figures = {what: draw_accuracy(grid, runs), "heatmap": draw_heatmap(grid, summary)}
+    figures["workers"] = draw_worker_comparison(grid, runs)
     if any("virtual_seconds" in run.metrics for run in runs):
         figures[f"{what}_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
         figures[f"{what}_updates"] = draw_accuracy(grid, runs, "updates")
