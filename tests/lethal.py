@@ -44,6 +44,17 @@ class Mortal(nn.Module):
         return self.linear(images.flatten(1))
 
 
+class MortalNormalised(Mortal):
+    """The same with BatchNorm."""
+
+    def __init__(self, *, folder: str) -> None:
+        super().__init__(folder=folder)
+        self.norm = nn.BatchNorm1d(10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.norm(super().forward(images))
+
+
 @dataclass(frozen=True)
 class MortalAdam(ServerAdam):
     """A server optimizer that obeys after its step."""

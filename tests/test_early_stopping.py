@@ -103,3 +103,36 @@ def test_a_wrong_table_is_refused(stop, words, tiny_experiment):
 def test_a_race_does_not_stop_early():
     with pytest.raises(ExperimentError, match="stop: does not work with mode=race"):
         fedsim.Experiment(mode="race", policy="hogwild", stop={"metric": "test_loss", "target": 1.0})
+
+
+@pytest.mark.parametrize("changes", [{}, {"engine": "spawn", "processes": 2}])
+def test_a_run_that_stops_tests_its_workers_at_its_end(changes, tiny_experiment, tmp_path):
+    data = {"dataset": "tests.plugs:tiny", "worker_test": 0.25}
+    tables = {**tiny_experiment, **SMALL, "data": data, "stop": {"metric": "test_loss", "target": 1e9}, **changes}
+    result = fedsim.run(tables, tmp_path / "run")
+    whole = fedsim.run({**tables, "rounds": 1, "stop": {}})
+    assert len(result.history) == 1
+    assert "global_worker_accuracy_mean" in result.history[0].metrics
+    assert result.history[0].metrics == whole.history[0].metrics
+    assert (tmp_path / "run/workers-00001.csv").exists()
+    assert read_run(tmp_path / "run").history[-1].metrics == whole.history[0].metrics
+
+
+def test_a_resumed_run_that_stops_tests_its_workers_at_its_end(tiny_experiment, tmp_path):
+    data = {"dataset": "tests.plugs:tiny", "worker_test": 0.25}
+    tables = {**tiny_experiment, **SMALL, "data": data, "checkpoint.every": 1, "evaluation": {"every": 5}}
+    tables["stop"] = {"metric": "test_loss", "target": 1e-9}
+
+    class InterruptionError(Exception):
+        pass
+
+    def interrupt(record):
+        if record.round == 2:
+            raise InterruptionError
+
+    with pytest.raises(InterruptionError):
+        fedsim.run(tables, tmp_path, on_round=interrupt)
+    tables["stop"] = {"metric": "test_loss", "target": 1e9}
+    resumed = fedsim.run(tables, tmp_path, resume=True)
+    assert "global_worker_accuracy_mean" in resumed.history[-1].metrics
+    assert (tmp_path / f"workers-{len(resumed.history):05}.csv").exists()

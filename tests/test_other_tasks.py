@@ -172,3 +172,10 @@ def test_attacks_and_rules_on_rows_work_without_labels():
     attacked = {"attack": {"name": "sign_flipping", "fraction": 0.3}, "aggregate": "median", "workers": 7}
     result = fedsim.run({**SHORT, **REGRESSION, **attacked, "partition": "shards"})
     assert np.isfinite(result.test_loss)
+
+
+def test_attackers_cannot_hold_a_class_where_targets_are_numbers(tiny_experiment):
+    attack = {"name": "sign_flipping", "fraction": 0.4, "holding": 1}
+    line = r"^attack\.holding = 1: needs class labels, .* use attack\.fraction or attack\.workers$"
+    with pytest.raises(ExperimentError, match=line):
+        fedsim.run({**tiny_experiment, **REGRESSION, "attack": attack})

@@ -162,17 +162,18 @@ class Pipeline:
         shares = self.rule(inputs.values_of_columns(rows, units, self.rule), inputs.f_for(self.rule))
         return rows.shares(LinearCombination(check_result(shares, self.rule, units, units.shape[1:]).double()))
 
-    def dry_run(self, n: int, local_lr: float | None = 1.0) -> None:
+    def dry_run(self, n: int, local_lr: float | None = 1.0, weights: Tensor | None = None) -> None:
         """Raise ExperimentError if a stage has a constraint that n rows break.
 
         The stages are tried on n short rows, if n <= MOST_TRIED. `local_lr` is the learning rate of the local solver,
-        None if it has none. Errors of other types are ignored, since they may be due to the short rows.
+        None if it has none. Without `weights` [n], all are equal. Errors of other types are ignored, since they may be
+        due to the short rows.
         """
         if n > MOST_TRIED:
             return
         updates = torch.randn(n, 8, generator=torch.Generator().manual_seed(0), dtype=torch.double)
         ones = torch.ones(n, dtype=torch.double)
-        weights = ones if self.needs_weights else None
+        weights = ones if weights is None and self.needs_weights else weights
         try:
             self(AggregationInputs(updates, weights, root=updates[0], losses=ones, local_lr=local_lr))
         except ResultError:  # a rule may accept rows of one length only

@@ -301,6 +301,9 @@ class Executor:
                     parts = [sent_columns.of(part) for part in parts]
                 given = dict(zip(residuals, parts[1:], strict=True))
                 nbytes = apply_chain(task.processors, parts[0], task.seed, coordinates, metrics, given)
+                if task.nonfinite != "keep":
+                    for residual in parts[1:]:  # NaN that the update has left out would be in later ones
+                        parts[0] += (residual * 0).sum()
                 if personal:
                     for whole, part in zip([row, *residuals.values()], parts, strict=True):
                         sent_columns.write(whole, part)

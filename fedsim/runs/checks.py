@@ -24,6 +24,7 @@ from fedsim.data.tensors import described
 from fedsim.engines import Engine, TaskSpec
 from fedsim.engines.footprint import memory_needed
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show, show_bytes
+from fedsim.runs.reports import check_first_rounds
 from fedsim.server import CohortSampler
 from fedsim.system.devices import free_memory
 
@@ -208,7 +209,13 @@ def check_lr_schedules(experiment: Experiment, task: TaskSpec, sizes: Mapping[in
     task.server_at(task.rounds)
 
 
-def check_last_steps(experiment: Experiment, task: TaskSpec, sampler: CohortSampler) -> None:
+def check_cohorts(experiment: Experiment, task: TaskSpec, sampler: CohortSampler) -> None:
+    """Check that the rule can aggregate the rows of the cohorts that are known in advance."""
+    check_first_rounds(experiment, task, sampler)
+    _check_last_steps(experiment, task, sampler)
+
+
+def _check_last_steps(experiment: Experiment, task: TaskSpec, sampler: CohortSampler) -> None:
     """Check that the rule can aggregate the gradients of the few workers that have data for the last step of a round.
 
     All rounds are checked, if cohorts are known in advance.

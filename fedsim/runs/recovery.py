@@ -72,6 +72,12 @@ class RecoveringLoop:
         self._repeated(lambda: self._loop.resume(state), partial(self._announce, 0), STARTED)
         self._before = state
 
+    def test_workers(self, round: int) -> dict[str, float]:
+        self.state()
+        return self._repeated(
+            lambda: self._loop.test_workers(round), partial(self._announce, round), "tests have been tried"
+        )
+
     def finish(self) -> None:
         self.state()
         self._repeated(self._loop.finish, partial(self._announce, self._rounds), "ending the run has been tried")

@@ -24,7 +24,7 @@ from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.tensorboard import TensorBoardWriter
 from fedsim.records.worker_results import draw_workers, newest_table, read_csv
-from fedsim.runs.loops.loop import loop_of
+from fedsim.runs.loops.loop import Loop, loop_of
 from fedsim.runs.recovery import recovering
 from fedsim.runs.resume import ResumeState, choices_of
 from fedsim.runs.rule_replay import kept_updates
@@ -147,6 +147,11 @@ def run(
         history, board = past.records, None
         if folder and (table := newest_table(folder.path, prepared.done)):
             results.append(read_csv(table))
+        stopped = stop_reason(history, experiment.stop)
+        if stopped and not any(name.startswith("global_worker_") for name in history[-1].metrics):
+            history[-1] = _with_tests_of_workers(history[-1], loop)  # `stop` has changed
+            if folder and results and results[-1].round == prepared.done:
+                folder.workers(results[-1])
         if folder and experiment.records.tensorboard:
             board = TensorBoardWriter(folder.path, experiment.resolved(), after=prepared.done)
             stack.enter_context(board)
@@ -157,7 +162,7 @@ def run(
         display.start(prepared)
         if on_start:
             on_start(prepared)
-        stopping, stopped = EarlyStopping(experiment.stop), stop_reason(history, experiment.stop)
+        stopping = EarlyStopping(experiment.stop)
         for record in history:
             stopping.update(record)
         if ended:
@@ -177,6 +182,9 @@ def run(
                 kept = kept_updates(prepared, engine, record)
                 if folder:
                     folder.updates(round, kept)
+            if stopped and not of_workers:
+                history[-1] = record = _with_tests_of_workers(record, loop)
+                of_workers = results[-1] if results and results[-1].round == round else None
             if folder:
                 if of_workers:
                     folder.workers(of_workers)
@@ -207,6 +215,11 @@ def run(
     result = Result(experiment, history, model, global_row, folder.path if folder else None, stopped)
     display.finish(history[-1])
     return result
+
+
+def _with_tests_of_workers(record: RoundRecord, loop: Loop) -> RoundRecord:
+    """The record of the round with which the run ends, with the tests of single workers if they are evaluated."""
+    return replace(record, metrics=record.metrics | loop.test_workers(record.round))
 
 
 def _write_first_files(

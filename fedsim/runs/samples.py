@@ -8,6 +8,7 @@ from fedsim.byzantine import Attackers
 from fedsim.config.experiment import Experiment
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.data import Shards, TensorData, hold_out, partition_shards
+from fedsim.data.tensors import described
 from fedsim.errors import ExperimentError
 from fedsim.server import CohortSampler
 
@@ -44,6 +45,11 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
     drawn = (experiment.seed, workers, count) if attack.redraw and count else None
     if attack.holding is not None and count:
         place, labels = f"attack.holding = {attack.holding}", train.targets.cpu().numpy()
+        if not train.has_labels:
+            raise ExperimentError(
+                f"{place}: needs class labels, one for each sample, and the targets are {described(train.targets)}; "
+                "use attack.fraction or attack.workers"
+            )
         if not (labels == attack.holding).any():
             raise ExperimentError(f"{place}: no training sample has this label; the labels are 0 to {labels.max()}")
         if workers_to_describe(shards, experiment.seed) is not None:

@@ -208,7 +208,7 @@ def _with_data(
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}
     checks.check_smallest_batch(experiment, task, train, sizes)
     checks.check_lr_schedules(experiment, task, sizes)
-    checks.check_last_steps(experiment, task, cohorts_of(experiment, shards))
+    checks.check_cohorts(experiment, task, cohorts_of(experiment, shards))
     return task, train, test, validation, shards, worker_tests, sampled
 
 

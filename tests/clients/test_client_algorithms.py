@@ -156,7 +156,10 @@ def test_a_resumed_run_gives_the_same_bits(variant, tmp_path):
     [
         *((name, {"sync": "gradients"}) for name in NAMES[1:]),
         *((name, {"mode": "clock", "policy": "asgd", "cohort": None}) for name in NAMES[1:]),
-        *((name, {"mode": "clock", "policy": "fedasync", "cohort": None}) for name in ("mime", "pfedme")),
+        *(
+            (name, {"mode": "clock", "policy": "fedasync", "cohort": None})
+            for name in ("fednova", "feddyn", "mime", "pfedme")
+        ),
         *((name, {"mode": "race", "policy": "fedasync", "cohort": None}) for name in ("mimelite", "ditto", "apfl")),
     ],
 )
@@ -167,7 +170,7 @@ def test_an_algorithm_is_refused_in_modes_in_which_it_has_no_meaning(name, chang
     assert [line for line in caught.value.lines if line.startswith(f'local.solver = "{name}": ')]
 
 
-@pytest.mark.parametrize("name", ["mimelite", "ditto"])
+@pytest.mark.parametrize("name", ["scaffold", "mimelite", "ditto"])
 def test_an_algorithm_without_a_cohort_runs_on_the_virtual_clock(name):
     tables = tables_of(name, {}, mode="clock", policy="fedasync", cohort=None, rounds=2)
     rows = [fedsim.run(changed).global_row for changed in (tables, {**tables, "engine": "batched", "processes": 1})]

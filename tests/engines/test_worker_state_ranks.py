@@ -13,11 +13,14 @@ WORDS = (
 )
 CASES = {
     "momentum of workers": ("model=logistic", "sync=gradients", "local.momentum_at=worker", "aggregate.rule=median"),
+    "error feedback": ("model=logistic", 'processors=[{name="top_k",k=500,error_feedback=true}]'),
     "kept state and buffers": ("model=tests.plugs:Normalised", "buffers=local", "local.keep_state=true"),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "error feedback")) for case in CASES]
+)
 def test_two_ranks_keep_the_state_of_workers_and_resume(case, tmp_path):
     words, limit = (*WORDS, *CASES[case]), "worker_state_memory=10000"
     on_ranks = (*words, "engine=distributed", "distributed.timeout=60", "--resume", "run")

@@ -177,6 +177,22 @@ def test_a_lost_process_leaves_no_trace_in_worker_state(failure, local, tmp_path
         assert len(lost[1]) == 1
 
 
+@pytest.mark.slow
+def test_a_round_that_lost_a_process_is_repeated_with_the_local_buffers_of_before(tmp_path, tiny_experiment):
+    model = {"name": "tests.lethal:MortalNormalised", "folder": str(tmp_path)}
+    tables = {**tiny_experiment, "model": model, "rounds": 3, "buffers": "local", "local": {"batch_size": 16}}
+
+    def kill_in_round_2(record):
+        order(str(tmp_path), *(["train"] if record["round"] == 1 else []))
+
+    spawn = {**tables, "engine": "spawn", "processes": 2, "on_worker_failure": "retry"}
+    with pytest.warns(fedsim.errors.FedsimWarning, match="killed"):
+        result = fedsim.run(spawn, on_round=kill_in_round_2)
+    whole = fedsim.run({**tables, "engine": "serial"})
+    assert torch.equal(result.global_row, whole.global_row)
+    assert all(map(torch.equal, result.model.buffers(), whole.model.buffers()))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

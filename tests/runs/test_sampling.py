@@ -124,3 +124,29 @@ def test_a_large_population_costs_what_its_cohort_costs(tables):
     ):
         history = fedsim.run({**tables, **million, "sampling": sampling}).history
         assert all(len(record.cohort) == 3 for record in history)
+
+
+FEW = [
+    ({"aggregate": {"rule": "krum", "f": 1}}, r"needs n >= 2f \+ 3.* a smaller aggregate\.f"),
+    ({"aggregate": {"rule": "trimmed_mean", "f": 2}, "sync": "gradients"}, r"2f < n.* a smaller aggregate\.f"),
+    ({"aggregate": {"rule": "mean", "weights": [1.0, 0, 0, 0, 0, 0]}}, r"weights .* zero.* other aggregate\.weights"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), FEW)
+def test_a_round_in_which_too_few_workers_will_report_is_found_before_the_run(changes, reason, tables):
+    begun = []
+    line = rf"^round \d+: worker_dropout = 0\.5 leaves \d of 6 workers; .*{reason}"
+    with pytest.raises(fedsim.ExperimentError, match=line):
+        fedsim.run({**tables, **changes, "cohort": 6, "rounds": 20, "worker_dropout": 0.5}, on_start=begun.append)
+    assert not begun
+
+
+def test_a_cohort_that_is_not_known_ahead_ends_in_the_same_line(tables):
+    sampling = {"strategy": "power_of_choice", "candidates": 6}
+    changes = {"sampling": sampling, "cohort": 5, "aggregate": {"rule": "krum", "f": 1}, "rounds": 20}
+    begun = []
+    line = r"^round \d+: worker_dropout = 0\.5 leaves \d of 5 workers; .*krum"
+    with pytest.raises(fedsim.ExperimentError, match=line):
+        fedsim.run({**tables, **changes, "worker_dropout": 0.5}, on_start=begun.append)
+    assert begun

@@ -86,6 +86,10 @@ class ClockLoop:
         state.put_back(self._server.tensors)
         self._source.resume(state.facts["clock"])
 
+    def test_workers(self, round: int) -> dict[str, float]:
+        """Nothing: asynchronous policies refuse tests of workers."""
+        return {}
+
     def finish(self) -> None:
         """Nothing is left to do."""
 

@@ -31,6 +31,9 @@ class Loop(Protocol):
     def resume(self, state: Snapshot) -> None:
         """Continue from the state of a loop of the same experiment."""
 
+    def test_workers(self, round: int) -> dict[str, float]:
+        """Test the models of single workers after a round, if workers are evaluated; figures of the results."""
+
     def finish(self) -> None:
         """Do what is due after the last round."""
 

@@ -120,6 +120,10 @@ class RaceLoop:
         entries = state.under("log.")
         self._log = [(run, round, entries[str(k)].numpy()) for k, (run, round) in enumerate(state.facts["log"])]
 
+    def test_workers(self, round: int) -> dict[str, float]:
+        """Nothing: races refuse tests of workers."""
+        return {}
+
     def finish(self) -> None:
         """Load the first run into the engine's memory, and hand over the log."""
         self._switch_to(0)

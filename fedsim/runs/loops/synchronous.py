@@ -22,6 +22,7 @@ from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.runs.loops.round_clock import RoundClock
+from fedsim.runs.reports import ReportCheck
 from fedsim.runs.samples import cohorts_of
 from fedsim.runs.setup import PreparedRun
 from fedsim.server import Cohort
@@ -40,6 +41,7 @@ class SynchronousLoop:
         self._keep_results = keep_results
         self._evaluated = workers_to_evaluate(prepared, engine.shared.worker_tests)
         self._prepared, self._engine = prepared, engine
+        self._check_reports = ReportCheck(prepared.task, prepared.experiment.worker_dropout)
         self._check_finite = FiniteCheck(prepared.task, engine.shared)
         self._virtual = RoundClock.of(prepared) if prepared.experiment.mode == "clock" else None
         self._warned = False
@@ -57,6 +59,7 @@ class SynchronousLoop:
             cohort = [worker for worker in drawn.workers if worker not in lost]
             if not cohort:
                 return self._skip_round(round, drawn)
+            self._check_reports(round, drawn)
             if drawn.weights is not None:
                 set_cohort_weights(engine.shared, {worker: drawn.weights[worker] for worker in cohort})
             bytes_down = engine.pull_down(cohort, round) + self._bytes_to_others(round, drawn)
@@ -111,9 +114,16 @@ class SynchronousLoop:
 
     def _evaluate_workers(self, round: int) -> dict[str, float]:
         """Test the models of single workers, in the rounds in which that is due; figures of their accuracies."""
-        experiment, engine, settings = self._prepared.experiment, self._engine, self._prepared.experiment.evaluation
-        if not self._evaluated or (round % settings.every and round != experiment.rounds):
+        experiment, settings = self._prepared.experiment, self._prepared.experiment.evaluation
+        if round % settings.every and round != experiment.rounds:
             return {}
+        return self.test_workers(round)
+
+    def test_workers(self, round: int) -> dict[str, float]:
+        """Test the models of single workers after a round; figures of their accuracies. Overwrites the rows."""
+        if not self._evaluated:
+            return {}
+        experiment, engine, settings = self._prepared.experiment, self._engine, self._prepared.experiment.evaluation
         samples = {worker: engine.shared.worker_tests.size(worker) for worker in self._evaluated}
         tested = engine.evaluate_workers(
             self._evaluated, round, fine_tune=settings.fine_tune, at_once=experiment.cohort_size

@@ -1,0 +1,74 @@
+"""With aggregate.nonfinite = "exclude", a worker with one bad batch is excluded in the rounds of that batch only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.core.randomness import batch_order
+from tests import plugs
+
+ROUNDS, BATCH = 8, 16
+
+
+def with_one_bad_sample(root):
+    """Images as numbers; the last holds NaN."""
+    train, test = plugs.tiny(root)
+    inputs = train.inputs.float()
+    inputs[-1] = torch.nan
+    return replace(train, inputs=inputs), replace(test, inputs=test.inputs.float())
+
+
+def only_biases(update):
+    """Leaves out the weights of `logistic`, and all NaN."""
+    sent = torch.zeros_like(update)
+    sent[-10:] = update[-10:].nan_to_num()
+    return sent
+
+
+FEEDBACK = {"processors": [{"name": "tests.test_one_bad_batch:only_biases", "error_feedback": True}]}
+CASES = {
+    "momentum": {"sync": "gradients", "local": {"momentum": 0.9, "momentum_at": "worker"}},
+    "kept momentum": {"local": {"momentum": 0.9, "keep_state": True}},
+    "control variates": {"local": {"solver": "scaffold"}},
+    "personal models": {"local": {"solver": "ditto", "lam": 0.1}},
+    "error feedback": FEEDBACK,
+    "error feedback of gradients": {**FEEDBACK, "sync": "gradients"},
+}
+ENGINES = {
+    "serial": {"engine": "serial"},
+    "spawn": {"engine": "spawn", "processes": 2},
+    "batched": {"engine": "batched", "processes": 1},
+}
+
+
+def run(tables, case, engine, session, **local):
+    changes = {"data": "tests.test_one_bad_batch:with_one_bad_sample", "partition": "tests.plugs:in_blocks"}
+    changes |= {"model": "logistic", "rounds": ROUNDS, "aggregate": {"nonfinite": "exclude"}, **case, **ENGINES[engine]}
+    changes["local"] = {"batch_size": BATCH, "lr": 0.05, "steps": 1, **case.get("local", {}), **local}
+    return fedsim.run({**tables, **changes}, session=session)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", CASES)
+def test_what_an_excluded_worker_keeps_does_not_spoil_its_later_rounds(case, engine, tiny_experiment, session):
+    size = len(plugs.in_blocks(np.zeros(len(plugs.tiny(None)[0])), 3)[2])
+    first = [batch_order(0, round, 2, 0, size).tolist()[:BATCH] for round in range(1, ROUNDS + 1)]
+    bad = [[2] if size - 1 in samples else [] for samples in first]
+    assert [] in bad[bad.index([2]) :]
+    result = run(tiny_experiment, CASES[case], engine, session)
+    assert [record.excluded for record in result.history] == bad
+    assert result.global_row.isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("local", [{"solver": "scaffold", "option": 1}, {"solver": "mimelite"}])
+def test_a_full_gradient_with_nan_does_not_reach_the_server(local, engine, tiny_experiment, session):
+    """Each full gradient has the bad sample, also where the row is finite."""
+    result = run(tiny_experiment, {}, engine, session, **local)
+    assert [record.excluded for record in result.history] == [[2]] * ROUNDS
+    assert result.global_row.isfinite().all()
