@@ -200,6 +200,16 @@ def test_ssp_0_and_k_sync_of_all_are_the_synchronous_run_to_the_bit(chosen, mode
     assert apart.history[-1]["asynchronous"]["updates"] == 4
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-6), ("float64", 0)])
+def test_last_batches_of_two_samples_whose_memory_is_not_aligned_only_round_differently(precision, tolerance):
+    """A batch of 7 samples is 168 bytes in float32, so the next one begins at no multiple of 16."""
+    model, local = {"name": f"{__name__}:linear", "hidden": 3301}, {"batch_size": 7, "lr": 0.1}
+    changes = {"workers": 7, "rounds": 1, "model": model, "local": local, "precision": precision, "clock": JITTER}
+    together = run(sync="gradients", aggregate="mean", **changes).global_row
+    apart = run({"name": "k_sync", "k": 7}, **changes).global_row
+    assert torch.allclose(together, apart, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("solver", ["adam", "adamw", {"solver": "adagrad", "lr_decay": 0.1}])
 def test_solver_state_is_that_of_the_synchronous_run(solver):
     """Policies with one state on the server, and policies with a state per worker, for one worker."""
