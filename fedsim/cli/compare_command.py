@@ -71,7 +71,7 @@ def compare(
         typer.Option(
             metavar="NAME",
             help="Compare this number of the last round, such as test_loss or metrics.r2. A higher one is better, "
-            "unless its name has `loss` or begins with -, as in -bytes_up.",
+            "except of losses, errors, perplexity, seconds and bytes, and of a name that begins with -.",
             show_default="test accuracy",
         ),
     ] = None,

@@ -96,8 +96,8 @@ def compare(
             several attacks, of an axis `worst`, the worst result counts. It needs `data.validation`.
         worst: an axis, such as "attack.name": the value with the worst result is reported.
         by: the number of the last round that is compared, in place of the test accuracy: "test_loss",
-            "metrics.personal_worker_accuracy_mean", ... A higher one is better, unless its name has "loss" or begins
-            with `-`: "-bytes_up".
+            "metrics.personal_worker_accuracy_mean", ... A higher one is better, except of losses,
+            errors, perplexity, seconds and bytes, and of a name that begins with `-`: "-metrics.drift".
         progress: print a line for each run, as the command line does.
         allow_imports: allow a TOML file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.

@@ -67,6 +67,8 @@ class Metric:
 
     def decimals_for(self, value: float) -> int:
         """`decimals`, or more for four digits of a small number without bounds, such as a squared error."""
+        if self.unit == "B":
+            return 0
         small = not self.share and 0 < abs(value) < 1e-3
         return 3 - math.floor(math.log10(abs(value))) if small else self.decimals
 
@@ -308,8 +310,14 @@ def score_in(records: Iterable[RoundRecord]) -> Metric:
     )
 
 
+LOWER_IS_BETTER = "loss", "error", "mse", "mae", "perplexity"
+
+
 def metric_called(name: str) -> Metric:
-    """The metric with this key, known or not. A higher number is better, unless the name has "loss" or begins with `-`.
+    """The metric with this key, known or not.
+
+    A higher number is better, except of losses and other errors (`LOWER_IS_BETTER` has the words), seconds and bytes,
+    and of a name that begins with `-`.
 
     >>> metric_called("-metrics.drift").key, metric_called("-metrics.drift").sign, metric_called("test_loss").sign
     ('metrics.drift', -1, -1)
@@ -318,7 +326,8 @@ def metric_called(name: str) -> Metric:
     path = tuple(key.split(".", 1))
     declared = [metric.named(path[-1]) if "{}" in metric.label else metric for metric in METRICS]
     metric = next((each for each in declared if each.key == key), Metric(key, path=path))
-    return replace(metric, lower_is_better=name != key or "loss" in key)
+    costs = bool(metric.unit) or any(word in key for word in LOWER_IS_BETTER)
+    return replace(metric, lower_is_better=name != key or costs)
 
 
 def metrics_in(records: Iterable[RoundRecord]) -> list[Metric]:

@@ -209,7 +209,7 @@ def _columns(
     heading = score.key.removeprefix("test_").removeprefix(PLUG)
     columns: list[tuple[str, Callable[[ComparedCombination], Cell]]] = [(heading, _score)]
     if any(each.difference for each in compared):
-        columns.append(("difference", _difference))
+        columns.append(("difference to best", _difference))
     if test != score:
         columns.append((test.label.lower(), lambda each: _interval(each.combination.metrics.get(test.key))))
     if "attack_success" in metrics:

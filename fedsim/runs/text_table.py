@@ -38,6 +38,12 @@ def columns_of(record: RoundRecord) -> list[Metric]:
     return columns
 
 
+def _attack(experiment: Experiment) -> str:
+    attack = experiment.attack
+    others = ", others in each round" if attack.redraw else ""
+    return attack.name + others + (f", from round {attack.start_round}" if attack.start_round > 1 else "")
+
+
 def headline(prepared: PreparedRun) -> str:
     """Two lines that describe the run."""
     experiment = prepared.experiment
@@ -47,7 +53,7 @@ def headline(prepared: PreparedRun) -> str:
     at_work = "per round" if experiment.policy.bind().in_rounds else "at a time"
     cohort = f", {experiment.cohort_size:,} {at_work}" if experiment.cohort_size < experiment.workers else ""
     byzantine = experiment.attack.count(experiment.workers)
-    attackers = f", {byzantine} of them Byzantine ({experiment.attack.name})" if byzantine else ""
+    attackers = f", {byzantine} of them Byzantine ({_attack(experiment)})" if byzantine else ""
     processes = f", {prepared.how['processes']} processes" if prepared.how["processes"] > 1 else ""
     width = f", stacks of {prepared.how['width']} rows" if "width" in prepared.how else ""
     held_out = f"{prepared.validation_samples:,} validation, " if prepared.validation_samples else ""

@@ -16,6 +16,7 @@ from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from fedsim.errors import ExperimentError
 from fedsim.records.choices import Choices
 from fedsim.records.reader import read_records
+from fedsim.records.record import metric_called
 from fedsim.report.grid_page import grid_page
 from tests.comparison.made_up import grid_of, results_of
 
@@ -95,3 +96,12 @@ def test_a_number_of_no_run_is_refused_with_the_nearest(serial):
         ExperimentError, match=r'by = "metrics.macro_f2": no run has .* did you mean "metrics.macro_f1"'
     ):
         fedsim.compare(tables, {"seed": [0, 1]}, by="metrics.macro_f2", jobs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "sign"),
+    [("test_accuracy", 1), ("metrics.r2", 1), ("metrics.mae", -1), ("validation_loss", -1), ("bytes_up", -1)],
+)
+def test_the_direction_of_a_number_is_known(name, sign):
+    assert metric_called(name).sign == sign
+    assert metric_called(f"-{name}").sign == -1
