@@ -67,7 +67,7 @@ def test_the_number_is_stored_and_reported(cli, tmp_path):
     assert json.loads((tmp_path / "grid" / "grid.json").read_text())["by"] == "-train_loss"
     assert (tmp_path / "grid" / "train_loss.png").is_file()
     context, _ = grid_page(read_records(tmp_path / "grid"))
-    assert context["table"]["head"][:3] == ["train_loss", "difference", "test accuracy"]
+    assert context["table"]["head"][:3] == ["train_loss", "difference to best", "test accuracy"]
     assert context["metrics"][0] == "Train loss"
     again = cli("compare", "grid", "--allow-imports", "--by", "test_loss")
     assert "test loss after the last round" in again.stdout
