@@ -151,7 +151,7 @@ def test_the_grids_of_the_readme_can_be_loaded(tmp_path):
         path = tmp_path / f"{number}.toml"
         path.write_text(text)
         assert load_grid(path).runs
-    assert load_grid(path).target == 0.9
+    assert load_grid(path).settings.target == 0.9
     assert [label(value) for value in load_grid(path).axes["variant"]] == ["sync", "asgd", "ssp", "fedbuff"]
 
 

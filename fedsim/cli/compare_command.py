@@ -86,9 +86,11 @@ def compare(
         from fedsim.comparison.folder import Shard
         from fedsim.comparison.grid_terminal import GridDisplay
         from fedsim.comparison.merging import merge
+        from fedsim.records.comparison_settings import ComparisonSettings
         from fedsim.records.run_folder import new_folder
 
         key, values = (tune or "").partition("=")[::2]
+        settings = ComparisonSettings(target=target, tune=key or None, worst=worst, by=by)
         given = [*(words or []), *([tune] if tune and values else [])]
         folders = [Path(word) for word in given if is_folder(word)]
         if folders:
@@ -100,10 +102,10 @@ def compare(
             folder = out or (
                 folders[0] if len(folders) == 1 else stack.enter_context(new_folder(f"{folders[0].name}-grid"))
             )
-            comparison = merge(folders, folder, target, key or None, worst, by, allow_imports=allow_imports)
+            comparison = merge(folders, folder, settings, allow_imports=allow_imports)
         else:
             source, changes = source_and_overrides(given, context)
-            grid = load_grid(source, None, changes, target, key or None, worst, by, allow_imports=allow_imports)
+            grid = load_grid(source, None, changes, settings, allow_imports=allow_imports)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
                 raise ExperimentError("--shard: needs --out FOLDER, the same folder for all parts")

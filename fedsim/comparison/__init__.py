@@ -5,10 +5,12 @@ from fedsim.comparison.grid_terminal import Callback
 from fedsim.comparison.results import RunResult
 from fedsim.comparison.runner import Comparison, compare, run_grid
 from fedsim.comparison.summary import SummaryRow
+from fedsim.records.comparison_settings import ComparisonSettings
 
 __all__ = [
     "Callback",
     "Comparison",
+    "ComparisonSettings",
     "Grid",
     "PlannedRun",
     "RunResult",

@@ -135,9 +135,7 @@ class GridFolder:
     def _content(self) -> dict[str, Any]:
         grid = self.grid
         runs = [{"id": run.id, "point": run.point, "folder": f"{RUNS}/{run.id}"} for run in grid.runs]
-        settings = {"target": grid.target, **vars(grid.choices)}
-        given = {key: value for key, value in settings.items() if value is not None}
-        return {"name": grid.name, "axes": grid.axes, **given, "base": grid.base, "runs": runs}
+        return {"name": grid.name, "axes": grid.axes, **grid.settings.given, "base": grid.base, "runs": runs}
 
     def _continue(self, stored: GridFile) -> None:
         """Check that the stored grid is a part of this one, and take over the ids of its runs."""

@@ -24,20 +24,17 @@ from fedsim.comparison.axes import (
     readable_id,
     split_words,
 )
-from fedsim.comparison.compared_number import check_number
+from fedsim.comparison.settings_check import check_settings
 from fedsim.config.experiment import Experiment, default_name
 from fedsim.config.load import GRID, describe, drop_default_name, experiment_of, file_of
 from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word
 from fedsim.core.import_policy import untrusted_config
-from fedsim.core.learning_task import correct_of
-from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, cut, show
-from fedsim.records.choices import NO_CHOICES, Choices
 from fedsim.records.combinations import SEED, canonical
+from fedsim.records.comparison_settings import NO_SETTINGS, SETTINGS, ComparisonSettings
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import resolve_device
 
-SETTINGS = "target", "tune", "worst", "by"  # keys of [grid] that are no axes
 MOST_RUNS = 100_000  # all are checked, and kept in memory, before the first starts
 LONGEST_ID = 100  # characters; file systems allow 255 bytes
 
@@ -60,16 +57,14 @@ class Grid:
         axes: the values of each key that is varied, in order.
         runs: one for each combination; the last axis varies fastest, and the seed fastest of all.
         engine_chosen: whether the experiment sets its engine or number of processes, or is a race of processes.
-        target: the test accuracy whose time is reported, if any.
-        choices: the axes along which values are chosen, not compared, and the number that is compared.
+        settings: what is asked of the comparison beside the axes.
     """
 
     name: str
     axes: Axes
     runs: list[PlannedRun]
     engine_chosen: bool
-    target: float | None = None
-    choices: Choices = NO_CHOICES
+    settings: ComparisonSettings = NO_SETTINGS
 
     @property
     def base(self) -> dict[str, Any]:
@@ -84,17 +79,14 @@ class Grid:
     @property
     def compared(self) -> list[str]:
         """The axes that are compared: all but the seed and those along which values are chosen."""
-        return self.choices.compared(list(self.axes))
+        return self.settings.compared(list(self.axes))
 
 
 def load_grid(
     source: Experiment | Mapping[str, Any] | str | Path | None = None,
     grid: Mapping[str, Any] | None = None,
     words: Iterable[str] = (),
-    target: float | None = None,
-    tune: str | None = None,
-    worst: str | None = None,
-    by: str | None = None,
+    settings: ComparisonSettings = NO_SETTINGS,
     *,
     file: Path | None = None,
     allow_imports: bool = False,
@@ -107,9 +99,7 @@ def load_grid(
         grid: axes as in [grid]; they replace the source's axes of the same keys.
         words: as on the command line: `key=v1,v2` is an axis, `key=value` sets one value in all runs; both replace an
             axis of that key.
-        target: a test accuracy, or a test loss of tasks without accuracy; it replaces the key `target` of [grid].
-        tune, worst: axes along which values are chosen, see `Choices`; they replace the keys of [grid].
-        by: the number that runs are compared by, as of `compare`; it replaces the key of [grid].
+        settings: what is asked beside the axes, as of `compare`; they replace the keys of [grid].
         file: the file from which `source` and `grid` were read, if `source` is not the file itself.
         allow_imports: allow the file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs after the words; they replace an axis of the same key.
@@ -118,7 +108,7 @@ def load_grid(
     """
     description = describe(source)
     axes, given = _axes_and_settings([description.pop(GRID, {}), grid or {}])
-    given |= {key: value for key, value in zip(SETTINGS, (target, tune, worst, by), strict=True) if value is not None}
+    settings = ComparisonSettings(**given | settings.given)
     word_axes, words = split_words(words)
     in_all = [parse_word(word) for word in words] + changes_in(changes)
     set_in_all = {".".join(keys) for keys, _ in in_all}
@@ -138,15 +128,10 @@ def load_grid(
         drop_default_name(description)
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         experiments, engine_chosen = _experiments(description, in_all, points)
-    target, choices = given.get("target"), Choices(*map(given.get, SETTINGS[1:]))
-    if target is not None:
-        _check_target(target, experiments)
-    _check_choices(choices, axes, experiments)
-    if choices.by is not None:
-        check_number(choices.by, experiments)
+    check_settings(settings, axes, experiments)
     _refuse_equal_runs(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
-    return Grid(experiments[0].name, axes, runs, engine_chosen, target, choices)
+    return Grid(experiments[0].name, axes, runs, engine_chosen, settings)
 
 
 def common_tables(runs: Iterable[PlannedRun], axes: Iterable[str]) -> dict[str, Any]:
@@ -168,28 +153,6 @@ def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
             table = {key: value for key, value in table.items() if key not in SETTINGS}
         axes |= axes_of_tables(table)
     return axes, settings
-
-
-def _check_choices(choices: Choices, axes: Axes, experiments: Iterable[Experiment]) -> None:
-    varied = [axis for axis in axes if axis != SEED]
-    for name, axis in (("tune", choices.tune), ("worst", choices.worst)):
-        if axis is not None and axis not in varied:
-            raise ExperimentError(f"{name} = {show(axis)}: is no axis that varies; {nearest(str(axis), varied)}")
-    if choices.tune is not None and choices.tune == choices.worst:
-        raise ExperimentError(f"worst = {show(choices.worst)}: is tuned; choose another axis")
-    if choices.tune is not None and not all(each.data.validation for each in experiments):
-        raise ExperimentError(
-            f"tune = {show(choices.tune)}: values are chosen by validation results; add data.validation=0.1"
-        )
-
-
-def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:
-    number = isinstance(target, (int, float)) and not isinstance(target, bool) and math.isfinite(target)
-    by_accuracy = all(correct_of(each.task.bind()) is not None for each in experiments)
-    if by_accuracy and not (number and 0 < target <= 1):
-        raise ExperimentError(f"target = {show(target)}: must be a test accuracy, more than 0 and at most 1")
-    if not number:
-        raise ExperimentError(f"target = {show(target)}: must be a test loss, since a task has no accuracy")
 
 
 def _how_to_compare(changes: Iterable[Change]) -> str:

@@ -19,16 +19,14 @@ from fedsim.comparison.grid import PlannedRun, load_grid
 from fedsim.comparison.runner import Comparison, summarised
 from fedsim.errors import RecordError, one_line
 from fedsim.records.combinations import canonical
+from fedsim.records.comparison_settings import NO_SETTINGS, ComparisonSettings
 from fedsim.records.reader import GRID, GridFile, read_grid_file
 
 
 def merge(
     folders: Sequence[Path],
     out: Path,
-    target: float | None = None,
-    tune: str | None = None,
-    worst: str | None = None,
-    by: str | None = None,
+    settings: ComparisonSettings = NO_SETTINGS,
     *,
     allow_imports: bool = False,
 ) -> Comparison:
@@ -37,7 +35,7 @@ def merge(
     Args:
         folders: of comparisons, whose shards count too; `out` itself may be one of them.
         out: the folder of the merged comparison.
-        target, tune, worst, by: as of `load_grid`; None: those of the first folder.
+        settings: as of `load_grid`; those that are not set are those of the first folder.
         allow_imports: whether the folders may name any import path, as of `load_grid`.
 
     Raises RecordError if a folder holds no comparison, or the folders hold different grids.
@@ -48,10 +46,9 @@ def merge(
     for source, other in grids.items():
         if lines := differences_of_grids(first, other):
             raise RecordError(f"{source}: holds another grid than {sources[0]}\n" + "\n".join(lines))
-    target = first.target if target is None else target
-    choices = tune or first.tune, worst or first.worst, by or first.by
+    settings = ComparisonSettings(**first.settings.given | settings.given)
     file = sources[0] / GRID
-    grid = load_grid(first.base, first.axes, (), target, *choices, file=file, allow_imports=allow_imports)
+    grid = load_grid(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports)
     with GridFolder(out, grid) as folder:
         for run in folder.grid.runs:
             if not folder.is_finished(run) and (found := _find(run, grids, besides=folder.run_folder(run))):

@@ -46,7 +46,7 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
 
     if all(run.error is not None for run in runs):
         return None
-    groups = groups_of(grid.choices.combined(runs, list(grid.axes)))
+    groups = groups_of(grid.settings.combined(runs, list(grid.axes)))
     score = groups[0][0].metric
     shown = groups[:MOST_PANELS]
     columns = min(len(shown), 3 if len(shown) <= 9 else 4 if len(shown) <= 16 else 5)
@@ -68,7 +68,7 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
     spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
     remark = f"{grid.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else grid.name
     remark += f"; the first {len(shown)} of {len(groups)} panels" if len(shown) < len(groups) else ""
-    remark += f"\n{grid.choices.remark}" if grid.choices.remark else ""
+    remark += f"\n{grid.settings.remark}" if grid.settings.remark else ""
     figure.suptitle(f"{comparison_title(grid.compared, score.label)}\n{remark}", fontsize="medium")
     if scale != "round" and SEED in grid.axes:
         footnote = f"Between two tests, the {score.key.removeprefix('test_')} of a run is interpolated."
@@ -113,7 +113,7 @@ def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
     over = "".join(f" and {key_name(key)}" for key in others)
     remark = f"{grid.name}: mean over seeds{over}" if SEED in grid.axes or others else grid.name
     remark += "" if others else "; bold: best of its column"
-    remark += f"\n{grid.choices.remark}" if grid.choices.remark else ""
+    remark += f"\n{grid.settings.remark}" if grid.settings.remark else ""
     figure.suptitle(f"{comparison_title([first, second], score.label)}\n{remark}", fontsize="small")
     return figure
 

@@ -48,7 +48,7 @@ class RunResult:
         if error is None and not folder.is_finished(run):
             error = "its records are not complete"
         line = error.strip().partition("\n")[0] if error is not None else None
-        path, target = folder.run_folder(run), folder.grid.target
+        path, target = folder.run_folder(run), folder.grid.settings.target
         return cls(run.id, run.point, run.experiment, read_history(path), line, path if kept else None, target)
 
     @property

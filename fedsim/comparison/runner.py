@@ -28,6 +28,7 @@ from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, SettingWarning, plural, show
 from fedsim.records.combinations import score_of
+from fedsim.records.comparison_settings import ComparisonSettings
 from fedsim.system.child_process import exit_if_imported_by_child
 
 
@@ -112,9 +113,8 @@ def compare(
     >>> [row.point["aggregate.rule"] for row in result.summary], len(result.runs), result.failed
     (['mean', 'median'], 2, [])
     """
-    planned = load_grid(
-        experiment, grid, target=target, tune=tune, worst=worst, by=by, allow_imports=allow_imports, **changes
-    )
+    settings = ComparisonSettings(target=target, tune=tune, worst=worst, by=by)
+    planned = load_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(GridDisplay(folder if out is not None else None, quiet=not progress))
@@ -166,8 +166,8 @@ def summarised(folder: GridFolder, *, kept: bool = True) -> Comparison:
     """Compare the runs in a folder, and write the tables and figures unless the folder is temporary."""
     grid = folder.grid
     runs = [RunResult.read(run, folder, kept) for run in grid.runs]
-    if grid.choices.by is not None:
-        require_number(grid.choices.by, [run.history[-1] for run in runs if run.finished])
+    if grid.settings.by is not None:
+        require_number(grid.settings.by, [run.history[-1] for run in runs if run.finished])
     comparison = Comparison(grid, runs, summarise(grid, runs), folder.path if kept else None)
     if kept:
         _write(comparison, folder)
@@ -212,14 +212,14 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("curves.csv", curves_csv(grid, runs).encode())
     folder.write("summary.csv", summary_csv(grid, summary).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
-    what = score_of(runs, grid.choices.by).path[-1].removeprefix("test_")
+    what = score_of(runs, grid.settings.by).path[-1].removeprefix("test_")
     figures = {what: draw_accuracy(grid, runs), "heatmap": draw_heatmap(grid, summary)}
     figures["workers"] = draw_worker_comparison(grid, runs)
     if any("virtual_seconds" in run.metrics for run in runs):
         figures[f"{what}_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
         figures[f"{what}_updates"] = draw_accuracy(grid, runs, "updates")
-    if grid.choices.tune is not None:
-        _, tuned = grid.choices.of(runs, list(grid.axes))
+    if grid.settings.tune is not None:
+        _, tuned = grid.settings.of(runs, list(grid.axes))
         folder.write("tuning.csv", tuning_csv(grid, tuned).encode())
         figures["tuning"] = draw_tuning(grid, tuned)
     for name, figure in figures.items():

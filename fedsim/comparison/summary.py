@@ -73,12 +73,12 @@ Column = tuple[str, Callable[[SummaryRow], str]]  # the heading, and the text of
 def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
     """Return one row per combination of the compared values, group by group."""
     rows = []
-    for group in groups_of(grid.choices.combined(runs, list(grid.axes))):
+    for group in groups_of(grid.settings.combined(runs, list(grid.axes))):
         for each, mark in zip(group, _marks(group), strict=True):
             rows.append(
                 SummaryRow(
                     point={key: each.runs[0].point[key] for key in grid.compared},
-                    chosen={key: each.runs[0].point[key] for key in grid.choices.headings},
+                    chosen={key: each.runs[0].point[key] for key in grid.settings.headings},
                     runs=len(each.runs),
                     failed=len(each.runs) - len(each.finished),
                     metric=each.metric,
@@ -105,12 +105,12 @@ def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:
     names, score = names_in(row.metrics for row in summary), summary[0].metric
     first = "accuracy" if score.key == "test_accuracy" else score.key
     columns = [column for name in (first, "difference", *names) for column in (name, f"{name}_ci95")]
-    asked = grid.target is not None
-    head = [*grid.compared, *grid.choices.headings.values(), "runs", "failed"]
+    asked = grid.settings.target is not None
+    head = [*grid.compared, *grid.settings.headings.values(), "runs", "failed"]
     rows: list[list[Any]] = [[*head, *(["target", "reached"] if asked else []), "mark", "pairs", *columns]]
     for row in summary:
         cells = [*map(label, (*row.point.values(), *row.chosen.values())), row.runs, row.failed]
-        cells += [grid.target, row.reached] if asked else []
+        cells += [grid.settings.target, row.reached] if asked else []
         cells += [MARK_WORDS[row.mark], row.difference.n if row.difference else None]
         for value in (row.score, row.difference, *map(row.metrics.get, names)):
             cells += [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]
@@ -157,7 +157,7 @@ def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[Column]:
     """Return the columns that every table has: the number that is compared, and last the number of runs."""
     columns: list[Column] = [
         *((key, lambda row, key=key: label(row.point[key])) for key in grid.compared),
-        *((text, lambda row, key=key: label(row.chosen[key])) for key, text in grid.choices.headings.items()),
+        *((text, lambda row, key=key: label(row.chosen[key])) for key, text in grid.settings.headings.items()),
         ("", lambda row: row.mark),
         (summary[0].metric.label.lower(), _score_text),
     ]
@@ -175,10 +175,10 @@ def _further(grid: Grid, summary: Sequence[SummaryRow], test: Metric) -> list[Co
 
     timed = any("virtual_seconds" in row.metrics for row in summary)
     columns: list[Column] = [(test.label.lower(), metric(test.key, Estimate.text))]  # empty if it is compared
-    if grid.target is not None:
+    if grid.settings.target is not None:
         columns += [
             (
-                f"{'virtual s' if timed else 'rounds'} to {_target_text(test, grid.target)}",
+                f"{'virtual s' if timed else 'rounds'} to {_target_text(test, grid.settings.target)}",
                 lambda row: time_to_target(row.metrics, row.runs - row.failed, timed)[0],
             ),
             ("updates", metric("updates_to_target")),
@@ -225,17 +225,17 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
         within = f" among equal {', '.join(grid.compared[1:])}" if len(grid.compared) > 1 else ""
         tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
         notes.append(f"* best{within}{tie}")
-    tune, worst = grid.choices.tune, grid.choices.worst
+    tune, worst = grid.settings.tune, grid.settings.worst
     if tune is not None:
         case = f", in its worst case of {worst}" if worst else ""
         notes.append(f"{tune}: the value with the best result on validation samples{case}; tuning.csv has all")
     if worst is not None:
         notes.append(f"{worst}: the worst case by {score.label.lower()}; results.csv has all")
-    if grid.target is not None:
+    if grid.settings.target is not None:
         bound = f"{test.key.removeprefix('test_')} at {'least' if test.sign > 0 else 'most'}"
         notes.append(
-            f"to {_target_text(test, grid.target)}: until the first test with that {bound}; arrivals are models or "
-            "gradients that the server has taken"
+            f"to {_target_text(test, grid.settings.target)}: until the first test with that {bound}; arrivals are "
+            "models or gradients that the server has taken"
         )
         if any(0 < row.reached < row.runs - row.failed for row in summary):
             notes.append("if not all runs reached the target, the mean is over those that did, so it is too low")

@@ -10,7 +10,7 @@ from fedsim.comparison.axes import label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import to_csv
 from fedsim.core.plotting import line_style
-from fedsim.records.choices import Choice, validation_result
+from fedsim.records.comparison_settings import Choice, validation_result
 from fedsim.records.formatting import key_name
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ def tuning_csv(grid: Grid, tuned: Sequence[Choice]) -> str:
 
     With an axis `worst`, the validation result is that of the worst case, which is named.
     """
-    choices = grid.choices
-    head = [*grid.compared, *choices.headings, "validation", "validation_ci95", "failed", "chosen"]
+    settings = grid.settings
+    head = [*grid.compared, *settings.headings, "validation", "validation_ci95", "failed", "chosen"]
     rows: list[list[Any]] = [head]
     for choice in tuned:
         for each in choice.candidates:
-            counted = choices.validated(each)
+            counted = settings.validated(each)
             value, point = validation_result(counted), counted.runs[0].point
-            cells: list[Any] = [label(point[key]) for key in (*grid.compared, *choices.headings)]
+            cells: list[Any] = [label(point[key]) for key in (*grid.compared, *settings.headings)]
             cells += [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]
             failed = sum(not run.finished for run in each.runs)
             rows.append([*cells, failed, "yes" if each is choice.chosen else ""])
@@ -45,8 +45,8 @@ def draw_tuning(grid: Grid, tuned: Sequence[Choice]) -> Figure | None:
     """
     from matplotlib.figure import Figure
 
-    assert grid.choices.tune is not None
-    values = grid.axes[grid.choices.tune]
+    assert grid.settings.tune is not None
+    values = grid.axes[grid.settings.tune]
     numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     places = {label(value): value if numeric else index for index, value in enumerate(values)}
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
@@ -55,12 +55,12 @@ def draw_tuning(grid: Grid, tuned: Sequence[Choice]) -> Figure | None:
         style = line_style(index)
         points = []
         for each in choice.candidates:
-            counted = grid.choices.validated(each)
+            counted = grid.settings.validated(each)
             value = validation_result(counted) if len(counted.finished) == len(counted.runs) else None
             if value is None:
                 continue
             metric = each.metric
-            x = places[label(counted.runs[0].point[grid.choices.tune])]
+            x = places[label(counted.runs[0].point[grid.settings.tune])]
             points.append((x, value.mean))
             if each is choice.chosen:
                 axes.plot(x, value.mean, "o", color=style["color"], markersize=9)
@@ -73,10 +73,10 @@ def draw_tuning(grid: Grid, tuned: Sequence[Choice]) -> Figure | None:
         axes.set_xscale("log")
     axes.set_xticks(list(places.values()), list(places))
     axes.minorticks_off()
-    worst = f", worst {grid.choices.worst}" if grid.choices.worst else ""
-    axes.set(xlabel=key_name(grid.choices.tune), ylabel=metric.label.replace("Test", "Validation").lower() + worst)
+    worst = f", worst {grid.settings.worst}" if grid.settings.worst else ""
+    axes.set(xlabel=key_name(grid.settings.tune), ylabel=metric.label.replace("Test", "Validation").lower() + worst)
     axes.grid(alpha=0.3)
-    figure.suptitle(f"Tuning of the {key_name(grid.choices.tune)}\n{grid.name}", fontsize="small")
+    figure.suptitle(f"Tuning of the {key_name(grid.settings.tune)}\n{grid.name}", fontsize="small")
     columns = math.ceil(len(tuned) / 20)
     figure.legend(loc="outside right upper", fontsize="x-small", ncols=columns, handlelength=3)
     return figure

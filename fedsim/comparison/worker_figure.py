@@ -30,7 +30,7 @@ def draw_worker_comparison(grid: Grid, runs: Sequence[RunResult]) -> Figure | No
     """
     from matplotlib.figure import Figure
 
-    combined = grid.choices.combined(runs, list(grid.axes))
+    combined = grid.settings.combined(runs, list(grid.axes))
     tested = [(each, found) for each in combined if (found := _results(each))][:MOST_ROWS]
     if not tested:
         return None
@@ -55,7 +55,7 @@ def draw_worker_comparison(grid: Grid, runs: Sequence[RunResult]) -> Figure | No
     for place in range(1, len(names)):
         axes.axhline(place - 0.5, color="black", alpha=0.15, linewidth=0.8)
     remark = "stroke: a worker, of any seed; bar: the middle half; dot: the mean"
-    remark += f"; {grid.choices.remark}" if grid.choices.remark else ""
+    remark += f"; {grid.settings.remark}" if grid.settings.remark else ""
     title = comparison_title(grid.compared, "Single workers")
     figure.suptitle(f"{title}\n{grid.name}: {remark}", fontsize="small")
     figure.legend(loc="outside lower center", ncols=len(models), fontsize="small")

@@ -12,18 +12,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from fedsim.config.toml import read_toml
 from fedsim.core.objects import ObjectName, with_objects
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import RecordError, cut, show
-from fedsim.records.choices import NO_CHOICES, Choices
 from fedsim.records.combinations import canonical
+from fedsim.records.comparison_settings import NO_SETTINGS, SETTINGS, ComparisonSettings
 from fedsim.records.early_stopping import stop_reason, stored_stop
 from fedsim.records.history import METRICS, first_problem, read_file, read_metrics, read_object, refuse_oddities
 from fedsim.records.progress import Progress, progress_of
-from fedsim.records.record import Count, Number, RoundRecord
+from fedsim.records.record import Count, RoundRecord
 from fedsim.records.run_folder import ENVIRONMENT, EXPERIMENT
 from fedsim.records.run_metrics import byzantine_weight, run_metrics
 from fedsim.records.worker_results import newest_table, read_csv
@@ -70,16 +70,15 @@ class GridFile(LenientModel):
     axes: dict[str, Annotated[list[Any], Field(min_length=1)]]
     base: dict[str, Any] = {}
     runs: list[GridEntry]
-    target: Number = None
-    tune: str | None = None
-    worst: str | None = None
-    by: str | None = None
+    settings: ComparisonSettings = NO_SETTINGS
 
-    @property
-    def choices(self) -> Choices:
-        """The axes along which values are chosen, of those that it has, and the number that is compared."""
-        tune, worst = (axis if axis in self.axes else None for axis in (self.tune, self.worst))
-        return Choices(tune, worst, self.by)
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_settings(cls, content: Any) -> Any:
+        """In the file, the settings lie beside the other keys."""
+        if not isinstance(content, dict):
+            return content
+        return {"settings": {key: content[key] for key in SETTINGS if key in content}} | content
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,7 @@ class StoredGrid:
     name: str
     axes: dict[str, list[Any]]
     runs: list[GridRun]
-    target: float | None = None  # the test accuracy whose cost is compared
-    choices: Choices = NO_CHOICES
+    settings: ComparisonSettings = NO_SETTINGS
 
 
 def read_records(folder: Path) -> Run | StoredGrid:
@@ -223,7 +221,7 @@ def read_grid(folder: Path) -> StoredGrid:
     path = folder / GRID
     file = read_grid_file(path)
     positions = {axis: _positions(values) for axis, values in file.axes.items()}
-    runs, places, folders = [], set(), set()
+    runs, places, folders, target = [], set(), set(), file.settings.target
     for index, entry in enumerate(file.runs):
         where = f"{path}: runs.{index}"
         place = {axis: _position(entry, axis, known, where) for axis, known in positions.items()}
@@ -237,10 +235,10 @@ def read_grid(folder: Path) -> StoredGrid:
             raise RecordError(f"{where}.folder = {show(entry.folder)}: is another run's")
         folders.add(run_folder.resolve())
         error = _first_line(run_folder / ERROR)
-        runs.append(GridRun(**_content_of(run_folder), id=entry.id, place=place, error=error, target=file.target))
+        runs.append(GridRun(**_content_of(run_folder), id=entry.id, place=place, error=error, target=target))
     if not any(entry.history for entry in runs):
         raise RecordError(f"{folder}: no round of its {len(runs)} runs is finished yet")
-    return StoredGrid(folder, file.name, file.axes, runs, file.target, file.choices)
+    return StoredGrid(folder, file.name, file.axes, runs, file.settings.known_on(file.axes))
 
 
 def _positions(values: list[Any]) -> dict[str, int]:

@@ -25,11 +25,11 @@ FEW_LINES = 4  # up to this number, the page shows the spread of curves at first
 def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the variables of the HTML template, and the figures of each chart."""
     labels = {axis: [fmt.label(value) for value in values] for axis, values in grid.axes.items()}
-    compared = grid.choices.compared(list(grid.axes))
+    compared = grid.settings.compared(list(grid.axes))
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
-    combined = grid.choices.combined(grid.runs, list(grid.axes))
-    chosen = [(text, axis, labels[axis]) for axis, text in grid.choices.headings.items()]
-    score, test = combined[0].metric, score_of(grid.runs)
+    combined = grid.settings.combined(grid.runs, list(grid.axes))
+    chosen = [(text, axis, labels[axis]) for axis, text in grid.settings.headings.items()]
+    score, test, target = combined[0].metric, score_of(grid.runs), grid.settings.target
     names = [" · ".join(_labels_of(axes, combination)) or "all runs" for combination in combined]
     runs = [run for run in grid.runs if run.history]
     charts = {"curves-chart": grid_curves(combined, names), "time-chart": [grid_time(combined, names)]}
@@ -50,10 +50,10 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "notes": notes(grid),
         "experiment": shared_settings(runs),
         "environment": fmt.flatten(runs[0].environment),
-        "table": comparison_table([compare(group) for group in groups_of(combined)], axes, test, grid.target, chosen),
-        "tune": grid.choices.tune,
-        "worst": grid.choices.worst,
-        "target": None if grid.target is None else _target_text(test, grid.target),
+        "table": comparison_table([compare(group) for group in groups_of(combined)], axes, test, target, chosen),
+        "tune": grid.settings.tune,
+        "worst": grid.settings.worst,
+        "target": None if target is None else _target_text(test, target),
         "unfinished": [(run.id, run.state) for run in grid.runs if not run.finished],
         "run_names": [run_name(run, labels) for run in runs],
         "metrics": _first([chart.label for chart in charts_of(runs)], score.label),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import fedsim
+from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.comparison.results import RunResult
 from fedsim.records.record import AsyncRecord, RoundRecord
@@ -16,7 +17,7 @@ def grid_of(axes: dict, target: float | None = None) -> Grid:
     """Return a grid with these axes and default experiments."""
     points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     runs = [PlannedRun(f"run{index}", point, fedsim.Experiment()) for index, point in enumerate(points)]
-    return Grid("made_up", axes, runs, False, target)
+    return Grid("made_up", axes, runs, False, ComparisonSettings(target=target))
 
 
 def results_of(grid: Grid, accuracies: Callable[[dict], list[float] | None]) -> list[RunResult]:
@@ -26,7 +27,7 @@ def results_of(grid: Grid, accuracies: Callable[[dict], list[float] | None]) -> 
         values = accuracies(run.point)
         history = [record(round, value) for round, value in enumerate(values or [], start=1)]
         error = "worker 1 in round 2 failed: no" if values is None else None
-        results.append(RunResult(run.id, run.point, run.experiment, history, error, None, grid.target))
+        results.append(RunResult(run.id, run.point, run.experiment, history, error, None, grid.settings.target))
     return results
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 import fedsim
+from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.grid import load_grid
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
 from fedsim.errors import ExperimentError
-from fedsim.records.choices import Choices
 from tests.comparison.made_up import grid_of, results_of
 
 AXES = {
@@ -36,8 +36,8 @@ VALIDATED = {  # the order of the rates by the worst case differs from that on t
 }
 
 
-def grid_with(choices):
-    return replace(grid_of(AXES), choices=choices)
+def grid_with(settings):
+    return replace(grid_of(AXES), settings=settings)
 
 
 def results(grid, failed=()):
@@ -61,7 +61,7 @@ def rows_of(grid, runs):
 
 
 def test_the_worst_case_has_the_lowest_test_accuracy_of_the_axis():
-    grid = grid_with(Choices(worst="attack.name"))
+    grid = grid_with(ComparisonSettings(worst="attack.name"))
     assert rows_of(grid, results(grid)) == {
         ("mean", 0.1): ("ipm", 0.31),
         ("mean", 0.2): ("alie", 0.36),
@@ -71,7 +71,7 @@ def test_the_worst_case_has_the_lowest_test_accuracy_of_the_axis():
 
 
 def test_a_value_is_tuned_on_validation_samples_alone():
-    grid = grid_with(Choices(tune="local.lr"))
+    grid = grid_with(ComparisonSettings(tune="local.lr"))
     assert rows_of(grid, results(grid)) == {
         ("mean", "none"): (0.1, 0.91),
         ("mean", "ipm"): (0.1, 0.31),  # though 0.2 is better on test samples
@@ -83,14 +83,14 @@ def test_a_value_is_tuned_on_validation_samples_alone():
 
 
 def test_a_value_is_tuned_for_the_worst_case():
-    grid = grid_with(Choices(tune="local.lr", worst="attack.name"))
+    grid = grid_with(ComparisonSettings(tune="local.lr", worst="attack.name"))
     runs = results(grid)
     assert rows_of(grid, runs) == {("mean",): (0.1, "ipm", 0.31), ("median",): (0.2, "alie", 0.11)}
     rows = list(csv.DictReader(io.StringIO(summary_csv(grid, summarise(grid, runs)))))
     assert [(row["tuned local.lr"], row["worst attack.name"]) for row in rows] == [("0.1", "ipm"), ("0.2", "alie")]
     table = summary_table(grid, summarise(grid, runs), runs)
     assert "in its worst\n  case of attack.name" in table
-    _, tuned = grid.choices.of(runs, list(grid.axes))
+    _, tuned = grid.settings.of(runs, list(grid.axes))
     rows = list(csv.DictReader(io.StringIO(tuning_csv(grid, tuned))))
     assert [(row["local.lr"], row["attack.name"], float(row["validation"]), row["chosen"]) for row in rows] == [
         ("0.1", "alie", pytest.approx(0.41), "yes"),
@@ -105,18 +105,20 @@ def test_a_value_is_tuned_for_the_worst_case():
 
 def test_a_value_with_a_failed_run_is_not_chosen_and_is_the_worst_case():
     failed = [("mean", "none", 0.1, 1)]
-    tuned, worst = grid_with(Choices(tune="local.lr")), grid_with(Choices(worst="attack.name"))
+    tuned, worst = grid_with(ComparisonSettings(tune="local.lr")), grid_with(ComparisonSettings(worst="attack.name"))
     assert rows_of(tuned, results(tuned, failed))["mean", "none"] == (0.2, 0.81)
     assert rows_of(worst, results(worst, failed))["mean", 0.1] == ("none", 0.9)
 
 
 def test_losses_are_tuned_to_the_lowest_and_the_worst_is_the_highest():
-    grid = replace(grid_of({"attack.name": ["none", "ipm"], "local.lr": [0.1, 0.2]}), choices=Choices("local.lr"))
+    grid = replace(
+        grid_of({"attack.name": ["none", "ipm"], "local.lr": [0.1, 0.2]}), settings=ComparisonSettings(tune="local.lr")
+    )
     runs = results_of(grid, lambda point: [0.5])
     for run, loss in zip(runs, [2.0, 1.0, 3.0, 4.0], strict=True):
         run.history[-1] = replace(run.history[-1], test_accuracy=None, test_loss=loss, validation_loss=loss)
     assert rows_of(grid, runs) == {("none",): (0.2, 1.0), ("ipm",): (0.1, 3.0)}
-    worst = replace(grid, choices=Choices(worst="attack.name"))
+    worst = replace(grid, settings=ComparisonSettings(worst="attack.name"))
     assert rows_of(worst, runs) == {(0.1,): ("ipm", 3.0), (0.2,): ("ipm", 4.0)}
 
 
@@ -161,6 +163,6 @@ def test_choices_are_stored_and_merged_from_shards(cli, serial, tmp_path):
 def test_a_choice_that_is_impossible_is_refused(choices, message, serial):
     axes = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "seed": [0, 1]}
     with pytest.raises(ExperimentError, match=message):
-        load_grid(serial, axes, **choices)
+        load_grid(serial, axes, (), ComparisonSettings(**choices))
     with pytest.raises(ExperimentError, match=message):
         load_grid(serial, {**axes, **choices})

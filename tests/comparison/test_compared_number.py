@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 import fedsim
+from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.grid import load_grid
 from fedsim.comparison.plots import draw_accuracy, draw_heatmap
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from fedsim.errors import ExperimentError
-from fedsim.records.choices import Choices
 from fedsim.records.reader import read_records
 from fedsim.records.record import metric_called
 from fedsim.report.grid_page import grid_page
@@ -26,7 +26,7 @@ DRIFT = {("mean", "none"): 3.0, ("mean", "ipm"): 5.0, ("median", "none"): 2.0, (
 
 def made_up(**choices):
     """Runs of equal accuracy, with a metric `drift`, and bytes in proportion to it."""
-    grid = replace(grid_of(AXES), choices=Choices(**choices))
+    grid = replace(grid_of(AXES), settings=ComparisonSettings(**choices))
     runs = results_of(grid, lambda point: [0.1, 0.8])
     for run in runs:
         drift = DRIFT[run.point["aggregate.rule"], run.point["attack.name"]] + run.point["seed"] / 10

@@ -174,4 +174,4 @@ def test_another_target_is_no_other_grid(serial, tmp_path):
     assert {run.id: (run.folder / "metrics.jsonl").stat().st_mtime_ns for run in again.runs} == before
     assert "rounds to 20 percent" in again.table
     assert json.loads((path / "grid.json").read_text())["target"] == 0.2
-    assert fedsim.compare(serial, {**AXES, "target": 0.3}, path).grid.target == 0.3
+    assert fedsim.compare(serial, {**AXES, "target": 0.3}, path).grid.settings.target == 0.3

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fedsim import Experiment, ExperimentError
-from fedsim.comparison.grid import load_grid
+from fedsim.comparison import ComparisonSettings, load_grid
 from fedsim.core.input_limits import leaves_of
 
 
@@ -236,11 +236,11 @@ def test_a_wrong_variant_raises_an_error_of_one_line(variant, message):
 
 
 def test_a_target_stands_in_the_grid_or_is_given(variants):
-    assert load_grid(variants).target == 0.9
-    assert load_grid(variants, {"target": 0.8}).target == 0.8
-    assert load_grid(variants, target=0.95).target == 0.95
-    assert load_grid({}, {"seed": [0], "target": 0.5}).target == 0.5
-    assert load_grid({}, {"seed": [0]}).target is None
+    assert load_grid(variants).settings.target == 0.9
+    assert load_grid(variants, {"target": 0.8}).settings.target == 0.8
+    assert load_grid(variants, settings=ComparisonSettings(target=0.95)).settings.target == 0.95
+    assert load_grid({}, {"seed": [0], "target": 0.5}).settings.target == 0.5
+    assert load_grid({}, {"seed": [0]}).settings.target is None
 
 
 @pytest.mark.parametrize("target", [97, 0, -0.1, "high", True, [0.9]])

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import fedsim
+from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.plots import draw_accuracy, draw_heatmap
 from fedsim.comparison.results import results_csv
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
@@ -28,7 +29,7 @@ def losses(point):
 
 
 def made_up(axes=AXES, target=None):
-    grid = fedsim.comparison.grid.load_grid(REGRESSION, axes, target=target)
+    grid = fedsim.comparison.grid.load_grid(REGRESSION, axes, (), ComparisonSettings(target=target))
     runs = results_of(grid, losses)
     for run in runs:
         for place, value in enumerate(losses(run.point)):

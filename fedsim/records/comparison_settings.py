@@ -1,4 +1,4 @@
-"""How a grid is compared: by which number, and with which choices along axes.
+"""What is asked of a comparison beside its axes, such as by which number it compares, and its choices along axes.
 
 Along an axis, the value with the best validation result may be chosen, or the worst case. A choice leaves the runs of
 one value for each combination of the compared axes. These runs are compared as if the axis did not exist.
@@ -7,12 +7,13 @@ one value for each combination of the compared axes. These runs are compared as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fedsim.core.confidence import Estimate
 from fedsim.records.combinations import SEED, Combination, combinations
+from fedsim.records.record import Number
 
 TEST, VALIDATION = "test_", "validation_"  # how the names of results begin
 
@@ -30,20 +31,32 @@ class Choice:
     chosen: Combination
 
 
-@dataclass(frozen=True)
-class Choices:
-    """The axes of a grid along which values are chosen, and the number that runs are compared by.
+@dataclass(frozen=True, kw_only=True)
+class ComparisonSettings:
+    """What is asked of a comparison beside its axes: the keys of a table [grid] and of `grid.json` that are no axes.
 
     Attributes:
+        target: the test accuracy, or test loss of a task without accuracy, whose time is reported, if any.
         tune: the value with the best mean validation result over the seeds is chosen; of each value the worst result
             along the axis `worst` counts, if there is one.
         worst: then the value with the worst mean is chosen, of the number that runs are compared by.
         by: this number, see `metric_called`; None: the test accuracy, or the test loss of a task without accuracy.
     """
 
+    target: Number = None
     tune: str | None = None
     worst: str | None = None
     by: str | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are set, by name."""
+        return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
+
+    def known_on(self, axes: Container[str]) -> ComparisonSettings:
+        """The same without the axes that a grid does not have."""
+        tune, worst = (axis if axis in axes else None for axis in (self.tune, self.worst))
+        return replace(self, tune=tune, worst=worst)
 
     @property
     def headings(self) -> dict[str, str]:
@@ -81,7 +94,8 @@ class Choices:
         return min(cases, key=_validated_quality)
 
 
-NO_CHOICES = Choices()
+NO_SETTINGS = ComparisonSettings()
+SETTINGS = tuple(each.name for each in fields(ComparisonSettings))
 
 
 def validation_result(combination: Combination) -> Estimate | None:

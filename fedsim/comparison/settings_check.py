@@ -1,0 +1,47 @@
+"""Checks of what is asked of a comparison, before its runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fedsim.comparison.axes import Axes
+from fedsim.comparison.compared_number import check_number
+from fedsim.config.experiment import Experiment
+from fedsim.core.learning_task import correct_of
+from fedsim.core.suggestions import nearest
+from fedsim.errors import ExperimentError, show
+from fedsim.records.combinations import SEED
+from fedsim.records.comparison_settings import ComparisonSettings
+
+
+def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> None:
+    """Raise ExperimentError if these experiments cannot be compared so."""
+    if settings.target is not None:
+        _check_target(settings.target, experiments)
+    _check_choices(settings, axes, experiments)
+    if settings.by is not None:
+        check_number(settings.by, experiments)
+
+
+def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterable[Experiment]) -> None:
+    varied = [axis for axis in axes if axis != SEED]
+    for name, axis in (("tune", settings.tune), ("worst", settings.worst)):
+        if axis is not None and axis not in varied:
+            raise ExperimentError(f"{name} = {show(axis)}: is no axis that varies; {nearest(str(axis), varied)}")
+    if settings.tune is not None and settings.tune == settings.worst:
+        raise ExperimentError(f"worst = {show(settings.worst)}: is tuned; choose another axis")
+    if settings.tune is not None and not all(each.data.validation for each in experiments):
+        raise ExperimentError(
+            f"tune = {show(settings.tune)}: values are chosen by validation results; add data.validation=0.1"
+        )
+
+
+def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:
+    number = isinstance(target, (int, float)) and not isinstance(target, bool) and math.isfinite(target)
+    by_accuracy = all(correct_of(each.task.bind()) is not None for each in experiments)
+    if by_accuracy and not (number and 0 < target <= 1):
+        raise ExperimentError(f"target = {show(target)}: must be a test accuracy, more than 0 and at most 1")
+    if not number:
+        raise ExperimentError(f"target = {show(target)}: must be a test loss, since a task has no accuracy")
