@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,49 +15,130 @@ from torch.utils import _pytree as pytree
 
 from fedsim.errors import ExperimentError
 
-Entry = tuple[str, Tensor]  # `updates[1]['weight']` and its value
+Entries = dict[str, Tensor]  # the tensors of an update by their places in it: "['layer.weight']"
 
 
-def as_rows(updates: Any, place: str) -> tuple[Any, Callable[[Tensor], Any]]:
-    """The floating entries of updates as a matrix [n, d], and a function from rows [m, d] or a row [d] to their form.
+class MatrixForm:
+    """The form of updates that are the rows of a tensor, or of an array.
 
     Args:
-        updates: a tensor or array [n, d], or a list of updates: tensors or arrays of any shape, or dicts (as a
-            state_dict) or lists of them. All have the same entries.
+        is_array: whether the result is an array.
+    """
+
+    def __init__(self, is_array: bool) -> None:
+        self._is_array = is_array
+
+    def row(self, update: Any, place: str) -> Any:
+        """One update as a row [d]; any other object is returned unchanged."""
+        if isinstance(update, (list, tuple, Mapping)) and _has_tensors(update):
+            return as_rows([update], place)[0][0]
+        return _tensor(update, place) if isinstance(update, np.ndarray) else update
+
+    def rebuild(self, result: Tensor) -> Any:
+        """A row [d], or rows [m, d], in this form."""
+        return result.cpu().numpy() if self._is_array else result
+
+
+@dataclass(frozen=True)
+class NestedForm:
+    """The form of updates that are dicts or lists of tensors or arrays, or tensors of any shape.
+
+    Attributes:
+        first: the first update.
+        entries: of the first update.
+        name: of the first update in errors.
+        shared: entries that share the memory of an earlier entry in all updates, as tied weights do; the earlier one.
+            They count once, and share memory in the result.
+        stacked: whether the updates are one dict of stacked tensors [n, ...], and not a list.
+    """
+
+    first: Any
+    entries: Entries
+    name: str
+    shared: dict[str, str] = field(default_factory=dict)
+    stacked: bool = False
+
+    @property
+    def columns(self) -> list[str]:
+        """The floating entries, of which a row consists."""
+        return [place for place, tensor in self.entries.items() if _counts(tensor) and place not in self.shared]
+
+    def row(self, update: Any, place: str) -> Any:
+        """One update, or a row [d], as a row [d]."""
+        if isinstance(update, (Tensor, np.ndarray)) and update.ndim == 1:
+            return _tensor(update, place)
+        return self.flat(_entries_like(self, update, place)) if _has_tensors(update) else update
+
+    def flat(self, entries: Entries, lead: tuple[int, ...] = ()) -> Tensor:
+        """The floating entries, of shapes [*lead, ...], side by side: [*lead, d]."""
+        like = [self.entries[place] for place in self.columns]
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in like))
+        parts = [entries[place].reshape(*lead, -1).to(like[0].device, dtype) for place in self.columns]
+        return torch.cat(parts, dim=-1)
+
+    def rebuild(self, result: Tensor) -> Any:
+        """A row [d], or rows [m, d], in this form; other entries are those of the first update."""
+        if result.ndim == 2 and not self.stacked:
+            return [self.rebuild(row) for row in result]
+        lead, columns = result.shape[:-1], self.columns
+        parts = dict(zip(columns, result.split([self.entries[each].numel() for each in columns], dim=-1), strict=True))
+        leaves: dict[str, Any] = {}
+        originals, structure = pytree.tree_flatten(self.first)
+        for (place, like), original in zip(self.entries.items(), originals, strict=True):
+            if place in self.shared:
+                leaves[place] = leaves[self.shared[place]]
+                continue
+            shape = (*lead, *like.shape)
+            leaf = parts[place].reshape(shape).to(like) if place in parts else like.expand(shape)
+            leaf = leaf.clone(memory_format=torch.contiguous_format)
+            leaves[place] = leaf if isinstance(original, Tensor) else leaf.cpu().numpy()
+        rebuilt = pytree.tree_unflatten(list(leaves.values()), structure)
+        if hasattr(self.first, "_metadata"):  # the versions of modules in a state_dict
+            rebuilt._metadata = copy.copy(self.first._metadata)
+        return rebuilt
+
+
+Form = MatrixForm | NestedForm
+
+
+def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Form]:
+    """The floating entries of updates as a matrix [n, d], and their form.
+
+    Args:
+        updates: a tensor or array [n, d]; a list of updates: tensors or arrays of any shape, or dicts (as a state_dict)
+            or lists of them; or a dict of stacked tensors [n, ...]. All updates have the same entries, in any order.
         place: the name of the updates in errors.
+        like: the form of other updates, whose entries these must have.
 
     Entries that are not floating, such as a counter, are those of the first update. A tensor is returned unchanged.
 
     Raises ExperimentError with the place of the entry that differs.
     """
     if isinstance(updates, np.ndarray):
-        return _tensor(updates, place), lambda rows: rows.cpu().numpy()
-    if not isinstance(updates, (list, tuple)) or not updates or not _is_update(updates[0]):
-        return updates, lambda rows: rows
-    entries = [_entries(update, f"{place}[{index}]") for index, update in enumerate(updates)]
-    for index, other in enumerate(entries):
-        _require_same_entries(entries[0], other, f"{place}[{index}]")
-    first = [tensor for _, tensor in entries[0]]
-    floating = [i for i, tensor in enumerate(first) if tensor.is_floating_point()]
-    if not floating:
-        raise ExperimentError(f"{place}[0]: has no floating numbers")
-    device = first[floating[0]].device
-    dtype = functools.reduce(torch.promote_types, (first[i].dtype for i in floating))
-    rows = torch.stack([torch.cat([each[i][1].reshape(-1).to(device, dtype) for i in floating]) for each in entries])
-    originals, structure = pytree.tree_flatten(updates[0])
+        return _tensor(updates, place), MatrixForm(is_array=True)
+    if isinstance(updates, Mapping) and _has_tensors(updates):
+        return _stacked_rows(updates, place, like)
+    if not isinstance(updates, (list, tuple)) or not updates or not _has_tensors(updates[0]):
+        return updates, MatrixForm(is_array=False)
+    form = like if isinstance(like, NestedForm) else _form_of(updates[0], f"{place}[0]")
+    each = [_entries_like(form, update, f"{place}[{index}]") for index, update in enumerate(updates)]
+    if form is not like:
+        form = replace(form, shared=_shared(each))
+    return torch.stack([form.flat(entries) for entries in each]), form
 
-    def rebuild(result: Tensor) -> Any:
-        if result.ndim == 2:
-            return [rebuild(row) for row in result]
-        parts = dict(zip(floating, result.split([first[i].numel() for i in floating]), strict=True))
-        leaves = []
-        for i, (original, like) in enumerate(zip(originals, first, strict=True)):
-            leaf = parts[i].reshape(like.shape).to(like.device, like.dtype) if i in parts else like
-            leaf = leaf.clone()
-            leaves.append(leaf if isinstance(original, Tensor) else leaf.cpu().numpy())
-        return pytree.tree_unflatten(leaves, structure)
 
-    return rows, rebuild
+def _stacked_rows(updates: Any, place: str, like: Form | None) -> tuple[Tensor, NestedForm]:
+    stacked = _entries(updates, place)
+    named, first = next(iter(stacked.items()))
+    for where, tensor in stacked.items():
+        if not first.shape or not len(first) or tensor.shape[:1] != first.shape[:1]:
+            wanted = f"[n, ...], a stack of n >= 1 updates, with n as in {place}{named}"
+            raise ExperimentError(f"{place}{where}: must be {wanted}, not of shape {tuple(tensor.shape)}")
+    form = like
+    if not isinstance(form, NestedForm):
+        form = _form_of(pytree.tree_map(lambda leaf: leaf[0], updates), place)
+        form = replace(form, shared=_shared([stacked]), stacked=True)
+    return form.flat(_entries_like(form, updates, place, skip=1), first.shape[:1]), form
 
 
 def checked_matrix(updates: Any, place: str) -> Tensor:
@@ -66,24 +149,28 @@ def checked_matrix(updates: Any, place: str) -> Tensor:
     raise ExperimentError(f"{place}: must be a floating tensor [n, d] with n >= 1, not {found}")
 
 
-def as_row(update: Any, place: str) -> Any:
-    """One update as a row [d]; any other object is returned unchanged."""
-    if isinstance(update, np.ndarray):
-        return _tensor(update, place)
-    if isinstance(update, Tensor) or not _is_update(update):
-        return update
-    return as_rows([update], place)[0][0]
-
-
-def _is_update(value: Any) -> bool:
+def _has_tensors(value: Any) -> bool:
     leaves = pytree.tree_leaves(value)
     return bool(leaves) and isinstance(leaves[0], (Tensor, np.ndarray))
 
 
-def _entries(update: Any, place: str) -> list[Entry]:
+def _counts(tensor: Tensor) -> bool:
+    return tensor.is_floating_point()
+
+
+def _form_of(update: Any, place: str) -> NestedForm:
+    entries = _entries(update, place)
+    if not any(map(_counts, entries.values())):
+        raise ExperimentError(f"{place}: has no floating numbers")
+    if refused := [where for where, tensor in entries.items() if tensor.is_complex()]:
+        raise ExperimentError(f"{place}{refused[0]}: must be real, not {entries[refused[0]].dtype}")
+    return NestedForm(update, entries, place)
+
+
+def _entries(update: Any, place: str) -> Entries:
     paths, _ = pytree.tree_flatten_with_path(update)
-    leaves = ((place + pytree.keystr(path), leaf) for path, leaf in paths)
-    return [(where, _tensor(leaf, where)) for where, leaf in leaves]
+    leaves = ((pytree.keystr(path), leaf) for path, leaf in paths)
+    return {where: _tensor(leaf, place + where) for where, leaf in leaves}
 
 
 def _tensor(value: Any, place: str) -> Tensor:
@@ -96,13 +183,38 @@ def _tensor(value: Any, place: str) -> Tensor:
         raise ExperimentError(f"{place}: must be a tensor or an array of numbers, not {kind}") from None
 
 
-def _require_same_entries(first: list[Entry], other: list[Entry], place: str) -> None:
-    """Raise ExperimentError unless two updates have the same entries with the same shapes."""
-    for (first_place, first_tensor), (other_place, tensor) in zip(first, other, strict=False):
-        if first_place.partition("]")[2] != other_place.partition("]")[2]:
-            raise ExperimentError(f"{other_place}: the first update has {first_place} in this place")
-        if first_tensor.shape != tensor.shape:
-            shapes = f"{tuple(first_tensor.shape)} as in {first_place}, not {tuple(tensor.shape)}"
-            raise ExperimentError(f"{other_place}: must have shape {shapes}")
-    if len(first) != len(other):
-        raise ExperimentError(f"{place}: has {len(other)} entries, the first has {len(first)}")
+def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> Entries:
+    """The entries of an update, of which the first `skip` dimensions number updates.
+
+    Raises ExperimentError unless they are those of the form, with the same shapes.
+    """
+    entries = _entries(update, place)
+    if missing := [where for where in form.entries if where not in entries]:
+        others = [where for where in entries if where not in form.entries][:3]
+        instead = f"; it has {', '.join(others)}" if others else ""
+        raise ExperimentError(f"{place}: has no entry {missing[0]}, which {form.name} has{instead}")
+    for where, tensor in entries.items():
+        if where not in form.entries:
+            raise ExperimentError(f"{place}{where}: {form.name} has no such entry")
+        expected = form.entries[where]
+        if tensor.shape[skip:] != expected.shape:
+            wanted = f"{tuple(expected.shape)} as in {form.name}{where}"
+            raise ExperimentError(f"{place}{where}: must have shape {wanted}, not {tuple(tensor.shape[skip:])}")
+        if _counts(tensor) != _counts(expected):
+            raise ExperimentError(f"{place}{where}: must be {expected.dtype} as in {form.name}, not {tensor.dtype}")
+    return entries
+
+
+def _shared(each: list[Entries]) -> dict[str, str]:
+    """The entries that share the memory of an earlier entry in all updates, and that one."""
+    seen: dict[Any, str] = {}
+    pairs = {where: seen.setdefault(_memory(tensor), where) for where, tensor in each[0].items()}
+    return {
+        where: earlier
+        for where, earlier in pairs.items()
+        if where != earlier and all(_memory(entries[where]) == _memory(entries[earlier]) for entries in each)
+    }
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.containers import as_row, as_rows, checked_matrix
+from fedsim.aggregation.containers import as_rows, checked_matrix
 from fedsim.aggregation.inputs import AggregationInputs, Nonfinite, screened
 from fedsim.aggregation.numerics.columns import all_finite
 from fedsim.aggregation.numerics.threads import alone_if_small
@@ -35,9 +35,11 @@ def aggregate(
     """Aggregate the rows of `updates` with a rule: `aggregate(updates, rule="krum", f=2)`.
 
     Args:
-        updates: a tensor or NumPy array [n, d], any floating dtype and device; or a list of n updates: tensors or
-            arrays of any shape, dicts of them (state_dicts) or lists of them. They stay unchanged. Entries that are not
-            floating, such as BatchNorm's num_batches_tracked, are those of the first update.
+        updates: a tensor or NumPy array [n, d], any floating dtype and device; a list of n updates: tensors or arrays
+            of any shape, dicts of them (state_dicts) or lists of them; or one dict of stacked tensors [n, ...]. They
+            stay unchanged. All updates have the same entries, in any order. Entries that are not floating, such as
+            BatchNorm's num_batches_tracked, are those of the first update. Entries that share memory in each update,
+            such as tied weights, count once and share memory in the result.
         weights: [n], finite and >= 0; they need not sum to one. An error for a rule without a weighted form;
             None: equal weights.
         rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
@@ -62,20 +64,22 @@ def aggregate(
     tensor([2., 2.])
     >>> fedsim.aggregate([{"w": row} for row in updates], weights=[1, 1, 2, 0])
     {'w': tensor([2.2500, 1.7500])}
+    >>> fedsim.aggregate({"w": updates, "b": updates[:, 0]}, rule="median")
+    {'w': tensor([2.5000, 1.5000]), 'b': tensor(2.5000)}
     """
     if nonfinite not in get_args(Nonfinite):
         raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
     pipeline = make_pipeline(resolve(rule, params))
-    updates, rebuild = as_rows(updates, "updates")
+    updates, form = as_rows(updates, "updates")
     updates = checked_matrix(updates, "updates")
     n, d = updates.shape
     inputs = AggregationInputs(updates, _checked_weights(weights, n, pipeline), seed=seed)
-    inputs.root = None if root is None else _checked("root", as_row(root, "root"), (d,), updates.device)
-    inputs.last = None if last is None else _checked("last", as_row(last, "last"), (d,), updates.device)
+    inputs.root = None if root is None else _checked("root", form.row(root, "root"), (d,), updates.device)
+    inputs.last = None if last is None else _checked("last", form.row(last, "last"), (d,), updates.device)
     if losses is not None:
         inputs.losses = _checked("losses", losses, (n,), "cpu").double()
     with alone_if_small(updates.numel()), full_precision(updates.device):
-        return rebuild(_aggregated(inputs, pipeline, nonfinite))
+        return form.rebuild(_aggregated(inputs, pipeline, nonfinite))
 
 
 def _aggregated(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> Tensor:
@@ -97,7 +101,8 @@ def _aggregated(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfin
 def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Any:
     """Apply pre-aggregators to `updates` [n, d]; returns rows [m, d].
 
-    Arguments and errors are those of `aggregate`. A list of updates gives a list of m updates.
+    Arguments and errors are those of `aggregate`. A list of updates gives a list of m updates, a dict of stacked
+    tensors a dict of such.
 
     >>> fedsim.pre_aggregate(torch.tensor([[0.0], [1.0], [9.0]]), "nnm", f=1)
     tensor([[0.5000],
@@ -105,10 +110,10 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
             [5.0000]])
     """
     pipeline = make_pipeline(resolve([*as_list(rule), "mean"], params))
-    updates, rebuild = as_rows(updates, "updates")
+    updates, form = as_rows(updates, "updates")
     inputs = AggregationInputs(checked_matrix(updates, "updates"), seed=seed)
     with alone_if_small(updates.numel()), full_precision(updates.device):
-        return rebuild(pipeline.rows(screened(inputs, "error")[0]).block())
+        return form.rebuild(pipeline.rows(screened(inputs, "error")[0]).block())
 
 
 def _checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: Pipeline) -> Tensor | None:

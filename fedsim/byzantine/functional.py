@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.containers import as_row, as_rows, checked_matrix
+from fedsim.aggregation.containers import as_rows, checked_matrix
 from fedsim.byzantine.base import Aggregate, attack_strategy, bind_attack
 from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.system.precision import full_precision
@@ -31,7 +31,8 @@ def attack(
 
     Args:
         honest: [h, d], h >= 1: the honest workers' updates, of any floating dtype and device; they stay unchanged. Or a
-            list of updates, as for `aggregate`; then `own_updates`, `last` and the result have the same form.
+            list of updates or a dict of stacked tensors, as for `aggregate`; then `own_updates`, `last` and the result
+            have the same form.
         n_byzantine: b >= 0, the number of Byzantine workers.
         name: a registered attack, "package.module:function", or a function.
         own_updates: [b, d], the updates that the Byzantine workers have trained; None: row j is honest row j mod h.
@@ -55,8 +56,8 @@ def attack(
         raise ExperimentError("own: is now own_updates")
     plug = attack_strategy.get(name, "attack.name")
     bound = bind_attack(plug, plug.check(params, "attack", beside=["name"]))
-    honest, rebuild = as_rows(honest, "honest")
-    own_updates = as_rows(own_updates, "own_updates")[0]
+    honest, form = as_rows(honest, "honest")
+    own_updates, _ = as_rows(own_updates, "own_updates", form)
     honest = checked_matrix(honest, "honest")
     if not isinstance(n_byzantine, Integral) or isinstance(n_byzantine, bool) or n_byzantine < 0:
         raise ExperimentError(f"n_byzantine = {show(n_byzantine)}: must be a whole number >= 0")
@@ -72,10 +73,10 @@ def attack(
             honest,
             _checked("own_updates", own_updates, (b, d), honest),
             seed=seed,
-            last=None if last is None else _checked("last", as_row(last, "last"), (d,), honest),
+            last=None if last is None else _checked("last", form.row(last, "last"), (d,), honest),
             aggregate=None if aggregate is None else _with_honest(honest, b, aggregate),
         )
-    return rebuild(rows)
+    return form.rebuild(rows)
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) -> Tensor:

@@ -67,8 +67,15 @@ def test_entries_keep_their_dtypes():
     ("updates", "line"),
     [
         ([torch.zeros(2), torch.zeros(3)], r"updates\[1\]: must have shape \(2,\) as in updates\[0\], not \(3,\)"),
-        ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], r"updates\[1\]\['b'\]: the first update has"),
-        ([[torch.zeros(2)], [torch.zeros(2)] * 2], r"updates\[1\]: has 2 entries, the first has 1"),
+        ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], r"updates\[1\]: has no entry \['a'\], .*; it has \['b'\]"),
+        ([[torch.zeros(2)], [torch.zeros(2)] * 2], r"updates\[1\]\[1\]: updates\[0\] has no such entry"),
+        (
+            [{"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int)}],
+            r"updates\[1\]\['a'\]: must be torch.float32",
+        ),
+        ([[torch.zeros(2), torch.zeros(2, dtype=torch.cfloat)]], r"updates\[0\]\[1\]: must be real"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"updates\['b'\]: must be \[n, ...\], .* as in updates\['a'\]"),
+        ({"a": torch.tensor(1.0)}, r"updates\['a'\]: must be \[n, ...\]"),
         ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: has no floating numbers"),
         ([torch.zeros(2), "x"], r"updates\[1\]: must be a tensor or an array of numbers, not str"),
         (np.array([["a", "b"]]), r"updates: must be a tensor or an array of numbers, not array of <U1"),
@@ -79,3 +86,59 @@ def test_updates_with_different_entries_are_an_error(updates, line):
     with pytest.raises(ExperimentError, match=f"^{line}") as caught:
         fedsim.aggregate(updates)
     assert len(caught.value.lines) == 1
+
+
+def test_the_order_of_keys_does_not_matter():
+    first, second = (
+        {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])},
+        {"b": torch.tensor([4.0]), "a": torch.tensor([3.0])},
+    )
+    mean = fedsim.aggregate([first, second])
+    assert (list(mean), mean["a"].item(), mean["b"].item()) == (["a", "b"], 2, 3)
+    near = fedsim.aggregate([first, first], rule="centered_clipping", last=second, tau=1e-6)
+    assert (near["a"].item(), near["b"].item()) == (pytest.approx(3), pytest.approx(4))
+
+
+def test_tied_weights_count_once_and_stay_tied(models):
+    def tied(row):
+        return {"embedding": row, "bias": row[:1] * 0 + 1, "head": row}
+
+    rows = torch.randn(5, 4)
+    result = fedsim.aggregate([tied(row.clone()) for row in rows], rule="norm_clipping", c=1.0)
+    expected = fedsim.aggregate(
+        [{"embedding": row, "bias": torch.ones(1)} for row in rows], rule="norm_clipping", c=1.0
+    )
+    assert torch.equal(result["embedding"], expected["embedding"])
+    assert result["head"].data_ptr() == result["embedding"].data_ptr()
+    apart = fedsim.aggregate([tied(rows[0]), {name: value.clone() for name, value in tied(rows[1]).items()}])
+    assert apart["head"].data_ptr() != apart["embedding"].data_ptr()
+
+
+def test_the_versions_of_modules_stay_in_a_state_dict(models):
+    states = [model.state_dict() for model in models]
+    assert fedsim.aggregate(states)._metadata == states[0]._metadata
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
+def test_a_dict_of_stacked_tensors_is_that_of_its_updates(models, kind):
+    states = [model.state_dict() for model in models]
+    stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+    if kind is np.ndarray:
+        stacked = {name: value.numpy() for name, value in stacked.items()}
+    result, expected = fedsim.aggregate(stacked, rule="krum", f=1), fedsim.aggregate(states, rule="krum", f=1)
+    for name, value in expected.items():
+        assert isinstance(result[name], kind)
+        assert np.array_equal(result[name], value)
+        assert str(result[name].dtype).endswith(str(value.dtype).removeprefix("torch."))
+    assert {name: len(rows) for name, rows in fedsim.attack(stacked, 2, "ipm").items()} == dict.fromkeys(stacked, 2)
+    mixed = fedsim.pre_aggregate(stacked, "nnm", f=1)
+    assert [mixed[name].shape for name in mixed] == [stacked[name].shape for name in stacked]
+
+
+def test_own_updates_of_attackers_have_the_entries_of_the_honest_ones():
+    honest = [{"a": torch.ones(1), "b": torch.ones(2)}] * 2
+    own = [{"b": torch.full((2,), 3.0), "a": torch.full((1,), 2.0)}]
+    [sent] = fedsim.attack(honest, 1, "sign_flipping", own_updates=own)
+    assert (sent["a"].tolist(), sent["b"].tolist()) == ([-2], [-3, -3])
+    with pytest.raises(ExperimentError, match=r"^own_updates\[0\]: has no entry \['a'\], which honest\[0\] has"):
+        fedsim.attack(honest, 1, "sign_flipping", own_updates=[{"b": torch.ones(2)}])
