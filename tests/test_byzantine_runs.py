@@ -89,7 +89,7 @@ def test_attackers_are_those_who_hold_a_class(tables):
     fedsim.run({**tables, **changes, "attack": attack}, on_start=lambda prepared: found.append(prepared))
     held = found[0].label_counts[:, 3]
     assert sorted(held[found[0].byzantine]) == sorted(held)[-2:]
-    with pytest.raises(ExperimentError, match=r"attack.holding = 10: no training sample has this label"):
+    with pytest.raises(ExperimentError, match=r"attack.holding = 10: must be the label of a training sample"):
         fedsim.run({**tables, **changes, "attack": {**attack, "holding": 10}})
 
 

@@ -91,7 +91,7 @@ def test_a_run_can_stop_on_a_metric(tiny_experiment):
         ({"min_delta": 0.1}, "stop.patience"),
         ({"metric": "accuracy", "target": 0.5}, "test_accuracy"),
         ({"metric": "metrics.top_k", "target": 0.5}, "stop.mode"),
-        ({"metric": "metrics.top_k", "mode": "max", "target": 0.5}, "round 1 has none"),
+        ({"metric": "metrics.top_k", "mode": "max", "target": 0.5}, "not in round 1"),
         ({"metric": "test_loss", "target": 0.5, "min_delta": 0.1}, "stop.min_delta"),
     ],
 )

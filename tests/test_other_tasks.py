@@ -142,7 +142,7 @@ def test_a_run_without_accuracy_stops_by_its_loss():
         (
             {**REGRESSION, "task": "next_token"},
             DataError,
-            r"needs a token for each place, int64 \[batch, length\], not",
+            r"needs a token for each position, int64 \[batch, length\], not",
         ),
         (
             {**REGRESSION, "model.outputs": 2},
@@ -157,7 +157,7 @@ def test_a_run_without_accuracy_stops_by_its_loss():
             ExperimentError,
             "use an attack on upd",
         ),
-        ({**REGRESSION, "task.delta": 0.5}, ExperimentError, "task.delta = 0.5: is of task.loss = huber, not of mse"),
+        ({**REGRESSION, "task.delta": 0.5}, ExperimentError, "task.delta = 0.5: is a parameter of task.loss = huber"),
         ({**REGRESSION, "task.loss": "mae"}, ExperimentError, "task.loss"),
         ({**REGRESSION, "metrics": ["perplexity"]}, ExperimentError, "metrics: .perplexity. cannot be computed"),
     ],

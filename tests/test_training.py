@@ -57,7 +57,7 @@ def test_logits_that_are_log_probabilities_at_first_are_trained_as_logits():
 def test_outputs_other_than_logits_or_log_probabilities_are_an_error(model, message):
     if message is None:
         check_outputs(model, torch.randn(6, 10), LABELS, classes=10)
-        with pytest.raises(fedsim.ExperimentError, match="tells 10 classes apart, but the labels go up to 10"):
+        with pytest.raises(fedsim.ExperimentError, match="has 10 classes, but the labels go up to 10"):
             check_outputs(model, torch.randn(6, 10), LABELS, classes=11)
     else:
         with pytest.raises(fedsim.ExperimentError, match=message):

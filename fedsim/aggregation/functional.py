@@ -92,8 +92,8 @@ def _aggregated(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfin
     update = pipeline(kept).update
     if nonfinite != "keep" and not all_finite(update):
         raise ExperimentError(
-            f"{pipeline.name}: the result is not finite; the updates hold values up to "
-            f"{float(kept.updates.abs().max()):.3g}, and {update.dtype} ends at {torch.finfo(update.dtype).max:.3g}"
+            f"{pipeline.name}: the result is not finite; updates have values up to "
+            f"{float(kept.updates.abs().max()):.3g}, and {update.dtype} at most {torch.finfo(update.dtype).max:.3g}"
         )
     return update
 

@@ -86,7 +86,7 @@ class AggregationInputs:
         return LazyRows(self.updates, gram=None if known is None else lambda: known, reduce=self.reduce)
 
     def f_for(self, stage: BoundRule) -> int | None:
-        """The stage's f less the rows that were excluded."""
+        """The stage's f minus the number of excluded rows, at least 0."""
         return None if stage.f is None else max(0, stage.f - self.excluded)
 
     def value_of(self, name: str, rows: LazyRows, stage: BoundRule) -> Any:

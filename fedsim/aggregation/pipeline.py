@@ -79,7 +79,7 @@ class Pipeline:
 
     @property
     def by_parts(self) -> bool:
-        """Whether processes with some columns each can apply it and share only products of pairs of rows."""
+        """Whether processes that have some columns each can apply it by exchanging inner products of rows only."""
         of_rule = self.rule.accepts.keys() - ({"updates"} if self.rule.columnwise else set())
         return not any(WHOLE & accepts for accepts in (*(stage.accepts.keys() for stage in self.pre), of_rule))
 

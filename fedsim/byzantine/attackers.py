@@ -11,7 +11,7 @@ from fedsim.core.randomness import numpy_generator
 
 @dataclass(frozen=True)
 class Attackers:
-    """The Byzantine workers of each round. It is false if there are none in any round.
+    """The Byzantine workers of each round. Its truth value is false if no round has any.
 
     Attributes:
         fixed: those that are Byzantine in every round.

@@ -123,7 +123,7 @@ class ClientAlgorithm:
 
     @property
     def setting(self) -> str:
-        """The key and value of [local] because of which workers do more than step along gradients; "": `solver`."""
+        """For errors: the key and value of [local] that need local steps, if that is not `local.solver`."""
         return ""
 
     @property
@@ -135,7 +135,7 @@ class ClientAlgorithm:
         return False
 
     def check_work(self, epochs: int | None, steps: int | None) -> None:
-        """Raise ExperimentError if rounds of so many epochs, or else steps, at least, are too short."""
+        """Raise ExperimentError if rounds are too short; they have at least so many epochs, or else so many steps."""
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
         """The algorithm for a model: itself, or a copy that knows, for example, which columns are personal."""
@@ -188,7 +188,7 @@ class ClientAlgorithm:
         raise NotImplementedError(f"{type(self).__name__} must define `step_rows`")
 
     def feature_points(self, state: State) -> Sequence[Tensor]:
-        """Rows [..., d] of the state at which `feature_loss` needs the model's features too; none: no such loss."""
+        """Rows [..., d] of the state at which `feature_loss` needs the model's features; () without a feature loss."""
         return ()
 
     def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:
@@ -273,13 +273,13 @@ def as_algorithm(solver: Solver) -> ClientAlgorithm:
 
 
 def exchanges(algorithm: ClientAlgorithm) -> bool:
-    """Whether an algorithm keeps worker state or sends anything besides rows, either way."""
+    """Whether workers keep state, or exchange anything but rows with the server."""
     row = torch.zeros(2)
     return any((algorithm.worker_state(row), algorithm.server_state(row), algorithm.message(row)))
 
 
 def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
-    """Whether an algorithm needs rounds of local steps, since it does more than to send and step along gradients."""
+    """Whether an algorithm needs rounds of local steps: does it do more than send gradients and step along them?"""
     row = torch.zeros(2)
     needs = (algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct"))
     state = algorithm.worker_state(row) and not algorithm.alters_gradients

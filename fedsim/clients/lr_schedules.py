@@ -118,7 +118,7 @@ def one_cycle(
 
 
 def _required(length: int | None, key: str) -> int:
-    """The length of the schedule, by default of a parameter."""
+    """A parameter of a schedule whose default is the length of the schedule, which must be known."""
     if length is None:
         raise ExperimentError(f"{key}: is required, since the number of steps of a round differs")
     return length

@@ -15,7 +15,7 @@ from fedsim.errors import ExperimentError
 
 @dataclass(frozen=True)
 class LocalSGD(ClientAlgorithm):
-    """The steps of `SGD`, with its parameters but `momentum_at`: the base of solvers that need local steps."""
+    """The local steps of `SGD`, without `momentum_at`: the base class of solvers that need local steps."""
 
     lr: NonNegative = 0.05
     momentum: Decay = 0.0
@@ -32,11 +32,11 @@ class LocalSGD(ClientAlgorithm):
 
     @property
     def decay(self) -> float:
-        """The factor of the rows in each gradient."""
+        """The weight decay of a step: `decay` times the row is added to the gradient."""
         return self.weight_decay
 
     def start(self, rows: Tensor) -> State:
-        """The state; subclasses may add the tensor "constant" [..., d], which is a part of each gradient."""
+        """The state; subclasses may add a tensor "constant" [..., d], which each step adds to the gradient."""
         return {"momentum": torch.zeros_like(rows)} if self.momentum else {}
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:

@@ -44,7 +44,7 @@ class OuterProductGrad(NamedTuple):
 
 
 class Solver(Protocol):
-    """The least that a local solver has; `fedsim.clients.ClientAlgorithm` has all that it may have."""
+    """The methods that every local solver has; `fedsim.clients.ClientAlgorithm` has the optional ones too."""
 
     def start(self, rows: Tensor) -> State:
         """The state for rows [..., d] that have not moved: tensors of the same shape."""

@@ -120,7 +120,7 @@ def readable_id(point: Mapping[str, Any]) -> str:
 def _checked(key: str, values: Any, place: str) -> list[Any]:
     """Return the values of an axis as JSON values. Raises ExperimentError for other and for repeated values."""
     if not all(part.strip() for part in key.split(".")):
-        raise ExperimentError(f"{place}: is no key of an experiment")
+        raise ExperimentError(f"{place}: is not a key of an experiment")
     values = plain(list(values) if isinstance(values, tuple) else values)
     if not isinstance(values, list) or not values:
         raise ExperimentError(f"{place} = {show(values)}: must be a list of one or more values, such as [1, 2]")
@@ -136,7 +136,7 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
             )
         own = value[LABEL] if labelled else None
         if labelled and not (isinstance(own, str) and own.strip()):
-            raise ExperimentError(f"{where}.{LABEL} = {show(own)}: must be a text")
+            raise ExperimentError(f"{where}.{LABEL} = {show(own)}: must be a string that is not empty")
         name = (labelled, own if labelled else canonical(value))
         if name in names:
             raise ExperimentError(f"{place}: {f'the label {show(own)}' if labelled else show(value)} is repeated")

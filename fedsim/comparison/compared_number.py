@@ -1,4 +1,4 @@
-"""Checks of the number that runs are compared by: before the runs, as far as experiments show it, and after them."""
+"""Check the number that runs are compared by: before the runs in their experiments, afterwards in their records."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
 from fedsim.records.record import METRICS, RoundRecord, metric_called, metrics_in
 
-BY_NAME = tuple(f"{metric.key}." for metric in METRICS if "{}" in metric.label)  # what is recorded, runs alone show
+BY_NAME = tuple(f"{metric.key}." for metric in METRICS if "{}" in metric.label)  # only records show which
 KEYS = [metric.key for metric in METRICS if "{}" not in metric.label]
 
 
 def check_number(by: Any, experiments: Sequence[Experiment]) -> None:
-    """Raise ExperimentError if rounds of these experiments cannot have the number `by`, such as "-metrics.drift"."""
+    """Raise ExperimentError if these experiments cannot record the number `by`, such as "-metrics.drift"."""
     where = f"by = {show(by)}"
     if not isinstance(by, str):
         raise ExperimentError(f"{where}: must be the name of a number of a round, such as test_loss")
@@ -33,8 +33,8 @@ def check_number(by: Any, experiments: Sequence[Experiment]) -> None:
 
 
 def require_number(by: str, last: Sequence[RoundRecord]) -> None:
-    """Raise ExperimentError if none of the last rounds of the finished runs has the number `by`."""
+    """Raise ExperimentError if there are last rounds of finished runs, and none of them has the number `by`."""
     metric = metric_called(by)
     if last and all(metric.read(record) is None for record in last):
         hint = nearest(metric.key, [each.key for each in metrics_in(last)])
-        raise ExperimentError(f"by = {show(by)}: no run has this number after its last round; {hint}")
+        raise ExperimentError(f"by = {show(by)}: no run has recorded this number in its last round; {hint}")

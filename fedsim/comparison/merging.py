@@ -61,7 +61,7 @@ def _sources(folder: Path) -> list[Path]:
     """Return the folders with a grid.json: this one, and its shards."""
     found = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / GRID).is_file()]
     if not found:
-        raise RecordError(f"{folder}: is no folder of a comparison (no {GRID}, and no shards in {SHARDS}/)")
+        raise RecordError(f"{folder}: is not the folder of a comparison (no {GRID}, and no shards in {SHARDS}/)")
     return found
 
 

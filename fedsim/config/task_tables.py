@@ -45,7 +45,7 @@ class Task(PlugTable):
         self.bind()
 
     def bind(self) -> LearningTask:
-        """The task: an instance of a dataclass, or what a function makes."""
+        """The task with its parameters: an instance of the dataclass `name`, or the result of the function `name`."""
         task = super().bind()
         task = task if is_dataclass(self.plug.target) else task()
         if missing := [name for name in ("loss", "check_outputs") if not hasattr(task, name)]:

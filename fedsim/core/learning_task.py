@@ -1,6 +1,6 @@
-"""Learning tasks: the loss of training and of tests, and which answers are correct. Here are those with class labels.
+"""Learning tasks: the loss of training and of tests, and which answers are correct.
 
-Tasks with other targets are in `fedsim/core/other_tasks.py`.
+This module has the tasks with class labels; tasks with other targets are in `fedsim/core/other_tasks.py`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Classification:
                 "returns probabilities; must return logits or log-probabilities (no softmax at the end)"
             )
         if classes > outputs.shape[1]:
-            raise ExperimentError(f"tells {outputs.shape[1]} classes apart, but the labels go up to {classes - 1}")
+            raise ExperimentError(f"has {outputs.shape[1]} classes, but the labels go up to {classes - 1}")
 
 
 @learning_task("binary")
@@ -151,7 +151,7 @@ class Binary:
         if shape not in ((samples,), (samples, 1)):
             raise ExperimentError(f"must return logits [batch] or [batch, 1], for {samples} inputs not {shape}")
         if classes > 2:
-            raise ExperimentError(f"tells two classes apart, but the labels go up to {classes - 1}")
+            raise ExperimentError(f"has two classes, but the labels go up to {classes - 1}")
 
 
 CLASSIFICATION = Classification()

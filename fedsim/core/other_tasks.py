@@ -55,7 +55,7 @@ def regression(
     tensor([0.5000, 2.5000])
     """
     if delta != 1 and loss != "huber":
-        raise ExperimentError(f"task.delta = {delta}: is of task.loss = huber, not of {loss}; omit it")
+        raise ExperimentError(f"task.delta = {delta}: is a parameter of task.loss = huber, not of {loss}; omit it")
     return Regression(loss, delta)
 
 
@@ -94,11 +94,11 @@ class NextToken:
         """Raise DataError for other targets, and ExperimentError for another shape and for too few classes."""
         if targets.ndim != 2 or targets.is_floating_point():
             shown = f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}"
-            raise DataError(f"the task next_token needs a token for each place, int64 [batch, length], not {shown}")
+            raise DataError(f"the task next_token needs a token for each position, int64 [batch, length], not {shown}")
         shape, wanted = shape_of(outputs), list(targets.shape)
         if not isinstance(outputs, Tensor) or outputs.ndim != 3 or outputs.shape[:2] != targets.shape:
             raise ExperimentError(
                 f"must return logits [batch, length, classes], for targets of the shape {wanted} not {shape}"
             )
         if classes > outputs.shape[2]:
-            raise ExperimentError(f"tells {outputs.shape[2]} tokens apart, but the targets go up to {classes - 1}")
+            raise ExperimentError(f"has {outputs.shape[2]} classes of tokens, but the targets go up to {classes - 1}")

@@ -29,7 +29,7 @@ class Optimizer(Protocol):
 
 
 class MetricSums(NamedTuple):
-    """Sums over samples: of the loss, of correct answers (counted by `test` only), and of samples, or of their answers.
+    """Sums over batches: the loss, the correct answers (counted by `test` only), and the number of samples or answers.
 
     The sums are 0-dimensional tensors on the device of the model, so that the host never waits for the device.
     """

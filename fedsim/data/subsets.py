@@ -56,7 +56,7 @@ class CustomSubset(Subset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """The samples at these positions of the subset; a DataLoader's fetcher calls this."""
+        """A list of the samples number `indices` of the subset. A DataLoader calls this for each batch."""
         positions = self.indices[torch.as_tensor(indices)]
         fetch = getattr(self.dataset, "__getitems__", None)
         numbers = positions.tolist()
@@ -67,7 +67,7 @@ class CustomSubset(Subset):
         return [(x, sample[1]) for x, sample in zip(inputs, samples, strict=True)]
 
     def gather(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The inputs [batch, ...] and targets [batch, ...] at these positions of the subset, as two tensors."""
+        """The inputs [batch, ...] and the targets [batch, ...] of the samples number `positions` of the subset."""
         if isinstance(self.dataset, TensorData):
             inputs, targets = self.dataset.gather(self.indices[positions])
         elif isinstance(self.dataset, TensorDataset):

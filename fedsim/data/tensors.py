@@ -70,7 +70,7 @@ class TensorData(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Any]]:
-        """The samples at these positions, with a class as an int; a DataLoader's fetcher calls this."""
+        """A list of the samples at these positions; class labels are ints. A DataLoader calls this for each batch."""
         inputs, targets = self.gather(torch.as_tensor(indices))
         return list(zip(inputs, targets.tolist() if self.has_labels else targets, strict=True))
 
@@ -113,7 +113,7 @@ class TensorData(Dataset):
         return replace(self, inputs=self.inputs.to(device), targets=targets, dtype=dtype)
 
     def take(self, positions: np.ndarray) -> TensorData:
-        """The samples at these positions, as a data set of its own."""
+        """A new data set of the samples at these positions."""
         index = torch.from_numpy(positions).to(self.inputs.device)
         ids = None if self.ids is None else self.ids[positions]
         inputs, targets = (tensor.index_select(0, index) for tensor in self.tensors)
@@ -169,7 +169,7 @@ def as_targets(targets: Sequence[Any]) -> np.ndarray:
     for index, (target, value) in enumerate(zip(targets, values, strict=True)):
         place = f"the target of sample {index} is"
         if value.dtype.kind not in "iubf":
-            raise DataError(f"{place} a {type(target).__name__}; it must be a number or an array of numbers")
+            raise DataError(f"{place} a {type(target).__name__}; targets must be numbers, or arrays of numbers")
         if value.size != values[0].size:
             raise DataError(
                 f"{place} of shape {list(value.shape)}, and that of sample 0 of {list(values[0].shape)}; all must have "

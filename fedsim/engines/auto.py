@@ -141,7 +141,7 @@ class AutoEngine(Engine):
 
 
 def _what_plans_depend_on(task: TaskSpec, shared: SharedState) -> str:
-    """Of a task; the runs of a comparison that differ in nothing of this share a plan."""
+    """The facts of a task that decide its plan; tasks with the same facts share a plan."""
     inputs, shards = shared.train.inputs, shared.shards
     held = len(shared.train) if shards.listed else work_of_a_round(task.schedule, shared)
     sizes = held, len(shards), len(shared.test), shared.rows.shape

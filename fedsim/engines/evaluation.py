@@ -165,7 +165,7 @@ class Evaluation:
         """The four sums of the batch of these samples. All of it happens on the device."""
         shared = self._shared
         inputs, targets = self._data.gather(positions)
-        module.take(row.copy_(shared.global_row), gradient, shared.global_buffers)
+        module.load(row.copy_(shared.global_row), gradient, shared.global_buffers)
         tally = self._test(module, inputs, targets, positions)
         return [tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)]
 
@@ -205,7 +205,7 @@ class Evaluation:
             self._sums.index_copy_(0, self._number, sums.unsqueeze(0))
             self._number.add_(1).remainder_(whole)
             if module.changed():
-                raise ExperimentError("the model changes its attributes as it is tested")
+                raise ExperimentError("the model changes its attributes in a test")
 
         try:
             self._replay = GraphPool(self._task.device).capture(test_next)

@@ -55,10 +55,10 @@ class Exchange(Protocol):
         """Give every process all rows of `values`, of which process i has computed rows i, i + count, ..."""
 
     def total(self, sent: SentUpdates) -> SentUpdates:
-        """The updates that all processes have sent, or of this process alone if the engine adds them up."""
+        """The sum of `sent` over all ranks; in processes of one machine `sent` itself, which the engine adds up."""
 
     def gather(self, found: dict[int, T]) -> dict[int, T]:
-        """What all processes have found, or this process alone if the engine joins them."""
+        """The union of `found` over all ranks; in processes of one machine `found` itself, which the engine joins."""
 
     def describe_failure(self) -> str:
         """What has failed here, as part of a sentence: `worker 3 in round 2 failed`."""

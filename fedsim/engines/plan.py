@@ -73,7 +73,7 @@ class Workload:
 
     @classmethod
     def of(cls, task: TaskSpec, shared: SharedState) -> Workload:
-        """Count it. Takes one training step on a few samples."""
+        """Count the work of a run, with one training step on a few samples."""
         d = len(shared.global_row)
         row_steps, samples = work_of_a_round(task.schedule, shared)
         return cls(
@@ -90,7 +90,7 @@ class Workload:
 
     @property
     def seconds_of_a_round(self) -> float:
-        """That one core takes for training and testing, nominally."""
+        """The estimated seconds of one core for the training and the test of a round."""
         moved = 6 * self.parameters * self.itemsize  # bytes of a step: the row, its gradient and the new row
         samples = self.samples + self.test_samples / 3  # a forward pass is a third of a training step
         arithmetic = samples * self.flops * (self.itemsize / 4) / FLOPS_PER_SECOND
@@ -177,7 +177,7 @@ def work_of_a_round(schedule: Schedule, shared: SharedState) -> tuple[float, flo
 
 
 def _flops_of_a_sample(task: TaskSpec, shared: SharedState, default: float) -> float:
-    """Of a forward and a backward pass; `default` for a model that does not run on a few samples."""
+    """FLOPs of a forward and a backward pass; `default` for a model that does not run on a few samples."""
     count = min(SAMPLES, len(shared.train))
     inputs, targets = shared.train.gather(torch.arange(count))
     from torch.utils.flop_counter import FlopCounterMode  # takes a tenth of a second, and only this function needs it

@@ -25,7 +25,7 @@ class SampleLosses:
     def __call__(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
         """The mean loss of a copy of a row [d] on the samples of a worker."""
         task = self._task
-        self._module.take(row.clone(), self._gradient, buffers)
+        self._module.load(row.clone(), self._gradient, buffers)
         seed_everything(task.device, task.seed, "losses", round, worker)
         batches = self._batch_source.samples_seen(worker, round, test_batch_size(task.device))
         return test(self._module.module, batches, task.learning_task.loss, None, counts_of(task.learning_task)).loss

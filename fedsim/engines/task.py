@@ -88,7 +88,7 @@ class TaskSpec:
         return self.rule.accepts("last") or (bool(self.byzantine) and "last" in self.attack.accepts)
 
     def sync_in(self, round: int) -> Sync:
-        """What is aggregated in a round."""
+        """Whether a round aggregates gradients or parameters."""
         return "gradients" if round <= self.gradient_rounds else "parameters"
 
     @property
@@ -98,7 +98,7 @@ class TaskSpec:
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """What is aggregated in any round, first things first."""
+        """What the rounds of the run aggregate, in order: ("gradients", "parameters") for post-local SGD."""
         return tuple(dict.fromkeys(map(self.sync_in, (1, self.rounds))))
 
     @property

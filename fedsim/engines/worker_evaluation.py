@@ -119,7 +119,7 @@ class WorkerTests:
 
     def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float | None]:
         task = self._task
-        self._module.take(row.clone(), self._gradient, buffers)
+        self._module.load(row.clone(), self._gradient, buffers)
         seed_everything(task.device, task.seed, "worker_test", member.round, member.worker)
         batches = self._batch_source.test_samples(member.worker, member.round, test_batch_size(task.device))
         learning = task.learning_task

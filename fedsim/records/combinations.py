@@ -48,7 +48,7 @@ class Combination:
 
     @property
     def score(self) -> Estimate | None:
-        """The mean over the seeds of the number that is compared, after the last round; None if no run has one."""
+        """The mean over the seeds of the compared number in the last round; None if no run has it."""
         return estimate(list(self._scores.values()))
 
     def difference_to(self, other: Combination) -> Estimate | None:

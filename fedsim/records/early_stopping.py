@@ -62,7 +62,7 @@ class EarlyStopping:
         if record[first] is None or any(each not in record[first] for each in name):
             known = [key for key in ("test_loss", "test_accuracy", "train_loss") if record[key] is not None]
             hint = nearest(self._stop.metric, [*known, *(f"metrics.{each}" for each in record.metrics)])
-            raise ExperimentError(f"stop.metric = {show(self._stop.metric)}: round {record.round} has none; {hint}")
+            raise ExperimentError(f"stop.metric = {show(self._stop.metric)}: not in round {record.round}; {hint}")
 
 
 def stop_reason(history: Iterable[RoundRecord], stop: Stop) -> str | None:

@@ -203,9 +203,11 @@ def _content_of(folder: Path) -> dict[str, Any]:
 def _read_partition(path: Path) -> StoredPartition:
     partition = _validated(StoredPartition, path, MOST_PARTITION_BYTES)
     if len({len(row) for row in partition.counts}) > 1:
-        raise RecordError(f"{path}: counts: every worker must have as many numbers, one per class")
+        raise RecordError(f"{path}: counts: every worker must have one number per class")
     if partition.workers is not None and len(partition.workers) != len(partition.counts):
-        raise RecordError(f"{path}: counts: of {len(partition.counts)} workers, and {len(partition.workers)} are named")
+        raise RecordError(
+            f"{path}: counts: has {len(partition.counts)} workers, and workers has {len(partition.workers)}"
+        )
     return partition
 
 

@@ -52,9 +52,10 @@ UPDATES = "updates-{round:05d}.safetensors"
 
 @contextlib.contextmanager
 def new_folder(name: str) -> Iterator[Path]:
-    """Make runs/<name>-<date>-<time>, with a number if that exists; it is removed if it is empty after the block.
+    """Make the folder runs/<name>-<date>-<time>. If the block leaves it empty, remove it at the end.
 
-    Programs that start at the same time get different folders. Raises RecordError if it cannot be made.
+    If the folder exists, a number is added to the name, so programs that start at the same time get different
+    folders. Raises RecordError if the folder cannot be made.
     """
     stem = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     numbered = (stem.with_name(f"{stem.name}-{number}") for number in itertools.count(2))

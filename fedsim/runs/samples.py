@@ -21,7 +21,7 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
     if worker_tests is not None and worker_tests.listed:
         samples = np.setdiff1d(samples, np.concatenate([worker_tests.of(k).numpy() for k in range(len(worker_tests))]))
     if size > len(samples):
-        raise ExperimentError(f"aggregate.root_samples = {size}: there are {len(samples)} training samples")
+        raise ExperimentError(f"aggregate.root_samples = {size}: must be at most {len(samples)}, the training samples")
     return np.sort(samples[numpy_generator(experiment.seed, "root").choice(len(samples), size, replace=False)])
 
 
@@ -51,16 +51,19 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
                 "use attack.fraction or attack.workers"
             )
         if not (labels == attack.holding).any():
-            raise ExperimentError(f"{place}: no training sample has this label; the labels are 0 to {labels.max()}")
+            raise ExperimentError(f"{place}: must be the label of a training sample, from 0 to {labels.max()}")
         if workers_to_describe(shards, experiment.seed) is not None:
-            raise ExperimentError(f"{place}: needs shards that are listed, or at most {MOST_SAMPLED} workers")
+            raise ExperimentError(f"{place}: a virtual partition may have at most {MOST_SAMPLED} workers with this key")
         held = np.array([(labels[shards.of(worker).numpy()] == attack.holding).sum() for worker in range(workers)])
         fixed = np.argsort(-held, kind="stable")[:count].tolist()
     return Attackers(frozenset(fixed), drawn, attack.start_round)
 
 
 def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
-    """Workers drawn at random that represent a large virtual population; None if all can be described."""
+    """Some workers, drawn at random, whose shards are described in place of all; None if all are described.
+
+    The shards of a virtual population are drawn one by one, so those of a large one are not all drawn for this.
+    """
     if shards.listed or len(shards) <= MOST_SAMPLED:
         return None
     return sample_workers(numpy_generator(seed, "look"), len(shards), MOST_SAMPLED).tolist()

@@ -1,4 +1,4 @@
-"""Choices along an axis of a comparison: tuning on validation samples, and the worst case."""
+"""Comparisons that choose one value of an axis: --tune by validation results, --worst by the worst test result."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def test_choices_are_stored_and_merged_from_shards(cli, serial, tmp_path):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"tune": "local.lrs"}, r'tune = "local.lrs": is no axis that varies; did you mean "local.lr"'),
-        ({"worst": "seed"}, 'worst = "seed": is no axis that varies'),
+        ({"tune": "local.lrs"}, r'tune = "local.lrs": is not an axis that varies; did you mean "local.lr"'),
+        ({"worst": "seed"}, 'worst = "seed": is not an axis that varies'),
         ({"tune": "local.lr", "worst": "local.lr"}, 'worst = "local.lr": is tuned; choose another axis'),
         ({"tune": "local.lr"}, 'tune = "local.lr": values are chosen by validation results; add data.validation=0.1'),
     ],

@@ -73,7 +73,7 @@ def test_the_number_is_stored_and_reported(cli, tmp_path):
     assert "test loss after the last round" in again.stdout
     wrong = cli("compare", "grid", "--allow-imports", "--by", "metrics.drift")
     assert wrong.exit_code == 2
-    assert 'by = "metrics.drift": no run has this number after its last round' in wrong.stderr
+    assert 'by = "metrics.drift": no run has recorded this number in its last round' in wrong.stderr
 
 
 @pytest.mark.parametrize(

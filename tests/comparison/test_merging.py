@@ -70,7 +70,7 @@ def test_shards_of_different_grids_are_not_merged(cli, tmp_path):
         assert cli("compare", *words, "--shard", "0/2", "--out", folder, "-q").exit_code == 0
     with pytest.raises(fedsim.RecordError, match="holds another grid than .*\nrounds: 1 there, 2 here"):
         merge([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
-    with pytest.raises(fedsim.RecordError, match="is no folder of a comparison"):
+    with pytest.raises(fedsim.RecordError, match="is not the folder of a comparison"):
         merge([tmp_path], tmp_path / "c")
 
 

@@ -214,10 +214,10 @@ def test_jumping_to_a_step_is_going_there(moments, changes, prepared):
 
 def test_a_worker_that_goes_step_by_step_goes_through_nothing_twice(prepared):
     batch_source = BatchSource(*prepared())
-    lap = batch_source.lap(step_of(4, 1, 2))
-    assert lap.steps_done == 2
-    next(lap)
-    assert batch_source.lap(step_of(4, 1, 3)) is lap
+    iterator = batch_source.iterator_of(step_of(4, 1, 2))
+    assert iterator.steps_done == 2
+    next(iterator)
+    assert batch_source.iterator_of(step_of(4, 1, 3)) is iterator
 
 
 def test_a_member_may_have_fewer_or_more_steps_than_the_schedule(prepared):

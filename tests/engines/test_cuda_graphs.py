@@ -126,7 +126,7 @@ def test_a_solver_that_makes_new_state_is_captured_unless_it_begins_it_late(late
     tables = {**tiny_experiment, **BATCHED, "local": local, "partition": "tests.plugs:uneven"}
     expected = fedsim.run({**tables, "cuda_graphs": False})
     if late:
-        with pytest.warns(FedsimWarning, match="local.solver makes state that its `start` does not"):
+        with pytest.warns(FedsimWarning, match="local.solver adds state in its steps that its `start` does not return"):
             found = fedsim.run(tables)
     else:
         found = fedsim.run(tables)

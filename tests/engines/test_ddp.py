@@ -89,11 +89,11 @@ def test_their_gradients_add_up_in_one_row():
     buffers[:] = modules[0].layout.read_buffers(modules[0].module)
     expected = torch.zeros_like(gradient)
     for module, own, inputs in zip(modules, buffers, torch.rand(2, 4, 1, 28, 28), strict=True):
-        module.take(row, gradient, own)
+        module.load(row, gradient, own)
         before = gradient.clone()
         module.module(inputs).square().sum().backward()
         expected += gradient - before
-        module.give(own)
+        module.store(own)
     assert torch.equal(gradient, expected)
     assert all(parameter.grad.data_ptr() >= gradient.data_ptr() for parameter in model.parameters)
     assert not torch.equal(*buffers)

@@ -47,7 +47,7 @@ def test_torchrun_within_a_job_of_slurm_goes_by_torchrun():
 def test_mpiruns_ranks_on_several_hosts_need_an_address():
     place = RankInfo.of(OPENMPI)
     assert (place.rank, place.count, place.local_rank, place.address[0]) == (1, 2, 1, LOOPBACK)
-    with pytest.raises(fedsim.ExperimentError, match="MASTER_ADDR: is not set, and 1 of 2 ranks are elsewhere"):
+    with pytest.raises(fedsim.ExperimentError, match="MASTER_ADDR: not set, and 1 of 2 ranks are on other hosts"):
         RankInfo.of({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
 
 

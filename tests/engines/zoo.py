@@ -308,8 +308,8 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
 
 REFUSED_TEXTS = ("LSTM", "transformer with dropout", "embedding of bounded norm")
 STATE = "its training changes attributes or unsaved buffers, which no row holds"
-DRAWS = "it draws random numbers by other means than torch.nn.functional.dropout"
-OTHERWISE = "the gradient of {} comes out otherwise when rows are stacked"
+DRAWS = "it draws random numbers outside of torch.nn.functional.dropout"
+OTHERWISE = "the gradient of {} changes when rows are stacked"
 VMAP = "torch.func.vmap cannot run it: "
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "torch.dropout": (lambda: in_training(lambda outputs: torch.dropout(outputs, 0.3, True)), DRAWS),
     "dropout of weights": (
         lambda: functional(lambda x, weight, bias: F.linear(x, F.dropout(weight, 0.3), bias)),
-        "it has dropout of something else than [batch, ...]",
+        "it has dropout of a tensor whose first dimension is not the batch",
     ),
     "dropout for few": (
         lambda: in_training(lambda outputs: F.dropout(outputs, 0.3) if len(outputs) < 4 else outputs),

@@ -118,7 +118,7 @@ class Gram:
 
     @cached_property
     def _reach(self) -> np.ndarray:
-        """Distances [m] of the rows from the centre, on which the digits of products depend."""
+        """Distances [m] of the rows from the centre: rounding errors of products grow with them."""
         if self._mixing is None:
             squares = self._basis.numpy().diagonal()[:-1]
         else:

@@ -63,7 +63,7 @@ class KAsync(FirstK):
 
     def check(self, n_workers: int) -> None:
         if self.k > n_workers:
-            raise ExperimentError(f"policy.k = {self.k}: must be at most the {n_workers} workers at work")
+            raise ExperimentError(f"policy.k = {self.k}: must be at most {n_workers}, the workers at work")
 
 
 @policy("k_sync")
@@ -105,5 +105,5 @@ class Backup(FirstK):
     def check(self, n_workers: int) -> None:
         if self.backups >= n_workers:
             raise ExperimentError(
-                f"policy.backups = {self.backups}: must be fewer than the {n_workers} workers at work"
+                f"policy.backups = {self.backups}: must be less than {n_workers}, the workers at work"
             )

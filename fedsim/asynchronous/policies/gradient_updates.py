@@ -122,7 +122,9 @@ class StalenessAware(Policy):
 
     def check(self, n_workers: int) -> None:
         if self.softsync is not None and self.softsync > n_workers:
-            raise ExperimentError(f"policy.softsync = {self.softsync}: must be at most the {n_workers} workers at work")
+            raise ExperimentError(
+                f"policy.softsync = {self.softsync}: must be at most {n_workers}, the workers at work"
+            )
 
     def start(self, server: ServerState) -> State:
         return {"sum": torch.zeros_like(server.global_row), "count": torch.zeros(1, dtype=torch.int64)}

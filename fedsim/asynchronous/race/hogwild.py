@@ -52,7 +52,7 @@ class HogwildWorker(RaceWorker):
         server.begin(slot, slot)
         if self._pulls_buffers:
             shared.buffers[slot] = shared.global_buffers
-        module.take(shared.global_row, server.rows[slot], shared.buffers[slot])
+        module.load(shared.global_row, server.rows[slot], shared.buffers[slot])
         module.module.train()
         loss_sum, loss_samples = torch.zeros((), dtype=wide_dtype(device), device=device), 0
         dropout = self._dropout.of(slot, round)
@@ -71,7 +71,7 @@ class HogwildWorker(RaceWorker):
                 loss_samples += len(targets)
             stats.samples[slot] += len(targets)
             yield step
-        module.give(shared.buffers[slot])
+        module.store(shared.buffers[slot])
         server.end(slot, slot)
         stats.loss_sum += loss_sum.item()
         stats.loss_samples += loss_samples

@@ -106,4 +106,4 @@ def _require_same_experiment(where: str, raced: Mapping[str, Any], experiment: M
     for key in sorted(there.keys() | here.keys()):
         if key.partition(".")[0] not in FREE and there.get(key) != here.get(key):
             was, now = (show(each[key]) if key in each else "left out" for each in (there, here))
-            raise ExperimentError(f"{where}: is of a race with {key} = {was}, and here it is {now}")
+            raise ExperimentError(f"{where}: is the log of a race with {key} = {was}; in this experiment it is {now}")

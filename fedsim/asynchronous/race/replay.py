@@ -45,7 +45,7 @@ class LoggedOrder:
     def run_round(self, round: int) -> None:
         """Repeat a round."""
         if round not in self._log:
-            raise ExperimentError(f"clock.log = {show(self._path)}: has {len(self._log)} rounds, not {round}")
+            raise ExperimentError(f"clock.log = {show(self._path)}: has {len(self._log)} rounds, so not round {round}")
         starts = [Event(entry.begun, True, entry) for entry in self._log[round] if entry.kind != LEFT]
         for event in sorted([*starts, *(Event(entry.taken, False, entry) for entry in self._log[round])]):
             slot = event.entry.worker

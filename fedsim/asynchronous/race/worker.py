@@ -31,10 +31,10 @@ Progress = list[tuple[int, dict[str, Any]]]  # (run, state of its scheduler)
 
 @dataclass
 class ProcessResult:
-    """The result of one process in a round, or the sum over several.
+    """What one process did in a round of a race: counts, measurements and log entries. `add` sums over processes.
 
     Attributes:
-        entries: of the log, if the policy locks the server.
+        entries: entries of the log; none unless the policy locks the server.
     """
 
     stats: RoundStats = field(default_factory=RoundStats)

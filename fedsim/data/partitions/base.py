@@ -97,7 +97,7 @@ def partition_shards(
             raise ExperimentError(f"ids: must be [{len(labels)}], one for each sample, not of shape {ids.shape}")
     elif plug.takes.get("ids"):
         raise ExperimentError(
-            f'partition.strategy = "{strategy}": needs to know whose each sample is, and this data set does not say; '
+            f'partition.strategy = "{strategy}": needs the owner of each sample, which this data set does not have; '
             "give `ids`, one for each sample"
         )
     if plug.takes.get("by_class") and not has_classes(np.asarray(labels)):

@@ -46,7 +46,7 @@ class SharedModel:
         self.parameters = [parameter for parameter in self._pattern.parameters() if parameter.requires_grad]
 
     def new_module(self) -> nn.Module:
-        """A further module, as at the start except for the parameters, which have their current values."""
+        """Another module: the model at its start, except that it has the current values of the shared parameters."""
         return copy.deepcopy(self._pattern, {id(parameter): parameter for parameter in self.parameters})
 
     def refusal(self, task: TaskSpec, inputs: Tensor, targets: Tensor) -> str | None:
@@ -157,7 +157,7 @@ class ParallelTrainer(RowTrainer):
         assert task.hook is not None
         self._ranks, self._model = ranks, model
         self._sharing: list[RowModule] = []  # one for each member
-        self._module_of(0).take(shared.global_row, self._gradient, shared.global_buffers)  # binds the parameters
+        self._module_of(0).load(shared.global_row, self._gradient, shared.global_buffers)  # binds the parameters
         self._exchanged = PrecomputedLoss(model.parameters)
         self._active: list[SyncParticipant] = []  # in the current step
         self.hook = task.hook.start(ranks.group_of_hooks, draw_key(task.seed, "hook") % 2**32)
@@ -176,7 +176,7 @@ class ParallelTrainer(RowTrainer):
         self._participants = []
         for place, member in enumerate(members):
             module = self._module_of(place)
-            module.take(shared.global_row, self._gradient, shared.buffers[member.slot])
+            module.load(shared.global_row, self._gradient, shared.buffers[member.slot])
             self._participants.append(self._participant(member, module))
 
     def mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:

@@ -84,7 +84,7 @@ class RankGroup:
         elif cls.joined._settings != settings:
             raise ExperimentError(
                 "the ranks have joined already, with init, backend, timeout and device "
-                f"{show(list(cls.joined._settings))}; these are others: {show(list(settings))}"
+                f"{show(list(cls.joined._settings))}; they cannot join again with {show(list(settings))}"
             )
         return cls.joined
 
@@ -192,7 +192,7 @@ class RankGroup:
     def require_usable(self) -> None:
         """Raise WorkerError if the ranks are out of step after an earlier failure."""
         if self._spoilt:
-            raise WorkerError(f"the ranks have come out of step ({self._spoilt}); start the program again")
+            raise WorkerError(f"the ranks are out of step ({self._spoilt}); start the program again")
 
     def give_up(self, why: str) -> str:
         """Tell the others why this rank ends; returns the cause of the first rank that has ended."""

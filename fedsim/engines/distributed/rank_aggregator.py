@@ -184,7 +184,7 @@ class RankAggregator:
             self._first.aggregator.restore_rule({})
 
     def rule_state(self) -> dict[str, Tensor]:
-        """The states of the rule and of the attack: of the first rank what sees whole rows; else all have the same."""
+        """The states of the rule and of the attack. Those that see whole rows have a state in the first rank only."""
         return self._part.rule_state() | (self._first.aggregator.rule_state() if self._first.aggregator else {})
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
@@ -283,7 +283,7 @@ class RankAggregator:
         return facts[0].nonzero().flatten().tolist()
 
     def _sum(self, context: AggregationContext, places: list[list[int]]) -> AggregationStats:
-        """A linear rule, and a server step without a state: one sum over the ranks gives all of them the update.
+        """A linear rule, and a server step without a state: a sum over the ranks gives each of them the whole update.
 
         A rank with a row that is not finite makes the sum NaN, and only then the ranks find out which rows those are.
         """
@@ -300,7 +300,7 @@ class RankAggregator:
         return stats
 
     def _sum_columns(self, context: AggregationContext, places: list[list[int]], bad: list[int]) -> AggregationStats:
-        """A linear rule, and a server step whose state each rank has of its own columns: these are summed there."""
+        """A linear rule, and a server step with a state: each rank sums its own columns, of which it has the state."""
         group, columns = self._group, self._columns
         stats = self._part.linear_stats(context, bad)
         parts = columns.parts(self._weighted_sum(context, places, stats))
@@ -317,7 +317,7 @@ class RankAggregator:
     def _aggregate_columns(
         self, context: AggregationContext, places: list[list[int]], bad: list[int]
     ) -> AggregationStats:
-        """A rule by columns, or by products of pairs: each rank applies it to its columns of all rows."""
+        """A columnwise rule, or a rule of inner products: each rank applies it to its columns of all rows."""
         width = self._columns.size(self._group.index)
         parts = self._columns.parts(self._own_rows(context, places))
         received = self._group.exchange(parts, [len(theirs) * width for theirs in places], "aggregate")

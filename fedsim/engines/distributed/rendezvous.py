@@ -78,7 +78,7 @@ class RankInfo:
         place = cls.of(os.environ)
         if place is None:
             raise ExperimentError(
-                'engine = "distributed": this process is one of no group (RANK and WORLD_SIZE are not set); '
+                'engine = "distributed": this process has no rank (RANK and WORLD_SIZE are not set); '
                 f"start it by a launcher: {COMMAND}"
             )
         return place
@@ -98,7 +98,7 @@ def _address(environ: Mapping[str, str], count: int, local_count: str | None) ->
         host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
     if host is None and local_count is not None and local_count in environ and _number(environ, local_count) < count:
         raise ExperimentError(
-            f"MASTER_ADDR: is not set, and {count - _number(environ, local_count)} of {count} ranks are elsewhere; "
+            f"MASTER_ADDR: not set, and {count - _number(environ, local_count)} of {count} ranks are on other hosts; "
             "give the address of the host of rank 0"
         )
     if "MASTER_PORT" in environ:

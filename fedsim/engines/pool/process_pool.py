@@ -181,7 +181,7 @@ class ProcessPool:
         return f"process {index}, {self._table.activity(index)}"
 
     def _silence(self, pending: list[int]) -> ProcessLostError:
-        """All of `pending` are silent. They wait for the process that has crossed the fewest barriers."""
+        """The error if all of `pending` are silent; it names the one that has crossed the fewest barriers."""
         index = min(pending, key=lambda each: (self._table.read(each, ARRIVALS), self._table.read(each, WAITING)))
         why = self._children[index].describe_silence()
         if not self._children[index].started:

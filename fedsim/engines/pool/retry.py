@@ -1,4 +1,4 @@
-"""What to do again after a process was lost, how often, and what is reported of it."""
+"""Repeat work after the loss of a process, at most a given number of times, and report each loss."""
 
 from __future__ import annotations
 

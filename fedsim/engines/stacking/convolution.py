@@ -31,7 +31,7 @@ Convolution = Callable[..., Tensor]
 
 
 class Options(NamedTuple):
-    """What F.conv1d, F.conv2d and F.conv3d take behind the bias."""
+    """What F.conv1d, F.conv2d and F.conv3d take after the bias."""
 
     stride: Any = 1
     padding: Any = 0
@@ -40,7 +40,7 @@ class Options(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the fastest way depends on.
+    """The sizes that decide which way is fastest.
 
     Attributes:
         rows: of the stack.

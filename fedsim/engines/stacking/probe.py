@@ -108,9 +108,9 @@ def _try(task: TaskSpec, inputs: Tensor, targets: Tensor, precision: Precision =
     if differ(start, module):
         raise not_stackable("its training changes attributes or unsaved buffers, which no row holds")
     if global_states(task.device) != generators:
-        raise not_stackable("it draws random numbers by other means than torch.nn.functional.dropout")
+        raise not_stackable("it draws random numbers outside of torch.nn.functional.dropout")
     if any(samples != len(inputs) for samples in recording.samples):
-        raise not_stackable("it has dropout of something else than [batch, ...]")
+        raise not_stackable("it has dropout of a tensor whose first dimension is not the batch")
     buffers = Layout.of(module).read_buffers(module)
     return ProbeResult(outputs.detach(), buffers, tuple(recording.dropouts), sum(kept.values()) // len(inputs))
 
@@ -169,11 +169,11 @@ def _compare_gradients(
         expected = _plain_gradients(task.learning_task, module.train(), stacked.inputs[k], stacked.targets[k])
         for entry, gradient, reference in zip(layout.parameters, stacked.gradients, expected, strict=True):
             if not _agree(gradient[k], reference, task.dtype):
-                raise not_stackable(f"the gradient of {entry.name} comes out otherwise when rows are stacked")
+                raise not_stackable(f"the gradient of {entry.name} changes when rows are stacked")
         read = layout.read_buffers(module, out=stacked.buffers[k])
         for entry in layout.buffers:
             if not _agree(stacked.buffers_after[k, entry.span], read[entry.span], task.dtype):
-                raise not_stackable(f"the buffer {entry.name} comes out otherwise when rows are stacked")
+                raise not_stackable(f"the buffer {entry.name} changes when rows are stacked")
 
 
 class Stacked(NamedTuple):
@@ -245,7 +245,9 @@ def _compare_steps(task: TaskSpec) -> None:
     except Exception as error:
         raise not_stackable(f"local.solver cannot step them: {one_line(error)}") from error
     if not _agree(rows, whole, task.dtype):
-        raise not_stackable("local.solver is not element-wise: a part of a row does not move as it does in the whole")
+        raise not_stackable(
+            "local.solver is not element-wise: a step moves a part of a row otherwise than the whole row"
+        )
 
 
 def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:

@@ -1,4 +1,4 @@
-"""Operations of a stack of rows for which PyTorch's own batching rule is slow, and dropout, which it draws otherwise.
+"""Replacements of operations whose batching rules in PyTorch's vmap are slow or wrong, and of dropout.
 
 `torch.func.vmap` turns each operation of a module's forward into one for all rows of a stack. `VmapOverrides` replaces
 some of them; they are used within vmap alone.
@@ -73,7 +73,7 @@ class Recording(TorchFunctionMode):
 
 
 class PreparedDropout(TorchFunctionMode):
-    """In a forward pass of a stack: dropout by factors that were drawn before. What else is other: see `other`.
+    """In a forward pass of a stack: dropout by factors that were drawn before. `other` calls all other functions.
 
     Args:
         factors: for each call of a dropout in turn, what it multiplies by, [samples, ...].
@@ -112,7 +112,7 @@ class PreparedDropout(TorchFunctionMode):
 
 
 class VmapOverrides(PreparedDropout):
-    """In a forward pass under vmap: what is quicker for a stack, or right where PyTorch's batching rule is not."""
+    """In a forward pass under vmap: calls the replacements of operations whose batching rules are slow or wrong."""
 
     def other(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         return SUBSTITUTES.get(function, function)(*args, **kwargs)
@@ -138,7 +138,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class EmbeddingOptions(NamedTuple):
-    """What F.embedding takes behind the weight."""
+    """What F.embedding takes after the weight."""
 
     padding_idx: int | None = None
     max_norm: float | None = None
@@ -152,14 +152,14 @@ class EmbeddingOptions(NamedTuple):
         return self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
 
     def without_gradient_at_padding(self, found: Tensor, words: Tensor, count: int) -> Tensor:
-        """What was found for `words`, out of `count`; where these are `padding_idx`, without gradient."""
+        """The embeddings `found` of `words`, out of `count` words, without gradient for the word `padding_idx`."""
         if self.padding_idx is None:
             return found
         return torch.where((words == self.padding_idx % count).unsqueeze(-1), found.detach(), found)
 
 
 def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Without gradient at `padding_idx`, which PyTorch's batching rule forgets."""
+    """PyTorch's batching rule computes a gradient of the word `padding_idx`."""
     options = EmbeddingOptions(*args, **kwargs)
     if not options.computed:
         raise not_stackable("it has an embedding with max_norm, scale_grad_by_freq or sparse")

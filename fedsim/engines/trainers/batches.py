@@ -71,7 +71,7 @@ class BatchSource:
 
     def __init__(self, task: TaskSpec, shared: SharedState) -> None:
         self._task, self._shared = task, shared
-        self._laps: dict[int, RoundIterator] = {}  # of workers that train step by step
+        self._iterators: dict[int, RoundIterator] = {}  # of workers that train step by step
         self._coming: list[tuple[int, int]] = []  # workers and rounds that were announced, and are not drawn yet
         self._drawn: dict[Epoch, Tensor] = {}  # orders that were drawn ahead
         self._shards = self._shards_on_host = torch.zeros(0, dtype=torch.int64)
@@ -115,21 +115,21 @@ class BatchSource:
         if member.step is None:
             yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
         else:  # gather this batch alone: the next one may never be needed
-            lap = self.lap(member)
-            inputs, targets = self._shared.train.gather(next(lap))
-            yield lap.alter(inputs, targets, member.step) if lap.alter else (inputs, targets)
+            iterator = self.iterator_of(member)
+            inputs, targets = self._shared.train.gather(next(iterator))
+            yield iterator.alter(inputs, targets, member.step) if iterator.alter else (inputs, targets)
 
-    def lap(self, member: WorkItem) -> RoundIterator:
+    def iterator_of(self, member: WorkItem) -> RoundIterator:
         """A member's round, at the step where its work begins. Workers that train step by step keep theirs."""
         worker, round = member.worker, member.round
-        lap = self._laps.get(worker) if member.step is not None else None
-        if lap is None or lap.round != round or lap.steps_done != member.step:
-            lap = RoundIterator(round, self.positions(worker, round), self.alteration(worker, round))
+        iterator = self._iterators.get(worker) if member.step is not None else None
+        if iterator is None or iterator.round != round or iterator.steps_done != member.step:
+            iterator = RoundIterator(round, self.positions(worker, round), self.alteration(worker, round))
         if member.step is not None:
-            while lap.steps_done < member.step:
-                next(lap)
-            self._laps[worker] = lap
-        return lap
+            while iterator.steps_done < member.step:
+                next(iterator)
+            self._iterators[worker] = iterator
+        return iterator
 
     def positions(self, worker: int, round: int) -> Iterator[Tensor]:
         """The same batches as positions in the data set, int64 [batch], before any alteration."""

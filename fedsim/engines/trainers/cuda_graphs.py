@@ -212,7 +212,7 @@ class CapturedSteps:
         state, active = self._state.of(slice(0, len(samples))), samples > 0 if masked else None
         losses = self._step_of_stack(state, batch, active)
         if set(state.solver_state) != self._names:
-            raise ExperimentError("local.solver makes state that its `start` does not, as it steps")
+            raise ExperimentError("local.solver adds state in its steps that its `start` does not return")
         if active is not None:
             losses = torch.where(active, losses, 0)
         self._loss_sums[: len(samples)].addcmul_(losses, samples)

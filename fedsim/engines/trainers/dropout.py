@@ -190,7 +190,7 @@ class CurrentStep:
             self.dropout = None
 
     def give_to(self, model: nn.Module) -> nn.Module:
-        """Make the model's dropout modules look here; returns the model.
+        """Let the dropout modules of the model read the step from this object; returns the model.
 
         A function mode finds all calls of dropout, but every other call in the forward pass goes through it too, which
         costs a small model a tenth of its step.

@@ -58,7 +58,7 @@ class FeatureLosses:
         """The features at a row [d]; what this changes in the buffers is dropped."""
         layout = self._row_module.layout
         buffers = layout.read_buffers(self._row_module.module, out=torch.empty_like(self._shared.global_buffers))
-        module.take(point, torch.empty_like(point), buffers)
+        module.load(point, torch.empty_like(point), buffers)
         module.module.train()
         with masks(), recorded_features(module.module) as recorded, self._precision.forward(inputs.device):
             module.module(inputs.clone())

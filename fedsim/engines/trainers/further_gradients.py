@@ -63,7 +63,7 @@ class FurtherGradients:
     def _gradient_at(self, point: Tensor) -> Tensor:
         """The gradient [d] at another point [d]; what this changes in the buffers is dropped."""
         self._of_row.layout.read_buffers(self._of_row.module, out=self._buffers)
-        self._module.take(self._point, self._gradient, self._buffers)
+        self._module.load(self._point, self._gradient, self._buffers)
         with torch.no_grad():
             self._point.copy_(point)
         self._gradient.zero_()

@@ -1,4 +1,4 @@
-"""A module that takes on one row after another, and brings nothing from one to the next."""
+"""A module that is bound to one row after another, and carries no state from one to the next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REGISTERED = {"_parameters", "_buffers", "_modules", "training"}  # of a module'
 
 
 class RowModule:
-    """One module that is bound to one row after another, as if it were made again for each.
+    """One module that is bound to one row after another, as if a new one were made for each.
 
     What is in the row and in the buffer row comes and goes with them. Whatever else a module may change in training
     (attributes of its own, buffers that are not saved) starts afresh with every row, because the next row belongs to
@@ -36,7 +36,7 @@ class RowModule:
         self._frozen = [name for name, p in self._start.named_parameters() if not p.requires_grad]
         self._rows: tuple[Tensor, Tensor] | None = None
 
-    def take(self, row: Tensor, gradient: Tensor, buffers: Tensor) -> None:
+    def load(self, row: Tensor, gradient: Tensor, buffers: Tensor) -> None:
         """Bind to `row` [d] and `gradient` [d], and load the buffers [b]."""
         if self.changed():
             self.module, self._rows = self._make(), None
@@ -45,16 +45,16 @@ class RowModule:
         self._rows = row, gradient
         self.layout.write_buffers(buffers, self.module)
 
-    def give(self, buffers: Tensor) -> None:
-        """Save the buffers into `buffers` [b]. What was learnt is in the row already.
+    def store(self, buffers: Tensor) -> None:
+        """Copy the buffers of the module to `buffers` [b]. Its parameters are views of the row, which needs no copy.
 
-        Raises ExperimentError where the module has let go of its row, or has changed a parameter that it froze.
+        Raises ExperimentError if a parameter is no longer a view of the row, or a frozen parameter has changed.
         """
         assert self._rows is not None
         loose = self.layout.unbound(self.module, *self._rows)
         if loose is not None:
             raise ExperimentError(
-                f"model: replaces the data of {loose} as it trains, and so lets go of its row; change it in place "
+                f"model: replaces the data of {loose} as it trains, so it is no view of its row; change it in place "
                 "(p.data.clamp_() instead of p.data = p.data.clamp(), no flatten_parameters() in forward)"
             )
         start, now = dict(self._start.named_parameters()), dict(self.module.named_parameters())
@@ -80,7 +80,7 @@ def differ(a: nn.Module, b: nn.Module) -> bool:
 
 
 def _equal_attributes(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Quick about what nearly all attributes are, since this is asked before every row: the same, or empty."""
+    """Whether attributes are equal. The most common cases, identical and empty, come first: it runs for every row."""
     if a.keys() != b.keys():
         return False
     for name, value in a.items():
@@ -99,8 +99,8 @@ def _unsaved_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two values are equal for certain; what cannot be compared is not."""
-    if a is b:  # most there is: small numbers, names, functions
+    """Whether two values are equal; False if they cannot be compared."""
+    if a is b:  # the most common case: small numbers, names, functions
         return True
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())

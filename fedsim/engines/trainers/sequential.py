@@ -101,7 +101,7 @@ class RowTrainer:
         for member in members:
             slot = member.slot
             with self._process.working_on(member.worker, member.round):
-                module.take(self._rows[slot], self._gradient, shared.buffers[slot])
+                module.load(self._rows[slot], self._gradient, shared.buffers[slot])
                 self._seed_layers(member, *member.moment)
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
                 row, gradient = self._rows[slot], self._gradient
@@ -117,7 +117,7 @@ class RowTrainer:
                 with self._feature_losses.of(module, state):
                     tallies[slot] = train_epoch(module.module, data, optimizer, backward=backward)
                 self._client_rounds.finish(self._rows[slot], state, slot, [member])
-                module.give(shared.buffers[slot])
+                module.store(shared.buffers[slot])
         for slot, tally in tallies.items():  # only now, because reading a number waits for the device
             shared.train_loss[slot] = tally.loss
 
@@ -127,7 +127,7 @@ class RowTrainer:
         for member in members:
             with self._process.working_on(member.worker, member.round):
                 gradient = shared.full_gradients[member.slot].zero_()
-                module.take(self._rows[member.slot], gradient, shared.buffers[member.slot])
+                module.load(self._rows[member.slot], gradient, shared.buffers[member.slot])
                 seed_everything(task.device, task.seed, "full_gradient", member.round, member.worker)
                 size, first = self._batch_source.size(member.worker), self._batch_source.steps_of(member)
                 seen = self._batch_source.samples_seen(
@@ -145,7 +145,7 @@ class RowTrainer:
             self._modules.append(RowModule(self._dropout.new_module))
         self._participants = []
         for member, module in zip(members, self._modules, strict=False):
-            module.take(shared.global_row, self._rows[member.slot], shared.buffers[member.slot])
+            module.load(shared.global_row, self._rows[member.slot], shared.buffers[member.slot])
             self._participants.append(self._participant(member, module))
 
     def gradients(self, step: int) -> None:
@@ -158,7 +158,7 @@ class RowTrainer:
     def end_gradient_round(self) -> None:
         for participant in self._participants:
             with self._process.working_on(participant.member.worker, participant.member.round):
-                participant.module.give(self._shared.buffers[participant.member.slot])
+                participant.module.store(self._shared.buffers[participant.member.slot])
             self._shared.train_loss[participant.member.slot] = participant.loss_sum.item() / participant.samples
 
     def _participant(self, member: WorkItem, module: RowModule) -> SyncParticipant:

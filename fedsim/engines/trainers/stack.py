@@ -112,7 +112,7 @@ class Stack:
         self._task, self._batch_source = task, batch_source
         slots = [member.slot for member in self.members]
         self.slots, self.index = torch.tensor(slots), index_of(slots, task.device)
-        self._laps = [batch_source.lap(member) for member in self.members]
+        self._iterators = [batch_source.iterator_of(member) for member in self.members]
         self._loss_sum = torch.zeros(len(members), dtype=wide_dtype(task.device), device=task.device)
         self._samples = np.zeros(len(members), dtype=np.int64)
 
@@ -132,7 +132,7 @@ class Stack:
     def blocks(self, at_a_time: int) -> Iterator[Block]:
         """The batches of all steps, `at_a_time` steps at a time."""
         if all(member.step is not None for member in self.members):
-            batches = [next(lap) for lap in self._laps]
+            batches = [next(iterator) for iterator in self._iterators]
             sizes = np.array([len(batch) for batch in batches])
             return iter([self._block(0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])])
         return self._blocks_of_rounds(np.array(self.steps), at_a_time)
@@ -200,7 +200,7 @@ class Stack:
             alterations: of each member; by default those of its training, which augment.
         """
         for place, member in enumerate(step_batch.members):
-            if alter := alterations[member] if alterations else self._laps[member].alter:
+            if alter := alterations[member] if alterations else self._iterators[member].alter:
                 step, size = (self.members[member].step or 0) + step_batch.step, int(step_batch.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
 

@@ -16,9 +16,9 @@ from fedsim.data import TensorData
 from fedsim.engines.stacking.stacked_module import FeatureTerm, StackedModule, view_of
 from fedsim.engines.task import TaskSpec
 
-# Bytes of a stack's weights from which on, off the CPU, a gradient that is a product is left uncomputed. That saves 4
-# of 6 passes over the weights, 8 us for 8 MiB at 4 TB/s, and splits the row, which costs 2 to 4 kernels more, of 2 to
-# 3 us. A CPU has no launches, and gains from each product.
+# If a stack of weights has at least this many bytes, a GPU does not compute its gradient, which is a product of two
+# factors, but gives the factors to the solver. This saves 4 of 6 passes over the weights (8 us for 8 MiB at 4 TB/s),
+# and costs 2 to 4 more kernel launches (2 to 3 us each). A CPU launches no kernels, so it does this for all weights.
 LEFT_PRODUCT_BYTES = 2**23
 
 Part = tuple[Entry, Tensor | OuterProductGrad]  # columns of rows, and their gradients

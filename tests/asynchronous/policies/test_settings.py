@@ -11,9 +11,9 @@ from tests.asynchronous.simulated import policy_of
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("k_sync", {"k": 5}, "policy.k = 5: must be at most the 4 workers at work"),
+        ("k_sync", {"k": 5}, "policy.k = 5: must be at most 4, the workers at work"),
         ("k_sync", {}, "k: is required"),
-        ("backup", {"backups": 4}, "policy.backups = 4: must be fewer than the 4 workers at work"),
+        ("backup", {"backups": 4}, "policy.backups = 4: must be less than 4, the workers at work"),
         ("ssp", {"s": "never"}, 's = "never": must be'),
         ("fedasync", {"alpha": 0.0}, "alpha = 0.0: must be greater than 0"),
         ("fedasync", {"b": 1}, 'policy.b = 1: goes with policy.staleness = "hinge"'),

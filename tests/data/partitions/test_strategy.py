@@ -66,7 +66,7 @@ def test_an_imported_strategy_is_checked():
 
 
 def test_ids_are_required_only_if_needed():
-    message = 'partition.strategy = "natural": needs to know whose each sample is.* give `ids`'
+    message = 'partition.strategy = "natural": needs the owner of each sample.* give `ids`'
     with pytest.raises(ExperimentError, match=message):
         fedsim.partition(np.zeros(10), 2, "natural")
     assert len(fedsim.partition(np.zeros(10), 2, "iid", ids=np.zeros(10))) == 2
