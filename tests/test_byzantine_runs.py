@@ -265,7 +265,9 @@ def test_fltrust_ignores_rows_opposite_to_the_update_on_the_servers_data(tables)
 def test_root_samples_are_drawn_by_the_seed_and_bounded(tables):
     expected = np.sort(numpy_generator(0, "root").choice(plugs.TINY_TRAIN, 100, replace=False))
     assert len(set(expected.tolist())) == 100
-    with pytest.raises(ExperimentError, match="aggregate.root_samples = 300: there are 203 training samples"):
+    with pytest.raises(
+        ExperimentError, match="aggregate.root_samples = 300: must be at most 203, the training samples"
+    ):
         fedsim.run({**tables, "aggregate": {"rule": "fltrust", "root_samples": 300}})
 
 

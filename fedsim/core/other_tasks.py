@@ -65,8 +65,8 @@ class NextToken:
     """A token for each place of a sequence: the mean cross entropy of all tokens, and the accuracy of tokens.
 
     Outputs are logits [batch, length, classes] for targets [batch, length]. A data set holds as targets the inputs one
-    place later. Bengio et al. 2003. The mean over several batches weights each by its tokens. Cost: a few passes over
-    the outputs.
+    place later. Bengio et al. 2003. The loss of a test is the mean of all its tokens; the train loss of a round weights
+    each batch by its number of samples, as of other tasks. Cost: a few passes over the outputs.
 
     Args:
         ignore: targets of this value do not count, such as padding. The loss of a batch without other targets is 0.

@@ -24,9 +24,9 @@ def top_k(
     What is left out is lost, unless `error_feedback = true` adds it to the worker's next update.
 
     Args:
-        update: [d]. If k >= d, the update is sent as it is.
+        update: [d].
         metrics: gets `kept_energy`, the share of the squared norm that is kept.
-        k: >= 1.
+        k: >= 1. With k >= d nothing is left out: the update and its bytes stay as they are, and `kept_energy` is not set.
 
     Returns [d] and its bytes, those of k numbers and k indices. Cost: a partial sort of d numbers.
 

@@ -81,13 +81,16 @@ def test_the_headline_of_a_replay_names_the_log_and_its_table_has_no_virtual_tim
     assert "virtual s" not in heads
 
 
+RACED = "is the log of a race with "
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"rounds": 3}, "has 2 rounds, not 3"),
-        ({"policy": "dc_asgd"}, "policy.adaptive = left out; in this experiment it is false"),
-        ({"local": {**TABLES["local"], "lr": 0.1}}, "log of a race with local.lr = 0.05; in this experiment it is 0.1"),
-        ({"workers": 8}, "log of a race with workers = 3; in this experiment it is 8"),
+        ({"rounds": 3}, "has 2 rounds, so not round 3"),
+        ({"policy": "dc_asgd"}, RACED + "policy.adaptive = left out; in this experiment it is false"),
+        ({"local": {**TABLES["local"], "lr": 0.1}}, RACED + "local.lr = 0.05; in this experiment it is 0.1"),
+        ({"workers": 8}, RACED + "workers = 3; in this experiment it is 8"),
     ],
 )
 def test_a_log_of_another_experiment_is_refused(session, logged, changes, line):
