@@ -29,7 +29,7 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
     varied = [axis for axis in axes if axis != SEED]
     for name, axis in (("tune", settings.tune), ("worst", settings.worst)):
         if axis is not None and axis not in varied:
-            raise ExperimentError(f"{name} = {show(axis)}: is no axis that varies; {nearest(str(axis), varied)}")
+            raise ExperimentError(f"{name} = {show(axis)}: is not an axis that varies; {nearest(str(axis), varied)}")
     if settings.tune is not None and settings.tune == settings.worst:
         raise ExperimentError(f"worst = {show(settings.worst)}: is tuned; choose another axis")
     if settings.tune is not None and not all(each.data.validation for each in experiments):

@@ -26,7 +26,7 @@ def top_k(
     Args:
         update: [d].
         metrics: gets `kept_energy`, the share of the squared norm that is kept.
-        k: >= 1. With k >= d nothing is left out: the update and its bytes stay as they are, and `kept_energy` is not set.
+        k: >= 1. With k >= d the update and its bytes stay as they are, and `kept_energy` is not recorded.
 
     Returns [d] and its bytes, those of k numbers and k indices. Cost: a partial sort of d numbers.
 
