@@ -72,7 +72,7 @@ def cnn(*, channels: PositiveInt = 1, classes: PositiveInt = 10) -> nn.Module:
 
 
 @model("2nn")
-def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Module:
+def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Sequential:
     """The multilayer perceptron of McMahan et al. 2017: 784-200-200-10, 199,210 parameters; logits.
 
     Args:
@@ -104,11 +104,8 @@ def two_nn_bn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: 
     >>> fedsim.models.two_nn_bn(inputs=12)(torch.zeros(3, 12)).shape
     torch.Size([3, 10])
     """
-    return nn.Sequential(
-        *(nn.Flatten(), nn.Linear(inputs, hidden), nn.BatchNorm1d(hidden), nn.ReLU()),
-        *(nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU()),
-        nn.Linear(hidden, classes),
-    )
+    flatten, first, relu, second, relu_2, last = two_nn(inputs=inputs, hidden=hidden, classes=classes)
+    return nn.Sequential(flatten, first, nn.BatchNorm1d(hidden), relu, second, nn.BatchNorm1d(hidden), relu_2, last)
 
 
 @model("logistic")

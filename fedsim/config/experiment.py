@@ -106,9 +106,7 @@ class Experiment(Table):
     worker_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # probability that a chosen worker does not report
     processors: Annotated[list[Processor], Field(max_length=100)] = Field(default=[])  # of each update, in this order
     task: Task = Task()
-    metrics: Annotated[list[EvaluationMetric], Field(max_length=20)] = Field(
-        default=[]
-    )  # of each test, beside the accuracy
+    metrics: Annotated[list[EvaluationMetric], Field(max_length=20)] = Field(default=[])  # besides the accuracy
     model: Model = Model()
     data: Data = Data()
     partition: Partition = Partition()

@@ -1,4 +1,4 @@
-"""What is asked of a comparison beside its axes, such as by which number it compares, and its choices along axes.
+"""The settings of a comparison besides its axes: by which number it compares, along which axes it chooses a value.
 
 Along an axis, the value with the best validation result may be chosen, or the worst case. A choice leaves the runs of
 one value for each combination of the compared axes. These runs are compared as if the axis did not exist.
@@ -33,10 +33,10 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings:
-    """What is asked of a comparison beside its axes: the keys of a table [grid] and of `grid.json` that are no axes.
+    """The settings of a comparison: the keys of a table [grid], and of `grid.json`, that are not axes.
 
     Attributes:
-        target: the test accuracy, or test loss of a task without accuracy, whose time is reported, if any.
+        target: the test accuracy, or test loss of a task without accuracy, the time until which is reported.
         tune: the value with the best mean validation result over the seeds is chosen; of each value the worst result
             along the axis `worst` counts, if there is one.
         worst: then the value with the worst mean is chosen, of the number that runs are compared by.
