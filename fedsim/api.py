@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         partition_transforms,
     )
     from fedsim.data.heterogeneity import heterogeneity
-    from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, WorkerError
+    from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, StopRun, WorkerError
     from fedsim.runs.run import Result, run
     from fedsim.runs.session import Session
     from fedsim.server import ServerOptimizer
@@ -57,7 +57,7 @@ MODULES = {  # public names by the module that defines them
     "data": "CustomSubset Heterogeneity TensorData dataset_split draw_partition label_counts load_dataset partition "
     "partition_transforms",
     "data.heterogeneity": "heterogeneity",
-    "errors": "DataError ExperimentError FedsimError RecordError WorkerError",
+    "errors": "DataError ExperimentError FedsimError RecordError StopRun WorkerError",
     "runs.run": "Result run",
     "runs.session": "Session",
     "server": "ServerOptimizer",

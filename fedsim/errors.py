@@ -74,6 +74,21 @@ class MissingPackageError(FedsimError, ImportError):
     """A package of one of fedsim's extras is needed and not installed."""
 
 
+class StopRun(Exception):  # noqa: N818  # like StopIteration, it is no error
+    """Raised by `on_round` to end the run after this round; `fedsim.run` returns its result.
+
+    The text of the exception is the reason, `Result.stopped`.
+
+    >>> import fedsim
+    >>> def on_round(record):
+    ...     if record.round == 2:
+    ...         raise fedsim.StopRun("two rounds are enough")
+    >>> result = fedsim.run(rounds=5, workers=2, model="logistic", engine="serial", on_round=on_round)
+    >>> len(result.history), result.stopped
+    (2, 'two rounds are enough')
+    """
+
+
 class WorkerError(FedsimError, RuntimeError):
     """A worker, or its process, failed: names the worker, the process, the round and the reason."""
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import fedsim
-from fedsim.comparison import load_grid
+from fedsim.comparison import plan_grid
 from fedsim.config import catalog
 from tests.commands import ROOT
 
@@ -28,7 +28,7 @@ def test_an_experiment_is_found_by_its_name(cli):
     assert done.exit_code == 0, done.output
     assert len(done.stdout.splitlines()) == 48
     assert fedsim.load_experiment("fedavg_2nn").cohort == 10
-    assert load_grid("diloco").name == "diloco"
+    assert plan_grid("diloco").name == "diloco"
 
 
 @pytest.mark.parametrize("word", ["mnist_sync_sdg", "mnist_sync_sgd.toml", "experiments/mnist_sync_sgd.toml"])

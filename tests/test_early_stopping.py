@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 import fedsim
 from fedsim import ExperimentError
@@ -136,3 +137,32 @@ def test_a_resumed_run_that_stops_tests_its_workers_at_its_end(tiny_experiment, 
     resumed = fedsim.run(tables, tmp_path, resume=True)
     assert "global_worker_accuracy_mean" in resumed.history[-1].metrics
     assert (tmp_path / f"workers-{len(resumed.history):05}.csv").exists()
+
+
+def stop_after(last):
+    def on_round(record):
+        if record.round == last:
+            raise fedsim.StopRun("enough")
+
+    return on_round
+
+
+def test_on_round_ends_a_run_whose_result_and_records_are_whole(tiny_experiment, tmp_path, capsys):
+    tables = {**tiny_experiment, "rounds": 5, "checkpoint": {"every": 1}}
+    result = fedsim.run(tables, tmp_path / "run", on_round=stop_after(2), progress=True)
+    assert "stopped after round 2 of 5: enough" in capsys.readouterr().out
+    assert (len(result.history), result.stopped) == (2, "enough")
+    assert (tmp_path / "run/model.safetensors").is_file()
+    assert torch.equal(result.global_row, fedsim.run({**tables, "rounds": 2}).global_row)
+    whole = fedsim.run(tables, tmp_path / "run", resume=True)
+    assert (len(whole.history), whole.stopped) == (5, None)
+    assert torch.equal(whole.global_row, fedsim.run(tables).global_row)
+
+
+def test_a_session_goes_on_after_a_run_that_on_round_ended(tiny_experiment, session):
+    fedsim.run(tiny_experiment, session=session, on_round=stop_after(1))
+    assert len(fedsim.run(tiny_experiment, session=session).history) == 2
+
+
+def test_a_value_that_on_round_returns_does_not_end_the_run(tiny_experiment):
+    assert len(fedsim.run(tiny_experiment, on_round=lambda record: True).history) == 2

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import fedsim
 from fedsim.cli.main import app
-from fedsim.comparison import load_grid
+from fedsim.comparison import plan_grid
 from fedsim.comparison.axes import label
 from fedsim.records.history import read_history
 
@@ -150,9 +150,9 @@ def test_the_grids_of_the_readme_can_be_loaded(tmp_path):
     for number, text in enumerate(blocks("README.md", "toml")):
         path = tmp_path / f"{number}.toml"
         path.write_text(text)
-        assert load_grid(path).runs
-    assert load_grid(path).settings.target == 0.9
-    assert [label(value) for value in load_grid(path).axes["variant"]] == ["sync", "asgd", "ssp", "fedbuff"]
+        assert plan_grid(path).runs
+    assert plan_grid(path).settings.target == 0.9
+    assert [label(value) for value in plan_grid(path).axes["variant"]] == ["sync", "asgd", "ssp", "fedbuff"]
 
 
 def test_the_document_on_asynchronous_runs_lists_every_policy_with_its_defaults():

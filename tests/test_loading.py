@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedsim import Experiment, ExperimentError, load_experiment
-from fedsim.comparison import load_grid
+from fedsim.comparison import plan_grid
 from fedsim.config.toml import read_toml, to_toml
 
 
@@ -205,7 +205,7 @@ def test_parameters_that_toml_has_no_type_for_survive_it(file):
 )
 def test_every_experiment_of_the_project_loads(path):
     if "grid" in read_toml(path):
-        assert load_grid(path).name == path.stem
+        assert plan_grid(path).name == path.stem
     else:
         assert load_experiment(path).name == path.stem
 
@@ -254,14 +254,14 @@ def test_a_default_name_in_a_saved_file_follows_the_changes(tmp_path):
     saved.write_text(to_toml(Experiment()))
     assert load_experiment(saved).name == "net-mnist5k-weighted_mean"
     assert load_experiment(saved, ["aggregate.rule=median", "model=2nn"]).name == "2nn-mnist5k-median"
-    assert load_grid(saved, {"aggregate.rule": ["mean", "median"]}).name == "net-mnist5k"
+    assert plan_grid(saved, {"aggregate.rule": ["mean", "median"]}).name == "net-mnist5k"
     saved.write_text(to_toml(Experiment(name="own")))
     assert load_experiment(saved, ["aggregate.rule=median"]).name == "own"
-    assert load_grid(saved, {"aggregate.rule": ["mean", "median"]}).name == "own"
+    assert plan_grid(saved, {"aggregate.rule": ["mean", "median"]}).name == "own"
 
 
 def test_the_name_of_a_grid_is_a_default_name_of_its_runs():
-    run = load_grid(None, {"aggregate.rule": ["mean", "median"]}).runs[0].experiment
+    run = plan_grid(None, {"aggregate.rule": ["mean", "median"]}).runs[0].experiment
     assert run.name == "net-mnist5k"
     assert load_experiment(run, ["model=2nn"]).name == "2nn-mnist5k-mean"
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.main import app
 from fedsim.clients.sgd import SGD
-from fedsim.comparison import load_grid
+from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
 from fedsim.config.load import load_experiment
 from fedsim.config.toml import to_toml
@@ -257,7 +257,7 @@ def test_a_comparison_goes_on_with_objects_that_are_defined_again(short, tmp_pat
     assert {path: path.stat().st_mtime_ns for path in files} == files
     assert [run.history for run in again.runs] == [run.history for run in first.runs]
 
-    grid = load_grid(*arguments())
+    grid = plan_grid(*arguments())
     with GridFolder(tmp_path / "grid", grid) as folder:
         folder.make_ready(folder.grid.runs[0])
         assert folder.is_finished(folder.grid.runs[0])

@@ -89,7 +89,7 @@ def compare(
 ) -> None:
     """Run an experiment with every combination of values, and compare the results: table, CSV and figures."""
     with errors_as_lines(), contextlib.ExitStack() as stack:
-        from fedsim.comparison import load_grid, run_grid
+        from fedsim.comparison import plan_grid, run_grid
         from fedsim.comparison.axes import describe_point
         from fedsim.comparison.folder import Shard
         from fedsim.comparison.grid_terminal import GridDisplay
@@ -113,7 +113,7 @@ def compare(
             comparison = merge(folders, folder, settings, allow_imports=allow_imports)
         else:
             source, changes = source_and_overrides(given, context)
-            grid = load_grid(source, None, changes, settings, allow_imports=allow_imports)
+            grid = plan_grid(source, None, changes, settings, allow_imports=allow_imports)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
                 raise ExperimentError("--shard: needs --out FOLDER, the same folder for all parts")

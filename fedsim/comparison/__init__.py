@@ -1,6 +1,6 @@
 """Comparisons: a grid of runs that are paired by seed, and their statistics."""
 
-from fedsim.comparison.grid import Grid, PlannedRun, load_grid
+from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
 from fedsim.comparison.grid_terminal import Callback
 from fedsim.comparison.results import RunResult
 from fedsim.comparison.runner import Comparison, compare, run_grid
@@ -16,6 +16,6 @@ __all__ = [
     "RunResult",
     "SummaryRow",
     "compare",
-    "load_grid",
+    "plan_grid",
     "run_grid",
 ]

@@ -82,7 +82,7 @@ class Grid:
         return self.settings.compared(list(self.axes))
 
 
-def load_grid(
+def plan_grid(
     source: Experiment | Mapping[str, Any] | str | Path | None = None,
     grid: Mapping[str, Any] | None = None,
     words: Iterable[str] = (),
@@ -92,7 +92,7 @@ def load_grid(
     allow_imports: bool = False,
     **changes: Any,
 ) -> Grid:
-    """Load the grid that `source` and its table [grid] describe.
+    """Plan the runs of the grid that `source` and its table [grid] describe.
 
     Args:
         source: as of `load_experiment`; a file may have a table [grid].

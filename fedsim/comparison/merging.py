@@ -15,7 +15,7 @@ from fedsim.comparison.folder import (
     inner_folder,
     is_complete,
 )
-from fedsim.comparison.grid import PlannedRun, load_grid
+from fedsim.comparison.grid import PlannedRun, plan_grid
 from fedsim.comparison.runner import Comparison, summarised
 from fedsim.errors import RecordError, one_line
 from fedsim.records.combinations import canonical
@@ -35,8 +35,8 @@ def merge(
     Args:
         folders: of comparisons, whose shards count too; `out` itself may be one of them.
         out: the folder of the merged comparison.
-        settings: as of `load_grid`; those that are not set are those of the first folder.
-        allow_imports: whether the folders may name any import path, as of `load_grid`.
+        settings: as of `plan_grid`; those that are not set are those of the first folder.
+        allow_imports: whether the folders may name any import path, as of `plan_grid`.
 
     Raises RecordError if a folder holds no comparison, or the folders hold different grids.
     """
@@ -48,7 +48,7 @@ def merge(
             raise RecordError(f"{source}: holds another grid than {sources[0]}\n" + "\n".join(lines))
     settings = ComparisonSettings(**first.settings.given | settings.given)
     file = sources[0] / GRID
-    grid = load_grid(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports)
+    grid = plan_grid(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports)
     with GridFolder(out, grid) as folder:
         for run in folder.grid.runs:
             if not folder.is_finished(run) and (found := _find(run, grids, besides=folder.run_folder(run))):

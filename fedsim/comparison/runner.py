@@ -12,7 +12,7 @@ from typing import Any
 
 from fedsim.comparison.compared_number import require_number
 from fedsim.comparison.folder import GridFolder, Shard
-from fedsim.comparison.grid import Grid, PlannedRun, load_grid
+from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
 from fedsim.comparison.grid_terminal import Callback, GridDisplay
 from fedsim.comparison.job_count import default_jobs, distinct, in_one_process, why_runs_unsendable
 from fedsim.comparison.jobs import Work, run_here, run_in_jobs
@@ -114,7 +114,7 @@ def compare(
     (['mean', 'median'], 2, [])
     """
     settings = ComparisonSettings(target=target, tune=tune, worst=worst, by=by)
-    planned = load_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
+    planned = plan_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(GridDisplay(folder if out is not None else None, quiet=not progress))

@@ -17,7 +17,7 @@ from fedsim.config.validation import warnings_about
 from fedsim.core.plotting import encode
 from fedsim.engines import engine as engines
 from fedsim.engines.worker_evaluation import WorkerResults
-from fedsim.errors import ExperimentError, SettingWarning, plural
+from fedsim.errors import ExperimentError, SettingWarning, StopRun, plural
 from fedsim.records.early_stopping import EarlyStopping, stop_reason
 from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
@@ -45,7 +45,7 @@ class Result:
         model: the global model, on the CPU, in evaluation mode.
         global_row: its parameters as one row [d], on the CPU.
         folder: the run folder; None without one.
-        stopped: why the run ended before its last round (`stop`); None if it did not.
+        stopped: why the run ended before its last round (the table `stop`, or `StopRun`); None if it did not.
 
     >>> result = run(rounds=1, workers=2, model="logistic", engine="serial", local={"steps": 1})
     >>> len(result.history), result.global_row.shape
@@ -105,7 +105,8 @@ def run(
             one for more rounds. If `out` is new, the run starts.
         on_setup: called with the name of each step before the first round, such as "loading the data set mnist".
         on_start: called with the `PreparedRun` before the first round.
-        on_round: called with the `RoundRecord` of each round.
+        on_round: called with the `RoundRecord` of each round, after it is on record. If it raises `StopRun`, the run
+            ends after this round; any other exception ends it without a result. Of several ranks, the first decides.
         session: the engine and the data that this run shares with other runs; None: it has its own.
         progress: print a line for each round, as the command line does.
         allow_imports: whether a TOML file may name anything that can be imported; see `load_experiment`.
@@ -194,8 +195,8 @@ def run(
             display.round(record)
             if of_workers:
                 display.workers(of_workers)
-            if on_round:
-                on_round(record)
+            asked = engine.broadcast(_stop_asked(on_round, record))  # one rank decides for all
+            stopped = stopped or asked
             if out is not None and engine.broadcast(
                 past.checkpoints.due(round, round if stopped else experiment.rounds)
             ):
@@ -215,6 +216,16 @@ def run(
     result = Result(experiment, history, model, global_row, folder.path if folder else None, stopped)
     display.finish(history[-1])
     return result
+
+
+def _stop_asked(on_round: Callable[[RoundRecord], object] | None, record: RoundRecord) -> str | None:
+    """Call `on_round`; why it ends the run, None if it does not."""
+    try:
+        if on_round:
+            on_round(record)
+    except StopRun as stop:
+        return str(stop) or "on_round raised StopRun"
+    return None
 
 
 def _with_tests_of_workers(record: RoundRecord, loop: Loop) -> RoundRecord:

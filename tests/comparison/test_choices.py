@@ -10,7 +10,7 @@ import pytest
 
 import fedsim
 from fedsim.comparison import ComparisonSettings
-from fedsim.comparison.grid import load_grid
+from fedsim.comparison.grid import plan_grid
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
 from fedsim.errors import ExperimentError
@@ -163,6 +163,6 @@ def test_choices_are_stored_and_merged_from_shards(cli, serial, tmp_path):
 def test_a_choice_that_is_impossible_is_refused(choices, message, serial):
     axes = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "seed": [0, 1]}
     with pytest.raises(ExperimentError, match=message):
-        load_grid(serial, axes, (), ComparisonSettings(**choices))
+        plan_grid(serial, axes, (), ComparisonSettings(**choices))
     with pytest.raises(ExperimentError, match=message):
-        load_grid(serial, {**axes, **choices})
+        plan_grid(serial, {**axes, **choices})

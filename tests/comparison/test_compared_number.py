@@ -11,7 +11,7 @@ import pytest
 
 import fedsim
 from fedsim.comparison import ComparisonSettings
-from fedsim.comparison.grid import load_grid
+from fedsim.comparison.grid import plan_grid
 from fedsim.comparison.plots import draw_accuracy, draw_heatmap
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from fedsim.errors import ExperimentError
@@ -87,7 +87,7 @@ def test_the_number_is_stored_and_reported(cli, tmp_path):
 )
 def test_a_number_that_rounds_do_not_have_is_refused_before_the_runs(by, message, serial):
     with pytest.raises(ExperimentError, match=message):
-        load_grid(serial, {"seed": [0, 1], "by": by})
+        plan_grid(serial, {"seed": [0, 1], "by": by})
 
 
 def test_a_number_of_no_run_is_refused_with_the_nearest(serial):

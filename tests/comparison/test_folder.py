@@ -6,7 +6,7 @@ import pytest
 
 import fedsim
 from fedsim.comparison.folder import GridFolder
-from fedsim.comparison.grid import load_grid
+from fedsim.comparison.grid import plan_grid
 from fedsim.errors import RecordError
 
 AXES = {"aggregate.rule": ["mean", "weighted_mean"], "seed": [0, 1]}
@@ -16,7 +16,7 @@ FILES = {"experiment.toml", "environment.json", "metrics.jsonl", "partition.json
 
 @pytest.fixture
 def grid(serial):
-    return load_grid(serial, AXES)
+    return plan_grid(serial, AXES)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_run_is_finished_when_all_its_rounds_are_recorded(finished, grid):
 
 
 def test_a_run_without_its_model_file_is_not_finished(serial, tmp_path):
-    grid = load_grid({**serial, "records": {"model": True}}, {"seed": [0]})
+    grid = plan_grid({**serial, "records": {"model": True}}, {"seed": [0]})
     fedsim.compare({**serial, "records": {"model": True}}, {"seed": [0]}, tmp_path / "x")
     with GridFolder(tmp_path / "x", grid) as folder:
         assert folder.is_finished(grid.runs[0])
@@ -120,7 +120,7 @@ def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_pat
     ],
 )
 def test_another_engine_is_no_difference(how, finished, quick, grid):
-    with GridFolder(finished, load_grid({**quick, **how}, AXES)) as folder:
+    with GridFolder(finished, plan_grid({**quick, **how}, AXES)) as folder:
         assert all(folder.is_finished(run) for run in grid.runs)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fedsim import Experiment, ExperimentError
-from fedsim.comparison import ComparisonSettings, load_grid
+from fedsim.comparison import ComparisonSettings, plan_grid
 from fedsim.core.input_limits import leaves_of
 
 
@@ -42,13 +42,13 @@ def file(tmp_path):
     ],
 )
 def test_the_default_name_of_a_grid_depends_on_no_axis(words, name):
-    grid = load_grid({"model": "logistic", "data": "tests.plugs:tiny"}, words=words)
+    grid = plan_grid({"model": "logistic", "data": "tests.plugs:tiny"}, words=words)
     assert grid.name == name
     assert {run.experiment.name for run in grid.runs} == {name}
 
 
 def test_the_last_axis_varies_fastest_and_the_seed_fastest_of_all(file):
-    grid = load_grid(file)
+    grid = plan_grid(file)
     assert list(grid.axes) == ["aggregate.rule", "local.lr", "seed"]
     assert grid.compared == ["aggregate.rule", "local.lr"]
     points = [(r, lr, s) for r in ("mean", "weighted_mean") for lr in (0.1, 0.2) for s in (0, 1)]
@@ -63,16 +63,16 @@ def test_the_last_axis_varies_fastest_and_the_seed_fastest_of_all(file):
 def test_a_list_of_stages_is_a_value_of_an_axis_that_takes_whole_tables(tmp_path):
     path = tmp_path / "rules.toml"
     path.write_text('[grid]\naggregate = [["nnm", "mean"], "median"]\n')
-    for grid in (load_grid(path), load_grid(None, words=['aggregate=["nnm","mean"],median'])):
+    for grid in (plan_grid(path), plan_grid(None, words=['aggregate=["nnm","mean"],median'])):
         assert rules_of(grid) == [[{"rule": "nnm"}, {"rule": "mean"}], "median"]
         assert [run.id for run in grid.runs] == ["nnm+mean", "median"]
     with pytest.raises(ExperimentError, match=r"an axis sets that too"):
-        load_grid(path, words=["aggregate.rule=mean"])
+        plan_grid(path, words=["aggregate.rule=mean"])
 
 
 def test_words_and_axes_replace_those_of_the_source(file):
-    assert load_grid(file, {"local.lr": [0.5]}).axes["local.lr"] == [0.5]
-    grid = load_grid(file, words=["seed=5,6,7", "local.lr=0.3", "rounds=2", "workers=2,3"])
+    assert plan_grid(file, {"local.lr": [0.5]}).axes["local.lr"] == [0.5]
+    grid = plan_grid(file, words=["seed=5,6,7", "local.lr=0.3", "rounds=2", "workers=2,3"])
     assert grid.axes == {"aggregate.rule": ["mean", "weighted_mean"], "workers": [2, 3], "seed": [5, 6, 7]}
     assert {run.experiment.local.params["lr"] for run in grid.runs} == {0.3}
     assert {run.experiment.rounds for run in grid.runs} == {2}
@@ -80,7 +80,7 @@ def test_words_and_axes_replace_those_of_the_source(file):
 
 def test_a_table_on_an_axis_updates_the_table_of_that_name():
     base = {"aggregate": {"weights": "uniform", "rule": "mean"}, "local": {"lr": 0.5, "batch_size": 7}}
-    grid = load_grid(base, {"aggregate": ["weighted_mean", {"rule": "mean"}], "local": [{}, {"lr": 0.1, "steps": 3}]})
+    grid = plan_grid(base, {"aggregate": ["weighted_mean", {"rule": "mean"}], "local": [{}, {"lr": 0.1, "steps": 3}]})
     assert rules_of(grid) == ["weighted_mean"] * 2 + ["mean"] * 2
     assert {run.experiment.aggregate.weights for run in grid.runs} == {"uniform"}
     local = grid.runs[1].experiment.local
@@ -90,14 +90,14 @@ def test_a_table_on_an_axis_updates_the_table_of_that_name():
 
 @pytest.mark.parametrize("axis", ["server", "server.optimizer"])
 def test_another_plug_does_not_get_the_parameters_of_the_one_before(file, axis):
-    grid = load_grid(file, {axis: ["sgd", "momentum"]})
+    grid = plan_grid(file, {axis: ["sgd", "momentum"]})
     servers = {run.experiment.server.optimizer: run.experiment.server.params for run in grid.runs}
     assert servers["sgd"] == Experiment().server.params
     assert servers["momentum"]["beta"] == 0.8
 
 
 def test_a_parameter_set_for_all_runs_belongs_to_the_plug_that_an_axis_names():
-    grid = load_grid(None, words=["aggregate.rule=tests.plugs:clipped_mean,tests.plugs:clipping", "aggregate.c=2.5"])
+    grid = plan_grid(None, words=["aggregate.rule=tests.plugs:clipped_mean,tests.plugs:clipping", "aggregate.c=2.5"])
     assert [run.experiment.aggregate.params for run in grid.runs] == [{"c": 2.5}] * 2
 
 
@@ -111,7 +111,7 @@ def test_a_parameter_set_for_all_runs_belongs_to_the_plug_that_an_axis_names():
     ],
 )
 def test_model_and_curve_are_written_only_on_request(source, words, expected):
-    records = load_grid(source, {"seed": [0, 1]}, words).runs[0].experiment.records
+    records = plan_grid(source, {"seed": [0, 1]}, words).runs[0].experiment.records
     assert (records.model, records.curve) == expected
 
 
@@ -129,12 +129,12 @@ def test_model_and_curve_are_written_only_on_request(source, words, expected):
     ],
 )
 def test_a_grid_records_whether_its_engine_is_chosen(source, words, chosen):
-    assert load_grid(source, {"seed": [0, 1]}, words).engine_chosen is chosen
+    assert plan_grid(source, {"seed": [0, 1]}, words).engine_chosen is chosen
 
 
 def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
     with pytest.raises(ExperimentError) as caught:
-        load_grid(None, words=["aggregate.rule=mean,krumm", "local.lr=0.1,-1.0", "workers=2,0", "seed=0,1"])
+        plan_grid(None, words=["aggregate.rule=mean,krumm", "local.lr=0.1,-1.0", "workers=2,0", "seed=0,1"])
     lines = str(caught.value).splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("aggregate.rule=mean local.lr=0.1 workers=0 seed=0: workers = 0: must be greater than 0")
@@ -159,15 +159,15 @@ def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
 )
 def test_words_without_meaning_raise_an_error(words, message):
     with pytest.raises(ExperimentError) as caught:
-        load_grid(None, words=words)
+        plan_grid(None, words=words)
     assert message in str(caught.value)
 
 
 def test_ids_differ_even_if_labels_do_not():
     axes = {"aggregate.rule": ["tests.plugs:clipped_mean"], "aggregate.c": [1.0, 2.0], "name": ["a_b", "A_b"]}
-    ids = [run.id for run in load_grid(None, axes).runs]
+    ids = [run.id for run in plan_grid(None, axes).runs]
     assert len({id.lower() for id in ids}) == 4
-    long = load_grid(None, {"data.root": ["x" * 300, "x" * 299 + "y"]}).runs
+    long = plan_grid(None, {"data.root": ["x" * 300, "x" * 299 + "y"]}).runs
     assert len({run.id for run in long}) == 2
     assert all(len(run.id) < 120 for run in long)
 
@@ -197,7 +197,7 @@ def variants(tmp_path):
 
 
 def test_variants_differ_in_several_tables_at_once(variants):
-    grid = load_grid(variants)
+    grid = plan_grid(variants)
     assert [run.id for run in grid.runs][::2] == [
         f"{name}-sigma{sigma}-seed0" for name in ("sync", "fedbuff") for sigma in (0.1, 0.2)
     ]
@@ -209,7 +209,7 @@ def test_variants_differ_in_several_tables_at_once(variants):
 
 
 def test_a_policy_axis_takes_names_and_tables():
-    grid = load_grid({"mode": "clock"}, words=['policy=sync,{name="ssp",s=1},{name="fedbuff",k=2}'])
+    grid = plan_grid({"mode": "clock"}, words=['policy=sync,{name="ssp",s=1},{name="fedbuff",k=2}'])
     assert [run.id for run in grid.runs] == ["sync", "ssp,s=1", "fedbuff,k=2"]
     policies = [run.experiment.policy for run in grid.runs]
     assert [policy.name for policy in policies] == ["sync", "ssp", "fedbuff"]
@@ -230,35 +230,35 @@ def test_a_wrong_variant_raises_an_error_of_one_line(variant, message):
     axes = {"variant": [{"label": "a"}, {"label": "b", **variant}]}
     more = {"workers": [2]} if "workers" in variant else {}
     with pytest.raises(ExperimentError) as caught:
-        load_grid({"mode": "clock"}, {**axes, **more})
+        plan_grid({"mode": "clock"}, {**axes, **more})
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
 def test_a_target_stands_in_the_grid_or_is_given(variants):
-    assert load_grid(variants).settings.target == 0.9
-    assert load_grid(variants, {"target": 0.8}).settings.target == 0.8
-    assert load_grid(variants, settings=ComparisonSettings(target=0.95)).settings.target == 0.95
-    assert load_grid({}, {"seed": [0], "target": 0.5}).settings.target == 0.5
-    assert load_grid({}, {"seed": [0]}).settings.target is None
+    assert plan_grid(variants).settings.target == 0.9
+    assert plan_grid(variants, {"target": 0.8}).settings.target == 0.8
+    assert plan_grid(variants, settings=ComparisonSettings(target=0.95)).settings.target == 0.95
+    assert plan_grid({}, {"seed": [0], "target": 0.5}).settings.target == 0.5
+    assert plan_grid({}, {"seed": [0]}).settings.target is None
 
 
 @pytest.mark.parametrize("target", [97, 0, -0.1, "high", True, [0.9]])
 def test_a_target_is_an_accuracy(target):
     with pytest.raises(ExperimentError, match=r"^target = .*: must be a test accuracy, more than 0 and at most 1$"):
-        load_grid({}, {"seed": [0], "target": target})
+        plan_grid({}, {"seed": [0], "target": target})
 
 
 def test_dotted_keys_beside_a_grid_are_kept_and_dotted_keys_of_a_grid_are_added_to_it():
     axes = {"attack": ["alie", "ipm"], "attack.fraction": [0.2, 0.4]}
-    assert len(load_grid({"rounds": 1, "workers": 5, "grid": axes, "local.lr": 0.1}).runs) == 4
+    assert len(plan_grid({"rounds": 1, "workers": 5, "grid": axes, "local.lr": 0.1}).runs) == 4
     source = {"grid": {"seed": [0, 1]}, "grid.local.lr": [0.1, 0.2]}
-    assert load_grid(source, words=["records.model=true"]).axes == {"local.lr": [0.1, 0.2], "seed": [0, 1]}
+    assert plan_grid(source, words=["records.model=true"]).axes == {"local.lr": [0.1, 0.2], "seed": [0, 1]}
     assert source == {"grid": {"seed": [0, 1]}, "grid.local.lr": [0.1, 0.2]}
     with pytest.raises(ExperimentError, match=r"^grid.seed: is given twice$"):
-        load_grid({"grid": {"seed": [0, 1]}, "grid.seed": [2, 3]})
+        plan_grid({"grid": {"seed": [0, 1]}, "grid.seed": [2, 3]})
 
 
 def test_an_axis_can_be_a_tuple_of_objects():
     rules = (lambda updates: updates.mean(0), lambda updates: updates.median(0).values)
-    assert len(load_grid({"workers": 3, "grid": {"aggregate.rule": rules}}).runs) == 2
+    assert len(plan_grid({"workers": 3, "grid": {"aggregate.rule": rules}}).runs) == 2

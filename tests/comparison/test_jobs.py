@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import fedsim
-from fedsim.comparison import Callback, jobs, load_grid, run_grid
+from fedsim.comparison import Callback, jobs, plan_grid, run_grid
 from fedsim.engines.pool.worker_process import WorkerProcess
 from fedsim.errors import FedsimWarning
 from tests.commands import run_python
@@ -69,7 +69,7 @@ def kill_when_two_runs_have_begun(count):
 def test_several_jobs_give_the_results_of_one_and_keep_their_processes(quick, serial, tmp_path):
     axes = {"model": ["logistic", "2nn"], "seed": [0, 1]}
     observer = Observer()
-    several = run_grid(load_grid(quick, axes), tmp_path / "several", 2, observer)
+    several = run_grid(plan_grid(quick, axes), tmp_path / "several", 2, observer)
     one = fedsim.compare(serial, axes, tmp_path / "one")
     assert histories(several) == histories(one)
     assert observer.jobs == 2
@@ -90,7 +90,7 @@ def test_jobs_of_an_experiment_that_sets_its_engine_have_child_processes(quick, 
 def test_only_the_run_of_a_killed_process_fails(quick, tmp_path):
     act, killed = kill_when_two_runs_have_begun(1)
     observer = Observer(act)
-    grid = load_grid({**quick, "rounds": 40, "on_worker_failure": "abort"}, {"seed": [0, 1, 2]})
+    grid = plan_grid({**quick, "rounds": 40, "on_worker_failure": "abort"}, {"seed": [0, 1, 2]})
     comparison = run_grid(grid, tmp_path, 2, observer)
     (failed,) = comparison.failed
     assert "was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs" in failed.error
@@ -103,7 +103,7 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
     act, _ = kill_when_two_runs_have_begun(2)
     observer = Observer(act)
     with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is done again .1 of at most 2 times") as warned:
-        comparison = run_grid(load_grid({**quick, "rounds": 20}, {"seed": [0, 1, 2]}), tmp_path, 2, observer)
+        comparison = run_grid(plan_grid({**quick, "rounds": 20}, {"seed": [0, 1, 2]}), tmp_path, 2, observer)
     assert not comparison.failed
     assert 1 <= len(observer.retried) == len(warned) <= 2
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 20}, {"seed": [0, 1, 2]}))
@@ -123,7 +123,7 @@ def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp
 
     monkeypatch.setattr(WorkerProcess, "__init__", start_two_in_vain)
     with pytest.warns(FedsimWarning, match=r"SIGKILL .*, while it started.*; the run is done again \(1 of at most 2"):
-        comparison = run_grid(load_grid({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer())
+        comparison = run_grid(plan_grid({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer())
     assert len(killed) == 2
     assert not comparison.failed
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 2}, {"seed": [0, 1, 2]}))
@@ -152,7 +152,7 @@ def test_a_process_that_hangs_while_it_starts_does_not_block_the_parent(tmp_path
 def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(quick, tmp_path):
     tables = {**quick, "rounds": 1, "worker_retries": 1, "model": {"name": "tests.plugs:Fails", "how": "kill"}}
     with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .1 of at most 1 time"):
-        comparison = run_grid(load_grid(tables, {"seed": [0, 1]}), tmp_path, 2)
+        comparison = run_grid(plan_grid(tables, {"seed": [0, 1]}), tmp_path, 2)
     assert [run.error.rpartition("; ")[2] for run in comparison.failed] == ["the run has been tried 2 times"] * 2
 
 

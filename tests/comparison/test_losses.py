@@ -29,7 +29,7 @@ def losses(point):
 
 
 def made_up(axes=AXES, target=None):
-    grid = fedsim.comparison.grid.load_grid(REGRESSION, axes, (), ComparisonSettings(target=target))
+    grid = fedsim.comparison.grid.plan_grid(REGRESSION, axes, (), ComparisonSettings(target=target))
     runs = results_of(grid, losses)
     for run in runs:
         for place, value in enumerate(losses(run.point)):

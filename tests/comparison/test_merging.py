@@ -7,7 +7,7 @@ import csv
 import pytest
 
 import fedsim
-from fedsim.comparison import load_grid
+from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import Shard
 from fedsim.comparison.merging import merge
 
@@ -27,7 +27,7 @@ def rows(path):
 
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_the_shards_of_a_grid_are_disjoint_and_cover_it(count):
-    grid = load_grid(None, words=[*WORDS, "aggregate.rule=mean,median,krum", "workers=4,5", "seed=0,1"])
+    grid = plan_grid(None, words=[*WORDS, "aggregate.rule=mean,median,krum", "workers=4,5", "seed=0,1"])
     parts = [Shard(index, count).of(grid) for index in range(count)]
     assert sorted(run.id for part in parts for run in part) == sorted(run.id for run in grid.runs)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.comparison import Callback, job_count, load_grid, run_grid, runner
+from fedsim.comparison import Callback, job_count, plan_grid, run_grid, runner
 from fedsim.comparison.job_count import default_jobs, in_one_process, job_bytes
 from fedsim.errors import SettingWarning
 
@@ -86,7 +86,7 @@ def test_the_other_runs_continue_after_a_failure(quick, tmp_path, jobs):
 
 
 def test_only_unfinished_and_failed_runs_are_repeated(serial, tmp_path, monkeypatch):
-    grid = load_grid(serial, {"seed": [0, 1, 2]})
+    grid = plan_grid(serial, {"seed": [0, 1, 2]})
     attempt = runner.run_here.__globals__["attempt"]
 
     def failing(experiment, *rest):
@@ -133,7 +133,7 @@ def test_an_interrupted_run_starts_again_or_at_its_checkpoint(serial, tmp_path, 
             self.rounds.append(record["round"])
 
     tables = {**serial, "rounds": 4, "checkpoint": {"every": every}}
-    grid = load_grid(tables, {"seed": [0, 1]})
+    grid = plan_grid(tables, {"seed": [0, 1]})
     with pytest.raises(KeyboardInterrupt):
         run_grid(grid, tmp_path, callback=Observer())
     temporary = tmp_path / "runs/seed1/.curve.png.part"
@@ -154,7 +154,7 @@ def test_processes_of_an_engine_are_kept_from_run_to_run(quick, tmp_path):
         def on_round(self, run, record):
             seen.add(frozenset(process.pid for process in multiprocessing.active_children()))
 
-    grid = load_grid({**quick, "engine": "spawn", "processes": 2}, {"aggregate": RULES})
+    grid = plan_grid({**quick, "engine": "spawn", "processes": 2}, {"aggregate": RULES})
     run_grid(grid, tmp_path, callback=Look())
     assert len(seen) == 1
     assert len(*seen) == 2
@@ -176,7 +176,7 @@ def machine(monkeypatch):
 
 
 def jobs_for(tables, axes):
-    grid = load_grid(tables, axes)
+    grid = plan_grid(tables, axes)
     return default_jobs(grid, grid.runs)
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 import fedsim
 from fedsim.asynchronous.race.log import FILE, read_log
-from fedsim.comparison import load_grid
+from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.merging import merge
 from fedsim.config.experiment import Experiment, keys_of_tables
@@ -145,7 +145,7 @@ def test_experiment_files_of_any_bytes(here, examples):
     def check(content):
         (here / "x.toml").write_bytes(content)
         load_experiment(here / "x.toml")
-        load_grid(here / "x.toml")
+        plan_grid(here / "x.toml")
 
     words = st.sampled_from(
         [*KEYS, *NAMES, "=", ".", "[", "]", "{", "}", '"', "'''", "\n", "\n[grid]\n", "1", "0x", "-", ","]
@@ -169,7 +169,7 @@ def test_files_and_words_of_comparisons(here, examples):
     def check(example):
         (tree, changes), words = example
         (here / "x.toml").write_bytes(toml_of(mutated(tree, changes)))
-        load_grid(here / "x.toml", words=[word for word in words if ":" not in word])
+        plan_grid(here / "x.toml", words=[word for word in words if ":" not in word])
 
     values = st.lists(st.sampled_from([str(value) for value in EXTREMES] + NAMES), max_size=3).map(",".join)
     words = st.lists(st.tuples(st.sampled_from(KEYS), values).map("=".join), max_size=2)
@@ -247,7 +247,7 @@ def compared(tmp_path_factory):
     """The folder of a comparison that is finished."""
     folder = tmp_path_factory.mktemp("compared")
     tables = {"rounds": 2, "workers": 2, "engine": "serial", "model": "logistic", "local": {"steps": 1}}
-    grid = load_grid(tables, {"aggregate.rule": ["mean", "median"], "seed": [0, 1]})
+    grid = plan_grid(tables, {"aggregate.rule": ["mean", "median"], "seed": [0, 1]})
     with GridFolder(folder, grid) as held:
         for run in grid.runs:
             held.run_folder(run).mkdir(parents=True)

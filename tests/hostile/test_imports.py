@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 
 import fedsim
-from fedsim.comparison import load_grid
+from fedsim.comparison import plan_grid
 from fedsim.comparison.merging import merge
 from fedsim.config.plugs import PLUGS
 from fedsim.data.sources import FILES
@@ -90,7 +90,7 @@ def test_a_file_names_no_import_path(here, kind, name):
 def test_a_grid_names_no_import_path(here, kind):
     path = write(here / "sub" / "x.toml", {**NAMED[kind], "grid": {"seed": [0, 1]}}, "canary:boom")
     with pytest.raises(ExperimentError, match="--allow-imports"):
-        load_grid(path)
+        plan_grid(path)
     held = {
         "name": "x",
         "axes": {"seed": [0, 1]},
@@ -108,7 +108,7 @@ def test_a_grid_names_no_import_path(here, kind):
 )
 def test_values_on_axes_name_no_import_path(here, axes):
     with pytest.raises(ExperimentError, match="--allow-imports"):
-        load_grid(write(here / "sub" / "x.toml", {"grid": axes}))
+        plan_grid(write(here / "sub" / "x.toml", {"grid": axes}))
 
 
 @pytest.mark.parametrize("name", ["own_plugs:perceptron", "own_plugs:Inner.model"])
@@ -163,9 +163,9 @@ def test_import_paths_of_the_user_are_always_allowed(here):
         fedsim.load_experiment(file, ["model=own_plugs:perceptron"]),
         fedsim.load_experiment({"model": "own_plugs:perceptron"}),
         fedsim.Experiment(model="own_plugs:perceptron"),
-        load_grid(file, words=["model=own_plugs:perceptron,net"]).runs[0].experiment,
-        load_grid(file, words=["model=own_plugs:perceptron", "seed=0,1"]).runs[0].experiment,
-        load_grid(file, {"model": ["own_plugs:perceptron", "net"]}).runs[0].experiment,
+        plan_grid(file, words=["model=own_plugs:perceptron,net"]).runs[0].experiment,
+        plan_grid(file, words=["model=own_plugs:perceptron", "seed=0,1"]).runs[0].experiment,
+        plan_grid(file, {"model": ["own_plugs:perceptron", "net"]}).runs[0].experiment,
     ):
         assert experiment.model.name == "own_plugs:perceptron"
 
@@ -178,7 +178,7 @@ def test_an_import_path_of_the_user_allows_no_other(here):
 
 def test_allow_imports_allows_every_import(here):
     file = write(here / "sub" / "x.toml", {**NAMED["models"], "grid": {"seed": [0, 1]}}, "own_plugs:perceptron")
-    assert load_grid(file, allow_imports=True).runs
+    assert plan_grid(file, allow_imports=True).runs
     with pytest.raises(SystemExit, match="imported"):
         fedsim.load_experiment(write(file, NAMED["models"], "canary:boom"), allow_imports=True)
 

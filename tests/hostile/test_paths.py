@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import fedsim
 from fedsim.asynchronous.race.log import read_log
-from fedsim.comparison import load_grid
+from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.merging import merge
 from fedsim.errors import ExperimentError, FedsimError, RecordError
@@ -115,7 +115,7 @@ def test_a_report_shows_no_run_outside_of_the_grid(tmp_path):
 @pytest.fixture
 def compared(tmp_path):
     """A grid of two runs that have not started, and its folder."""
-    grid = load_grid({"workers": 2, "rounds": 1}, {"seed": [0, 1]})
+    grid = plan_grid({"workers": 2, "rounds": 1}, {"seed": [0, 1]})
     with GridFolder(tmp_path / "grid", grid):
         pass
     return grid, tmp_path / "grid"

@@ -10,7 +10,7 @@ import pytest
 
 import fedsim
 from fedsim.cli.main import app
-from fedsim.comparison import load_grid
+from fedsim.comparison import plan_grid
 from fedsim.comparison.plots import draw_heatmap
 from fedsim.comparison.summary import summarise
 from fedsim.errors import ExperimentError, RecordError
@@ -128,12 +128,12 @@ def test_a_grid_has_only_so_many_combinations():
     axes = {f"local.x{number}": list(range(10)) for number in range(7)}
     started = time.perf_counter()
     with pytest.raises(ExperimentError, match="10 x 10 x 10 x 10 x 10 x 10 x 10 = 10,000,000 combinations; at most"):
-        load_grid({}, axes)
+        plan_grid({}, axes)
     assert time.perf_counter() - started < 5
 
 
 def test_a_heat_map_of_very_many_values_is_not_drawn():
-    grid = load_grid({"model": "logistic"}, {"local.lr": [0.1, 0.2], "seed": [0, 1]})
+    grid = plan_grid({"model": "logistic"}, {"local.lr": [0.1, 0.2], "seed": [0, 1]})
     grid.axes["local.momentum"] = [number / 1000 for number in range(500)]
     assert draw_heatmap(grid, summarise(grid, [])) is None
 
