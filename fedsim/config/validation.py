@@ -228,7 +228,7 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
 
 
 def _client_setting(experiment: Experiment) -> str:
-    """The setting because of which workers do more than to step along gradients."""
+    """The setting that makes workers do more than step along gradients."""
     return experiment.client_algorithm.setting or f"local.solver = {show(experiment.local.solver)}"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,10 +65,15 @@ def require_labels(task: str, targets: Tensor) -> None:
     """Raise DataError unless each target is one class label."""
     if targets.ndim != 1 or targets.is_floating_point():
         other = "regression" if targets.is_floating_point() else "next_token"
-        shown = f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}"
         raise DataError(
-            f"the task {task} needs one class label for each sample, int64 [batch], not {shown}; use task={other}"
+            f"the task {task} needs one class label for each sample, int64 [batch], not {described(targets)}; "
+            f"use task={other}"
         )
+
+
+def described(targets: Tensor | np.ndarray) -> str:
+    """The dtype and the shape of targets: `float32 [4000, 2]`."""
+    return f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}"
 
 
 def shape_of(outputs: object) -> object:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.core.learning_task import Reduction, learning_task, shape_of
+from fedsim.core.learning_task import Reduction, described, learning_task, shape_of
 from fedsim.errors import DataError, ExperimentError
 
 
@@ -93,8 +93,9 @@ class NextToken:
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise DataError for other targets, and ExperimentError for another shape and for too few classes."""
         if targets.ndim != 2 or targets.is_floating_point():
-            shown = f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}"
-            raise DataError(f"the task next_token needs a token for each position, int64 [batch, length], not {shown}")
+            raise DataError(
+                f"the task next_token needs a token for each position, int64 [batch, length], not {described(targets)}"
+            )
         shape, wanted = shape_of(outputs), list(targets.shape)
         if not isinstance(outputs, Tensor) or outputs.ndim != 3 or outputs.shape[:2] != targets.shape:
             raise ExperimentError(

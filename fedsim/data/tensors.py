@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fedsim.core.learning_task import described
 from fedsim.errors import DataError
 
 
@@ -179,11 +180,6 @@ def as_targets(targets: Sequence[Any]) -> np.ndarray:
     if array.shape[1:] == (1,) and array.dtype.kind in "iub":  # classes as arrays of one number
         array = array[:, 0]
     return array.astype(np.int64) if array.dtype.kind in "iub" else array
-
-
-def described(targets: Tensor | np.ndarray) -> str:
-    """The dtype and the shape of targets: `float32 [4000, 2]`."""
-    return f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}"
 
 
 def _as_tensor(value: Any) -> Tensor:

@@ -150,7 +150,7 @@ class SharedState:
 
     Attributes:
         train, test, validation: the data, once; `validation` is held out of the training data, perhaps empty.
-        classes: how many classes or tokens the targets tell apart; 0 for floating targets.
+        classes: one more than the highest class or token of the targets; 0 for floating targets.
         shards: who holds which samples.
         worker_tests: which samples each worker tests on, if workers are evaluated.
         root: positions of the server's own samples, int64, on the host; empty where it has none.

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fedsim.config.experiment import Experiment
 from fedsim.config.schema import Server
+from fedsim.core.learning_task import described
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
 from fedsim.data import TensorData
-from fedsim.data.tensors import described
 from fedsim.engines import Engine, TaskSpec
 from fedsim.engines.footprint import memory_needed
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show, show_bytes

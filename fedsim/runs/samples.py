@@ -6,9 +6,9 @@ import numpy as np
 
 from fedsim.byzantine import Attackers
 from fedsim.config.experiment import Experiment
+from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.data import Shards, TensorData, hold_out, partition_shards
-from fedsim.data.tensors import described
 from fedsim.errors import ExperimentError
 from fedsim.server import CohortSampler
 

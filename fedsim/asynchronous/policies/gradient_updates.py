@@ -115,7 +115,7 @@ class StalenessAware(Policy):
 
     >>> StalenessAware(softsync=5).check(n_workers=4)
     Traceback (most recent call last):
-    fedsim.errors.ExperimentError: policy.softsync = 5: must be at most the 4 workers at work
+    fedsim.errors.ExperimentError: policy.softsync = 5: must be at most 4, the workers at work
     """
 
     softsync: PositiveInt | None = None

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Registry
 from fedsim.data.partitions.allocation import has_classes, samples_by_class
 from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards
-from fedsim.data.tensors import described
 from fedsim.errors import ExperimentError, show
 
 partition_strategy = Registry("partition strategy", given=("labels", "n_workers", "rng", "ids", "worker", "by_class"))
