@@ -18,7 +18,7 @@ from fedsim.comparison.job_count import default_jobs, distinct, in_one_process, 
 from fedsim.comparison.jobs import Work, run_here, run_in_jobs
 from fedsim.comparison.plots import draw_accuracy, draw_heatmap
 from fedsim.comparison.results import RunResult, curves_csv, results_csv
-from fedsim.comparison.summary import SummaryRow, summarise, summary_csv, summary_table
+from fedsim.comparison.summary import SummaryRow, answer_text, summarise, summary_csv, summary_table
 from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
 from fedsim.comparison.worker_figure import draw_worker_comparison
 from fedsim.config.experiment import Experiment
@@ -54,9 +54,14 @@ class Comparison:
         return [run for run in self.runs if run.error is not None]
 
     @property
+    def answer(self) -> str:
+        """The best value of the first axis in words, with its interval; empty if nothing is compared."""
+        return answer_text(self.grid, self.runs)
+
+    @property
     def table(self) -> str:
-        """The summary as text, as `fedsim compare` prints it."""
-        return summary_table(self.grid, self.summary, self.runs)
+        """The answer, and the summary as text, as `fedsim compare` prints them."""
+        return f"{self.answer}\n\n{summary_table(self.grid, self.summary, self.runs)}".lstrip()
 
     def __repr__(self) -> str:
         failed = f", {len(self.failed)} failed" if self.failed else ""

@@ -14,6 +14,7 @@ from fedsim.comparison.results import RunResult, names_in, to_csv
 from fedsim.core.confidence import Estimate, fixed
 from fedsim.core.text_wrapping import note
 from fedsim.errors import plural
+from fedsim.records.best import answer, best_of
 from fedsim.records.combinations import Combination, groups_of, score_of, time_to_target
 from fedsim.records.record import Metric
 
@@ -92,12 +93,20 @@ def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
 
 
 def _marks(group: Sequence[Combination]) -> list[str]:
-    complete = [each for each in group if each.score and each.score.n == len(each.runs)]
-    if len(group) < 2 or not complete:
+    found = best_of(group) if len(group) > 1 else None
+    if found is None:
         return [""] * len(group)
-    best = max(complete, key=lambda each: each.metric.sign * each.score.mean if each.score else 0.0)
-    ties = [each for each in complete if (gap := each.difference_to(best)) and gap.includes(0.0)]
-    return [BEST if each is best else TIE if each in ties else "" for each in group]
+    return [BEST if each is found.combination else TIE if each in found.tied else "" for each in group]
+
+
+def answer_text(grid: Grid, runs: Sequence[RunResult]) -> str:
+    """Return the best value of the first axis in words, see `answer`; empty if nothing is compared."""
+    combined = grid.settings.combined(runs, list(grid.axes))
+    found = answer(combined, grid.compared, grid.settings, lambda each, axis: label(each.runs[0].point[axis]))
+    if found is None:
+        return ""
+    lines = [found.sentence, *(f"  {case}" for case in found.cases), *found.remarks]
+    return "\n".join(textwrap.fill(line, TABLE_COLUMNS, subsequent_indent="    ") for line in lines)
 
 
 def summary_csv(grid: Grid, summary: Sequence[SummaryRow]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fedsim.core.confidence import FEWEST_FOR_BAND, Estimate, fixed
 from fedsim.records import formatting as fmt
+from fedsim.records.best import answer
 from fedsim.records.combinations import SEED, Combination, groups_of, score_of, time_to_target
 from fedsim.records.reader import GridRun, Run, StoredGrid, StoredPartition
 from fedsim.records.record import Metric
@@ -29,6 +30,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
     combined = grid.settings.combined(grid.runs, list(grid.axes))
     chosen = [(text, axis, labels[axis]) for axis, text in grid.settings.headings.items()]
+    label_of = lambda each, axis: labels[axis][each.runs[0].place[axis]]  # noqa: E731
     score, test, target = combined[0].metric, score_of(grid.runs), grid.settings.target
     names = [" · ".join(_labels_of(axes, combination)) or "all runs" for combination in combined]
     runs = [run for run in grid.runs if run.history]
@@ -43,6 +45,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "name": grid.name,
         "title": fmt.comparison_title(compared, score.label),
         "score": score.label.lower(),
+        "answer": answer(combined, compared, grid.settings, label_of, fmt.key_name),
         "bound": "at least that accuracy" if test.share else "at most that loss",
         "axes": axes,
         "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],

@@ -23,7 +23,8 @@ def test_it_prints_a_line_per_run_the_table_and_the_folder(cli, tmp_path):
         *("[1/4] mean-seed0", "[2/4] mean-seed1", "[3/4] weighted_mean-seed0", "[4/4] weighted_mean-seed1")
     ]
     assert re.match(r"4 runs in \d+\.\d s", lines[5])
-    assert lines[7].startswith("aggregate.rule ")
+    assert lines[7].startswith("Best aggregate.rule by test accuracy: ")
+    assert lines[9].startswith("aggregate.rule ")
     folder = tmp_path / lines[-1]
     assert re.match(r"runs/quick-grid-\d{8}-\d{6}$", lines[-1])
     assert (folder / "summary.txt").read_text().strip() == "\n".join(lines[7:-2])

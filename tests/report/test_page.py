@@ -80,6 +80,19 @@ def test_the_page_of_a_grid_has_a_row_per_combination(grid_folder, tmp_path):
     assert text.count("±") >= 4
 
 
+def test_the_page_of_a_grid_opens_with_the_best_of_each_group(tmp_path):
+    """The labels and names are those of the page; the first rule leads by 0.1 in both seeds."""
+
+    def make(path, point):
+        invent_run(path, [0.7 - 0.1 * (point["aggregate"] == "mean") + 0.1 * point["seed"]])
+
+    axes = {"aggregate": [["nnm", "median"], "mean"], "attack.name": ["none", "ipm"], "seed": [0, 1]}
+    page = html.unescape(write_report(write_points(tmp_path, axes, make)).read_text())
+    assert "<p>Best rule by test accuracy, for each attack:</p>" in page
+    line = "nnm + median 0.7500 (0.7000, 0.8000); the next, mean, is 0.1000 (0.1000, 0.1000) lower"
+    assert [f"<li>{attack}: {line}</li>" in page for attack in axes["attack.name"]] == [True, True]
+
+
 def test_the_page_is_written_into_the_folder_by_default_and_replaces_an_older_one(fresh_run):
     (fresh_run / "report.html").write_text("old")
     before = {path.name for path in fresh_run.iterdir()}

@@ -1,0 +1,114 @@
+"""The sentence that a comparison opens with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fedsim.comparison import ComparisonSettings
+from fedsim.comparison.axes import label
+from fedsim.records.best import answer
+from tests.comparison.made_up import grid_of, results_of
+
+FINAL = {  # by rule and attack: the accuracy of each seed
+    ("mean", "none"): [0.80, 0.85, 0.90],
+    ("median", "none"): [0.81, 0.87, 0.92],  # ahead of the mean by 0.01, 0.02, 0.02: 0.0167 ± 0.0143
+    ("krum", "none"): [0.60, 0.66, 0.70],
+    ("mean", "ipm"): [0.70, 0.75, 0.80],
+    ("median", "ipm"): [0.69, 0.76, 0.80],  # behind the mean by 0.01, -0.01, 0.00
+    ("krum", "ipm"): [0.50, 0.50, 0.50],
+}
+AXES = {"aggregate.rule": ["mean", "median", "krum"], "attack.name": ["none", "ipm"], "seed": [0, 1, 2]}
+
+
+def answer_to(axes, final=FINAL, failed=(), **settings):
+    grid = replace(grid_of(axes), settings=ComparisonSettings(**settings))
+
+    def accuracies(point):
+        return None if tuple(point.values()) in failed else [final[tuple(point.values())[:2]][point.get("seed", 0)]]
+
+    runs = results_of(grid, accuracies)
+    text = lambda each, axis: label(each.runs[0].point[axis])  # noqa: E731
+    return answer(grid.settings.combined(runs, list(axes)), grid.compared, grid.settings, text)
+
+
+def test_of_a_few_groups_each_has_its_best_with_its_ties_or_the_difference_of_the_next():
+    found = answer_to(AXES)
+    assert found.sentence == "Best aggregate.rule by test accuracy, for each attack.name:"
+    assert found.cases == [
+        "none: median 0.8667 ± 0.1368; the next, mean, is 0.0167 ± 0.0143 lower",
+        "ipm: mean 0.7500 ± 0.1242, tied with median",
+    ]
+    assert found.remarks == []
+
+
+def test_with_worst_the_best_is_that_in_its_worst_case():
+    """The worst case of each rule is ipm, where the mean leads the median by 0.01, -0.01 and 0.00."""
+    found = answer_to(AXES, worst="attack.name")
+    assert found.sentence == (
+        "Best aggregate.rule by test accuracy in its worst case over attack.name: "
+        "mean (worst: ipm) 0.7500 ± 0.1242, tied with median."
+    )
+    assert found.cases == []
+
+
+def test_with_several_other_axes_a_group_has_their_names():
+    final = {("mean", "none"): [0.5], ("median", "none"): [0.6]}
+    axes = {"aggregate.rule": ["mean", "median"], "attack.name": ["none"], "local.lr": [0.1, 0.2]}
+    found = answer_to(axes, final)
+    assert found.sentence == "Best aggregate.rule by test accuracy, for each attack.name and local.lr:"
+    assert found.cases[1] == "attack.name none, local.lr 0.2: median 0.6000; the next, mean, is 0.1000 lower"
+
+
+def test_a_loss_that_is_next_is_higher():
+    """test_loss = 1 - accuracy: the median has 0.1333, and the mean is 0.0167 higher."""
+    found = answer_to({**AXES, "attack.name": ["none"]}, by="test_loss")
+    assert found.sentence == (
+        "Best aggregate.rule by test loss: median 0.1333 ± 0.1368; the next, mean, is 0.0167 ± 0.0143 higher."
+    )
+
+
+def test_with_one_seed_there_is_no_interval_and_with_two_there_are_both_values():
+    one = answer_to({**AXES, "attack.name": ["none"], "seed": [0]})
+    assert one.sentence.endswith(": median 0.8100; the next, mean, is 0.0100 lower.")
+    assert one.remarks == ["With one seed there is no interval, and a difference may be chance."]
+    final = {("mean", "none"): [0.5, 0.6], ("median", "none"): [0.7, 0.8]}
+    two = answer_to({"aggregate.rule": ["mean", "median"], "attack.name": ["none"], "seed": [0, 1]}, final)
+    assert two.sentence.endswith(": median 0.7500 (0.7000, 0.8000); the next, mean, is 0.2000 (0.2000, 0.2000) lower.")
+
+
+def test_a_combination_with_a_failed_run_is_not_ranked():
+    every_krum = [("krum", attack, seed) for attack in ("none", "ipm") for seed in range(3)]
+    found = answer_to(AXES, failed=[("median", "none", 1), *every_krum])
+    assert found.cases[0] == "none: mean 0.8500 ± 0.1242"
+    assert found.remarks == ["3 of 6 combinations are not ranked: 7 runs of theirs failed or did not finish."]
+    found = answer_to({**AXES, "aggregate.rule": ["mean", "krum"]}, failed=[("mean", "none", 0), *every_krum])
+    assert found.cases == ["none: none is ranked", "ipm: mean 0.7500 ± 0.1242"]
+
+
+def test_of_many_groups_the_value_that_is_most_often_best_or_tied_is_named():
+    """The median is best for rates 0 to 4, tied with the mean for rate 5; the mean is best for rate 6."""
+    rates = list(range(7))
+    final = {("mean", rate): [0.5 + 0.2 * (rate == 6)] for rate in rates} | {
+        ("median", rate): [0.6 - 0.1 * (rate == 5)] for rate in rates
+    }
+    axes = {"aggregate.rule": ["mean", "median"], "local.lr": rates}
+    found = answer_to(axes, final)
+    assert found.sentence == (
+        "Most often the best aggregate.rule by test accuracy: "
+        "median, the best or tied with it for 6 of 7 values of local.lr."
+    )
+    assert found.cases == []
+    equal = {(rule, rate): [0.5] for rule in ("mean", "median") for rate in rates}
+    assert answer_to(axes, equal).sentence.endswith(
+        ": mean, median, each the best or tied with it for 7 of 7 values of local.lr."
+    )
+
+
+@pytest.mark.parametrize("axes", [{"seed": [0, 1]}, {"aggregate.rule": ["mean"], "attack.name": ["none", "ipm"]}])
+def test_without_two_values_of_the_first_axis_there_is_no_answer(axes):
+    grid = grid_of(axes)
+    runs = results_of(grid, lambda point: [0.5])
+    text = lambda each, axis: label(each.runs[0].point[axis])  # noqa: E731
+    assert answer(grid.settings.combined(runs, list(axes)), grid.compared, grid.settings, text) is None
