@@ -85,7 +85,7 @@ def test_a_class_may_be_any_integer_of_one_element(target):
     ("target", "line"),
     [
         (torch.arange(5), r"the target of sample 1 is of shape \[5\], and that of sample 0 of \[\]"),
-        ("cat", "the target of sample 1 is a str; it must be a number"),
+        ("cat", "the target of sample 1 is a str; targets must be numbers"),
         (None, "the target of sample 1 is a NoneType"),
     ],
 )
