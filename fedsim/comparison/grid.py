@@ -57,7 +57,7 @@ class Grid:
         axes: the values of each key that is varied, in order.
         runs: one for each combination; the last axis varies fastest, and the seed fastest of all.
         engine_chosen: whether the experiment sets its engine or number of processes, or is a race of processes.
-        settings: what is asked of the comparison beside the axes.
+        settings: the settings of the comparison.
     """
 
     name: str
@@ -99,7 +99,7 @@ def plan_grid(
         grid: axes as in [grid]; they replace the source's axes of the same keys.
         words: as on the command line: `key=v1,v2` is an axis, `key=value` sets one value in all runs; both replace an
             axis of that key.
-        settings: what is asked beside the axes, as of `compare`; they replace the keys of [grid].
+        settings: those of `compare`; they replace those of [grid].
         file: the file from which `source` and `grid` were read, if `source` is not the file itself.
         allow_imports: allow the file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs after the words; they replace an axis of the same key.

@@ -1,4 +1,4 @@
-"""Checks of what is asked of a comparison, before its runs."""
+"""Checks of the settings of a comparison, before its runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedsim.records.comparison_settings import ComparisonSettings
 
 
 def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> None:
-    """Raise ExperimentError if these experiments cannot be compared so."""
+    """Raise ExperimentError if the settings do not fit these axes and experiments."""
     if settings.target is not None:
         _check_target(settings.target, experiments)
     _check_choices(settings, axes, experiments)

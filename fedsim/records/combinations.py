@@ -26,7 +26,7 @@ class Combination:
     """The runs that differ in the seed alone. Its statistics are those of the finished runs.
 
     Attributes:
-        place: of its runs, on each axis but the seed.
+        place: the place of its runs on each axis except the seed.
         runs: of all seeds, finished or not: each a `RunResult` of a comparison or a `GridRun` of a stored grid.
         metric: by which all combinations are compared: see `score_of`.
     """
@@ -108,10 +108,10 @@ class MeanCurve:
     """The mean of several runs' curves where all of them are known.
 
     Attributes:
-        curves: places on the scale and values there, of each run.
-        x: the places of all curves [points].
-        values: interpolated there [curves, points].
-        means, half_widths: over the curves, and of their 95 percent intervals [points].
+        curves: of each run the places on the scale and the values there.
+        x: the places of all curves, [points].
+        values: of each curve, interpolated at x, [curves, points].
+        means, half_widths: means over the curves, and half widths of the 95 percent intervals, [points].
     """
 
     curves: list[tuple[np.ndarray, np.ndarray]]
@@ -122,7 +122,7 @@ class MeanCurve:
 
 
 def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | None:
-    """The mean curve of a metric on a scale, a field of `Progress`; None if it is known nowhere."""
+    """The mean curve of a metric on a scale, a field of `Progress`; None if no place is common to all curves."""
     curves = [each for run in runs if (each := _curve(run, metric, scale))[0].size]
     if not curves:
         return None
