@@ -26,7 +26,7 @@ ROW = 0.22  # inches, of a model
 def draw_worker_comparison(grid: Grid, runs: Sequence[RunResult]) -> Figure | None:
     """Draw the last tests of the workers of all seeds, a row for each combination and model; None if there are none.
 
-    A stroke is a worker, the bar the middle half of the workers, the dot their mean. A task without accuracy has losses.
+    A stroke is a worker, the bar the middle half of the workers, the dot their mean. Or losses, without accuracies.
     """
     from matplotlib.figure import Figure
 

@@ -122,7 +122,7 @@ class MeanCurve:
 
 
 def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | None:
-    """The mean curve of a metric on a scale, a field of `Progress`; None if no place is common to all curves."""
+    """The mean curve of a metric on a scale, a field of `Progress`; None if it is empty."""
     curves = [each for run in runs if (each := _curve(run, metric, scale))[0].size]
     if not curves:
         return None
