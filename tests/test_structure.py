@@ -19,6 +19,7 @@ FLOORS = (  # from the lowest to the highest; a package imports packages of lowe
     ("aggregation",),
     ("server",),
     ("byzantine",),
+    ("integrations",),
     ("processing",),
     ("engines",),
     ("asynchronous",),

@@ -47,8 +47,8 @@ class NestedForm:
         first: the first update.
         entries: of the first update.
         name: of the first update in errors.
-        shared: entries that share the memory of an earlier entry in all updates, as tied weights do; the earlier one.
-            They count once, and share memory in the result.
+        shared: of dicts, entries that share the memory of an earlier entry in all updates, as tied weights do; the
+            earlier one. They count once, and share memory in the result.
         stacked: whether the updates are one dict of stacked tensors [n, ...], and not a list.
     """
 
@@ -122,7 +122,7 @@ def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Fo
         return updates, MatrixForm(is_array=False)
     form = like if isinstance(like, NestedForm) else _form_of(updates[0], f"{place}[0]")
     each = [_entries_like(form, update, f"{place}[{index}]") for index, update in enumerate(updates)]
-    if form is not like:
+    if form is not like and isinstance(updates[0], Mapping):  # gradients in a list may share memory by chance
         form = replace(form, shared=_shared(each))
     return torch.stack([form.flat(entries) for entries in each]), form
 

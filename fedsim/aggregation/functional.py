@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from fedsim.aggregation.containers import as_rows, checked_matrix
 from fedsim.aggregation.inputs import AggregationInputs, Nonfinite, screened
 from fedsim.aggregation.numerics.columns import all_finite
 from fedsim.aggregation.numerics.threads import alone_if_small
-from fedsim.aggregation.pipeline import Pipeline
+from fedsim.aggregation.pipeline import AggregationResult, Pipeline
 from fedsim.aggregation.resolve import Stage, as_list, make_pipeline, resolve
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
@@ -38,8 +38,8 @@ def aggregate(
         updates: a tensor or NumPy array [n, d], any floating dtype and device; a list of n updates: tensors or arrays
             of any shape, dicts of them (state_dicts) or lists of them; or one dict of stacked tensors [n, ...]. They
             stay unchanged. All updates have the same entries, in any order. Entries that are not floating, such as
-            BatchNorm's num_batches_tracked, are those of the first update. Entries that share memory in each update,
-            such as tied weights, count once and share memory in the result.
+            BatchNorm's num_batches_tracked, are those of the first update. Entries of a dict that share memory
+            in each update, such as tied weights, count once and share memory in the result.
         weights: [n], finite and >= 0; they need not sum to one. An error for a rule without a weighted form;
             None: equal weights.
         rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
@@ -67,8 +67,7 @@ def aggregate(
     >>> fedsim.aggregate({"w": updates, "b": updates[:, 0]}, rule="median")
     {'w': tensor([2.5000, 1.5000]), 'b': tensor(2.5000)}
     """
-    if nonfinite not in get_args(Nonfinite):
-        raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
+    checked_nonfinite(nonfinite)
     pipeline = make_pipeline(resolve(rule, params))
     updates, form = as_rows(updates, "updates")
     updates = checked_matrix(updates, "updates")
@@ -78,24 +77,34 @@ def aggregate(
     inputs.last = None if last is None else _checked("last", form.row(last, "last"), (d,), updates.device)
     if losses is not None:
         inputs.losses = _checked("losses", losses, (n,), "cpu").double()
+    return form.rebuild(aggregate_inputs(inputs, pipeline, nonfinite).update)
+
+
+def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> AggregationResult:
+    """Screen the updates and apply a pipeline to them. Raises ExperimentError, also if the result is not finite."""
+    updates = inputs.updates
     with alone_if_small(updates.numel()), full_precision(updates.device):
-        return form.rebuild(_aggregated(inputs, pipeline, nonfinite))
+        linear = pipeline.rule.linear  # then NaN and infinity in a row that counts are also in the result
+        if pipeline.columnwise and (linear or updates.device.type != "cpu"):
+            update = pipeline.by_columns(inputs.rows(), inputs)
+            if math.isfinite(update.sum() if linear else update.sum() + updates.sum()):  # one wait for the device
+                return AggregationResult(update)
+        kept, _ = screened(inputs, nonfinite)
+        result = pipeline(kept)
+        if nonfinite != "keep" and not all_finite(result.update):
+            dtype = result.update.dtype
+            raise ExperimentError(
+                f"{pipeline.name}: the result is not finite; updates have values up to "
+                f"{float(kept.updates.abs().max()):.3g}, and {dtype} at most {torch.finfo(dtype).max:.3g}"
+            )
+        return result
 
 
-def _aggregated(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> Tensor:
-    linear = pipeline.rule.linear  # then NaN and infinity in a row that counts are also in the result
-    if pipeline.columnwise and (linear or inputs.updates.device.type != "cpu"):
-        update = pipeline.by_columns(inputs.rows(), inputs)
-        if math.isfinite(update.sum() if linear else update.sum() + inputs.updates.sum()):  # one wait for the device
-            return update
-    kept, _ = screened(inputs, nonfinite)
-    update = pipeline(kept).update
-    if nonfinite != "keep" and not all_finite(update):
-        raise ExperimentError(
-            f"{pipeline.name}: the result is not finite; updates have values up to "
-            f"{float(kept.updates.abs().max()):.3g}, and {update.dtype} at most {torch.finfo(update.dtype).max:.3g}"
-        )
-    return update
+def checked_nonfinite(nonfinite: Any) -> Nonfinite:
+    """Raise ExperimentError, with the nearest right name, unless it is a policy for rows that are not finite."""
+    if nonfinite not in get_args(Nonfinite):
+        raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
+    return cast(Nonfinite, nonfinite)
 
 
 def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Any:

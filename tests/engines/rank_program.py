@@ -17,7 +17,7 @@ import torch
 import fedsim
 from fedsim.config.load import load_experiment
 from fedsim.engines import DistributedEngine
-from fedsim.engines.distributed.ddp import ParallelTrainer
+from fedsim.engines.distributed.parallel_trainer import ParallelTrainer
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.runs.setup import prepare
 from tests.engines.torch_post_local import post_local_row

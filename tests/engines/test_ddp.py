@@ -8,7 +8,7 @@ from torch import nn
 
 import fedsim
 from fedsim.core.rows import new_rows
-from fedsim.engines.distributed.ddp import SharedModel
+from fedsim.engines.distributed.parallel_trainer import SharedModel
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.runs.setup import task_of
 from tests.plugs import Normalised, Recurrent, Stateful, Tied

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from fedsim.core.snapshot import Snapshot
-from fedsim.engines.distributed.ddp import ParallelTrainer, model_to_share
+from fedsim.engines.distributed.parallel_trainer import ParallelTrainer, model_to_share
 from fedsim.engines.distributed.preflight import Preflight
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.distributed.rank_backend import InRank

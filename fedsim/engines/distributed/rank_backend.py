@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines.backend import put_back
-from fedsim.engines.distributed.ddp import ParallelTrainer
+from fedsim.engines.distributed.parallel_trainer import ParallelTrainer
 from fedsim.engines.distributed.placement import RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup, no_heartbeats
 from fedsim.engines.distributed.rank_aggregator import RankAggregator

@@ -1,0 +1,59 @@
+"""A rule that is applied round after round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from fedsim.aggregation import AggregationInputs, make_pipeline, resolve
+from fedsim.aggregation.functional import aggregate_inputs, checked_nonfinite
+from fedsim.aggregation.inputs import Nonfinite
+from fedsim.aggregation.resolve import Stage
+
+
+class RuleOverRounds:
+    """Pre-aggregators, if any, and a rule, with the state that they keep from round to round.
+
+    Args:
+        rule, seed, nonfinite, params: as of `fedsim.aggregate`.
+        sync: whether rows are updates ("parameters") or gradients.
+
+    >>> rule = RuleOverRounds("centered_clipping", {"tau": 1.0})
+    >>> rule(torch.tensor([[3.0], [3.0]]), round=1), rule(torch.tensor([[3.0], [3.0]]), round=2)
+    (tensor([1.]), tensor([2.]))
+    """
+
+    def __init__(
+        self,
+        rule: Stage | Sequence[Stage],
+        params: dict[str, Any],
+        *,
+        seed: int = 0,
+        nonfinite: Nonfinite = "error",
+        sync: Literal["parameters", "gradients"] = "parameters",
+    ) -> None:
+        self.pipeline = make_pipeline(resolve(rule, params))
+        self.nonfinite = checked_nonfinite(nonfinite)
+        self._seed, self._sync = seed, sync
+        self._state: dict[str, Tensor] = {}
+        self._last: Tensor | None = None
+
+    def __call__(self, updates: Tensor, *, round: int, weights: Tensor | None = None, **inputs: Any) -> Tensor:
+        """The aggregate [d] of updates [n, d].
+
+        Args:
+            round: seeds random draws.
+            weights: float64 [n] on the CPU, for rules that need weights.
+            inputs: further inputs of AggregationInputs, such as `workers`.
+        """
+        if self.pipeline.needs_weights:
+            inputs["weights"] = updates.new_ones(len(updates), device="cpu").double() if weights is None else weights
+        inputs |= {"seed": self._seed, "moment": (round,), "sync": self._sync}
+        given = AggregationInputs(updates, state=self._state, last=self._last, **inputs)
+        result = aggregate_inputs(given, self.pipeline, self.nonfinite)
+        self._state = result.state
+        if self.pipeline.accepts("last"):
+            self._last = result.update
+        return result.update
