@@ -11,8 +11,6 @@ they would give another result, which depends on the size of buckets. So the hoo
 and with the last one aggregates the whole gradients. The size of buckets changes no result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +24,29 @@ from fedsim.aggregation.resolve import Stage
 from fedsim.errors import ExperimentError
 from fedsim.integrations.rounds import RuleOverRounds
 
+# PyTorch compares the annotations of a hook with its own classes, so they must not be strings: without `annotations`.
 GradientFuture = torch.futures.Future[Tensor]
+
+
+class BucketPart:
+    """One bucket, which is being sent to all ranks.
+
+    Attributes:
+        parameters: whose gradients it has.
+        result: the future of its aggregate.
+    """
+
+    def __init__(self, bucket: dist.GradBucket, process_group: dist.ProcessGroup | None) -> None:
+        row = bucket.buffer()
+        self.parameters, self.dtype = bucket.parameters(), row.dtype
+        self.result = GradientFuture(devices=[] if row.device.type == "cpu" else [row.device])
+        self._rows = row.new_empty(dist.get_world_size(process_group), len(row))
+        self._work = dist.all_gather_into_tensor(self._rows.view(-1), row, group=process_group, async_op=True)
+
+    def received(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter, and its gradients of all ranks [P, columns]. Waits for them."""
+        self._work.wait()
+        return zip(self.parameters, self._rows.split([each.numel() for each in self.parameters], dim=1), strict=True)
 
 
 class RobustState:
@@ -85,27 +105,6 @@ class RobustState:
         parts, self._parts = self._parts, []
         for part in parts:
             part.result.set_result(torch.cat([pieces[parameter] for parameter in part.parameters]).to(part.dtype))
-
-
-class BucketPart:
-    """One bucket, which is being sent to all ranks.
-
-    Attributes:
-        parameters: whose gradients it has.
-        result: the future of its aggregate.
-    """
-
-    def __init__(self, bucket: dist.GradBucket, process_group: dist.ProcessGroup | None) -> None:
-        row = bucket.buffer()
-        self.parameters, self.dtype = bucket.parameters(), row.dtype
-        self.result = GradientFuture(devices=[] if row.device.type == "cpu" else [row.device])
-        self._rows = row.new_empty(dist.get_world_size(process_group), len(row))
-        self._work = dist.all_gather_into_tensor(self._rows.view(-1), row, group=process_group, async_op=True)
-
-    def received(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter, and its gradients of all ranks [P, columns]. Waits for them."""
-        self._work.wait()
-        return zip(self.parameters, self._rows.split([each.numel() for each in self.parameters], dim=1), strict=True)
 
 
 def robust_hook(state: RobustState, bucket: dist.GradBucket) -> GradientFuture:

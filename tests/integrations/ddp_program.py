@@ -34,18 +34,18 @@ def loss(model, rank, step):
     return nn.functional.cross_entropy(model(inputs), targets)
 
 
+class CountingState(RobustState):
+    def add(self, bucket):
+        self.buckets = bucket.index() + 1
+        return super().add(bucket)
+
+
 def trained(rule, params, bucket_cap_mb):
     """The parameters after each step."""
-    rank, buckets = dist.get_rank(), 0
+    rank = dist.get_rank()
     model = DistributedDataParallel(new_model(), bucket_cap_mb=bucket_cap_mb)
-    state = RobustState(rule, **params)
-
-    def counting(state, bucket):
-        nonlocal buckets
-        buckets = bucket.index() + 1
-        return robust_hook(state, bucket)
-
-    model.register_comm_hook(state, counting)
+    state = CountingState(rule, **params)
+    model.register_comm_hook(state, robust_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = []
     for step in range(STEPS):
@@ -53,7 +53,7 @@ def trained(rule, params, bucket_cap_mb):
         loss(model, rank, step).backward()
         optimizer.step()
         steps.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
-    assert buckets > 1
+    assert state.buckets > 1
     return torch.stack(steps)
 
 

@@ -27,11 +27,11 @@ CASES = {
 }
 
 
-def in_one_process(rule, params):
+def in_one_process(rule, params, ranks=RANKS):
     model = new_model()
     parameters, steps, last = list(model.parameters()), [], None
     for step in range(STEPS):
-        gradients = [torch.autograd.grad(loss(model, rank, step), parameters) for rank in range(RANKS)]
+        gradients = [torch.autograd.grad(loss(model, rank, step), parameters) for rank in range(ranks)]
         set_gradients(parameters, gradients, rule=rule, last=last, **params)
         last = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
         torch.optim.SGD(parameters, lr=0.1).step()
