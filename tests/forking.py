@@ -27,7 +27,8 @@ from fedsim.system import child_process
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
-    *("tests.forking", "tests.plugs", "fedsim.comparison", "fedsim.cli.main", "matplotlib.figure", "pytest"),
+    *("tests.forking", "tests.models", "tests.plugs"),
+    *("fedsim.comparison", "fedsim.cli.main", "matplotlib.figure", "pytest"),
     "torch._dynamo",  # which PyTorch imports at the first use of some functions, for a second
 ]
 

@@ -113,7 +113,7 @@ def test_missing_data_is_exit_code_2(cli, data_root, monkeypatch):
 
 
 def test_a_failed_worker_is_exit_code_1_with_its_traceback(cli):
-    done = cli("run", *QUICK, "model=tests.plugs:Fails", "--out", "x")
+    done = cli("run", *QUICK, "model=tests.models:Fails", "--out", "x")
     assert done.exit_code == 1
     assert done.stderr.startswith("error: worker 0 in round 1 failed: ZeroDivisionError: this model divides by zero")
     assert "plugs.py" in done.stderr
@@ -273,7 +273,7 @@ def test_a_suspended_program_with_spawned_processes_continues(tmp_path):
 
 def test_a_dead_worker_never_hangs_the_program(tmp_path):
     """Other deaths, without the command around them, are in tests/engines/test_process_pool.py."""
-    words = [str(ROOT / "run_experiment.py"), "engine=spawn", "data=tests.plugs:tiny", "model.name=tests.plugs:Fails"]
+    words = [str(ROOT / "run_experiment.py"), "engine=spawn", "data=tests.plugs:tiny", "model.name=tests.models:Fails"]
     words += ["processes=2", "on_worker_failure=abort", "model.how=kill", "sync=gradients", "timeout=3"]
     process = start(*words, "--out", "x", cwd=tmp_path)
     _, error = process.communicate(timeout=60)

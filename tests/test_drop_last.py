@@ -95,7 +95,7 @@ def test_a_shard_smaller_than_a_batch_is_one_batch():
 def normalised(tiny_experiment):
     """Worker 0 has 65 samples, so one more than four batches of 16."""
     partition = {"strategy": "tests.plugs:same_last", "first": 65}
-    return {**tiny_experiment, "model": "tests.plugs:Normalised", "partition": partition, "rounds": 1}
+    return {**tiny_experiment, "model": "tests.models:Normalised", "partition": partition, "rounds": 1}
 
 
 LAST_BATCH = (

@@ -52,7 +52,7 @@ WRONG = [
     ("engine=distributed sync=gradients aggregate=median distributed.hook=tests.plugs:plain_mean", "distributed.hook"),
     ("engine=spawn batched.width=3", 'batched.width = 3: the engine "spawn" does not use it; omit it, or use engine='),
     ("engine=fedsim.errors:FedsimError", 'engine = "fedsim.errors:FedsimError": cannot be used: has no signature; wr'),
-    ({"model": {"name": "tests.plugs:sized", "scale": None}}, "model.scale = None: TOML cannot express None; omit th"),
+    ({"model": {"name": "tests.models:sized", "scale": None}}, "model.scale = None: TOML cannot express None; omit th"),
     (
         "aggregate.weights=smaples",
         'aggregate.weights = "smaples": must be "uniform", "samples" or "inverse',
@@ -146,7 +146,7 @@ def test_an_error_survives_pickling():
         {"mode": "clock", "policy": {"name": "ssp", "s": "inf"}},
         {"mode": "clock", "sync": "gradients", "aggregate": "median"},
         {"local": {"steps": 3}, "cohort": 2, "processes": 2, "server": "momentum"},
-        {"model": {"name": "tests.plugs:sized", "hidden": (8, 4)}},
+        {"model": {"name": "tests.models:sized", "hidden": (8, 4)}},
         {"data": {"augment": ["flip", {"name": "shift", "pixels": 3}]}, "aggregate": {"weights": [1, 2, 3, 4]}},
     ],
     ids=lambda value: str(value)[:50],
@@ -168,7 +168,7 @@ def test_defaults_are_the_default_experiment():
     [
         ({}, "net-mnist5k-weighted_mean"),
         ({"model": "2nn", "data": "mnist", "aggregate": ["nnm", "median"]}, "2nn-mnist-nnm_median"),
-        ({"model": "tests.plugs:sized", "data": "tests.plugs:tiny"}, "sized-tiny-weighted_mean"),
+        ({"model": "tests.models:sized", "data": "tests.plugs:tiny"}, "sized-tiny-weighted_mean"),
         ({"mode": "clock", "policy": "asgd"}, "net-mnist5k-asgd"),
         ({"mode": "race", "policy": "hogwild"}, "net-mnist5k-hogwild-race"),
         ({"name": "mine"}, "mine"),

@@ -42,11 +42,11 @@ SMALL = {
 REMOVED = {"case: float16"}  # experiments of earlier versions
 NOT_FROZEN = {"a large model", "worker state and messages", "worker state of rows left out"}  # too slow, or newer
 SETTINGS_OF_SOLVERS = {
-    "fedbn": {"model": "tests.plugs:Normalised", "buffers": "local"},
+    "fedbn": {"model": "tests.models:Normalised", "buffers": "local"},
     "fedrep": {
         "local": {"solver": "fedrep", "batch_size": 8, "lr": 0.01, "personal": ["*bias"], "steps": 4, "head_steps": 2}
     },
-    "moon": {"model": {"name": "tests.plugs:sized", "hidden": [8]}},  # which has hidden features
+    "moon": {"model": {"name": "tests.models:sized", "hidden": [8]}},  # which has hidden features
 }
 ATTACK = {"name": "sign_flipping", "workers": [1, 4]}
 
@@ -93,7 +93,7 @@ def experiments():
         found[f"augmentation: {plug.name}"] = {"data": {**SMALL["data"], "augment": [settings_of(plug)]}}
     for plug in policy:
         sync = {"sync": "gradients"} if plug.name == "sync" else {}
-        more = {"model": "tests.plugs:Normalised", "policy": settings_of(plug), "cohort": 6, **sync}
+        more = {"model": "tests.models:Normalised", "policy": settings_of(plug), "cohort": 6, **sync}
         found[f"policy: {plug.name}"] = {**clock, **more}
     return {name: {**SMALL, **tables} for name, tables in found.items()}
 

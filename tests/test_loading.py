@@ -194,7 +194,7 @@ def test_a_file_that_cannot_be_read_is_one_clear_line(tmp_path, content, message
 
 
 def test_parameters_that_toml_has_no_type_for_survive_it(file):
-    experiment = load_experiment(file, ["model=tests.plugs:sized", "model.hidden=[8, 4]"])
+    experiment = load_experiment(file, ["model=tests.models:sized", "model.hidden=[8, 4]"])
     assert experiment.model.params["hidden"] == (8, 4)
     file.write_text(to_toml(experiment))
     assert load_experiment(file, allow_imports=True) == experiment

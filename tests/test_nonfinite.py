@@ -11,7 +11,7 @@ import torch
 import fedsim
 from fedsim.core.randomness import batch_order
 from fedsim.core.rows import require_finite
-from tests import plugs
+from tests import models, plugs
 from tests.textbook import start_of
 
 TIMED = {"mode": "clock", "clock": {"speed": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
@@ -110,7 +110,7 @@ def test_a_global_row_that_diverges_stops_the_run_and_the_last_checkpoint_stays(
 
 
 WITH_BUFFERS = {
-    "model": "tests.plugs:Normalised",
+    "model": "tests.models:Normalised",
     "precision": "float64",
     "rounds": 2,
     "data": "tests.plugs:with_a_hole_at_the_end",
@@ -129,10 +129,10 @@ def statistics_of_finite_workers(policy, rounds):
     train, _ = plugs.with_a_hole_at_the_end(None)
     train = train.to(torch.device("cpu"), torch.float64)
     shards, states = plugs.in_blocks(train.targets, 3), {}
-    average = {name: buffer.clone() for name, buffer in start_of(plugs.Normalised).named_buffers()}
+    average = {name: buffer.clone() for name, buffer in start_of(models.Normalised).named_buffers()}
     for round in range(1, rounds + 1):
         for worker in (0, 1):
-            model = start_of(plugs.Normalised).train()
+            model = start_of(models.Normalised).train()
             model.load_state_dict(states[worker] if policy == "local" and worker in states else average, strict=False)
             order = batch_order(0, round, worker, 0, len(shards[worker])).numpy()
             for batch in torch.from_numpy(shards[worker][order]).split(16):
@@ -163,7 +163,7 @@ def test_the_buffers_of_an_excluded_worker_are_excluded(engine, sync, policy, ta
         assert torch.allclose(found, expected.double(), rtol=0, atol=1e-12), name
 
 
-class Overflowing(plugs.Normalised):
+class Overflowing(models.Normalised):
     """Has finite gradients, and a buffer that overflows."""
 
     def __init__(self) -> None:

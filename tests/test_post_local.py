@@ -28,7 +28,7 @@ ENGINES = {
     "spawn": {"processes": 2},
     "batched": {"processes": 1, "batched": {"width": 2}},
 }
-BUFFERED = {"model": "tests.plugs:Normalised", "workers": 5, "cohort": 3}
+BUFFERED = {"model": "tests.models:Normalised", "workers": 5, "cohort": 3}
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def test_a_run_that_ends_before_its_first_round_leaves_nothing(tiny_experiment, 
 
     with pytest.raises(KeyboardInterrupt):
         fedsim.run(tiny_experiment, tmp_path / out, on_start=interrupt)
-    failing = {**tiny_experiment, "model": "tests.plugs:Fails"}
+    failing = {**tiny_experiment, "model": "tests.models:Fails"}
     with pytest.raises(fedsim.WorkerError):
         fedsim.run(failing, tmp_path / out)
     assert list(tmp_path.iterdir()) == []

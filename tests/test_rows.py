@@ -7,7 +7,7 @@ from torch import nn
 
 from fedsim.core.rows import ALIGNMENT, Layout, bind, index_of, new_rows, pull_down
 from fedsim.models import Net
-from tests.plugs import Normalised
+from tests.models import Normalised
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_runs_in_one_session_give_the_results_of_single_runs_and_free_their_memo
         spawned,
         {**spawned, "model": "2nn", "workers": 5, "cohort": 4, "seed": 1},
         {**spawned, "sync": "gradients", "precision": "float64"},
-        {**spawned, "model": "tests.plugs:Normalised", "buffers": "local"},
+        {**spawned, "model": "tests.models:Normalised", "buffers": "local"},
         spawned,
     ]
     with Session() as session:
@@ -122,11 +122,11 @@ def test_a_failed_run_does_not_change_later_runs(spawned):
     with Session() as session:
         for how in ("raise", "kill"):
             with pytest.raises(fedsim.WorkerError):
-                fedsim.run({**spawned, "model": {"name": "tests.plugs:Fails", "how": how}}, session=session)
+                fedsim.run({**spawned, "model": {"name": "tests.models:Fails", "how": how}}, session=session)
             assert processes() == set()
             assert fedsim.run(spawned, session=session).history
         before = processes()
-        for change in ({"workers": 1000}, {"model": "tests.plugs:Lazy"}):
+        for change in ({"workers": 1000}, {"model": "tests.models:Lazy"}):
             with pytest.raises(fedsim.ExperimentError):
                 fedsim.run({**spawned, **change}, session=session)
             assert processes() == before, "what was wrong with the experiment is no reason to start anew"

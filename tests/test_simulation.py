@@ -64,7 +64,7 @@ def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experi
 
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
-@pytest.mark.parametrize("model", ["net", "tests.plugs:Stateful"])
+@pytest.mark.parametrize("model", ["net", "tests.models:Stateful"])
 def test_workers_do_not_influence_each_other(model, sync, tiny_experiment):
     """Only the last worker has a weight; the shards of the others change."""
     tables = {**tiny_experiment, "aggregate": {"weights": [0.0, 0.0, 1.0]}, "model": model, "sync": sync}
@@ -139,7 +139,7 @@ def test_a_run_leaves_global_state_as_it_was(engine, tiny_experiment):
 
 
 def test_batchnorm_statistics_follow_the_policy(tiny_experiment):
-    tables = {**tiny_experiment, "model": "tests.plugs:Normalised", "rounds": 1}
+    tables = {**tiny_experiment, "model": "tests.models:Normalised", "rounds": 1}
     averaged = fedsim.run({**tables, "buffers": "average"}).model.layers[2]
     with pytest.warns(SettingWarning, match=r'^buffers = "server": .*layers.2.running_mean.* are never updated'):
         server = fedsim.run({**tables, "buffers": "server"}).model.layers[2]
@@ -152,7 +152,7 @@ def test_batchnorm_statistics_follow_the_policy(tiny_experiment):
 
 
 def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
-    tables = {**tiny_experiment, "model": "tests.plugs:Normalised", "workers": 1, "rounds": 3, "buffers": "local"}
+    tables = {**tiny_experiment, "model": "tests.models:Normalised", "workers": 1, "rounds": 3, "buffers": "local"}
     assert fedsim.run(tables).model.layers[2].num_batches_tracked == 3 * 13
 
 
@@ -160,16 +160,19 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
     ("change", "message"),
     [
         ({"workers": 204}, "workers = 204: must be between 1 and the number of samples, 203"),
-        ({"model": "tests.plugs:Probabilities"}, 'model.name = "tests.plugs:Probabilities": returns probabilities'),
-        ({"model": "tests.plugs:Frozen"}, "has no trainable parameters"),
+        ({"model": "tests.models:Probabilities"}, 'model.name = "tests.models:Probabilities": returns probabilities'),
+        ({"model": "tests.models:Frozen"}, "has no trainable parameters"),
         (
-            {"model": "tests.plugs:Complex"},
+            {"model": "tests.models:Complex"},
             r"parameter factor is complex \(torch.complex64\); .* torch.view_as_complex",
         ),
-        ({"model": {"name": "tests.plugs:Complex", "buffer": True}}, "buffer factor is complex"),
-        ({"model": "tests.plugs:Lazy"}, r'model.name = "tests.plugs:Lazy": cannot be made'),
-        ({"model": "tests.plugs:LetsGo"}, "model: replaces the data of linear.weight as it trains"),
-        ({"model": "tests.plugs:MovesFrozen"}, "model: changes slow.weight as it trains, a parameter without gradient"),
+        ({"model": {"name": "tests.models:Complex", "buffer": True}}, "buffer factor is complex"),
+        ({"model": "tests.models:Lazy"}, r'model.name = "tests.models:Lazy": cannot be made'),
+        ({"model": "tests.models:LetsGo"}, "model: replaces the data of linear.weight as it trains"),
+        (
+            {"model": "tests.models:MovesFrozen"},
+            "model: changes slow.weight as it trains, a parameter without",
+        ),
         ({"aggregate": "tests.plugs:refusing"}, "^aggregate.f = 5: needs more than 10 workers, not 3$"),
         (
             {"engine": "spawn", "processes": 1, "aggregate": "tests.plugs:refusing"},
@@ -208,7 +211,7 @@ def test_wrong_data_are_one_line(tiny_experiment, data, message):
 
 
 def test_a_model_may_have_extra_state(tiny_experiment, tmp_path):
-    result = fedsim.run({**tiny_experiment, "model": "tests.plugs:WithExtraState"}, tmp_path)
+    result = fedsim.run({**tiny_experiment, "model": "tests.models:WithExtraState"}, tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
     assert result.model.get_extra_state() == {"version": 2}
 

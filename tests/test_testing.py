@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fedsim
 from fedsim.core.randomness import seed_everything
-from tests import plugs
+from tests import models, plugs
 
 TEST_BATCH = 250  # on a CPU
 TIMED = {"mode": "clock", "clock": {"speed": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
@@ -42,15 +42,15 @@ def loss_of(model, seed=None, round=None):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_draws_at_test_time_are_seeded_by_round_and_batch(engine, tables, session):
-    result = fedsim.run({**tables, "model": "tests.plugs:AlwaysDropping", **ENGINES[engine]}, session=session)
+    result = fedsim.run({**tables, "model": "tests.models:AlwaysDropping", **ENGINES[engine]}, session=session)
     assert result.history[-1]["test_loss"] == pytest.approx(loss_of(result.model, 0, 2), rel=1e-12)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_model_that_writes_to_its_parameters_is_tested_on_a_copy(engine, tables, session):
-    model = {"name": "tests.plugs:Halving"}
+    model = {"name": "tests.models:Halving"}
     result = fedsim.run({**tables, "model": model, **ENGINES[engine]}, session=session)
-    plain = plugs.Halving(halves=False).double()
+    plain = models.Halving(halves=False).double()
     plain.load_state_dict(result.model.state_dict())
     with torch.no_grad():
         plain.linear.weight *= 0.5
@@ -62,6 +62,6 @@ def test_a_model_that_writes_to_its_parameters_is_tested_on_a_copy(engine, table
 
 def test_the_losses_that_a_rule_asks_for_are_of_a_copy_of_the_row(tables):
     """Rows start from the global row all the same, and so do not move by training at learning rate 0."""
-    change = {"model": "tests.plugs:Halving", "aggregate": "tests.plugs:lossy_mean", "local": {"lr": 0.0}}
+    change = {"model": "tests.models:Halving", "aggregate": "tests.plugs:lossy_mean", "local": {"lr": 0.0}}
     one, two = (fedsim.run({**tables, **change, "rounds": rounds}).global_row for rounds in (1, 2))
     assert torch.equal(one, two)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedsim
 from fedsim.core.training import DEFAULT_LOSS, check_outputs
 from fedsim.models import Net, logistic, two_nn
-from tests.plugs import Normalised
+from tests.models import Normalised
 
 LABELS = torch.arange(6)
 

@@ -118,7 +118,7 @@ def fine_tuned(model, data, positions, worker):
 
 MODELS = {
     "2nn": {},
-    "buffers kept by workers": {"model": "tests.plugs:Normalised", "buffers": "local", "local": {"drop_last": True}},
+    "buffers kept by workers": {"model": "tests.models:Normalised", "buffers": "local", "local": {"drop_last": True}},
 }
 
 

@@ -134,7 +134,7 @@ def shared_memory() -> set[str]:
 
 def failing_kernel(context: Context) -> Facts:
     """A token number beyond the embedding fails within a kernel: the run ends with one error that names it."""
-    tables = {**TINY, **SPAWN, "model": "tests.plugs:Embedded", "data": "benchmarks.gpu.plugs:tokens_beyond"}
+    tables = {**TINY, **SPAWN, "model": "tests.models:Embedded", "data": "benchmarks.gpu.plugs:tokens_beyond"}
     try:
         run(context, {**tables, "on_worker_failure": "abort"})
     except fedsim.FedsimError as error:

@@ -24,6 +24,6 @@ class Looking:
 
 
 def tokens_beyond(root: Path) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]:
-    """Sequences for `tests.plugs:Embedded`; some, but not the first, have a token that its embedding has no row for."""
+    """Sequences for `tests.models:Embedded`; some, but not the first, have a token without a row in its embedding."""
     samples = [(torch.arange(k, k + 7) % 50, k % 3) for k in range(60)]
     return [(tokens + 50 * (k > 20), label) for k, (tokens, label) in enumerate(samples)], samples

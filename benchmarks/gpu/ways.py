@@ -14,7 +14,7 @@ WAYS = {
     "spawn": {"engine": "spawn", "processes": 2},
     "auto": {"engine": "auto"},
     "batched, gradients": {**STACKED, "sync": "gradients"},
-    "batched, BatchNorm": {**STACKED, "model": "tests.plugs:Normalised"},
+    "batched, BatchNorm": {**STACKED, "model": "tests.models:Normalised"},
     "batched, convolutions": {**STACKED, "model": "cnn", "rounds": 1},
     "batched, 2 processes": {"engine": "batched", "processes": 2},
     "spawn, median": {"engine": "spawn", "processes": 2, "workers": 5, "aggregate": "median"},

@@ -177,7 +177,7 @@ def test_two_processes_can_run_three_workers(session):
 
 
 ALONE = [
-    *(("hogwild", "tests.plugs:Normalised", buffers) for buffers in ("average", "local", "server")),
+    *(("hogwild", "tests.models:Normalised", buffers) for buffers in ("average", "local", "server")),
     *((name, "net", "average") for name in ("hogwild", "gossip", "ad_psgd")),  # with dropout
 ]
 
@@ -194,7 +194,7 @@ def test_one_worker_alone_has_the_bits_of_the_clock(session_of_one, name, model,
 
 def test_a_model_that_replaces_its_parameters_is_an_error():
     with pytest.raises(fedsim.ExperimentError, match=r"model: replaces the data of linear\.weight as it trains"):
-        race(None, "hogwild", model="tests.plugs:LetsGo", workers=1)
+        race(None, "hogwild", model="tests.models:LetsGo", workers=1)
 
 
 def test_a_policy_that_never_starts_a_worker_is_an_error():

@@ -22,7 +22,7 @@ KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \
             KILLED + " in the middle of a write to the shared model, which may be half written",
         ),
         pytest.param(
-            {"policy": "hogwild", "model": {"name": "tests.plugs:Fails", "how": "kill"}},
+            {"policy": "hogwild", "model": {"name": "tests.models:Fails", "how": "kill"}},
             r"process [01], working on worker [01] in round 1, was killed by SIGKILL \(exit code -9\)",
             marks=pytest.mark.slow,
         ),

@@ -24,7 +24,7 @@ POLICIES = {
 TABLES = {
     "workers": 3,
     "rounds": 2,
-    "model": "tests.plugs:Normalised",
+    "model": "tests.models:Normalised",
     "data": "tests.plugs:tiny",
     "partition": "tests.plugs:uneven",
     "local": {"batch_size": 6, "lr": 0.05, "momentum": 0.5},

@@ -7,11 +7,11 @@ from functools import partial
 import torch
 
 from fedsim.core.randomness import sample_cohort
-from tests import plugs
+from tests import models, plugs
 from tests.textbook import Federation
 
 WORKERS, COHORT, ROUNDS, BATCH = 5, 3, 4, 16
-MODEL = {"name": "tests.plugs:sized", "hidden": [6]}
+MODEL = {"name": "tests.models:sized", "hidden": [6]}
 TABLES = {
     **{"workers": WORKERS, "cohort": COHORT, "rounds": ROUNDS, "model": MODEL, "data": "tests.plugs:tiny"},
     **{"partition": "tests.plugs:uneven", "precision": "float64"},
@@ -22,7 +22,7 @@ class Workers(Federation):
     """The workers of `TABLES`."""
 
     def __init__(self):
-        super().__init__(partial(plugs.sized, hidden=(6,)), plugs.tiny, WORKERS, BATCH, "tests.plugs:uneven")
+        super().__init__(partial(models.sized, hidden=(6,)), plugs.tiny, WORKERS, BATCH, "tests.plugs:uneven")
 
     def cohorts(self):
         return [sample_cohort(0, round, WORKERS, COHORT).tolist() for round in range(1, ROUNDS + 1)]

@@ -73,7 +73,7 @@ def test_asynchronous_workers_that_wait_for_each_other_keep_their_state():
     assert torch.allclose(asynchronous.global_row, synchronous.global_row, rtol=0, atol=1e-9)
 
 
-OWN_BUFFERS = {"model": "tests.plugs:Normalised", "buffers": "local"}
+OWN_BUFFERS = {"model": "tests.models:Normalised", "buffers": "local"}
 
 
 @pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])

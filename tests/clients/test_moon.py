@@ -11,7 +11,7 @@ import fedsim
 from fedsim.core.randomness import sample_cohort
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import Layout
-from tests import plugs
+from tests import models, plugs
 from tests.textbook import Federation
 
 WORKERS, COHORT, ROUNDS, BATCH, MU, T = 5, 3, 4, 16, 2.0, 0.5
@@ -21,7 +21,7 @@ WORKERS, COHORT, ROUNDS, BATCH, MU, T = 5, 3, 4, 16, 2.0, 0.5
 def tables():
     return {
         **{"rounds": ROUNDS, "workers": WORKERS, "cohort": COHORT, "engine": "serial", "precision": "float64"},
-        **{"model": "tests.plugs:WithFeatures", "data": "tests.plugs:tiny"},
+        **{"model": "tests.models:WithFeatures", "data": "tests.plugs:tiny"},
         "local": {"solver": "moon", "mu": MU, "batch_size": BATCH, "lr": 0.1, "momentum": 0.5},
     }
 
@@ -29,7 +29,7 @@ def tables():
 def reference(factory, features):
     """The global row after a run of MOON by hand; `features(model, inputs)` are those of a model."""
     federation = Federation(factory, plugs.tiny, WORKERS, BATCH)
-    model, at_start, before = models = [federation.model, *(factory().double() for _ in range(2))]
+    model, at_start, before = all_three = [federation.model, *(factory().double() for _ in range(2))]
     layout = Layout.of(model)
     previous = dict.fromkeys(range(WORKERS), federation.row)
     for round in range(1, ROUNDS + 1):
@@ -40,7 +40,7 @@ def reference(factory, features):
             layout.write(previous[worker], before)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
             for x, y in federation.epoch(round, worker):
-                z, received, old = (features(each, x) for each in models)
+                z, received, old = (features(each, x) for each in all_three)
                 positive = (F.cosine_similarity(z, received.detach()) / T).exp()
                 negative = (F.cosine_similarity(z, old.detach()) / T).exp()
                 optimizer.zero_grad()
@@ -54,8 +54,12 @@ def reference(factory, features):
 @pytest.mark.parametrize(
     ("model", "factory", "features"),
     [
-        ("tests.plugs:WithFeatures", plugs.WithFeatures, lambda model, x: model.features(x)),
-        ({"name": "tests.plugs:sized", "hidden": [8]}, lambda: plugs.sized(hidden=(8,)), lambda model, x: model[:2](x)),
+        ("tests.models:WithFeatures", models.WithFeatures, lambda model, x: model.features(x)),
+        (
+            {"name": "tests.models:sized", "hidden": [8]},
+            lambda: models.sized(hidden=(8,)),
+            lambda model, x: model[:2](x),
+        ),
     ],
 )
 def test_moon_is_the_plain_loop(model, factory, features, tables):
@@ -75,7 +79,7 @@ def test_without_mu_it_is_sgd(tables):
 @pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "batched", "processes": 1}])
 def test_a_model_without_features_is_an_error_in_one_line(engine, tables):
     with pytest.raises(fedsim.ExperimentError, match="has no features") as caught:
-        fedsim.run({**tables, **engine, "model": "tests.plugs:Convolved", "rounds": 1})
+        fedsim.run({**tables, **engine, "model": "tests.models:Convolved", "rounds": 1})
     assert len(caught.value.lines) == 1
 
 
@@ -94,7 +98,7 @@ def test_features_are_those_of_a_module_of_this_name():
 
 
 def test_the_module_is_as_before_when_features_have_been_recorded():
-    model = plugs.WithFeatures()
+    model = models.WithFeatures()
     before = dict(vars(model))
     with recorded_features(model) as recorded:
         model(torch.zeros(4, 1, 28, 28))

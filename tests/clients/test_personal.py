@@ -13,11 +13,11 @@ from fedsim.core.randomness import batch_order, draw_key, sample_cohort
 from fedsim.core.rows import ColumnSpans, Layout
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import prepare
-from tests import plugs
+from tests import models, plugs
 
 WORKERS, COHORT, ROUNDS, BATCH = 5, 3, 4, 16
 SGD = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.01}
-PERCEPTRON = {"name": "tests.plugs:sized", "hidden": [8]}
+PERCEPTRON = {"name": "tests.models:sized", "hidden": [8]}
 HEAD = {"personal": ["2.*"]}  # the last layer of PERCEPTRON
 
 
@@ -101,7 +101,7 @@ def assert_is(reference_of, tables):
 @pytest.mark.parametrize(("solver", "layer"), [("fedper", "2."), ("lg_fedavg", "1.")])
 def test_matching_parameters_stay_with_the_workers(solver, layer, tables):
     tables["local"] |= {"solver": solver, "personal": [f"{layer}*"]}
-    assert_is(reference(lambda: plugs.sized(hidden=(8,)), lambda name: name.startswith(layer)), tables)
+    assert_is(reference(lambda: models.sized(hidden=(8,)), lambda name: name.startswith(layer)), tables)
 
 
 @pytest.mark.parametrize(("params", "epochs", "first"), [({}, 2, 1), ({"head_epochs": 2}, 3, 2)])
@@ -111,7 +111,7 @@ def test_fedrep_trains_the_head_and_then_the_rest(params, epochs, first, tables)
         return [(head, first * epoch_steps), (set(names) - set(head), steps - first * epoch_steps)]
 
     tables["local"] |= {"solver": "fedrep", "epochs": epochs, **HEAD, **params}
-    by_hand = reference(lambda: plugs.sized(hidden=(8,)), lambda name: name.startswith("2."), phases, epochs)
+    by_hand = reference(lambda: models.sized(hidden=(8,)), lambda name: name.startswith("2."), phases, epochs)
     assert_is(by_hand, tables)
 
 
@@ -124,8 +124,8 @@ def test_fedrep_by_steps_is_fedrep_by_epochs_of_as_many_steps(tables):
 
 
 def test_fedbn_keeps_the_parameters_and_statistics_of_normalisation(tables):
-    by_hand = reference(plugs.Normalised, lambda name: name.startswith("layers.2"))
-    tables |= {"model": "tests.plugs:Normalised", "buffers": "local"}
+    by_hand = reference(models.Normalised, lambda name: name.startswith("layers.2"))
+    tables |= {"model": "tests.models:Normalised", "buffers": "local"}
     tables["local"] |= {"solver": "fedbn"}
     assert_is(by_hand, tables)
     _, _, states, *_ = finished(tables)
@@ -136,7 +136,7 @@ def test_fedbn_keeps_the_parameters_and_statistics_of_normalisation(tables):
 
 def test_local_only_averages_nothing_and_sends_nothing(tables):
     tables["local"] |= {"solver": "local_only"}
-    assert_is(reference(lambda: plugs.sized(hidden=(8,)), lambda name: True), tables)
+    assert_is(reference(lambda: models.sized(hidden=(8,)), lambda name: True), tables)
     records, row, *_, start = finished(tables)
     assert torch.equal(row, start)
     assert {(record.bytes_up, record.bytes_down) for record in records} == {(0, 0)}
@@ -188,7 +188,7 @@ def test_a_rule_sees_the_rows_without_personal_columns(tables):
 
 
 def test_columns_of_entries_join_neighbours_and_have_others():
-    layout = Layout.of(plugs.sized(hidden=(8,)))
+    layout = Layout.of(models.sized(hidden=(8,)))
     columns = ColumnSpans.of_entries(layout.parameters[1:3])
     assert columns.spans == ((784 * 8, 784 * 8 + 8 + 80),)
     assert columns.others(layout.d).spans == ((0, 784 * 8), (784 * 8 + 88, layout.d))
@@ -221,7 +221,7 @@ def test_impossible_personal_parameters_are_an_error_in_one_line(changes, line, 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"model": "tests.plugs:Normalised"}, "buffers"),
+        ({"model": "tests.models:Normalised"}, "buffers"),
         ({"processors": ["sign"]}, "processors"),
         ({"attack": {"name": "gaussian", "fraction": 0.4}}, "attack"),
         ({"aggregate": {"rule": "krum", "f": 0}}, "aggregate"),

@@ -105,7 +105,7 @@ def test_spawn_gives_the_bits_of_serial_and_stacks_its_numbers(case, session):
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_an_excluded_worker_keeps_the_momentum_of_before(engine):
     """Worker 2 has one sample. Its gradient is not finite, so the worker is always excluded."""
-    changes = {"model": "tests.plugs:OneIsTooFew", "partition": "tests.plugs:ending_in_one", "workers": 3}
+    changes = {"model": "tests.models:OneIsTooFew", "partition": "tests.plugs:ending_in_one", "workers": 3}
     experiment = fedsim.Experiment(
         **tables(engine, aggregate={"rule": "median", "nonfinite": "exclude"}, processes=1, **changes)
     )

@@ -152,7 +152,7 @@ def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
         (["aggregate=mean", "aggregate.rule=mean,weighted_mean"], 'aggregate.rule = "mean": an axis sets that too'),
         (["server=sgd,{optimizer='sgd'}"], "server=sgd and server=sgd: are the same experiment"),
         (["local.lr=0.05,5e-2"], "local.lr: 0.05 is repeated"),
-        (["model=tests.plugs:Lazy,net"], 'model=tests.plugs:Lazy: model.name = "tests.plugs:Lazy": cannot be made'),
+        (["model=tests.models:Lazy,net"], 'model=tests.models:Lazy: model.name = "tests.models:Lazy": cannot be made'),
         (["device=cpu,cuda:99"], 'device=cuda:99: device = "cuda:99": this PyTorch sees no such device'),
         (["rounds.x=1,2"], "rounds.x"),
     ],

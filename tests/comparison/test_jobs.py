@@ -150,7 +150,7 @@ def test_a_process_that_hangs_while_it_starts_does_not_block_the_parent(tmp_path
 
 @pytest.mark.slow
 def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(quick, tmp_path):
-    tables = {**quick, "rounds": 1, "worker_retries": 1, "model": {"name": "tests.plugs:Fails", "how": "kill"}}
+    tables = {**quick, "rounds": 1, "worker_retries": 1, "model": {"name": "tests.models:Fails", "how": "kill"}}
     with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .1 of at most 1 time"):
         comparison = run_grid(plan_grid(tables, {"seed": [0, 1]}), tmp_path, 2)
     assert [run.error.rpartition("; ")[2] for run in comparison.failed] == ["the run has been tried 2 times"] * 2
@@ -159,7 +159,7 @@ def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(qu
 def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not_fail(quick, tmp_path):
     """The slow model takes longer than the timeout but gives signs of life: 15 steps, from the fourth on of 0.2 s."""
     tables = {**quick, "rounds": 1, "workers": 1, "timeout": 2.0, "local": {"batch_size": 14}}
-    tables["model"], tables["on_worker_failure"] = {"name": "tests.plugs:Fails", "how": "never"}, "abort"
+    tables["model"], tables["on_worker_failure"] = {"name": "tests.models:Fails", "how": "never"}, "abort"
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "

@@ -37,7 +37,7 @@ def test_runs_of_one_seed_are_paired(serial):
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_warning_is_shown_once_for_all_runs(serial, jobs, capfd):
     tables = {**serial, "workers": 5, "rounds": 1, "attack": {"name": "alie", "workers": [1]}, "buffers": "server"}
-    grid = {"model": ["logistic", "tests.plugs:Normalised"], "seed": [0, 1]}
+    grid = {"model": ["logistic", "tests.models:Normalised"], "seed": [0, 1]}
     with pytest.warns(SettingWarning) as caught:
         comparison = fedsim.compare(tables, grid, jobs=jobs)
     assert not comparison.failed
@@ -71,7 +71,7 @@ def test_without_a_folder_no_file_is_left(serial, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_the_other_runs_continue_after_a_failure(quick, tmp_path, jobs):
-    tables = {**quick, "rounds": 1, "model": {"name": "tests.plugs:Fails", "how": "never"}}
+    tables = {**quick, "rounds": 1, "model": {"name": "tests.models:Fails", "how": "never"}}
     axes = {"model.how": ["raise", "never"], "workers": [3, 1000], "seed": [0]}
     comparison = fedsim.compare(tables, axes, tmp_path / "x", jobs)
     errors = [run.error for run in comparison.runs]

@@ -164,7 +164,7 @@ def test_the_captured_test_gives_the_bits_of_the_ordinary_one(gpu, tables, monke
 @pytest.mark.parametrize("case", ["draws", "an attack with a goal"])
 def test_a_test_that_cannot_be_captured_takes_the_ordinary_path(case, gpu, tables):
     cases = {
-        "draws": {"model": "tests.plugs:AlwaysDropping"},
+        "draws": {"model": "tests.models:AlwaysDropping"},
         "an attack with a goal": {"workers": 7, "attack": {"name": "backdoor", "fraction": 0.3}},
     }
     found = fedsim.run({**tables, **cases[case]})

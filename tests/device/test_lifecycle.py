@@ -72,7 +72,7 @@ def test_auto_stacks_all_rows_in_one_process_and_replays_their_steps(gpu, tables
 
 
 def test_auto_trains_a_model_that_cannot_be_stacked_in_one_process(gpu, tables):
-    how = how_computed({**tables, "engine": "auto", "processes": 4, "model": "tests.plugs:Stateful"})
+    how = how_computed({**tables, "engine": "auto", "processes": 4, "model": "tests.models:Stateful"})
     assert (how["engine"], how["processes"]) == ("serial", 1)
     assert "cannot be stacked" in how["reason"]
 

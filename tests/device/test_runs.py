@@ -125,7 +125,7 @@ def test_a_local_solver(plug, engine):
     if plug.name == "moon":  # needs hidden features
         tables["model"] = {"name": "2nn", "hidden": 8}
     if plug.name == "fedbn":  # needs normalisation layers
-        tables["model"] = "tests.plugs:layer_normalised"
+        tables["model"] = "tests.models:layer_normalised"
     assert_agrees_with_the_cpu(tables, engine)
 
 
@@ -173,7 +173,7 @@ def test_a_model(plug, engine):
 
 @every(policy)
 def test_a_policy_on_the_clock(plug):
-    tables = {**TINY, "workers": 4, "model": "tests.plugs:Normalised", "mode": "clock", "policy": settings_of(plug)}
+    tables = {**TINY, "workers": 4, "model": "tests.models:Normalised", "mode": "clock", "policy": settings_of(plug)}
     tables["clock"] = {"speed": {"name": "lognormal"}, "noise": "shifted_exponential"}
     if plug.name == "sync":
         tables["sync"] = "gradients"
@@ -205,7 +205,7 @@ RESUMED = {
 
 @with_engines("case", RESUMED)
 def test_a_resumed_run(case, engine, tmp_path):
-    tables = {**TINY, "model": "tests.plugs:Normalised", **RESUMED[case]}
+    tables = {**TINY, "model": "tests.models:Normalised", **RESUMED[case]}
     expected = fedsim.run({**tables, "rounds": 4, "device": "cpu", "engine": "serial"})
     with pretend_gpu():
         tables |= {**ENGINES[engine], "checkpoint": {"every": 1}, "device": "cuda"}

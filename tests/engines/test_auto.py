@@ -121,9 +121,10 @@ def test_processes_give_the_bits_of_one(tables, monkeypatch):
 
 
 def test_a_model_that_cannot_be_stacked_runs_all_the_same_and_the_reason_is_noted(tables):
-    result_of = [fedsim.run({**tables, "model": "tests.plugs:Stateful", "engine": name}) for name in ("serial", "auto")]
+    tables = {**tables, "model": "tests.models:Stateful"}
+    result_of = [fedsim.run({**tables, "engine": name}) for name in ("serial", "auto")]
     assert torch.equal(result_of[0].global_row, result_of[1].global_row)
-    how = how_it_was_done({**tables, "model": "tests.plugs:Stateful"})
+    how = how_it_was_done(tables)
     assert how["engine"] == "serial"
     assert "the rows of this model cannot be stacked: its training changes attributes" in how["reason"]
 
@@ -238,7 +239,7 @@ def test_models_by_import_path_are_told_apart(tables, monkeypatch):
     monkeypatch.setattr(StackingProbe, "of", lambda task, shared: tried.append(task) or of(task, shared))
     with fedsim.Session() as session:
         for hidden in ([8, 8], [8, 8], [9, 9]):
-            how_it_was_done({**tables, "model": {"name": "tests.plugs:sized", "hidden": hidden}}, session)
+            how_it_was_done({**tables, "model": {"name": "tests.models:sized", "hidden": hidden}}, session)
     assert len(tried) == 2
 
 

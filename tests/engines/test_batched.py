@@ -15,7 +15,7 @@ from tests.engines.test_contract import ROUNDING, assert_close
 
 STACKED = {"engine": "batched", "processes": 1}
 TWO_SAMPLES = {  # in the last batch of worker 0
-    "model": "tests.plugs:MoreThanTwo",
+    "model": "tests.models:MoreThanTwo",
     "partition": {"strategy": "tests.plugs:same_last", "first": 66},
 }
 

@@ -65,12 +65,12 @@ CASES = {
     "augmentation": {"data": {"dataset": "tests.plugs:tiny", "augment": ["flip", {"name": "shift", "pixels": 1}]}},
     "float64": {"precision": "float64"},
     "bfloat16": {"precision": "bf16", "model": "net"},
-    "buffers averaged": {"model": "tests.plugs:Normalised", "buffers": "average"},
-    "buffers kept by workers": {"model": "tests.plugs:Normalised", "buffers": "local", "workers": 5, "cohort": 2},
-    "buffers of the server": {"model": "tests.plugs:Normalised", "buffers": "server"},
-    "state that no row holds": {"model": "tests.plugs:Stateful", "workers": 5, "cohort": 4},
-    "shared and unused parameters": {"model": "tests.plugs:Tied", "local": {"weight_decay": 0.1, "momentum": 0.5}},
-    "token numbers": {"model": "tests.plugs:Embedded", "data": "tests.plugs:tokens"},
+    "buffers averaged": {"model": "tests.models:Normalised", "buffers": "average"},
+    "buffers kept by workers": {"model": "tests.models:Normalised", "buffers": "local", "workers": 5, "cohort": 2},
+    "buffers of the server": {"model": "tests.models:Normalised", "buffers": "server"},
+    "state that no row holds": {"model": "tests.models:Stateful", "workers": 5, "cohort": 4},
+    "shared and unused parameters": {"model": "tests.models:Tied", "local": {"weight_decay": 0.1, "momentum": 0.5}},
+    "token numbers": {"model": "tests.models:Embedded", "data": "tests.plugs:tokens"},
     "a rule on columns": {"aggregate": {"rule": "trimmed_mean", "f": 1}},
     "a rule by distances, under attack": {**ATTACKED, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "krum"},
     "pre-aggregators": {**ATTACKED, "aggregate": {"rule": ["bucketing", {"rule": "nnm", "f": 1}, "median"]}},
@@ -97,7 +97,7 @@ CASES = {
         "aggregate": {"rule": "multi_krum", "nonfinite": "exclude"},
     },
     "buffers of rows left out": {
-        **{**ATTACKED, "model": "tests.plugs:Normalised", "buffers": "local"},
+        **{**ATTACKED, "model": "tests.models:Normalised", "buffers": "local"},
         **{"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}},
     },
     "a server that broadcasts something else": {"server": {"optimizer": "bmuf", "nesterov": True}, "rounds": 3},
@@ -142,11 +142,11 @@ WORK = {
     },
     "clipped gradients": {
         **{"local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}, "partition": "tests.plugs:uneven"},
-        "model": "tests.plugs:Normalised",
+        "model": "tests.models:Normalised",
     },
     "accumulated gradients": {
         **{"local": {"accumulate": 3, "epochs": 2, "drop_last": True}, "partition": "tests.plugs:uneven"},
-        "model": "tests.plugs:Normalised",
+        "model": "tests.models:Normalised",
     },
     "learning rates by round": {
         **{"local": {"solver": "adam", "schedule": "cosine"}, "rounds": 3},
@@ -171,10 +171,10 @@ ALGORITHMS = {  # with what their further gradients and their full gradients hav
         **{"local": {"solver": "mime", "batch_size": 16}, "model": "net", "partition": "tests.plugs:uneven"},
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
-    "mime with BatchNorm": {"local": {"solver": "mime", "batch_size": 16}, "model": "tests.plugs:Normalised"},
+    "mime with BatchNorm": {"local": {"solver": "mime", "batch_size": 16}, "model": "tests.models:Normalised"},
     "ditto with BatchNorm": {
         **{"local": {"solver": "ditto", "personal_steps": 2, "batch_size": 16}, "workers": 5, "cohort": 2, "rounds": 4},
-        **{"model": "tests.plugs:Normalised", "buffers": "local", "partition": "tests.plugs:uneven"},
+        **{"model": "tests.models:Normalised", "buffers": "local", "partition": "tests.plugs:uneven"},
     },
     "pfedme": {
         **{"local": {"solver": "pfedme", "inner_steps": 2, "batch_size": 16}, "workers": 5, "cohort": 2, "rounds": 4},
@@ -182,10 +182,10 @@ ALGORITHMS = {  # with what their further gradients and their full gradients hav
     },
     "apfl": {
         **{"local": {"solver": "apfl", "adaptive": True, "momentum": 0.5, "batch_size": 15}, "rounds": 3},
-        **{"model": "tests.plugs:Normalised", "partition": "tests.plugs:uneven"},
+        **{"model": "tests.models:Normalised", "partition": "tests.plugs:uneven"},
     },
     "per_fedavg": {
-        **{"local": {"solver": "per_fedavg", "inner_lr": 0.05, "batch_size": 16}, "model": "tests.plugs:Normalised"},
+        **{"local": {"solver": "per_fedavg", "inner_lr": 0.05, "batch_size": 16}, "model": "tests.models:Normalised"},
         **{"workers": 4, "partition": "tests.plugs:uneven"},
     },
     "personal parameters": {
@@ -197,7 +197,7 @@ ALGORITHMS = {  # with what their further gradients and their full gradients hav
         **{"partition": "tests.plugs:uneven", "workers": 5, "cohort": 3, "rounds": 3},
     },
     "personal normalisation layers": {
-        **{"local": {"solver": "fedbn", "batch_size": 16}, "model": "tests.plugs:Normalised", "buffers": "local"},
+        **{"local": {"solver": "fedbn", "batch_size": 16}, "model": "tests.models:Normalised", "buffers": "local"},
         **{"workers": 5, "cohort": 3, "rounds": 4},
     },
     "features of three models": {
@@ -205,7 +205,7 @@ ALGORITHMS = {  # with what their further gradients and their full gradients hav
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
     "features of normalised models": {
-        **{"local": {"solver": "moon", "batch_size": 16}, "model": "tests.plugs:NormalisedFeatures"},
+        **{"local": {"solver": "moon", "batch_size": 16}, "model": "tests.models:NormalisedFeatures"},
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
 }

@@ -36,8 +36,8 @@ CASES = {
     "a convolutional network with dropout": {"model": "net", "partition": "tests.plugs:uneven"},
     "a server that trains along": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
     "an attack on updates": {"workers": 7, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "median"},
-    "shared and unused parameters": {"model": "tests.plugs:Tied", "local": {"weight_decay": 0.1, "momentum": 0.5}},
-    "token numbers": {"model": "tests.plugs:Embedded", "data": "tests.plugs:tokens"},
+    "shared and unused parameters": {"model": "tests.models:Tied", "local": {"weight_decay": 0.1, "momentum": 0.5}},
+    "token numbers": {"model": "tests.models:Embedded", "data": "tests.plugs:tokens"},
 }
 
 
@@ -74,7 +74,7 @@ def test_replayed_steps_agree_with_ordinary_steps(case, width, tiny_experiment, 
 
 
 UNSAFE = {
-    "samples of a batch see each other": {"model": "tests.plugs:Normalised"},
+    "samples of a batch see each other": {"model": "tests.models:Normalised"},
     "batches are altered": {"data": {"dataset": "tests.plugs:tiny", "augment": ["flip"]}},
     "the partition": {"partition": {"strategy": "feature_noise", "sigma": 1.0}},
     "the attack": {"workers": 7, "attack": {"name": "backdoor", "fraction": 0.3}},

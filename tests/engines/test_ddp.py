@@ -11,7 +11,7 @@ from fedsim.core.rows import new_rows
 from fedsim.engines.distributed.parallel_trainer import SharedModel
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.runs.setup import task_of
-from tests.plugs import Normalised, Recurrent, Stateful, Tied
+from tests.models import Normalised, Recurrent, Stateful, Tied
 
 
 class ByClosure(nn.Module):

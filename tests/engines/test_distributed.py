@@ -54,9 +54,9 @@ FURTHER = {
     "a linear rule that draws": {"aggregate": "tests.plugs:drawn_mean"},
     "a linear rule that draws on the device": {"aggregate": "tests.plugs:drawn_on_device"},
     "a linear rule that asks for losses": {"aggregate": "tests.plugs:lossy_mean"},
-    "draws at test time": {"model": "tests.plugs:AlwaysDropping", "data": "tests.plugs:tested_on_many"},
-    "a forward pass that writes to parameters": {"model": "tests.plugs:Renormalised", "data": "tests.plugs:tokens"},
-    "an empty part of the columns": {"model": "tests.plugs:Few", "data": "tests.plugs:few", "aggregate": "median"},
+    "draws at test time": {"model": "tests.models:AlwaysDropping", "data": "tests.plugs:tested_on_many"},
+    "a forward pass that writes to parameters": {"model": "tests.models:Renormalised", "data": "tests.plugs:tokens"},
+    "an empty part of the columns": {"model": "tests.models:Few", "data": "tests.plugs:few", "aggregate": "median"},
     "processed updates": {"processors": CHAIN, "workers": 5, "partition": "tests.plugs:uneven"},
     "updates quantized after an attack": PROCESSED["updates quantized after an attack"],
     **{name: WORK[name] for name in ("drawn local work", "clipped gradients", "learning rates by round")},
@@ -91,9 +91,9 @@ GRADIENTS = (  # averaged by DistributedDataParallel
 )
 FURTHER_GRADIENTS = {
     "a cohort smaller than the ranks": {"workers": 5, "cohort": 1, "rounds": 3},
-    "another layer for each batch": {"workers": 5, "model": "tests.plugs:Branching"},
-    "references beside parameters": {"model": "tests.plugs:Recurrent"},
-    "several buckets": {"model": {"name": "tests.plugs:sized", "hidden": [400, 330]}, "rounds": 1},
+    "another layer for each batch": {"workers": 5, "model": "tests.models:Branching"},
+    "references beside parameters": {"model": "tests.models:Recurrent"},
+    "several buckets": {"model": {"name": "tests.models:sized", "hidden": [400, 330]}, "rounds": 1},
     "all that PowerSGD can tell apart": {
         **{"model": "logistic", "distributed": {"hook": {"name": "powersgd", "matrix_approximation_rank": 10}}},
     },
@@ -128,7 +128,7 @@ HOOKS = {
     "hook powersgd": {"name": "powersgd", "matrix_approximation_rank": 4, "start_powerSGD_iter": 2},
     "a hook of one's own": {"name": "tests.plugs:Shrunk", "factor": 0.5},
 }
-NOT_FINITE = {"model": "tests.plugs:OneIsTooFew", "partition": "tests.plugs:ending_in_one", "sync": "gradients"}
+NOT_FINITE = {"model": "tests.models:OneIsTooFew", "partition": "tests.plugs:ending_in_one", "sync": "gradients"}
 
 
 def cases_of(count):

@@ -67,7 +67,7 @@ def test_the_probe_detects_models_whose_samples_depend_on_each_other(kind, dry_r
 
 
 def test_batch_norm_that_wants_more_than_one_sample_couples_them(dry_run, tiny_experiment):
-    assert dry_run({**tiny_experiment, "model": "tests.plugs:Normalised"}).coupled
+    assert dry_run({**tiny_experiment, "model": "tests.models:Normalised"}).coupled
 
 
 def test_dropouts_are_found_in_their_order_with_what_they_draw_for_a_sample(dry_run):
@@ -134,7 +134,7 @@ class Replacing(Normalised):
 
 @pytest.mark.parametrize(
     ("solver", "reason"),
-    [("Normalised", "local.solver is not element-wise: a part of a row does not"), ("Decaying", "local.solver cannot")],
+    [("Normalised", "local.solver is not element-wise"), ("Decaying", "local.solver cannot")],
 )
 def test_a_solver_that_is_not_element_wise_is_refused(solver, reason, dry_run):
     tables = {**experiment("convolution"), "local": {"solver": f"{__name__}:{solver}", "batch_size": 4}}

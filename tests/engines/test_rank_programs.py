@@ -35,7 +35,7 @@ def error_lines(text):
 
 @pytest.mark.slow
 def test_a_hook_that_makes_the_mean_infinite_is_named(tmp_path):
-    words = ["engine=distributed", "data=tests.plugs:tiny", "model=tests.plugs:Steep", "sync=gradients"]
+    words = ["engine=distributed", "data=tests.plugs:tiny", "model=tests.models:Steep", "sync=gradients"]
     words += ["distributed.hook=fp16", "rounds=1", "local.batch_size=16"]
     codes, _, errors = ended(ranks_of(1, *words, cwd=tmp_path))
     assert codes == [2]
@@ -67,11 +67,11 @@ def test_the_command_runs_on_two_ranks_and_prints_once(launcher, tmp_path):
 
 FAILING = (
     *("engine=distributed", "data=tests.plugs:tiny", "rounds=4", "workers=4", "local.batch_size=16"),
-    *("model=tests.plugs:FailsInRank", "model.after=7", "distributed.timeout=5"),  # after 2 workers' 4 steps: round 2
+    *("model=tests.models:FailsInRank", "model.after=7", "distributed.timeout=5"),  # after 2 workers' 4 steps: round 2
 )
 
 
-IN_BACKWARD = ("sync=gradients", "model=tests.plugs:FailsInBackward")
+IN_BACKWARD = ("sync=gradients", "model=tests.models:FailsInBackward")
 LINES = {
     "kill": "error: rank 1 of 3 ended without a word",
     "raise": "error: worker 1 in round 2 failed (rank 1): ZeroDivisionError: this model divides by zero",

@@ -41,7 +41,7 @@ def model_of(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [(), ("local.momentum=0.9", "local.keep_state=true")], ids=["", "worker state"])
 def test_torchrun_restarts_a_killed_rank_to_the_same_model(kept, tmp_path):
-    fails = ("model=tests.plugs:FailsInRankOnce", "model.how=kill", "model.after=20", *kept)
+    fails = ("model=tests.models:FailsInRankOnce", "model.how=kill", "model.after=20", *kept)
     out, errors = torchrun(2, *WORDS, *fails, "--resume", "run", cwd=tmp_path, restarts=1)
     assert "ended without a word" in errors
     assert "continuing after round 2 of 5" in out

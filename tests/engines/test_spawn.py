@@ -36,6 +36,6 @@ def test_a_death_ends_the_run_and_says_how_and_on_whom_it_worked(
     tables = {**tiny_experiment, "engine": "spawn", "processes": processes, "sync": sync, "timeout": 2.0}
     tables["on_worker_failure"] = "abort"
     with pytest.raises(fedsim.WorkerError) as failure:
-        fedsim.run({**tables, "model": {"name": "tests.plugs:Fails", "how": how}})
+        fedsim.run({**tables, "model": {"name": "tests.models:Fails", "how": how}})
     assert re.match(message, str(failure.value)), str(failure.value)
     assert ("Traceback" in str(failure.value)) == (how == "raise")

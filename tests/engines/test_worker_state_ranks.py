@@ -14,7 +14,7 @@ WORDS = (
 CASES = {
     "momentum of workers": ("model=logistic", "sync=gradients", "local.momentum_at=worker", "aggregate.rule=median"),
     "error feedback": ("model=logistic", 'processors=[{name="top_k",k=500,error_feedback=true}]'),
-    "kept state and buffers": ("model=tests.plugs:Normalised", "buffers=local", "local.keep_state=true"),
+    "kept state and buffers": ("model=tests.models:Normalised", "buffers=local", "local.keep_state=true"),
 }
 
 

@@ -79,7 +79,7 @@ def test_a_file_that_cannot_grow_is_one_line(tmp_path):
 @pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
 def test_a_run_with_its_worker_state_in_a_file_has_the_same_bits(engine, tmp_path, tiny_experiment):
     tables = {**tiny_experiment, "engine": engine, "local": COUNTING, "workers": 9, "cohort": 3, "rounds": 5}
-    tables |= {"model": "tests.plugs:Normalised", "buffers": "local", "checkpoint": {"every": 1}}
+    tables |= {"model": "tests.models:Normalised", "buffers": "local", "checkpoint": {"every": 1}}
     tables |= {"processes": 2} if engine != "serial" else {}
     whole = fedsim.run(tables)
     for rounds in (3, 5):

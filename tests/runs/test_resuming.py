@@ -44,11 +44,11 @@ CASES = {
     "rule with the server's own samples": {
         **{"aggregate": {"rule": "fltrust", "root_samples": 20}, "sync": "gradients"},
     },
-    "rule that takes losses": {"aggregate": "qfedavg", "model": "tests.plugs:Normalised", "cohort": 2},
+    "rule that takes losses": {"aggregate": "qfedavg", "model": "tests.models:Normalised", "cohort": 2},
     "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 4, "server": "adam"},
     "worker state and messages": {
         **{"local": {"solver": "tests.plugs:Counting"}, "workers": 50, "cohort": 3},
-        **{"model": "tests.plugs:Normalised", "buffers": "local"},
+        **{"model": "tests.models:Normalised", "buffers": "local"},
     },
     "scaffold": {"local": {"solver": "scaffold", "batch_size": 16}, "workers": 6, "cohort": 3},
     "feddyn": {"local": {"solver": "feddyn", "batch_size": 16}, "workers": 6, "cohort": 3, "aggregate": "mean"},
@@ -77,14 +77,14 @@ ASYNCHRONOUS = {
     },
     "fedbuff, worker state": {
         **{**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3, "local": {"solver": "tests.plugs:Counting"}},
-        "model": "tests.plugs:Normalised",
+        "model": "tests.models:Normalised",
         "buffers": "local",
     },
     "fedbuff, personal parameters": {
         **{**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3},
         "local": {"solver": "fedper", "personal": ["*.bias"], "steps": 3},
     },
-    "fedbuff, buffers": {**TIMED, "policy": "fedbuff", "model": "tests.plugs:Normalised"},
+    "fedbuff, buffers": {**TIMED, "policy": "fedbuff", "model": "tests.models:Normalised"},
 }
 del ASYNCHRONOUS["sync"]
 

@@ -33,7 +33,7 @@ def test_the_way_with_the_shortest_run_is_best_and_stacks_must_be_clearly_faster
 def test_a_way_that_is_refused_is_said_to_be_and_the_others_count(experiment):
     measured = []
     best = tune(
-        experiment.model_copy(update={"model": fedsim.Experiment(model="tests.plugs:Stateful").model}), measured.append
+        experiment.model_copy(update={"model": fedsim.Experiment(model="tests.models:Stateful").model}), measured.append
     )
     assert best.keys == {"engine": "serial"}
     assert "cannot be stacked" in measured[1].refusal

@@ -138,7 +138,7 @@ def test_bf16_is_autocast_with_float32_rows(engine, tiny_experiment):
 
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
-@pytest.mark.parametrize("model", ["2nn", "net", "tests.plugs:Normalised", "tests.plugs:Tied"])
+@pytest.mark.parametrize("model", ["2nn", "net", "tests.models:Normalised", "tests.models:Tied"])
 def test_in_bf16_stacked_rows_differ_from_serial_ones_no_more_than_from_float32(model, sync, tiny_experiment):
     tables = {**tiny_experiment, "model": model, "sync": sync, "local": {"batch_size": 13, "momentum": 0.5}}
     full = fedsim.run(tables).global_row
