@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedsim.aggregation import aggregate, pre_aggregate
     from fedsim.byzantine import attack
-    from fedsim.comparison import Comparison, compare
+    from fedsim.comparison import Comparison, compare, load_grid
     from fedsim.config.experiment import Experiment
     from fedsim.config.load import load_experiment
     from fedsim.config.plugs import (
@@ -42,12 +42,13 @@ if TYPE_CHECKING:
     from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, StopRun, WorkerError
     from fedsim.runs.run import Result, run
     from fedsim.runs.session import Session
+    from fedsim.runs.stored_run import load_model, load_run
     from fedsim.server import ServerOptimizer
 
 MODULES = {  # public names by the module that defines them
     "aggregation": "aggregate pre_aggregate",
     "byzantine": "attack",
-    "comparison": "Comparison compare",
+    "comparison": "Comparison compare load_grid",
     "config.experiment": "Experiment",
     "config.load": "load_experiment",
     "config.plugs": "attacks noises partitions policies pre_aggregators processors rules server_optimizers speeds",
@@ -60,6 +61,7 @@ MODULES = {  # public names by the module that defines them
     "errors": "DataError ExperimentError FedsimError RecordError StopRun WorkerError",
     "runs.run": "Result run",
     "runs.session": "Session",
+    "runs.stored_run": "load_model load_run",
     "server": "ServerOptimizer",
 }
 MODULE_OF = {name: f"fedsim.{module}" for module, names in MODULES.items() for name in names.split()}

@@ -57,30 +57,17 @@ class Shard:
         return whole / SHARDS / f"{self.index}-of-{self.count}"
 
 
-class GridFolder:
-    """The locked folder of a grid: new, empty, or that of an earlier comparison of the same grid. A context manager.
-
-    The axes may have more values than in the earlier comparison.
+@dataclass
+class GridRecords:
+    """The folder of a grid, to read.
 
     Attributes:
         path: of the folder.
-        grid: the grid; runs that the folder already has keep their ids.
-
-    Raises RecordError if the folder holds something else, another grid (with the differences), or is in use.
+        grid: the grid, with the ids that its runs have in the folder.
     """
 
-    def __init__(self, path: Path, grid: Grid) -> None:
-        self.path, self.grid = path, grid
-        with contextlib.ExitStack() as stack, _os_errors_as_record_errors(path, "cannot be the folder of a comparison"):
-            path.mkdir(parents=True, exist_ok=True)
-            stored = path / GRID
-            if not stored.is_file() and any(each.name != SHARDS for each in path.iterdir()):
-                raise RecordError(f"{path}: is not empty, and not a comparison (no {GRID}); name another folder")
-            stack.enter_context(locked(path, "another comparison"))
-            if stored.is_file():
-                self._continue(read_grid_file(stored, names_in([run.experiment.model_dump() for run in grid.runs])))
-            self.write(GRID, to_json(self._content(), indent=2).encode())
-            self._lock = stack.pop_all()
+    path: Path
+    grid: Grid
 
     def run_folder(self, run: PlannedRun) -> Path:
         """Return the folder of a run's records. Raises RecordError if a link leads out of the comparison's folder."""
@@ -96,6 +83,38 @@ class GridFolder:
         with _os_errors_as_record_errors(folder / ERROR, "cannot be read"), contextlib.suppress(FileNotFoundError):
             return read_bounded(folder / ERROR, MOST_ERROR_BYTES, folder).decode(errors="replace")
         return None
+
+    def take_ids(self, stored: GridFile) -> None:
+        """Give the runs of the grid the ids of the stored runs with the same points."""
+        ids = {canonical(run.point): run.id for run in stored.runs}
+        runs = [replace(run, id=ids.get(canonical(run.point), run.id)) for run in self.grid.runs]
+        self.grid = replace(self.grid, runs=runs)
+
+
+class GridFolder(GridRecords):
+    """The locked folder of a grid: new, empty, or that of an earlier comparison of the same grid. A context manager.
+
+    The axes may have more values than in the earlier comparison.
+
+    Attributes:
+        path: of the folder.
+        grid: the grid; runs that the folder already has keep their ids.
+
+    Raises RecordError if the folder holds something else, another grid (with the differences), or is in use.
+    """
+
+    def __init__(self, path: Path, grid: Grid) -> None:
+        super().__init__(path, grid)
+        with contextlib.ExitStack() as stack, _os_errors_as_record_errors(path, "cannot be the folder of a comparison"):
+            path.mkdir(parents=True, exist_ok=True)
+            stored = path / GRID
+            if not stored.is_file() and any(each.name != SHARDS for each in path.iterdir()):
+                raise RecordError(f"{path}: is not empty, and not a comparison (no {GRID}); name another folder")
+            stack.enter_context(locked(path, "another comparison"))
+            if stored.is_file():
+                self._continue(read_grid_file(stored, names_in([run.experiment.model_dump() for run in grid.runs])))
+            self.write(GRID, to_json(self._content(), indent=2).encode())
+            self._lock = stack.pop_all()
 
     def make_ready(self, run: PlannedRun) -> None:
         """Remove the records of a run, unless it was interrupted and can be resumed."""
@@ -139,12 +158,11 @@ class GridFolder:
 
     def _continue(self, stored: GridFile) -> None:
         """Check that the stored grid is a part of this one, and take over the ids of its runs."""
-        ids = {canonical(run.point): run.id for run in stored.runs}
-        runs = [replace(run, id=ids.get(canonical(run.point), run.id)) for run in self.grid.runs]
-        self.grid = replace(self.grid, runs=runs)
+        self.take_ids(stored)
         lines = _differences_of_axes(stored.axes, self.grid.axes)
         if not lines:
-            shared = [run for run in runs if canonical(run.point) in ids]
+            points = {canonical(run.point) for run in stored.runs}
+            shared = [run for run in self.grid.runs if canonical(run.point) in points]
             lines = differences_of(stored.base, common_tables(shared, self.grid.axes))
             for run in shared:
                 if not lines and self.is_finished(run):

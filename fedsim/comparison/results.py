@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.comparison.axes import label
-from fedsim.comparison.folder import GridFolder
+from fedsim.comparison.folder import GridRecords
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.config.experiment import Experiment
 from fedsim.records.combinations import canonical
+from fedsim.records.dataframe import round_rows
 from fedsim.records.history import read_history
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import RoundRecord
@@ -42,7 +43,7 @@ class RunResult:
     target: float | None = None
 
     @classmethod
-    def read(cls, run: PlannedRun, folder: GridFolder, kept: bool = True) -> RunResult:
+    def read(cls, run: PlannedRun, folder: GridRecords, kept: bool = True) -> RunResult:
         """Read the result of a run from the folder of its comparison."""
         error = folder.error(run)
         if error is None and not folder.is_finished(run):
@@ -111,6 +112,22 @@ def curves_csv(grid: Grid, runs: Sequence[RunResult]) -> str:
             values = {**record, **plug_metrics(record)}
             rows.append([*point, *progress, *map(values.get, names), record.total_seconds])
     return to_csv(rows)
+
+
+def tidy_rows(runs: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """Return one row per run and round: its point, and the numbers of the round as of `Result.to_dataframe`."""
+    return [{**_cells(run), **row} for run in runs for row in round_rows(run.history)]
+
+
+def run_rows(runs: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """Return one row per run: its point, its metrics as in `results.csv`, and its error."""
+    return [{**_cells(run), **run.metrics, "error": run.error} for run in runs]
+
+
+def _cells(run: RunResult) -> dict[str, Any]:
+    """Return the id and the point of a run; a list or a table as its short name."""
+    short = {key: label(value) if isinstance(value, (list, dict)) else value for key, value in run.point.items()}
+    return {"id": run.id, **short}
 
 
 def to_csv(rows: Sequence[Sequence[Any]]) -> str:

@@ -8,16 +8,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedsim.comparison.compared_number import require_number
-from fedsim.comparison.folder import GridFolder, Shard
+from fedsim.comparison.folder import GridFolder, GridRecords, Shard
 from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
 from fedsim.comparison.grid_terminal import Callback, GridDisplay
 from fedsim.comparison.job_count import default_jobs, distinct, in_one_process, why_runs_unsendable
 from fedsim.comparison.jobs import Work, run_here, run_in_jobs
 from fedsim.comparison.plots import draw_accuracy, draw_heatmap
-from fedsim.comparison.results import RunResult, curves_csv, results_csv
+from fedsim.comparison.results import RunResult, curves_csv, results_csv, run_rows, tidy_rows
 from fedsim.comparison.summary import SummaryRow, answer_text, summarise, summary_csv, summary_table
 from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
 from fedsim.comparison.worker_figure import draw_worker_comparison
@@ -29,7 +29,11 @@ from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, SettingWarning, plural, show
 from fedsim.records.combinations import score_of
 from fedsim.records.comparison_settings import ComparisonSettings
+from fedsim.records.dataframe import to_frame
 from fedsim.system.child_process import exit_if_imported_by_child
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,19 @@ class Comparison:
     def table(self) -> str:
         """The answer, and the summary as text, as `fedsim compare` prints them."""
         return f"{self.answer}\n\n{summary_table(self.grid, self.summary, self.runs)}".lstrip()
+
+    def to_dataframe(self, per: Literal["round", "run"] = "round") -> DataFrame:
+        """The results as a pandas data frame with one row per run and round, or one row per run.
+
+        The first columns are `id` and the axes; a list or a table on an axis is its short name. Rows of rounds have the
+        columns of `Result.to_dataframe`, and those of runs the columns of `results.csv`: the numbers of the last
+        round, and `error`. Of a failed run there are the rounds before its failure. Raises MissingPackageError without
+        pandas.
+        """
+        if per not in ("round", "run"):
+            raise ExperimentError(f'per = {show(per)}: must be "round" or "run"')
+        rows = tidy_rows(self.runs) if per == "round" else run_rows(self.runs)
+        return to_frame(rows, "Comparison.to_dataframe")
 
     def __repr__(self) -> str:
         failed = f", {len(self.failed)} failed" if self.failed else ""
@@ -169,14 +186,19 @@ def run_grid(
 
 def summarised(folder: GridFolder, *, kept: bool = True) -> Comparison:
     """Compare the runs in a folder, and write the tables and figures unless the folder is temporary."""
+    comparison = comparison_in(folder, kept=kept)
+    if kept:
+        _write(comparison, folder)
+    return comparison
+
+
+def comparison_in(folder: GridRecords, *, kept: bool = True) -> Comparison:
+    """Compare the runs in a folder; nothing is written. `kept` is False if the folder is temporary."""
     grid = folder.grid
     runs = [RunResult.read(run, folder, kept) for run in grid.runs]
     if grid.settings.by is not None:
         require_number(grid.settings.by, [run.history[-1] for run in runs if run.finished])
-    comparison = Comparison(grid, runs, summarise(grid, runs), folder.path if kept else None)
-    if kept:
-        _write(comparison, folder)
-    return comparison
+    return Comparison(grid, runs, summarise(grid, runs), folder.path if kept else None)
 
 
 def _warn(runs: Sequence[PlannedRun]) -> None:

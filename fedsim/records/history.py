@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -12,11 +13,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedsim.core.input_limits import problem_with_words
-from fedsim.errors import RecordError, printable
+from fedsim.errors import RecordError, cut, printable
 from fedsim.records.record import MOST_NAMES, RECORD, RoundRecord
-from fedsim.system.files import read_bounded, to_json
+from fedsim.system.files import is_file, read_bounded, to_json
 
-METRICS = "metrics.jsonl"
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 MOST_METRICS_BYTES, MOST_LINE_BYTES, MOST_ROUNDS = 2**29, 2**26, 500_000  # much more than any run writes
 MOST_OBJECT_BYTES = 2**24
 
@@ -45,9 +46,14 @@ def read_history(folder: Path) -> list[RoundRecord]:
         has_gaps = None in record.seconds.values() or (accuracy is None) != (first.test_accuracy is None)
         if record.round != len(records) + 1 or has_gaps or not (accuracy is None or 0 <= accuracy <= 1):
             break
-        losses = {key: math.nan for key in ("test_loss", "train_loss") if record[key] is None}
-        records.append(replace(record, **losses) if losses else record)
+        records.append(with_nan_losses(record))
     return records
+
+
+def with_nan_losses(record: RoundRecord) -> RoundRecord:
+    """A record that was read, with NaN for its losses that the file has as null."""
+    losses = {key: math.nan for key in ("test_loss", "train_loss") if record[key] is None}
+    return replace(record, **losses) if losses else record
 
 
 def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
@@ -75,6 +81,19 @@ def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
         if len(phases) > MOST_NAMES:
             raise RecordError(f"{where}: seconds: more than {MOST_NAMES} phases have been named")
     return records, False
+
+
+def noted_stop(folder: Path, round: int) -> str | None:
+    """Why the run in a folder ended early after this round, as its events say; None if they do not."""
+    if not is_file(folder / EVENTS):
+        return None
+    reason = None
+    for line in read_file(folder / EVENTS, MOST_OBJECT_BYTES).splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            event = json.loads(line)
+            if isinstance(event, dict) and (event.get("event"), event.get("round")) == ("stopped", round):
+                reason = cut(printable(str(event.get("reason"))))
+    return reason
 
 
 def first_problem(error: ValidationError) -> str:

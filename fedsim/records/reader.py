@@ -21,7 +21,15 @@ from fedsim.errors import RecordError, cut, show
 from fedsim.records.combinations import canonical
 from fedsim.records.comparison_settings import NO_SETTINGS, SETTINGS, ComparisonSettings
 from fedsim.records.early_stopping import stop_reason, stored_stop
-from fedsim.records.history import METRICS, first_problem, read_file, read_metrics, read_object, refuse_oddities
+from fedsim.records.history import (
+    METRICS,
+    first_problem,
+    noted_stop,
+    read_file,
+    read_metrics,
+    read_object,
+    refuse_oddities,
+)
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import Count, RoundRecord
 from fedsim.records.run_folder import ENVIRONMENT, EXPERIMENT
@@ -110,7 +118,7 @@ class Run:
     @cached_property
     def stopped(self) -> str | None:
         """Why it ended before its last round; None if it did not."""
-        return stop_reason(self.history, stored_stop(self.experiment))
+        return stop_reason(self.history, stored_stop(self.experiment)) or noted_stop(self.folder, len(self.history))
 
     @cached_property
     def progress(self) -> list[Progress]:

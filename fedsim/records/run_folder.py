@@ -26,7 +26,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.toml import to_toml
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimError, RecordError
-from fedsim.records.history import METRICS, read_object, to_line
+from fedsim.records.history import EVENTS, METRICS, read_object, to_line
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import to_csv
 from fedsim.system.files import (
@@ -44,7 +44,6 @@ from fedsim.version import __version__
 
 EXPERIMENT, ENVIRONMENT = "experiment.toml", "environment.json"
 ERROR = "error.txt"
-EVENTS = "events.jsonl"
 MODEL, PARTITION = "model.safetensors", "partition.json"
 WORKERS = "workers-{round:05d}.csv"
 UPDATES = "updates-{round:05d}.safetensors"

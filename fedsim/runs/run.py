@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from fedsim.core.plotting import encode
 from fedsim.engines import engine as engines
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError, SettingWarning, StopRun, plural
+from fedsim.records.dataframe import round_rows, to_frame
 from fedsim.records.early_stopping import EarlyStopping, stop_reason
 from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
@@ -33,6 +34,9 @@ from fedsim.runs.setup import PreparedRun, finished_model, prepare
 from fedsim.runs.terminal import Display
 from fedsim.runs.text_table import draw_curve
 from fedsim.system.files import require_space
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,17 @@ class Result:
         """Loss after the last round."""
         return self.history[-1].test_loss
 
+    def to_dataframe(self) -> DataFrame:
+        """The numbers of each round as a pandas data frame with one row per round.
+
+        The columns are `round`, `test_accuracy`, `test_loss`, `train_loss`, and the other numbers that the records
+        hold, under the names that `stop.metric` and `--by` use: `metrics.top_k`, `seconds.train`, `bytes_up`. NaN
+        stands for a number that a round does not have. Raises MissingPackageError without pandas.
+        """
+        return to_frame(round_rows(self.history), "Result.to_dataframe")
+
     def __repr__(self) -> str:
-        seconds = sum(sum(record["seconds"].values()) for record in self.history)
+        seconds = sum(record.total_seconds or 0.0 for record in self.history)
         where = f", in {self.folder}" if self.folder else ""
         return (
             f"Result({self.experiment.name}: {score_text(self.history[-1])} after "

@@ -1,0 +1,113 @@
+"""Reading a run folder as the result that `fedsim.run` returned."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from fedsim.config.experiment import Experiment
+from fedsim.config.load import load_experiment
+from fedsim.config.toml import read_toml
+from fedsim.core.rows import Layout
+from fedsim.errors import RecordError, one_line, show
+from fedsim.records.history import with_nan_losses
+from fedsim.records.reader import read_run
+from fedsim.records.run_folder import EXPERIMENT, MODEL
+from fedsim.runs.run import Result
+from fedsim.runs.setup import task_of
+from fedsim.system.devices import free_memory
+from fedsim.system.files import is_file, read_bounded
+
+
+class StoredResult(Result):
+    """The result of a run in a folder; `model` and `global_row` are read when they are first used."""
+
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
+        run = read_run(folder)
+        if not run.history:
+            raise RecordError(f"{folder}: no round is finished yet")
+        history = [with_nan_losses(record) for record in run.history]
+        vars(self).update(experiment=experiment, history=history, folder=folder, stopped=run.stopped)
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        assert self.folder is not None
+        return _stored_model(self.experiment, self.folder)
+
+    @functools.cached_property
+    def global_row(self) -> Tensor:
+        assert self.folder is not None
+        return _row_of(_stored_model(self.experiment, self.folder))  # `model` may have been trained further
+
+
+def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
+    """The result of a run from its folder, as `fedsim.run` returned it; of an unfinished run, its rounds so far.
+
+    The model is read when it is first used. Nothing in the folder is changed, and no code of it is executed.
+
+    Args:
+        folder: of the run.
+        allow_imports: whether its experiment may name anything that can be imported; see `load_experiment`.
+
+    Raises RecordError if the folder holds no run, no finished round or damaged files, and ExperimentError if its
+    experiment is invalid or names what may not be imported. `model` raises RecordError if the run kept no model.
+
+    >>> import fedsim, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     result = fedsim.run(out=folder, rounds=2, workers=2, model="logistic", engine="serial")
+    ...     again = fedsim.load_run(folder)
+    ...     again.history == result.history, torch.equal(again.global_row, result.global_row)
+    (True, True)
+    """
+    return StoredResult(_experiment_in(Path(folder), allow_imports), Path(folder))
+
+
+def load_model(folder: str | Path, *, allow_imports: bool = False) -> nn.Module:
+    """The trained model of a finished run, on the CPU and in evaluation mode.
+
+    Args and errors are those of `load_run`.
+
+    >>> import fedsim, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = fedsim.run(out=folder, rounds=1, workers=2, model="logistic", engine="serial")
+    ...     fedsim.load_model(folder)(torch.zeros(1, 1, 28, 28)).shape
+    torch.Size([1, 10])
+    """
+    return _stored_model(_experiment_in(Path(folder), allow_imports), Path(folder))
+
+
+def _experiment_in(folder: Path, allow_imports: bool) -> Experiment:
+    path = folder / EXPERIMENT
+    if not is_file(path):
+        raise RecordError(f"{folder}: is not a run folder (no {EXPERIMENT})")
+    read_toml(path, inside=folder)  # refuses a link that leads out of the folder
+    return load_experiment(path, allow_imports=allow_imports)
+
+
+def _row_of(model: nn.Module) -> Tensor:
+    return Layout.of(model).read(model)
+
+
+def _stored_model(experiment: Experiment, folder: Path) -> nn.Module:
+    path = folder / MODEL
+    if not is_file(path):
+        raise RecordError(f"{path}: no such file; the run is not finished, or records.model is false")
+    try:
+        stored = load(read_bounded(path, int(free_memory() / 2), folder))
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, SafetensorError) as error:
+        raise RecordError(f"{path}: is damaged: {one_line(error)}") from None
+    module = task_of(experiment, torch.device("cpu")).new_module()
+    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    for name in dict.fromkeys([*own, *stored]):
+        shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (stored, own)]
+        if shapes[0] != shapes[1]:
+            raise RecordError(f"{path}: {show(name)} is {shapes[0]} there, and {shapes[1]} in the model")
+    module.load_state_dict(stored, strict=False)
+    return module.eval()
