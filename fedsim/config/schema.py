@@ -81,7 +81,7 @@ class Partition(PlugTable):
 class Attack(PlugTable):
     """The attack, and the Byzantine workers: a random `fraction` of all, or a list of `workers`.
 
-    With `redraw`, each round draws its own `fraction`. With `holding`, no worker is drawn: the `fraction` is the workers
+    With `redraw`, each round draws its own `fraction`. With `holding`, none is drawn: the `fraction` are the workers
     with the most samples of a class. Before `start_round` they follow the protocol.
     """
 
