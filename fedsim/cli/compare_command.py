@@ -70,6 +70,14 @@ By = Annotated[
         show_default="test accuracy",
     ),
 ]
+SkipInvalid = Annotated[
+    bool,
+    typer.Option(
+        "--skip-invalid",
+        help="Leave out the combinations that are invalid, such as a rule with more attackers than it allows, and "
+        "list them.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")]
 
 
@@ -83,6 +91,7 @@ def compare(
     tune: Tune = None,
     worst: Worst = None,
     by: By = None,
+    skip_invalid: SkipInvalid = False,
     dry_run: DryRun = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
@@ -98,7 +107,9 @@ def compare(
         from fedsim.records.run_folder import new_folder
 
         key, values = (tune or "").partition("=")[::2]
-        settings = ComparisonSettings(target=target, tune=key or None, worst=worst, by=by)
+        settings = ComparisonSettings(
+            target=target, tune=key or None, worst=worst, by=by, skip_invalid=skip_invalid or None
+        )
         given = [*(words or []), *([tune] if tune and values else [])]
         folders = [Path(word) for word in given if is_folder(word)]
         if folders:
@@ -120,6 +131,8 @@ def compare(
             if dry_run:
                 planned = part.of(grid) if part else grid.runs
                 print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
+                for line in grid.left_out:
+                    print(f"left out: {line}")
                 return
             folder = out or stack.enter_context(new_folder(f"{grid.name}-grid"))
             folder = part.folder(folder) if part else folder

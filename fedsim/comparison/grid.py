@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Grid:
         runs: one for each combination; the last axis varies fastest, and the seed fastest of all.
         engine_chosen: whether the experiment sets its engine or number of processes, or is a race of processes.
         settings: the settings of the comparison.
+        left_out: a line for each problem of the invalid combinations that have no run.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Grid:
     runs: list[PlannedRun]
     engine_chosen: bool
     settings: ComparisonSettings = NO_SETTINGS
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def base(self) -> dict[str, Any]:
@@ -127,11 +129,14 @@ def plan_grid(
     with untrusted_config(file or file_of(source), own, allowed=allow_imports):
         drop_default_name(description)
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-        experiments, engine_chosen = _experiments(description, in_all, points)
+        experiments, points, engine_chosen, left_out = _experiments(
+            description, in_all, points, skip_invalid=bool(settings.skip_invalid)
+        )
+    _refuse_unused_values(axes, points, left_out)
     check_settings(settings, axes, experiments)
     _refuse_equal_runs(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
-    return Grid(experiments[0].name, axes, runs, engine_chosen, settings)
+    return Grid(experiments[0].name, axes, runs, engine_chosen, settings, left_out)
 
 
 def common_tables(runs: Iterable[PlannedRun], axes: Iterable[str]) -> dict[str, Any]:
@@ -165,10 +170,14 @@ def _how_to_compare(changes: Iterable[Change]) -> str:
 
 
 def _experiments(
-    description: dict[str, Any], in_all: list[Change], points: list[dict[str, Any]]
-) -> tuple[list[Experiment], bool]:
-    """Return the experiment of every point, all with one default name, and whether any of them sets its engine."""
-    experiments, engine_chosen = [], False
+    description: dict[str, Any], in_all: list[Change], points: list[dict[str, Any]], *, skip_invalid: bool
+) -> tuple[list[Experiment], list[dict[str, Any]], bool, list[str]]:
+    """Make the experiment of every point, all with one default name.
+
+    Returns the experiments and their points, whether any of them sets its engine, and a line for each problem of the
+    points that are left out.
+    """
+    experiments, valid, engine_chosen = [], [], False
     problems: dict[str, list[dict[str, Any]]] = {}  # by line: the points that have it
     models: dict[str, tuple[str, ...]] = {}
     varied = set()
@@ -179,17 +188,22 @@ def _experiments(
         try:
             _refuse_contradictions(in_all, own)
             override(tables, [*in_all, *copy.deepcopy(own)])
-            experiments.append(experiment_of(tables))
-            lines = _problems_here(experiments[-1], models)
+            experiment = experiment_of(tables)
+            lines = _problems_here(experiment, models)
         except ExperimentError as error:
             lines = error.lines
+        if not lines:
+            experiments.append(experiment)
+            valid.append(point)
         for line in lines:
             problems.setdefault(line, []).append(point)
         engine_chosen |= not {"engine", "processes"}.isdisjoint(tables) or tables.get("mode") == "race"
-    if problems:
-        raise ExperimentError(*(_with_points(line, found, len(points)) for line, found in problems.items()))
+    left_out = [_with_points(line, found, len(points)) for line, found in problems.items()]
+    if left_out and not (skip_invalid and valid):
+        raise ExperimentError(*left_out)
     name = default_name(experiments[0], varied)
-    return [each if "name" in each.model_fields_set else _renamed(each, name) for each in experiments], engine_chosen
+    named = [each if "name" in each.model_fields_set else _renamed(each, name) for each in experiments]
+    return named, valid, engine_chosen, left_out
 
 
 def _renamed(experiment: Experiment, name: str) -> Experiment:
@@ -221,6 +235,15 @@ def _refuse_contradictions(in_all: list[Change], own: list[Change]) -> None:
     for path, value in in_all:
         if (key := key_changed(path, value)) in keys:
             raise ExperimentError(f"{key} = {show(value)}: an axis sets that too")
+
+
+def _refuse_unused_values(axes: Axes, points: list[dict[str, Any]], problems: list[str]) -> None:
+    """Raise ExperimentError if a value of an axis is in no valid combination: it is a mistake."""
+    for key, values in axes.items():
+        used = {canonical(point[key]) for point in points}
+        for value in values:
+            if canonical(value) not in used:
+                raise ExperimentError(f"{key} = {show(value)}: every combination with it is invalid", *problems)
 
 
 def _with_points(line: str, points: list[dict[str, Any]], total: int) -> str:

@@ -52,6 +52,8 @@ class GridDisplay(Callback):
         self._remaining = {run.id: run.experiment.rounds for run in todo}
         self._bar = progress_bar(sum(self._remaining.values()), quiet=self._quiet)
         self._print(f"{grid.name}: {plural(len(grid.runs), 'run')} ({grid.shape}), {jobs} at a time")
+        for line in grid.left_out:
+            self._print(f"left out: {line}")
         if len(todo) < len(grid.runs):
             self._print(f"{len(grid.runs) - len(todo)} of them already finished")
 

@@ -104,7 +104,7 @@ def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
     axes.tick_params(length=0)
     for (i, j), mean in np.ndenumerate(means):
         colour = "black" if math.isnan(mean) or _lightness(np.asarray(image.to_rgba(mean))) > 0.5 else "white"
-        best = not others and cells[i][j][0].mark == "*"
+        best = not others and any(row.mark == "*" for row in cells[i][j])
         value, spread = _cell_texts(cells[i][j], mean)
         style: dict[str, Any] = {"ha": "center", "color": colour, "fontweight": "bold" if best else "normal"}
         axes.text(j, i, value, va="bottom" if spread else "center", fontsize="small", **style)
@@ -121,7 +121,9 @@ def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
 def _draw_panel(panel: Axes, grid: Grid, group: list[Combination], scale: Scale) -> None:
     failures, ends = [], []
     point = group[0].runs[0].point
-    for index, each in enumerate(group):
+    values = [canonical(value) for value in grid.axes[grid.compared[0]]] if grid.compared else []
+    for each in group:
+        index = values.index(each.place[0]) if values else 0
         runs, failed = len(each.runs), len(each.runs) - len(each.finished)
         if failed:
             name = label(each.runs[0].point[grid.compared[0]]) if grid.compared else grid.name
@@ -169,6 +171,8 @@ def _mean(rows: Sequence[SummaryRow]) -> float:
 def _cell_texts(rows: Sequence[SummaryRow], mean: float) -> tuple[str, str]:
     """Return the mean, with the number of finished runs if some failed, and the spread over the seeds."""
     runs, failed = sum(row.runs for row in rows), sum(row.failed for row in rows)
+    if not runs:
+        return "", ""  # an invalid combination
     if failed == runs:
         return "failed", ""
     of = f" ({runs - failed} of {runs})" if failed else ""

@@ -96,6 +96,7 @@ def compare(
     tune: str | None = None,
     worst: str | None = None,
     by: str | None = None,
+    skip_invalid: bool = False,
     *,
     progress: bool = False,
     allow_imports: bool = False,
@@ -121,6 +122,8 @@ def compare(
         by: the number of the last round that is compared, in place of the test accuracy: "test_loss",
             "metrics.personal_worker_accuracy_mean", ... A higher one is better, except of losses,
             errors, perplexity, seconds and bytes, and of a name that begins with `-`: "-metrics.drift".
+        skip_invalid: leave out the combinations that are invalid experiments, such as krum with more Byzantine workers
+            than it allows, and say so; else they are an error.
         progress: print a line for each run, as the command line does.
         allow_imports: allow a TOML file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
@@ -135,7 +138,7 @@ def compare(
     >>> [row.point["aggregate.rule"] for row in result.summary], len(result.runs), result.failed
     (['mean', 'median'], 2, [])
     """
-    settings = ComparisonSettings(target=target, tune=tune, worst=worst, by=by)
+    settings = ComparisonSettings(target=target, tune=tune, worst=worst, by=by, skip_invalid=skip_invalid or None)
     planned = plan_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -15,7 +15,7 @@ from fedsim.core.confidence import Estimate, fixed
 from fedsim.core.text_wrapping import note
 from fedsim.errors import plural
 from fedsim.records.best import answer, best_of
-from fedsim.records.combinations import Combination, groups_of, score_of, time_to_target
+from fedsim.records.combinations import Combination, canonical, groups_of, score_of, time_to_target
 from fedsim.records.record import Metric
 
 BEST, TIE = "*", "~"
@@ -74,7 +74,9 @@ Column = tuple[str, Callable[[SummaryRow], str]]  # the heading, and the text of
 def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
     """Return one row per combination of the compared values, group by group."""
     rows = []
+    first = canonical(grid.axes[grid.compared[0]][0]) if grid.compared else None
     for group in groups_of(grid.settings.combined(runs, list(grid.axes))):
+        baseline = group[0] if group[0].place[:1] == (first,) else None  # None: an invalid combination
         for each, mark in zip(group, _marks(group), strict=True):
             rows.append(
                 SummaryRow(
@@ -84,7 +86,7 @@ def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
                     failed=len(each.runs) - len(each.finished),
                     metric=each.metric,
                     score=each.score,
-                    difference=each.difference_to(group[0]) if each is not group[0] else None,
+                    difference=each.difference_to(baseline) if baseline and each is not baseline else None,
                     mark=mark,
                     metrics={name: value for name, value in each.metrics.items() if name != each.metric.key},
                 )
@@ -248,6 +250,7 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
         )
         if any(0 < row.reached < row.runs - row.failed for row in summary):
             notes.append("if not all runs reached the target, the mean is over those that did, so it is too low")
+    notes += [f"left out: {line}" for line in grid.left_out]
     failed = [run for run in runs if run.error is not None]
     if failed:
         notes.append(f"{len(failed)} of {len(runs)} runs failed: they count in no mean, and rows with one have no mark")

@@ -11,6 +11,8 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from pydantic import StrictBool
+
 from fedsim.core.confidence import Estimate
 from fedsim.records.combinations import SEED, Combination, combinations
 from fedsim.records.record import Number
@@ -41,12 +43,14 @@ class ComparisonSettings:
             along the axis `worst` counts, if there is one.
         worst: then the value with the worst mean is chosen, of the number that runs are compared by.
         by: this number, see `metric_called`; None: the test accuracy, or the test loss of a task without accuracy.
+        skip_invalid: leave out the combinations that are invalid experiments; None and false: refuse the comparison.
     """
 
     target: Number = None
     tune: str | None = None
     worst: str | None = None
     by: str | None = None
+    skip_invalid: StrictBool | None = None
 
     @property
     def given(self) -> dict[str, Any]:

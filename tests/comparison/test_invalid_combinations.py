@@ -1,0 +1,95 @@
+"""Comparisons that leave out the combinations that are invalid experiments: --skip-invalid."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+import fedsim
+from fedsim.comparison.grid import plan_grid
+from fedsim.comparison.plots import draw_accuracy, draw_heatmap
+from fedsim.comparison.summary import summarise
+from fedsim.errors import ExperimentError
+from fedsim.records.comparison_settings import ComparisonSettings
+from tests.comparison.made_up import results_of
+
+SKIP = ComparisonSettings(skip_invalid=True)
+WORDS = ["rounds=1", "workers=5", "engine=serial", "data=tests.plugs:tiny", "model=logistic", "local.batch_size=16"]
+AXES = {"aggregate.rule": ["krum", "median"], "attack.workers": [[0], [0, 1]]}  # krum needs n >= 2f + 3
+NAMES = [("krum", [0]), ("median", [0]), ("median", [0, 1])]
+
+
+def grid_of(axes=AXES, settings=SKIP):
+    return plan_grid({"grid": {**axes, "attack.name": ["sign_flipping"]}}, None, WORDS, settings, allow_imports=True)
+
+
+def test_invalid_combinations_have_no_run_and_are_listed():
+    grid = grid_of()
+    assert [tuple(run.point.values())[:2] for run in grid.runs] == NAMES
+    [line] = grid.left_out
+    assert "aggregate.rule=krum attack.workers=0+1" in line
+    assert "2f + 3" in line
+
+
+def test_they_are_an_error_without_the_setting():
+    with pytest.raises(ExperimentError, match="2f"):
+        grid_of(settings=ComparisonSettings())
+
+
+def test_a_value_without_any_valid_combination_is_an_error():
+    with pytest.raises(ExperimentError) as problem:
+        grid_of({**AXES, "aggregate.rule": ["median", "krumm"]})
+    assert problem.value.lines[0].startswith('aggregate.rule = "krumm": every combination with it is invalid')
+    assert "krum" in problem.value.lines[1]
+
+
+def test_no_difference_is_shown_where_the_first_value_is_left_out():
+    grid = grid_of()
+    rows = summarise(grid, results_of(grid, lambda point: [0.5, 0.6 if point["aggregate.rule"] == "krum" else 0.7]))
+    found = {(row.point["aggregate.rule"], len(row.point["attack.workers"])): row.difference for row in rows}
+    assert round(found["median", 1].mean, 6) == 0.1
+    assert found["krum", 1] is None
+    assert found["median", 2] is None
+
+
+def test_figures_show_each_line_as_in_the_legend_and_an_empty_cell():
+    grid = grid_of()
+    runs = results_of(grid, lambda point: [0.5, 0.6])
+    whole, part = draw_accuracy(grid, runs).axes[:2]
+    assert part.lines[0].get_color() == whole.lines[1].get_color() != whole.lines[0].get_color()
+    texts = [text.get_text() for text in draw_heatmap(grid, summarise(grid, runs)).axes[0].texts]
+    assert texts.count("0.6000") == 3
+    assert "failed" not in texts
+
+
+def test_a_comparison_with_invalid_combinations_runs_continues_and_merges(cli, tmp_path):
+    (tmp_path / "sweep.toml").write_text(
+        "[grid]\nskip_invalid = true\n"
+        '"aggregate.rule" = ["krum", "median"]\n"attack.workers" = [[0], [0, 1]]\n"attack.name" = ["sign_flipping"]\n'
+    )
+    command = ("compare", "sweep.toml", *WORDS, "--allow-imports", "--jobs", 1, "--out", "sweep")
+    for part in ("0/2", "1/2"):
+        assert cli(*command, "--shard", part).exit_code == 0
+    merged = cli("compare", "sweep", "--allow-imports")
+    assert merged.exit_code == 0
+    assert "left out: " in merged.stdout
+    again = cli(*command)
+    assert again.exit_code == 0
+    assert "left out: " in again.stdout
+    with (tmp_path / "sweep" / "summary.csv").open() as file:
+        assert [row["aggregate.rule"] for row in csv.DictReader(file)] == ["krum", "median", "median"]
+    assert json.loads((tmp_path / "sweep" / "grid.json").read_text())["skip_invalid"] is True
+    assert cli("report", "sweep").exit_code == 0
+
+
+def test_from_python():
+    result = fedsim.compare(
+        {"rounds": 1, "workers": 5, "model": "logistic", "attack": {"name": "sign_flipping"}},
+        {"aggregate.rule": ["krum", "median"], "attack.workers": [[0], [0, 1]]},
+        jobs=1,
+        skip_invalid=True,
+    )
+    assert len(result.runs) == 3
+    assert "left out: " in result.table
