@@ -141,6 +141,6 @@ def test_a_gram_of_rows_that_are_not_finite_is_no_error():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_result_that_is_not_finite_is_an_error(dtype):
     most = torch.finfo(dtype).max
-    with pytest.raises(ExperimentError, match=r"mean: the result is not finite; the updates hold values up to "):
+    with pytest.raises(ExperimentError, match=r"mean: the result is not finite; updates have values up to "):
         fedsim.aggregate(torch.full((3, 2), most, dtype=dtype))
     assert fedsim.aggregate(torch.full((3, 2), most, dtype=dtype), nonfinite="keep").isinf().all()
