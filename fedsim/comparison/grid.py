@@ -132,7 +132,9 @@ def plan_grid(
         experiments, points, engine_chosen, left_out = _experiments(
             description, in_all, points, skip_invalid=bool(settings.skip_invalid)
         )
-    _refuse_unused_values(axes, points, left_out)
+    if left_out:
+        used = {key: {canonical(point[key]) for point in points} for key in axes}
+        axes = {key: [value for value in values if canonical(value) in used[key]] for key, values in axes.items()}
     check_settings(settings, axes, experiments)
     _refuse_equal_runs(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
@@ -235,15 +237,6 @@ def _refuse_contradictions(in_all: list[Change], own: list[Change]) -> None:
     for path, value in in_all:
         if (key := key_changed(path, value)) in keys:
             raise ExperimentError(f"{key} = {show(value)}: an axis sets that too")
-
-
-def _refuse_unused_values(axes: Axes, points: list[dict[str, Any]], problems: list[str]) -> None:
-    """Raise ExperimentError if a value of an axis is in no valid combination: it is a mistake."""
-    for key, values in axes.items():
-        used = {canonical(point[key]) for point in points}
-        for value in values:
-            if canonical(value) not in used:
-                raise ExperimentError(f"{key} = {show(value)}: every combination with it is invalid", *problems)
 
 
 def _with_points(line: str, points: list[dict[str, Any]], total: int) -> str:
