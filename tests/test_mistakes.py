@@ -75,9 +75,9 @@ WORDS = [
 ]
 
 FILES = [
-    ("rounds: 3", "line 1: experiments are TOML files, not YAML: write rounds = 3 for rounds: 3"),
-    ("local:\n  lr: 0.1", "line 1: experiments are TOML files, not YAML"),
-    ("---\nrounds: 3", "line 1: experiments are TOML files, not YAML"),
+    ("rounds: 3", "line 1: is YAML, in a file that is not called .yaml; rename it, or write rounds = 3 for rounds: 3"),
+    ("local:\n  lr: 0.1", "line 1: is YAML, in a file that is not called .yaml"),
+    ("---\nrounds: 3", "line 1: is YAML, in a file that is not called .yaml"),
     ('{"rounds": 3}', "experiments are TOML files, not JSON"),
     ("model = net", 'line 1: "model = net" is not TOML; write model = "net"'),
     ("rounds = 3\nmodel = 2nn  # small", 'write model = "2nn"'),

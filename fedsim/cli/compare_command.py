@@ -17,7 +17,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
-        help="An experiment file, and the keys to vary, with their values: aggregate.rule=mean,median seed=0,1,2. "
+        help="A TOML or YAML file, and the keys to vary, with their values: aggregate.rule=mean,median seed=0,1,2. "
         r"A file may list them in its table \[grid]. KEY=VALUE sets one value in all runs. Or folders of "
         "comparisons, or of the parts of one (--shard), to merge.",
         show_default=False,

@@ -20,8 +20,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG.toml] [KEY=VALUE]...",
-        help="An experiment file, or the name of a built-in experiment (`fedsim list experiments`), and the keys to "
-        "change: rounds=5 local.lr=0.1 partition.strategy=iid. Without a file or name: the default experiment.",
+        help="A TOML or YAML file, or the name of a built-in experiment (`fedsim list experiments`), and the "
+        "keys to change: rounds=5 local.lr=0.1 partition.strategy=iid. Without a file or name: the default experiment.",
         show_default=False,
     ),
 ]

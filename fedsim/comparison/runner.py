@@ -108,8 +108,9 @@ def compare(
     that fails is reported; the others continue.
 
     Args:
-        experiment: an Experiment, tables, the path of a TOML file, the name of an experiment that comes with fedsim, or
-            None for the default experiment, as for `run`; tables and files may hold the axes in a table `grid`.
+        experiment: an Experiment, tables, the path of a TOML or YAML file, the name of an experiment that comes with
+            fedsim, or None for the default experiment, as for `run`; tables and files may hold the axes in a table
+            `grid`.
         grid: the list of values of each dotted key; a value that is a table changes several keys at once.
         out: the folder of the records: new, empty, or that of the same grid, whose finished runs are kept.
         jobs: runs at a time. By default as many as cores and memory allow, each in one process; but one if the
@@ -125,7 +126,7 @@ def compare(
         skip_invalid: leave out the combinations that are invalid experiments, such as krum with more Byzantine workers
             than it allows, and say so; else they are an error.
         progress: print a line for each run, as the command line does.
-        allow_imports: allow a TOML file to name any import path; see `load_experiment`.
+        allow_imports: allow a file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
 
     Raises:

@@ -13,6 +13,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.overrides import changes_in, override, parse_word
 from fedsim.config.schema import Distributed
 from fedsim.config.toml import read_toml
+from fedsim.config.yaml_file import YAML_SUFFIXES, read_yaml
 from fedsim.core.import_policy import is_untrusted, untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import plain
@@ -35,8 +36,8 @@ def load_experiment(
     A default name in `source`, such as a saved experiment has, is derived again after changes.
 
     Args:
-        source: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML file, the name of an
-            experiment that comes with fedsim (`fedsim list experiments`), or None for the default experiment.
+        source: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML or YAML file, the name
+            of an experiment that comes with fedsim (`fedsim list experiments`), or None for the default experiment.
         overrides: words `key=value` with dotted keys; values as in TOML, other text is a string.
         allow_imports: whether a file may import any Python code; see `fedsim.core.import_policy`. Import paths in
             `overrides`, tables and Experiments are always imported.
@@ -74,11 +75,14 @@ def file_of(source: object) -> Path | None:
 def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """The settings in `source` as nested tables, without defaults."""
     if isinstance(source, (str, Path)):
-        return read_toml(find_experiment(source))
+        path = find_experiment(source)
+        if path.suffix.lower() not in YAML_SUFFIXES:
+            return read_toml(path)
+        source = read_yaml(path)
     if isinstance(source, Experiment):
         return source.model_dump(exclude_none=True, exclude_unset=True)
     if source is not None and not isinstance(source, Mapping):
-        raise ExperimentError(f"{show(source)}: must be an Experiment, a table (dict) or the path of a TOML file")
+        raise ExperimentError(f"{show(source)}: must be an Experiment, a table (dict) or the path of a file")
     tables = dict(source or {})
     grid = _take_grid(tables)
     tables = plain(tables)

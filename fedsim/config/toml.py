@@ -30,27 +30,37 @@ def to_toml(experiment: Experiment) -> str:
     return tomli_w.dumps(experiment.resolved())
 
 
-def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
-    """The tables of a TOML file; with `inside`, the file must lie in that folder.
+def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
+    """The text of an experiment file; with `inside`, the file must lie in that folder.
 
-    Raises ExperimentError if the file is missing, not a regular file, too large or not TOML, or if it holds values that
-    no experiment holds.
+    Raises ExperimentError if the file is missing, not a regular file, too large or not UTF-8. `kind` is TOML or YAML.
     """
     where = cut(printable(str(path)))
     try:
-        text = read_bounded(path, MAX_BYTES, inside).decode("utf-8").replace("\r\n", "\n")
-        refuse_long_chains(text)
-        tables = tomllib.loads(text)
+        return read_bounded(path, MAX_BYTES, inside).decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
-        expected = "expected an experiment (TOML) or key=value"
+        expected = f"expected an experiment ({kind}) or key=value"
         raise ExperimentError(f"{where}: no such file; {expected}{hint(path)}") from None
     except OSError as error:
-        raise ExperimentError(f"{where}: cannot be read: {error.strerror}; expected an experiment (TOML)") from None
+        raise ExperimentError(f"{where}: cannot be read: {error.strerror}; expected an experiment ({kind})") from None
+    except ValueError as error:
+        raise ExperimentError(f"{where}: cannot be read as {kind}: {cut(printable(str(error)))}") from None
+
+
+def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
+    """The tables of a TOML file; with `inside`, the file must lie in that folder.
+
+    Raises ExperimentError if the file cannot be read, is not TOML, or holds values that no experiment holds.
+    """
+    where, text = cut(printable(str(path))), read_text(path, "TOML", inside)
+    try:
+        refuse_long_chains(text)
+        tables = tomllib.loads(text)
     except RecursionError:
         raise ExperimentError(f"{where}: more than {MAX_DEPTH} nested tables and lists") from None
     except tomllib.TOMLDecodeError as error:
         raise ExperimentError(f"{where}: {cut(printable(_explain_toml(text, error)))}") from None
-    except ValueError as error:  # not UTF-8, or a number of too many digits
+    except ValueError as error:  # a number of too many digits
         raise ExperimentError(f"{where}: cannot be read as TOML: {cut(printable(str(error)))}") from None
     if problem := problem_with_words(tables):
         raise ExperimentError(f"{where}: {problem}")
@@ -95,7 +105,10 @@ def _explain_toml(text: str, error: ValueError) -> str:
     if str(error).startswith("Cannot overwrite") or "twice" in str(error):
         return f"{where}: {line.partition('=')[0].strip()} is there twice"
     if re.match(r"---|[\w.-]+\s*:", line):
-        return f"{where}: experiments are TOML files, not YAML: write rounds = 3 for rounds: 3, and [local] for local:"
+        return (
+            f"{where}: is YAML, in a file that is not called .yaml; rename it, or write rounds = 3 for rounds: 3, and "
+            "[local] for local:"
+        )
     pair = re.fullmatch(r"([\w.-]+)\s*=\s*([^#]*?)([,;]?)\s*(#.*)?", line)
     if pair and pair[2] in ("None", "null"):
         return f"{where}: TOML cannot express {pair[2]}; omit the key {pair[1]}"

@@ -110,9 +110,9 @@ def run(
         fedsim.run("experiment.toml", "folder", rounds=3)
 
     Args:
-        experiment: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML file, the name of
-            an experiment that comes with fedsim, or None for the default experiment. A name may be the object itself,
-            as a class for the model; see docs/extending.md.
+        experiment: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML or YAML file, the
+            name of an experiment that comes with fedsim, or None for the default experiment. A name may be the object
+            itself, as a class for the model; see docs/extending.md.
         out: a new or empty folder for the records; None: no records are written.
         resume: continue the interrupted run of this experiment in `out`, with bitwise the same results, or a finished
             one for more rounds. If `out` is new, the run starts.
@@ -122,7 +122,7 @@ def run(
             ends after this round; any other exception ends it without a result. Of several ranks, the first decides.
         session: the engine and the data that this run shares with other runs; None: it has its own.
         progress: print a line for each round, as the command line does.
-        allow_imports: whether a TOML file may name anything that can be imported; see `load_experiment`.
+        allow_imports: whether a file may name anything that can be imported; see `load_experiment`.
         changes: keys of the experiment to change. A table changes only the keys that it has.
 
     Raises:

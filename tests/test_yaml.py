@@ -1,0 +1,160 @@
+"""Experiments as YAML files, and as configurations of OmegaConf."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import fedsim
+from fedsim.config.load import describe
+from fedsim.errors import ExperimentError, MissingPackageError
+
+EXPERIMENT = """
+rounds: 2
+workers: 3
+model: {name: 2nn, hidden: 20}
+aggregate:
+  rule:
+    - nnm
+    - rule: trimmed_mean
+      f: 1
+local.lr: 1e-2   # dotted keys are those of a table
+local.steps: 4
+data.augment: []
+cohort: ~
+"""
+GRID = f"""{EXPERIMENT}
+grid:
+  local: [{{lr: 0.1}}, {{lr: 0.2}}]
+  partition: [iid, contiguous]
+  seed: [0, 1]
+"""
+OF_PACKAGE = pytest.mark.usefixtures("yaml")
+
+
+@pytest.fixture
+def yaml():
+    return pytest.importorskip("yaml")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="experiment.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@OF_PACKAGE
+@pytest.mark.parametrize("name", ["experiment.yaml", "experiment.yml", "EXPERIMENT.YAML"])
+def test_a_yaml_file_is_an_experiment(write, name):
+    expected = fedsim.Experiment(
+        rounds=2,
+        workers=3,
+        model={"name": "2nn", "hidden": 20},
+        aggregate={"rule": ["nnm", {"rule": "trimmed_mean", "f": 1}]},
+        local={"lr": 0.01, "steps": 4},
+    )
+    assert fedsim.load_experiment(write(EXPERIMENT, name)).resolved() == expected.resolved()
+
+
+@OF_PACKAGE
+def test_the_commands_take_yaml_files(write, cli):
+    write(EXPERIMENT)
+    done = cli("run", "experiment.yaml", "rounds=1", "engine=serial", "--out", "run")
+    assert done.exit_code == 0, done.output
+    assert fedsim.load_run("run").experiment.local.params["lr"] == 0.01
+    write(GRID, "grid.yaml")
+    done = cli("compare", "grid.yaml", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert len(done.stdout.splitlines()) == 8
+    assert "local=lr=0.2 partition=contiguous seed=1" in done.stdout
+
+
+@OF_PACKAGE
+def test_scalars_are_those_of_the_core_schema(write):
+    text = "a: [no, yes, true, False, .inf, -.INF, 1e-3, -.5, 3., +7, 010, 0x10, 1_000, 12:30, 2024-01-01, '1', ~, '']"
+    expected = ["no", "yes", True, False, float("inf"), -float("inf"), 0.001, -0.5, 3.0, 7, 10]
+    expected += ["0x10", "1_000", "12:30", "2024-01-01", "1", None, ""]
+    assert describe(write(text))["a"] == expected
+    assert describe(write("on: 1\n3: null\n")) == {"on": 1, "3": None}
+    assert describe(write("")) == describe(write("# nothing\n")) == {}
+
+
+@OF_PACKAGE
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("rounds: 1\nrounds: 2", 'line 2: "rounds" is there twice'),
+        ("local: {lr: 1, lr: 2}", 'line 1: "lr" is there twice'),
+        ("rounds: 1\nlocal.lr: 1\nlocal: {lr: 2}", "local.lr: is given twice"),
+        ("a: &x [1]\nb: *x", "line 1: anchors (&) and aliases (*) are not allowed"),
+        ("a: !!python/object/apply:os.system [echo]", 'python/object/apply:os.system": tags (!) are not allowed'),
+        ("a: !!timestamp 2024-01-01", 'timestamp": tags (!) are not allowed'),
+        ("a: !!binary aGVsbG8=", "tags (!) are not allowed"),
+        ("a: !!set {b, c}", "tags (!) are not allowed"),
+        ("? [a]\n: b", "line 1: a key must be a name"),
+        ("&a b: c", "line 1: a key must be a name"),
+        ("rounds: 1\n workers: 2", "line 2: cannot be read as YAML: "),
+        ("a: 'x", "cannot be read as YAML: "),
+        ("a: \x07", "cannot be read as YAML: has characters that YAML does not allow"),
+        ("rounds: 1\n---\nrounds: 2", "must be one table of keys and values"),
+        ("[1]", "must be one table of keys and values"),
+        ("rounds", "must be one table of keys and values"),
+        ("a: " + "[" * 5000, "more than 16 nested tables and lists"),
+        ("a:" + " -" * 5000, "cannot be read as YAML: "),
+        ("- " * 5000, "more than 16 nested tables and lists"),
+        ("? " * 5000, "a key must be a name"),
+        (f"seed: {'9' * 5000}", "Exceeds the limit"),
+        (f"seed: {2**70}", "seed: a whole number of 71 bits; the largest have 64"),
+        (f"{'a' * 200}: 1", "a key has at most 100 characters"),
+        ('name: "\\u202Egnp.exe"', "contains unprintable characters"),
+        ("local: {lr: .inf}", "local.lr = inf: must be a finite number"),
+        ("local: {lr: 1e-3x}", "local.lr"),
+        ("date: 2024-01-01", 'date = "2024-01-01": unknown key'),
+        ("<<: {rounds: 1}", "unknown key"),
+    ],
+)
+def test_what_no_experiment_holds_is_one_line(write, text, line):
+    with pytest.raises(ExperimentError) as caught:
+        fedsim.load_experiment(write(text))
+    assert line in str(caught.value)
+    assert len(caught.value.lines) == 1
+
+
+@OF_PACKAGE
+def test_a_yaml_file_from_elsewhere_may_not_import(write):
+    with pytest.raises(ExperimentError, match="allow_imports=True"):
+        fedsim.load_experiment(write("model: tests.models:sized"))
+    assert fedsim.load_experiment(write("model: tests.models:sized"), allow_imports=True)
+
+
+@OF_PACKAGE
+def test_files_that_are_too_large_or_missing_are_refused(write, tmp_path):
+    with pytest.raises(ExperimentError, match="is larger than 8,388,608 bytes"):
+        fedsim.load_experiment(write("#" * (8 * 2**20 + 1)))
+    with pytest.raises(ExperimentError, match=r"none\.yaml: no such file; expected an experiment \(YAML\)"):
+        fedsim.load_experiment(tmp_path / "none.yaml")
+
+
+def test_a_yaml_file_without_pyyaml_is_one_line(write, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(MissingPackageError, match=r"experiment\.yaml needs the package yaml, .*'fedsim\[yaml\]'$"):
+        fedsim.load_experiment(write("rounds: 1"))
+
+
+def test_a_configuration_of_omegaconf_is_a_table(tiny_experiment):
+    omegaconf = pytest.importorskip("omegaconf")
+    tables = {**tiny_experiment, "aggregate": {"rule": ["nnm", "median"]}}
+    model = {"name": "2nn", "hidden": "${experiment.local.batch_size}"}
+    experiment = omegaconf.OmegaConf.create({"experiment": {**tables, "model": model}}).experiment
+    assert fedsim.load_experiment(experiment).model.params["hidden"] == 16
+    result = fedsim.run(experiment, rounds=1)
+    assert result.experiment.aggregate.label == "nnm + median"
+    comparison = omegaconf.OmegaConf.create({**tables, "rounds": 1, "grid": {"seed": [0, 1]}})
+    assert len(fedsim.compare(comparison, jobs=1).runs) == 2
+    with pytest.raises(omegaconf.errors.MissingMandatoryValue, match="rounds"):
+        fedsim.run(omegaconf.OmegaConf.create({"rounds": "???"}))
