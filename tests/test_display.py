@@ -60,7 +60,7 @@ def test_the_rounds_that_a_failed_run_has_left_are_not_counted_as_done(monkeypat
     watched(monkeypatch)
     display = of_comparisons.GridDisplay(None, quiet=False)
     runs = [SimpleNamespace(id=name, experiment=SimpleNamespace(rounds=10)) for name in ("a", "b")]
-    grid = SimpleNamespace(name="x", shape="2 seed", runs=runs)
+    grid = SimpleNamespace(name="x", shape="2 seed", runs=runs, left_out=[])
     with display:
         display.on_start(grid, runs, 1)
         display.on_round(runs[0], {})

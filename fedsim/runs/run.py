@@ -164,8 +164,8 @@ def run(
         stopped = stop_reason(history, experiment.stop)
         if stopped and not any(name.startswith("global_worker_") for name in history[-1].metrics):
             history[-1] = _with_tests_of_workers(history[-1], loop)  # `stop` has changed
-            if folder and results and results[-1].round == prepared.done:
-                folder.workers(results[-1])
+            if folder and (tests := _tests_after(prepared.done, results)):
+                folder.workers(tests)
         if folder and experiment.records.tensorboard:
             board = TensorBoardWriter(folder.path, experiment.resolved(), after=prepared.done)
             stack.enter_context(board)
@@ -186,9 +186,8 @@ def run(
                 break
             record = loop.run_round(round)
             history.append(record)
-            of_workers = results[-1] if results and results[-1].round == round else None
             if experiment.stop.active:
-                evaluated = of_workers or not experiment.data.worker_test
+                evaluated = _tests_after(round, results) or not experiment.data.worker_test
                 if record.cohort and evaluated and not stopping.has_best:
                     stopping.require_number(record)
                 stopped = engine.broadcast(stopping.update(record))
@@ -196,18 +195,9 @@ def run(
                 kept = kept_updates(prepared, engine, record)
                 if folder:
                     folder.updates(round, kept)
-            if stopped and not of_workers:
+            if stopped and not _tests_after(round, results):
                 history[-1] = record = _with_tests_of_workers(record, loop)
-                of_workers = results[-1] if results and results[-1].round == round else None
-            if folder:
-                if of_workers:
-                    folder.workers(of_workers)
-                folder.round(record)
-            if board:
-                board.round(record)
-            display.round(record)
-            if of_workers:
-                display.workers(of_workers)
+            _show_and_write(record, _tests_after(round, results), display, folder, board)
             asked = engine.broadcast(_stop_asked(on_round, record))  # one rank decides for all
             stopped = stopped or asked
             if out is not None and engine.broadcast(
@@ -229,6 +219,30 @@ def run(
     result = Result(experiment, history, model, global_row, folder.path if folder else None, stopped)
     display.finish(history[-1])
     return result
+
+
+def _tests_after(round: int, results: Sequence[WorkerResults]) -> WorkerResults | None:
+    """The tests of single workers after a round; None if there are none."""
+    return results[-1] if results and results[-1].round == round else None
+
+
+def _show_and_write(
+    record: RoundRecord,
+    tests: WorkerResults | None,
+    display: Display,
+    folder: RunFolder | None,
+    board: TensorBoardWriter | None,
+) -> None:
+    """Write the record of a round, and the tests of single workers after it, to the files of the run; print them."""
+    if folder and tests:
+        folder.workers(tests)
+    if folder:
+        folder.round(record)
+    if board:
+        board.round(record)
+    display.round(record)
+    if tests:
+        display.workers(tests)
 
 
 def _stop_asked(on_round: Callable[[RoundRecord], object] | None, record: RoundRecord) -> str | None:
