@@ -1,7 +1,7 @@
 """Blocks of columns, and sums over columns in double precision.
 
-All functions work on blocks of columns. On a CPU a block fits in the cache, so a rule needs little memory beyond its
-input. On another device each block costs kernel launches, so there are as few blocks as its memory allows: a rule takes
+All functions work on blocks of columns. On a CPU a block stays in the caches, and is wide enough that its calls cost less
+than its arithmetic. On another device each block costs kernel launches, so there are as few blocks as its memory allows: a rule takes
 up to WORKING bytes for each number of its input, and at most SHARE of the device's memory.
 """
 
@@ -23,7 +23,8 @@ Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]  # over processes tha
 CPU = torch.device("cpu")
 BLOCK = 16_384  # least columns of a process; in smaller blocks the calls cost more than the arithmetic
 BLOCKS = 64  # most blocks of a row
-FEWEST, MOST = 256, 4_096  # columns of a small block within a process
+FEWEST, MOST = 256, 8_192  # columns of a small block within a process
+NUMBERS = 2**19  # most numbers of a small block with more than FEWEST columns: 4 MiB in double precision
 SAMPLED = 512  # columns of a sample
 RUN = 16  # adjacent columns in a sample: one cache line of float32
 WORKING = 64  # bytes for each number of a block on a GPU: wide and sorted copies, positions, memory of the sort
@@ -55,17 +56,16 @@ def most_columns(n: int, device: torch.device) -> int:
     return max(LINE, int(values) // max(1, n) // LINE * LINE)
 
 
-def block_size(updates: Tensor, columns: int | None = None) -> int:
-    """Columns of a small block of rows [n, d]: on a CPU `columns` (None: d / 12) within FEWEST and MOST."""
-    n, d = updates.shape
+def block_size(updates: Tensor) -> int:
+    """Columns of a small block of rows [n, d]."""
     if updates.device.type != "cpu":
-        return most_columns(n, updates.device)
-    return min(MOST, max(FEWEST, d // 12 if columns is None else columns))
+        return most_columns(len(updates), updates.device)
+    return min(MOST, max(FEWEST, NUMBERS // max(1, len(updates))))
 
 
-def small_blocks(updates: Tensor, columns: int | None = None) -> Iterator[slice]:
+def small_blocks(updates: Tensor) -> Iterator[slice]:
     """Blocks of columns of rows [n, d] of `block_size` each."""
-    d, size = updates.shape[1], block_size(updates, columns)
+    d, size = updates.shape[1], block_size(updates)
     for start in range(0, d, size):
         yield slice(start, min(start + size, d))
 
@@ -93,10 +93,10 @@ def sampled_columns(updates: Tensor) -> Tensor:
     return updates[:, : d // runs * runs].unflatten(1, (runs, d // runs))[:, :, :RUN].reshape(n, SAMPLED)
 
 
-def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
+def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `function`, from a block [n, columns] in float32 or wider to [columns], to all blocks; returns [d]."""
     result = updates.new_empty(updates.shape[1])
-    for block in small_blocks(updates, columns):
+    for block in small_blocks(updates):
         result[block] = function(at_least_float32(updates[:, block])).to(result.dtype)
     return result
 

@@ -18,8 +18,6 @@ from fedsim.aggregation.numerics.columns import map_columns
 
 COMPARATORS = 90  # for more, NumPy's sort is faster; 16 rows take 63, 20 rows take 97, or 81 for the median alone
 BY_NUMPY = (torch.float32, torch.float64)  # its sort of short columns is vectorised, PyTorch's is not
-ROOM = 0.16  # memory for sorted blocks on a CPU, relative to the updates
-NARROWEST = 1_024  # least columns of a block, since a call of a comparator takes half a microsecond
 
 
 def map_sorted_columns(
@@ -29,12 +27,8 @@ def map_sorted_columns(
 
     `needed` are the m places in ascending order that the function reads; None: all n.
     """
-    n, d = updates.shape
-    places = tuple(range(n) if needed is None else needed)
-    widening = max(1, 4 // updates.element_size())  # narrow numbers are sorted as float32
-    rows = (n + 1 + len(places)) * widening + (n * widening if widening > 1 else 0)
-    columns = max(NARROWEST, int(d * ROOM * n / rows))
-    return map_columns(updates, lambda block: function(sorted_columns(block, places), block), columns)
+    places = tuple(range(len(updates)) if needed is None else needed)
+    return map_columns(updates, lambda block: function(sorted_columns(block, places), block))
 
 
 def sorted_columns(block: Tensor, needed: tuple[int, ...]) -> Tensor:
