@@ -22,7 +22,6 @@ GOLDEN = (3 - 5**0.5) / 2  # the smaller part of a golden section
 @attack_strategy("opt_alie")
 def opt_alie(
     honest: Tensor,
-    n_byzantine: int,
     aggregate: Aggregate,
     *,
     evaluations: Evaluations = 16,
@@ -35,8 +34,7 @@ def opt_alie(
 
     Args:
         honest: [h, d].
-        n_byzantine: b.
-        aggregate: the rule in use, from Byzantine rows [b, d] to its result [d].
+        aggregate: the rule in use, from the row [d] that all attackers send to its result [d].
         evaluations: calls of the rule, >= 2.
         sign, ddof: as in alie.
 
@@ -48,17 +46,17 @@ def opt_alie(
     tensor([[1.]])
     """
     mean, std = mean_and_std(honest, ddof)
-    return _farthest(mean, mean, std.mul_(sign), honest, n_byzantine, aggregate, evaluations)
+    return _farthest(mean, mean, std.mul_(sign), honest, aggregate, evaluations)
 
 
 @attack_strategy("opt_ipm")
-def opt_ipm(honest: Tensor, n_byzantine: int, aggregate: Aggregate, *, evaluations: Evaluations = 16) -> Tensor:
+def opt_ipm(honest: Tensor, aggregate: Aggregate, *, evaluations: Evaluations = 16) -> Tensor:
     """ipm with the eps >= 0 that moves the result of the rule in use farthest from the honest mean.
 
     eps is the best of the factors that `line_search` tries. After Shejwalkar and Houmansadr 2021.
 
     Args:
-        honest, n_byzantine, aggregate, evaluations: as in opt_alie.
+        honest, aggregate, evaluations: as in opt_alie.
 
     Returns [d]. Raises ExperimentError without `aggregate`. Cost: one pass over the honest rows, and `evaluations`
     times the rule on [h + b, d].
@@ -67,7 +65,7 @@ def opt_ipm(honest: Tensor, n_byzantine: int, aggregate: Aggregate, *, evaluatio
     tensor([[-8.]])
     """
     mean = mean_of(honest)
-    return _farthest(mean, torch.zeros_like(mean), -mean, honest, n_byzantine, aggregate, evaluations)
+    return _farthest(mean, torch.zeros_like(mean), -mean, honest, aggregate, evaluations)
 
 
 def _farthest(
@@ -75,7 +73,6 @@ def _farthest(
     start: Tensor,
     direction: Tensor,
     honest: Tensor,
-    n_byzantine: int,
     aggregate: Aggregate,
     evaluations: int,
 ) -> Tensor:
@@ -85,7 +82,7 @@ def _farthest(
         return start.add(direction, alpha=x).to(honest.dtype)  # rounded as it will be sent
 
     def distance(x: float) -> float:
-        result = aggregate(row(x).expand(n_byzantine, -1))
+        result = aggregate(row(x))
         return torch.linalg.vector_norm(result.to(mean.dtype) - mean).item()
 
     return row(line_search(distance, evaluations))

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedsim.aggregation import AggregationInputs, column_blocks, screened
 from fedsim.aggregation.inputs import Reduce, keep_own
 from fedsim.engines.aggregator import combine_buffers, combines_buffers
+from fedsim.engines.attacked_rows import AttackedRows
 from fedsim.engines.deferred_check import DeferredCheck
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
@@ -99,14 +100,16 @@ class RowAggregator:
         if not self._first or not byzantine or (not honest and task.attack.needs_honest):
             return  # without honest rows, the Byzantine workers send what they have trained
         index = to_device(torch.tensor(byzantine), task.device)
+        attacked = AttackedRows(shared.rows, to_device(torch.tensor(honest, dtype=torch.int64), task.device), attackers)
 
         def aggregate(rows: Tensor) -> Tensor:
             shared.rows[index] = rows
-            kept, _ = screened(self._inputs(context), "exclude")
-            return task.rule(kept).update
+            inputs = self._inputs(context)
+            inputs.gram = lambda: attacked.gram(rows)
+            return task.rule(screened(inputs, "exclude")[0]).update
 
         rows, self._attack_state = task.attack(
-            _copies_of(shared.rows, honest),
+            attacked.honest,
             shared.rows[index],
             seed=task.seed,
             moment=context.moment,

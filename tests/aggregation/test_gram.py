@@ -26,6 +26,16 @@ def test_products_in_float32_are_sums_in_double_precision():
     assert torch.allclose(Gram(x).products, x.double() @ x.double().t(), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("known", [1, 5, STRIP + 2])
+@pytest.mark.parametrize("added", [0, 1, 3])
+def test_an_extended_gram_is_that_of_all_updates(known, added):
+    x = torch.randn(known + added, 700, dtype=torch.double, generator=torch.Generator().manual_seed(0)) + 1
+    x[-1] = x[x[:known].norm(dim=1).argmin()]  # equals the row that the others are centred at
+    extended, whole = Gram(x[:known]).extended(x), Gram(x)
+    for name in ("products", "squared_distances", "offsets"):
+        assert torch.allclose(getattr(extended, name), getattr(whole, name), rtol=1e-10, atol=1e-10), name
+
+
 @pytest.mark.parametrize(
     ("values", "order"),
     [

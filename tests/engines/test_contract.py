@@ -83,6 +83,10 @@ CASES = {
         **{**ATTACKED, "model": "logistic"},
         **{"attack": {"name": "opt_alie", "fraction": 0.3}, "aggregate": "median"},
     },
+    "an attack tuned to a rule by distances of clipped rows": {
+        **{**ATTACKED, "model": "logistic"},
+        **{"attack": {"name": "opt_alie", "fraction": 0.3}, "aggregate": {"rule": ["arc", "krum"], "f": 2}},
+    },
     "an attack that draws": {**ATTACKED, "attack": {"name": "gaussian", "workers": [1, 3]}, "aggregate": "median"},
     "an attack that remembers": {
         **ATTACKED,

@@ -61,6 +61,10 @@ class Gram:
         mixing = matrix if self._mixing is None else matrix @ self._mixing
         return Gram(self._updates, mixing, self._basis, self._reduce)
 
+    def extended(self, updates: Tensor) -> Gram:
+        """The Gram of `updates` [n', d] that begin with the updates of this one; only the others are multiplied."""
+        return Gram(updates, basis=_products(updates, self._reduce, self._basis), reduce=self._reduce)
+
     def __len__(self) -> int:
         return len(self._updates) if self._mixing is None else len(self._mixing)
 
@@ -180,16 +184,15 @@ class Gram:
 
     def _squared_difference(self, i: int, j: int) -> Tensor:
         """The squared distance of two rows in these columns, a tensor on the device."""
-        device, wide = self._updates.device, wide_dtype(self._updates.device)
-        total = torch.zeros((), dtype=wide, device=device)
-        weights = None
-        if self._mixing is not None:
-            weights = to_device((self._mixing[i] - self._mixing[j]).to(wide), device)
-        for block in small_blocks(self._updates):
-            if weights is None:
-                away = self._updates[i, block].to(wide) - self._updates[j, block].to(wide)
-            else:
-                away = weights @ self._updates[:, block].to(wide)
+        updates, wide = self._updates, wide_dtype(self._updates.device)
+        total = torch.zeros((), dtype=wide, device=updates.device)
+        weights = self._coordinates[i, :-1] - self._coordinates[j, :-1]
+        chosen = weights.nonzero().flatten()
+        if not len(chosen):  # the same combination of the updates
+            return total
+        weights, chosen = to_device(weights[chosen].to(wide), updates.device), to_device(chosen, updates.device)
+        for block in small_blocks(updates):
+            away = weights @ updates[:, block].index_select(0, chosen).to(wide)
             total += away @ away
         return total
 
@@ -204,20 +207,34 @@ def require_no_overflow(products: Tensor, updates: Tensor, reduce: Reduce = keep
         )
 
 
-def _products(updates: Tensor, reduce: Reduce) -> Tensor:
-    """Inner products float64 [n + 1, n + 1] of the centred updates and, in the last place, the centre itself."""
-    n = len(updates)
-    wide = wide_dtype(updates.device)
-    sample = sampled_columns(updates).to(wide)
-    centre = reduce(torch.linalg.vecdot(sample, sample), "sum").argmin().reshape(1)  # [1], so it stays on the device
-    del sample  # before there are wide blocks as well
-    total = torch.zeros(n, n, dtype=wide, device=updates.device)
+def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> Tensor:
+    """Inner products float64 [n + 1, n + 1] of the centred updates and, in the last place, the centre itself.
+
+    Args:
+        known: those of the first updates.
+    """
+    n, first, wide = len(updates), 0 if known is None else len(known) - 1, wide_dtype(updates.device)
+    if known is None:
+        sample = sampled_columns(updates).to(wide)
+        centre = (
+            reduce(torch.linalg.vecdot(sample, sample), "sum").argmin().reshape(1)
+        )  # [1], so it stays on the device
+        del sample  # before there are wide blocks as well
+    else:
+        centre = to_device(known.diagonal()[:first].argmin().reshape(1), updates.device)  # the product is 0 there
+    total = torch.zeros(n - first, n, dtype=wide, device=updates.device)
     for _, rows in wide_blocks(updates):
         middle = rows.index_select(0, centre)
         rows.sub_(middle).index_copy_(0, centre, middle)  # replaces its difference from itself, which is 0
         _add_products(total, rows)
     on_host = torch.cat([total.flatten(), centre.to(wide)]).cpu().double()  # one copy, to wait for the device once
-    lower, row = reduce(on_host[:-1].view(n, n), "sum").tril(), int(on_host[-1])
+    lower, row = torch.zeros(n, n, dtype=torch.double), int(on_host[-1])
+    lower[first:] = reduce(on_host[:-1].view(total.shape), "sum")
+    if known is not None:
+        lower[:first, :first] = known[:first, :first]
+        lower[row, :first] = lower[:first, row] = known[first, :first]
+        lower[row, row] = known[first, first]
+    lower = lower.tril()
     require_no_overflow(lower, updates, reduce)
     products = lower + lower.tril(-1).t()
     basis = np.zeros((n + 1, n + 1))
@@ -229,13 +246,14 @@ def _products(updates: Tensor, reduce: Reduce) -> Tensor:
 
 
 def _add_products(total: Tensor, rows: Tensor) -> None:
-    """total [n, n] += rows @ rows^T; only the lower triangle is used."""
-    if len(rows) <= FEW and rows.device.type == "cpu":
+    """total [m, n] += last m rows @ rows^T; only the lower triangle, which ends with the last row, is used."""
+    if len(rows) <= FEW and rows.device.type == "cpu" and len(total) == len(rows):
         _add_few_products(total.numpy(), rows.numpy())
         return
+    first = len(rows) - len(total)
     for start in range(0, len(rows), STRIP):
-        end = start + STRIP
-        total[start:, start:end].addmm_(rows[start:], rows[start:end].t())
+        end, below = start + STRIP, max(start, first)
+        total[below - first :, start:end].addmm_(rows[below:], rows[start:end].t())
 
 
 def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:

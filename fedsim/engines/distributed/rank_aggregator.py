@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedsim.aggregation.numerics.columns import bad_rows, combine
+from fedsim.aggregation.numerics.columns import Reduce, bad_rows, combine, keep_own
 from fedsim.core.rows import new_rows
 from fedsim.engines.aggregator import combine_buffers, combines_buffers
 from fedsim.engines.deferred_check import DeferredCheck
@@ -75,7 +75,7 @@ class RankAggregator:
         last = shared.last[own] if task.keeps_last else shared.last
         server = {name: kept[own] if len(kept) == columns.d else kept for name, kept in shared.server_state.items()}
         self._part = self._aggregator_of(
-            global_row=self._own_columns, last=last, rows=self._column_rows, server_state=server
+            self._reduce, global_row=self._own_columns, last=last, rows=self._column_rows, server_state=server
         )
         self._first = FirstRank(group, task, shared, n_rows, root_slot, self._aggregator_of)
         self._gathered = 0  # the number of the aggregation whose rows the first rank has
@@ -83,10 +83,10 @@ class RankAggregator:
         self._whole_update: tuple[tuple[int, ...], Tensor] | None = None  # its moment and the result, if all have it
         self.placement = RowPlacement([[]])
 
-    def _aggregator_of(self, **tensors: Any) -> RowAggregator:
+    def _aggregator_of(self, reduce: Reduce = keep_own, **tensors: Any) -> RowAggregator:
         """An aggregator of some tensors in place of this rank's own."""
         shared = replace(self._shared, losses=self._slot_losses, **tensors)
-        return RowAggregator(ProcessContext.alone(), self._task, shared, self._root_slot, self._reduce)
+        return RowAggregator(ProcessContext.alone(), self._task, shared, self._root_slot, reduce)
 
     @property
     def has_last(self) -> bool:
