@@ -10,8 +10,8 @@ parameters receive these inputs by name, and must not be changed; its keyword-on
     rng          a NumPy generator of this attack and round, for a few numbers
     draws        Draws of this attack and round, for tensors as long as a row, on the device of the rows
     last         [d], the aggregated update of the last round; None in the first round
-    aggregate    a function from Byzantine rows, [b, d] or one [d] for all attackers, to the result [d] of the rule in use
-                 with the honest rows. One row costs less
+    aggregate    a function from Byzantine rows, [b, d] or one [d] for all attackers, to the result [d] of the rule in
+                 use with the honest rows. One row costs less
     workers      the numbers of the h honest workers, in the order of their rows
     state        the state that the attack returned last time, a dict of tensors, {} at first. An attack that accepts it
                  returns (rows, state)

@@ -1,4 +1,4 @@
-"""The rows of a cohort under an attack that is tuned to the rule, which tries one set of Byzantine rows after another."""
+"""The rows of a cohort under an attack that tries several sets of Byzantine rows with the rule in use."""
 
 from __future__ import annotations
 

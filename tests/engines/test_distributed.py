@@ -75,7 +75,8 @@ OF_TWO = (
     *("a rule on whole rows", "gradients first, then parameters", "buffers averaged", "buffers kept by workers"),
     *("a rule by distances, under attack", "pre-aggregators", "a rule with a state"),
     *("a rule that starts where it ended", "a rule that draws", "a rule with data of the server's own"),
-    *("an attack tuned to the rule", "an attack that remembers", "rows left out of a rule by distances"),
+    *("an attack tuned to the rule", "an attack tuned to a rule by distances of clipped rows"),
+    *("an attack that remembers", "rows left out of a rule by distances"),
     *("buffers of rows left out", "a server that broadcasts something else", "an adaptive server"),
     "virtual shards of uneven sizes, under attack",
 )

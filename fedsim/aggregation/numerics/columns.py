@@ -1,8 +1,8 @@
 """Blocks of columns, and sums over columns in double precision.
 
-All functions work on blocks of columns. On a CPU a block stays in the caches, and is wide enough that calls cost less than
-arithmetic. On another device each block costs kernel launches, so there are as few blocks as its memory allows: a rule
-takes up to WORKING bytes for each number of its input, and at most SHARE of the device's memory.
+All functions work on blocks of columns. On a CPU a block stays in the caches, and is wide enough that calls cost less
+than arithmetic. On another device each block costs kernel launches, so there are as few blocks as its memory allows: a
+rule takes up to WORKING bytes for each number of its input, and at most SHARE of the device's memory.
 """
 
 from __future__ import annotations

@@ -216,9 +216,8 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
     n, first, wide = len(updates), 0 if known is None else len(known) - 1, wide_dtype(updates.device)
     if known is None:
         sample = sampled_columns(updates).to(wide)
-        centre = (
-            reduce(torch.linalg.vecdot(sample, sample), "sum").argmin().reshape(1)
-        )  # [1], so it stays on the device
+        nearest = reduce(torch.linalg.vecdot(sample, sample), "sum").argmin()
+        centre = nearest.reshape(1)  # so it stays on the device
         del sample  # before there are wide blocks as well
     else:
         centre = to_device(known.diagonal()[:first].argmin().reshape(1), updates.device)  # the product is 0 there
