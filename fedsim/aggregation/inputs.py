@@ -41,7 +41,7 @@ class AggregationInputs:
         weight_total: what an average divides by; None: the sum of the weights.
         local_lr: 0.1 in `fedsim.aggregate`, which knows no local solver.
         excluded: the number of rows that were excluded; they count as Byzantine.
-        gram: makes the Gram of the updates; None: from the updates alone.
+        gram: the Gram of the updates if it is known.
         reduce: combines processes that have some columns of the updates each; see `Gram`.
         metrics: receives numbers of the pre-aggregators and the rule.
 
@@ -63,7 +63,7 @@ class AggregationInputs:
     local_lr: float | None = 0.1
     sync: Literal["parameters", "gradients"] = "parameters"
     excluded: int = 0
-    gram: Callable[[], Gram] | None = None
+    gram: Gram | None = None
     reduce: Reduce = keep_own
     metrics: dict[str, Any] = field(default_factory=dict)
     weight_total: float | None = None
@@ -82,7 +82,8 @@ class AggregationInputs:
 
     def rows(self) -> LazyRows:
         """The updates as LazyRows."""
-        return LazyRows(self.updates, gram=self.gram, reduce=self.reduce)
+        known = self.gram
+        return LazyRows(self.updates, gram=None if known is None else lambda: known, reduce=self.reduce)
 
     def f_for(self, stage: BoundRule) -> int | None:
         """The stage's f minus the number of excluded rows, at least 0."""

@@ -104,9 +104,10 @@ class RowAggregator:
 
         def aggregate(rows: Tensor) -> Tensor:
             shared.rows[index] = rows
-            inputs = self._inputs(context)
-            inputs.gram = lambda: attacked.gram(rows)
-            return task.rule(screened(inputs, "exclude")[0]).update
+            inputs, bad = screened(self._inputs(context), "exclude")
+            if not bad and task.rule.accepts("gram"):
+                inputs.gram = attacked.gram(rows)
+            return task.rule(inputs).update
 
         rows, self._attack_state = task.attack(
             attacked.honest,
