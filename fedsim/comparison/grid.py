@@ -27,7 +27,7 @@ from fedsim.comparison.axes import (
 from fedsim.comparison.settings_check import check_settings
 from fedsim.config.experiment import Experiment, default_name
 from fedsim.config.load import GRID, describe, drop_default_name, experiment_of, file_of
-from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word
+from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word, plug_table
 from fedsim.core.import_policy import untrusted_config
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.records.combinations import SEED, canonical
@@ -141,12 +141,21 @@ def plan_grid(
     return Grid(experiments[0].name, axes, runs, engine_chosen, settings, left_out)
 
 
-def common_tables(runs: Iterable[PlannedRun], axes: Iterable[str]) -> dict[str, Any]:
-    """Return the settings that runs share, as nested tables, without the keys of `axes`."""
+def common_tables(runs: Iterable[PlannedRun], axes: Axes) -> dict[str, Any]:
+    """Return the settings that runs share, as nested tables, without the keys that `axes` set.
+
+    An axis of plugs, such as `attack`, also sets their parameters, but not the other keys of its table.
+    """
     common = functools.reduce(_common, (run.experiment.resolved() for run in runs))
-    for key in axes:
-        *outer, last = key.split(".")
-        functools.reduce(lambda table, name: table.get(name, {}), outer, common).pop(last, None)
+    for axis, values in axes.items():
+        keys = {key_changed(*change) for value in values for change in changes_of(axis, value)}
+        plugs, within = plug_table(axis.split("."))
+        if plugs and not within:
+            table = functools.reduce(lambda outer, name: outer.get(name, {}), axis.split("."), common)
+            keys |= {f"{axis}.{key}" for key in table if key not in plugs.model_fields}
+        for key in keys:
+            *outer, last = key.split(".")
+            functools.reduce(lambda table, name: table.get(name, {}), outer, common).pop(last, None)
     return common
 
 

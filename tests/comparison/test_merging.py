@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 
 import pytest
 
@@ -31,6 +32,29 @@ def test_the_shards_of_a_grid_are_disjoint_and_cover_it(count):
     parts = [Shard(index, count).of(grid) for index in range(count)]
     assert sorted(run.id for part in parts for run in part) == sorted(run.id for run in grid.runs)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_the_keys_of_a_table_that_an_axis_does_not_set_are_merged_too(cli, tmp_path):
+    (tmp_path / "grid.toml").write_text(
+        "[attack]\nfraction = 0.3\n[grid]\n"
+        'attack = ["none", { name = "sign_flipping", scale = 3 }, { name = "ipm", eps = 0.5 }]\n'
+        'partition = ["dirichlet"]\nlocal = [{ lr = 0.1 }, { lr = 0.2 }]\n'
+    )
+    compare = ("compare", "grid.toml", *WORDS, "--allow-imports", "-q", "--jobs", 1, "--out")
+    assert cli(*compare, "whole").exit_code == 0
+    result = cli("compare", "whole", "--out", "merged", "--worst", "attack", "--allow-imports")
+    assert result.exit_code == 0, result.stderr
+    assert rows(tmp_path / "merged" / "results.csv") == rows(tmp_path / "whole" / "results.csv")
+    assert result_of_base(tmp_path / "merged") == result_of_base(tmp_path / "whole")
+
+
+def result_of_base(folder):
+    base = json.loads((folder / "grid.json").read_text())["base"]
+    assert base["attack"]["fraction"] == 0.3
+    assert base["local"]["batch_size"] == 16
+    assert "lr" not in base["local"]
+    assert "alpha" not in base.get("partition", {})
+    return base
 
 
 def test_merged_shards_have_the_results_of_one_comparison(cli, tmp_path):
