@@ -116,7 +116,7 @@ def test_a_failed_worker_is_exit_code_1_with_its_traceback(cli):
     done = cli("run", *QUICK, "model=tests.models:Fails", "--out", "x")
     assert done.exit_code == 1
     assert done.stderr.startswith("error: worker 0 in round 1 failed: ZeroDivisionError: this model divides by zero")
-    assert "plugs.py" in done.stderr
+    assert "models.py" in done.stderr
 
 
 def test_list_shows_every_plug_with_parameters_and_description(cli):

@@ -95,7 +95,7 @@ WRONG = [
     ("mode=race policy=hogwild on_worker_failure=drop", 'on_worker_failure = "drop": policy.name = "hogwild" has no '),
     ("policy=eamsgd mode=clock", 'policy.name = "eamsgd": needs momentum; set local.momentum'),
     ("policy.name=k_sync policy.k=5 mode=clock", "policy.k = 5: must be at most"),
-    ("policy.name=backup policy.backups=4 mode=clock", "policy.backups = 4: must be fewer than"),
+    ("policy.name=backup policy.backups=4 mode=clock", "policy.backups = 4: must be less than"),
     ("policy.name=async_local_sgd policy.c=0.3 mode=clock", "policy.c = 0.3: must be at most 1/n, 1/4"),
     ("clock.departures.1=2.0 mode=clock", "clock.departures: need an asynchronous policy and no cohort"),
     ("policy=fedasync cohort=2 clock.departures.1=2.0 mode=clock", "clock.departures: need an asynchronous policy an"),
