@@ -54,6 +54,28 @@ class ExperimentError(FedsimError, ValueError):
         return self.keys[0] if self.keys else ""
 
 
+class DivergedError(ExperimentError):
+    """Updates or the global model hold NaN or infinity.
+
+    Args:
+        what: that holds it, as the subject of a sentence.
+        remedy: what to change, if that is known.
+        round: in which this happened, if it is known.
+
+    >>> str(DivergedError("an update holds NaN", "reduce local.lr", 3))
+    'round 3: an update holds NaN; reduce local.lr'
+    """
+
+    def __init__(self, what: str, remedy: str, round: int | None = None) -> None:
+        line = f"{what}; {remedy}" if remedy else what
+        super().__init__(line if round is None else f"round {round}: {line}")
+        self.what, self.remedy, self.round = what, remedy, round
+
+    def __reduce__(self) -> tuple[type[DivergedError], tuple[str, str, int | None]]:
+        """Processes send it to each other."""
+        return type(self), (self.what, self.remedy, self.round)
+
+
 class DataError(FedsimError):
     """A data set is missing, damaged, or cannot be downloaded."""
 

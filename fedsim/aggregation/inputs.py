@@ -17,7 +17,7 @@ from fedsim.aggregation.numerics.gram import Gram
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
 from fedsim.aggregation.rule import BoundRule
 from fedsim.core.randomness import Draws, numpy_generator
-from fedsim.errors import ExperimentError
+from fedsim.errors import DivergedError, ExperimentError
 from fedsim.system.devices import to_device, wide_dtype
 
 Nonfinite = Literal["error", "exclude", "keep"]
@@ -135,7 +135,7 @@ def screened(
         nonfinite: "error", "exclude" or "keep" such rows.
         bad: these rows, if they are known; needed if the updates are some columns only.
 
-    Raises ExperimentError if there are such rows and the policy is "error", or if no row is left.
+    Raises DivergedError if there are such rows and the policy is "error", or if no row is left.
     """
     if nonfinite == "keep":
         return inputs, []
@@ -143,16 +143,16 @@ def screened(
     if not bad:
         return inputs, []
     if len(bad) == len(inputs.updates):
-        raise ExperimentError(
-            f"all {len(bad)} updates hold NaN or infinity; the step size is the likely cause, so reduce local.lr"
+        raise DivergedError(
+            f"all {len(bad)} updates hold NaN or infinity", "the step size is the likely cause, so reduce local.lr"
         )
     assert inputs.workers is not None
     weighted = [row for row in bad if inputs.weights is None or inputs.weights[row] > 0]
     if nonfinite == "error" and weighted:
         named = ", ".join(str(inputs.workers[row]) for row in weighted[:SHOWN]) + ", ..." * (len(weighted) > SHOWN)
-        raise ExperimentError(
-            f"{len(weighted)} of {len(inputs.updates)} updates hold NaN or infinity (rows of workers {named}); "
-            'nonfinite = "exclude" leaves such rows out'
+        raise DivergedError(
+            f"{len(weighted)} of {len(inputs.updates)} updates hold NaN or infinity (rows of workers {named})",
+            'nonfinite = "exclude" leaves such rows out',
         )
     good = [row for row in range(len(inputs.updates)) if row not in set(bad)]
     kept = replace(

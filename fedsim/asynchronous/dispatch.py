@@ -13,7 +13,7 @@ from fedsim.asynchronous.policy import Arrival
 from fedsim.asynchronous.scheduler import Scheduler
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.trainers.batches import WorkItem
-from fedsim.errors import ExperimentError
+from fedsim.errors import DivergedError
 
 Train = Callable[[Sequence[WorkItem]], object]
 
@@ -161,9 +161,7 @@ class Dispatcher:
         self.stats.excluded.append(item.worker)
 
 
-def nonfinite_error(round: int, what: str) -> ExperimentError:
+def nonfinite_error(round: int, what: str) -> DivergedError:
     """The error for a result that holds NaN or infinity."""
-    return ExperimentError(
-        f"round {round}: {what} holds NaN or infinity; reduce local.lr, or exclude such work with "
-        "aggregate.nonfinite=exclude"
-    )
+    remedy = "reduce local.lr, or exclude such work with aggregate.nonfinite=exclude"
+    return DivergedError(f"{what} holds NaN or infinity", remedy, round)

@@ -251,6 +251,8 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
         if any(0 < row.reached < row.runs - row.failed for row in summary):
             notes.append("if not all runs reached the target, the mean is over those that did, so it is too low")
     notes += [f"left out: {line}" for line in grid.left_out]
+    if diverged := sum(run.finished and run.history[-1].diverged is not None for run in runs):
+        notes.append(f"{diverged} of {len(runs)} runs diverged: their results are those of the last finite model")
     failed = [run for run in runs if run.error is not None]
     if failed:
         notes.append(f"{len(failed)} of {len(runs)} runs failed: they count in no mean, and rows with one have no mark")

@@ -122,7 +122,7 @@ class Aggregate(PlugTable):
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
     f: NonNegativeInt | None = None
     weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None
-    nonfinite: Literal["error", "exclude", "keep"] = "error"  # for rows with NaN or infinity
+    nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"  # for rows with NaN or infinity
     root_samples: Amount = 100  # training samples of the server, for rules that use its gradient
 
     @classmethod

@@ -275,6 +275,8 @@ def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
         yield f"{where}: needs mode=clock or mode=race"
     if mode == "race" and policy.in_rounds:
         yield f"{where}: mode=race needs an asynchronous policy, such as policy=hogwild"
+    if mode == "race" and experiment.aggregate.nonfinite == "stop":
+        yield 'aggregate.nonfinite = "stop": a race has no model of the round before; use "error", "exclude" or "keep"'
     for table in ("clock", "race"):
         if mode != table and _given(experiment, table):
             yield f"{table}: needs mode={table}; omit [{table}]"

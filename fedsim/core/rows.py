@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fedsim.errors import ExperimentError
+from fedsim.errors import DivergedError
 
 ALIGNMENT = 64  # bytes; every row starts on a cache line, so a row's results do not depend on its place in the matrix
 
@@ -179,18 +179,16 @@ def new_rows(n: int, d: int, dtype: torch.dtype, device: torch.device | str = "c
 
 
 def require_finite(global_row: Tensor, round: int) -> None:
-    """Raise ExperimentError, with the round, if the global row holds NaN or infinity."""
+    """Raise DivergedError, with the round, if the global row holds NaN or infinity."""
     finite = global_row.isfinite()
     if not bool(finite.all()):
         lost = f"{int((~finite).sum()):,} of its {len(finite):,} numbers are NaN or infinite"
-        raise ExperimentError(
-            f"round {round}: the global row has diverged ({lost}); reduce local.lr or server.lr, or continue with "
-            "aggregate.nonfinite=keep"
-        )
+        remedy = "reduce local.lr or server.lr, or continue with aggregate.nonfinite=keep"
+        raise DivergedError(f"the global row has diverged ({lost})", remedy, round)
 
 
 def require_finite_buffers(global_buffers: Tensor, finite_at_start: Tensor, round: int) -> None:
-    """Raise ExperimentError, with the round, if a global buffer has become NaN or infinite.
+    """Raise DivergedError, with the round, if a global buffer has become NaN or infinite.
 
     Args:
         global_buffers: [b].
@@ -199,10 +197,9 @@ def require_finite_buffers(global_buffers: Tensor, finite_at_start: Tensor, roun
     finite = global_buffers.isfinite() | ~finite_at_start
     if not bool(finite.all()):
         lost = f"{int((~finite).sum()):,} of their {len(finite):,} numbers are NaN or infinite"
-        raise ExperimentError(
-            f"round {round}: the global buffers (such as BatchNorm statistics) have diverged ({lost}); check the "
-            "inputs for NaN and infinity; aggregate.nonfinite=keep continues all the same"
-        )
+        what = f"the global buffers (such as BatchNorm statistics) have diverged ({lost})"
+        remedy = "check the inputs for NaN and infinity; aggregate.nonfinite=keep continues all the same"
+        raise DivergedError(what, remedy, round)
 
 
 def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(None)) -> None:

@@ -17,7 +17,7 @@ class FiniteCheck:
         self._finite_at_start = shared.global_buffers.isfinite()
 
     def __call__(self, round: int) -> None:
-        """Raise ExperimentError, with the round, where they have, unless the task keeps such numbers."""
+        """Raise DivergedError, with the round, where they have, unless the task keeps such numbers."""
         if self._wanted:
             require_finite(self._shared.global_row, round)
             require_finite_buffers(self._shared.global_buffers, self._finite_at_start, round)

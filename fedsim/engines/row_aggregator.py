@@ -16,7 +16,7 @@ from fedsim.engines.deferred_check import DeferredCheck
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.task import SharedState, Sync, TaskSpec
-from fedsim.errors import ExperimentError
+from fedsim.errors import DivergedError
 from fedsim.system.devices import synchronize, to_device
 
 
@@ -252,8 +252,8 @@ class RowAggregator:
             return inputs, []
         try:
             return screened(inputs, self._task.nonfinite, bad)
-        except ExperimentError as error:
-            raise ExperimentError(f"round {context.moment[0]}: {error}") from None
+        except DivergedError as error:
+            raise DivergedError(error.what, error.remedy, context.moment[0]) from None
 
 
 def _stats(context: AggregationContext, bad: list[int], shares: Tensor | None) -> AggregationStats:

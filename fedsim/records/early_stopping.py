@@ -68,10 +68,20 @@ class EarlyStopping:
 def stop_reason(history: Iterable[RoundRecord], stop: Stop) -> str | None:
     """Why a run ended with the last of these records; None if it did not end early."""
     stopping, reason = EarlyStopping(stop), None
-    if stop.active:
-        for record in history:
-            reason = stopping.update(record)
+    for record in history:
+        reason = divergence(record) or (stopping.update(record) if stop.active else None)
     return reason
+
+
+def divergence(record: RoundRecord) -> str | None:
+    """Why a round that diverged ends the run; None if it did not diverge.
+
+    >>> divergence(RoundRecord(round=5, diverged="4 of 17 updates hold NaN or infinity"))
+    'diverged in round 5: 4 of 17 updates hold NaN or infinity; the results are those of the model before it'
+    """
+    if record.diverged is None:
+        return None
+    return f"diverged in round {record.round}: {record.diverged}; the results are those of the model before it"
 
 
 def stored_stop(experiment: Mapping[str, Any]) -> Stop:

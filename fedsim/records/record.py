@@ -204,6 +204,9 @@ class RoundRecord(Record):
     """The coefficient of each worker's row in the aggregate; None if the rule has none."""
     excluded: list[Count] = field(default_factory=list)
     """Workers whose rows were excluded because they were not finite."""
+    diverged: Annotated[str, StringConstraints(max_length=300)] | None = None
+    """What held NaN or infinity and ended the run (`aggregate.nonfinite = "stop"`); the tests are those of the global
+    model before the round, and there are no other numbers."""
     lost: list[Count] = field(default_factory=list)
     """Workers that were chosen and did not report: by `worker_dropout`, or because their process was lost
     (`on_worker_failure = "drop"`)."""

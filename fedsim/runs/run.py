@@ -19,12 +19,13 @@ from fedsim.engines import engine as engines
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError, SettingWarning, StopRun, plural
 from fedsim.records.dataframe import round_rows, to_frame
-from fedsim.records.early_stopping import EarlyStopping, stop_reason
+from fedsim.records.early_stopping import EarlyStopping, divergence, stop_reason
 from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.tensorboard import TensorBoardWriter
 from fedsim.records.worker_results import draw_workers, newest_table, read_csv
+from fedsim.runs.divergence import LastFiniteModel
 from fedsim.runs.loops.loop import Loop, loop_of
 from fedsim.runs.recovery import recovering
 from fedsim.runs.resume import ResumeState, choices_of
@@ -49,7 +50,8 @@ class Result:
         model: the global model, on the CPU, in evaluation mode.
         global_row: its parameters as one row [d], on the CPU.
         folder: the run folder; None without one.
-        stopped: why the run ended before its last round (the table `stop`, or `StopRun`); None if it did not.
+        stopped: why the run ended before its last round (the table `stop`, `StopRun`, or
+            divergence); None if it did not.
 
     >>> result = run(rounds=1, workers=2, model="logistic", engine="serial", local={"steps": 1})
     >>> len(result.history), result.global_row.shape
@@ -156,7 +158,7 @@ def run(
         prepared, engine = stack.enter_context(prepare(experiment_here, session, note, setup, scratch=scratch))
         results: list[WorkerResults] = []
         loop = loop_of(prepared, engine, folder.race_log if folder else None, results.append)
-        loop = recovering(loop, prepared, engine, note)
+        loop, finite = recovering(loop, prepared, engine, note), LastFiniteModel(experiment, engine)
         prepared = replace(prepared, done=past.restore(loop, engine) if resume else 0)
         history, board = past.records, None
         if folder and (table := newest_table(folder.path, prepared.done)):
@@ -184,13 +186,14 @@ def run(
         for round in range(prepared.done + 1, experiment.rounds + 1):
             if stopped:
                 break
-            record = loop.run_round(round)
+            record = finite.run_round(loop, round)
             history.append(record)
             if experiment.stop.active:
                 evaluated = _tests_after(round, results) or not experiment.data.worker_test
                 if record.cohort and evaluated and not stopping.has_best:
                     stopping.require_number(record)
                 stopped = engine.broadcast(stopping.update(record))
+            stopped = divergence(record) or stopped
             if out is not None and round in experiment.records.updates and record.cohort:  # all ranks take part
                 kept = kept_updates(prepared, engine, record)
                 if folder:
@@ -200,8 +203,10 @@ def run(
             _show_and_write(record, _tests_after(round, results), display, folder, board)
             asked = engine.broadcast(_stop_asked(on_round, record))  # one rank decides for all
             stopped = stopped or asked
-            if out is not None and engine.broadcast(
-                past.checkpoints.due(round, round if stopped else experiment.rounds)
+            if (
+                record.diverged is None
+                and out is not None
+                and engine.broadcast(past.checkpoints.due(round, round if stopped else experiment.rounds))
             ):
                 if folder:
                     folder.settle()

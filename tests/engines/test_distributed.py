@@ -31,6 +31,7 @@ TINY = {
     "data": "tests.plugs:tiny",
     "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
 }
+DIVERGING = {"workers": 7, "attack": {"name": "inf", "workers": [2], "start_round": 2}}
 
 FURTHER = {
     "regression": TASKS["regression"],
@@ -64,6 +65,8 @@ FURTHER = {
         **{"workers": 5, "attack": {"name": "gaussian", "fraction": 0.4}, "aggregate": "tests.plugs:clipped_mean"},
         **{"local": {"solver": "fedper", "personal": ["*.bias"]}, "processors": CHAIN},
     },
+    "a run that diverges, by columns": {**DIVERGING, "aggregate": {"rule": "median", "nonfinite": "stop"}},
+    "a run that diverges, by whole rows": {**DIVERGING, "aggregate": {"rule": "bulyan", "nonfinite": "stop"}},
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
     "workers tested": {"workers": 5, "cohort": 3, "data.worker_test": 0.3, "evaluation": {"fine_tune": 1}},
     **SAMPLED,
@@ -107,6 +110,7 @@ ROWS_OF_GRADIENTS = {  # averaged, or aggregated otherwise, as rows of single wo
     "a rule by distances, under attack": CASES["a rule by distances, under attack"],
     "rows that may be left out": {"partition": "tests.plugs:uneven", "aggregate": {"nonfinite": "exclude"}},
     "buffers of rows left out": CASES["buffers of rows left out"],
+    "a run that diverges": {**DIVERGING, "aggregate": {"rule": "mean", "nonfinite": "stop"}},
     "steps of attackers alone": {
         **{"workers": 5, "partition": "tests.plugs:uneven", "aggregate": "mean"},
         **{"attack": {"name": "ipm", "workers": [4]}},

@@ -63,16 +63,14 @@ class FirstRank:
 
     def run(self, work: Callable[[RowAggregator], Any]) -> Any:
         """Do work in the first rank. All ranks get its result, or the ExperimentError that it raises."""
-        error = None
-        lines, result = None, None
+        error: ExperimentError | None = None
+        result = None
         if self.aggregator is not None:
             try:
                 result = work(self.aggregator)
             except ExperimentError as refusal:
-                error, lines = refusal, refusal.lines
-        lines, result = self._group.broadcast_object((lines, result))
+                error = refusal
+        error, result = self._group.broadcast_object((error, result))
         if error is not None:
             raise error
-        if lines is not None:
-            raise ExperimentError(*lines)
         return result

@@ -29,7 +29,7 @@ from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.row_aggregator import RowAggregator
 from fedsim.engines.task import SharedState, TaskSpec
-from fedsim.errors import ExperimentError
+from fedsim.errors import DivergedError
 from fedsim.system.devices import synchronize
 
 
@@ -242,7 +242,7 @@ class RankAggregator:
         synchronize(self._task.device)
 
     def refuse(self, context: AggregationContext, rows: Collection[int]) -> NoReturn:
-        """Raise ExperimentError in all ranks, because the mean gradient is not finite.
+        """Raise DivergedError in all ranks, because the mean gradient is not finite.
 
         Args:
             rows: this rank's rows whose gradients are not finite.
@@ -253,10 +253,9 @@ class RankAggregator:
             bad[place] = rank == self._group.index and row in rows
         self._part.linear_stats(context, self._group.all_reduce(bad, "facts").nonzero().flatten().tolist())
         assert self._task.hook is not None
-        raise ExperimentError(
-            f"round {context.moment[0]}: the mean of the gradients is not finite, though each of them is "
-            f'(distributed.hook = "{self._task.hook.name}")'
-        )
+        hook = f'distributed.hook = "{self._task.hook.name}"'
+        what = f"the mean of the gradients is not finite, though each of them is ({hook})"
+        raise DivergedError(what, "", context.moment[0])
 
     def _own_row_numbers(self, context: AggregationContext, places: list[int]) -> list[int]:
         return self.placement.rows_of([context.slots[place] for place in places])

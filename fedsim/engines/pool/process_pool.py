@@ -172,7 +172,7 @@ class ProcessPool:
         if kind == "waited":
             raise self._silence(list(range(self.count)))
         if kind == "refused":
-            raise ExperimentError(*content)
+            raise content
         worker = self._table.worker(index)
         where = f"{worker} failed (process {index})" if worker else f"{self._named(index)}, failed"
         raise WorkerError(f"{where}: {content}")
@@ -230,7 +230,7 @@ def _answer(process: ProcessContext, message: ReceivedMessage) -> Message | tupl
     except DeadlineError:  # mostly the parent notices first
         return "waited", None
     except ExperimentError as error:
-        return "refused", error.lines
+        return "refused", error
     except FedsimError as error:
         return "failed", f"{error}\n{traceback.format_exc()}"
     except Exception as error:
