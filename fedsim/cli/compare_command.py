@@ -78,6 +78,15 @@ SkipInvalid = Annotated[
         "list them.",
     ),
 ]
+Heatmap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY,KEY",
+        help="Draw heat maps over these two axes, such as partition.alpha,attack.fraction, with the best value of the "
+        "first axis in each cell.",
+        show_default="the first two",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")]
 
 
@@ -92,6 +101,7 @@ def compare(
     worst: Worst = None,
     by: By = None,
     skip_invalid: SkipInvalid = False,
+    heatmap: Heatmap = None,
     dry_run: DryRun = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
@@ -108,15 +118,15 @@ def compare(
 
         key, values = (tune or "").partition("=")[::2]
         settings = ComparisonSettings(
-            target=target, tune=key or None, worst=worst, by=by, skip_invalid=skip_invalid or None
+            target=target, tune=key or None, worst=worst, by=by, skip_invalid=skip_invalid or None, heatmap=heatmap
         )
         given = [*(words or []), *([tune] if tune and values else [])]
         folders = [Path(word) for word in given if is_folder(word)]
         if folders:
             if len(folders) < len(given) or shard or dry_run:
                 raise ExperimentError(
-                    "to merge folders of comparisons, give only these folders, --out, --target, --tune, --worst, --by "
-                    "and --allow-imports"
+                    "to merge folders of comparisons, give only these folders, --out, --target, --tune, --worst, "
+                    "--by, --heatmap and --allow-imports"
                 )
             folder = out or (
                 folders[0] if len(folders) == 1 else stack.enter_context(new_folder(f"{folders[0].name}-grid"))

@@ -1,4 +1,4 @@
-"""The figures of a comparison: scores over rounds, time or updates, and a heat map of the first two axes."""
+"""The curves of a comparison: scores over rounds, time or updates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy as np
 from fedsim.comparison.axes import label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult
-from fedsim.comparison.summary import SummaryRow
-from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM, fixed
+from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
 from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.records.combinations import SEED, Combination, MeanCurve, canonical, groups_of, mean_curve
 from fedsim.records.formatting import comparison_title, key_name
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 Scale = Literal["round", "virtual_seconds", "updates"]
 
-MOST_INCHES = 100  # of a heat map
-CELL = (1.15, 0.52)  # inches
 MOST_PANELS = 30
 X_LABELS = {"round": "round", "virtual_seconds": "virtual seconds", "updates": "updates of the global model"}
 
@@ -76,48 +73,6 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
     return figure
 
 
-def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
-    """Draw the mean score and its spread over the first two axes; None if there are not two, or all failed."""
-    if len(grid.compared) < 2 or all(row.score is None for row in summary):
-        return None
-    score = summary[0].metric
-    from matplotlib.figure import Figure
-
-    first, second, *others = grid.compared
-    down, across = grid.axes[first], grid.axes[second]
-    width, height = CELL[0] * len(across), CELL[1] * len(down)
-    if max(width, height) > MOST_INCHES:
-        return None  # more cells than a figure can show
-    rows: dict[tuple[str, str], list[SummaryRow]] = {}
-    for row in summary:
-        rows.setdefault((canonical(row.point[first]), canonical(row.point[second])), []).append(row)
-    cells = [[rows.get((canonical(a), canonical(b)), []) for b in across] for a in down]
-    means = np.array([[_mean(cell) for cell in line] for line in cells])
-    figure = Figure(figsize=(2.2 + width, 1.5 + height), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(np.ma.masked_invalid(means), cmap="cividis", aspect="auto")
-    axes.set_facecolor("#dddddd")  # of cells whose runs all failed
-    axes.set_xticks(range(len(across)), [label(value) for value in across], rotation=30, ha="right")
-    axes.set_yticks(range(len(down)), [label(value) for value in down])
-    axes.set(xlabel=key_name(second), ylabel=key_name(first))
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
-    for (i, j), mean in np.ndenumerate(means):
-        colour = "black" if math.isnan(mean) or _lightness(np.asarray(image.to_rgba(mean))) > 0.5 else "white"
-        best = not others and any(row.mark == "*" for row in cells[i][j])
-        value, spread = _cell_texts(cells[i][j], mean)
-        style: dict[str, Any] = {"ha": "center", "color": colour, "fontweight": "bold" if best else "normal"}
-        axes.text(j, i, value, va="bottom" if spread else "center", fontsize="small", **style)
-        axes.text(j, i + 0.05, spread, va="top", fontsize="x-small", **style)
-    figure.colorbar(image, ax=axes, label=score.label.lower())
-    over = "".join(f" and {key_name(key)}" for key in others)
-    remark = f"{grid.name}: mean over seeds{over}" if SEED in grid.axes or others else grid.name
-    remark += "" if others else "; bold: best of its column"
-    remark += f"\n{grid.settings.remark}" if grid.settings.remark else ""
-    figure.suptitle(f"{comparison_title([first, second], score.label)}\n{remark}", fontsize="small")
-    return figure
-
-
 def _draw_panel(panel: Axes, grid: Grid, group: list[Combination], scale: Scale) -> None:
     failures, ends = [], []
     point = group[0].runs[0].point
@@ -161,25 +116,3 @@ def _draw_legend(where: Axes | Figure, place: str, grid: Grid) -> None:
     handles = [Line2D([], [], label=label(value), **line_style(index)) for index, value in enumerate(grid.axes[first])]
     style: dict[str, Any] = {"loc": place, "fontsize": "small", "title_fontsize": "small", "handlelength": 3}
     where.legend(handles=handles, title=key_name(first), **style)
-
-
-def _mean(rows: Sequence[SummaryRow]) -> float:
-    means = [row.score.mean for row in rows if row.score]
-    return sum(means) / len(means) if means else math.nan
-
-
-def _cell_texts(rows: Sequence[SummaryRow], mean: float) -> tuple[str, str]:
-    """Return the mean, with the number of finished runs if some failed, and the spread over the seeds."""
-    runs, failed = sum(row.runs for row in rows), sum(row.failed for row in rows)
-    if not runs:
-        return "", ""  # an invalid combination
-    if failed == runs:
-        return "failed", ""
-    of = f" ({runs - failed} of {runs})" if failed else ""
-    only = rows[0].score if len(rows) == 1 else None
-    return fixed(mean) + of, only.spread() if only else ""
-
-
-def _lightness(colour: np.ndarray) -> float:
-    """Return the perceived lightness of a colour (red, green, blue, alpha), from 0 to 1."""
-    return float(np.dot(colour[:3], [0.299, 0.587, 0.114]))

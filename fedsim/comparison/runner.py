@@ -14,9 +14,11 @@ from fedsim.comparison.compared_number import require_number
 from fedsim.comparison.folder import GridFolder, GridRecords, Shard
 from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
 from fedsim.comparison.grid_terminal import Callback, GridDisplay
+from fedsim.comparison.heat_map import draw_heatmap
+from fedsim.comparison.heat_panels import draw_panels, heatmap_csv
 from fedsim.comparison.job_count import default_jobs, distinct, in_one_process, why_runs_unsendable
 from fedsim.comparison.jobs import Work, run_here, run_in_jobs
-from fedsim.comparison.plots import draw_accuracy, draw_heatmap
+from fedsim.comparison.plots import draw_accuracy
 from fedsim.comparison.results import RunResult, curves_csv, results_csv, run_rows, tidy_rows
 from fedsim.comparison.summary import SummaryRow, answer_text, summarise, summary_csv, summary_table
 from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
@@ -97,6 +99,7 @@ def compare(
     worst: str | None = None,
     by: str | None = None,
     skip_invalid: bool = False,
+    heatmap: str | None = None,
     *,
     progress: bool = False,
     allow_imports: bool = False,
@@ -125,6 +128,8 @@ def compare(
             errors, perplexity, seconds and bytes, and of a name that begins with `-`: "-metrics.drift".
         skip_invalid: leave out the combinations that are invalid experiments, such as krum with more Byzantine workers
             than it allows, and say so; else they are an error.
+        heatmap: two axes besides the first, such as "partition.alpha,attack.fraction", down and across: the heat maps
+            are over these, with the best value of the first axis in each cell. By default the first two axes.
         progress: print a line for each run, as the command line does.
         allow_imports: allow a file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
@@ -139,7 +144,9 @@ def compare(
     >>> [row.point["aggregate.rule"] for row in result.summary], len(result.runs), result.failed
     (['mean', 'median'], 2, [])
     """
-    settings = ComparisonSettings(target=target, tune=tune, worst=worst, by=by, skip_invalid=skip_invalid or None)
+    settings = ComparisonSettings(
+        target=target, tune=tune, worst=worst, by=by, skip_invalid=skip_invalid or None, heatmap=heatmap
+    )
     planned = plan_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -244,7 +251,12 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("summary.csv", summary_csv(grid, summary).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
     what = score_of(runs, grid.settings.by).path[-1].removeprefix("test_")
-    figures = {what: draw_accuracy(grid, runs), "heatmap": draw_heatmap(grid, summary)}
+    figures = {what: draw_accuracy(grid, runs)}
+    if (over := grid.settings.heat_axes(list(grid.axes))) is None:
+        figures["heatmap"] = draw_heatmap(grid, summary)
+    else:
+        figures["heatmap"] = draw_panels(grid, runs, over)
+        folder.write("heatmap.csv", heatmap_csv(grid, runs, over).encode())
     figures["workers"] = draw_worker_comparison(grid, runs)
     if any("virtual_seconds" in run.metrics for run in runs):
         figures[f"{what}_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")

@@ -23,6 +23,7 @@ def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequen
     _check_choices(settings, axes, experiments)
     if settings.by is not None:
         check_number(settings.by, experiments)
+    _check_heatmap(settings, axes)
 
 
 def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterable[Experiment]) -> None:
@@ -36,6 +37,21 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
         raise ExperimentError(
             f"tune = {show(settings.tune)}: values are chosen by validation results; add data.validation=0.1"
         )
+
+
+def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
+    where = f"heatmap = {show(settings.heatmap)}"
+    keys = settings.heatmap.replace(" ", "").split(",") if isinstance(settings.heatmap, str) else []
+    if settings.heatmap is not None and (len(keys) != 2 or keys[0] == keys[1]):
+        raise ExperimentError(f"{where}: must be two axes, such as partition.alpha,attack.fraction")
+    first, *others = [*settings.compared(list(axes)), ""]
+    for key in keys:
+        if key in settings.headings:
+            raise ExperimentError(f"{where}: {settings.headings[key]} is not compared; choose another axis")
+        if key == first:
+            raise ExperimentError(f"{where}: {key} is the first axis, of which a cell has the best; name another")
+        if key not in others:
+            raise ExperimentError(f"{where}: {show(key)} is not an axis that varies; {nearest(key, others[:-1])}")
 
 
 def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:

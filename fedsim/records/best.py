@@ -35,6 +35,11 @@ class Best:
     tied: list[Combination]
     next: Combination | None
 
+    @property
+    def tied_text(self) -> str:
+        """How many are tied, for a cell: `~ +2 tied`; empty if none is."""
+        return f"~ +{len(self.tied)} tied" if self.tied else ""
+
 
 def best_of(group: Sequence[Combination]) -> Best | None:
     """The best of a group; None if each of its combinations has a run without a result."""

@@ -44,6 +44,7 @@ class ComparisonSettings:
         worst: then the value with the worst mean is chosen, of the number that runs are compared by.
         by: this number, see `metric_called`; None: the test accuracy, or the test loss of a task without accuracy.
         skip_invalid: leave out the combinations that are invalid experiments; None and false: refuse the comparison.
+        heatmap: the two axes of the heat map, "down,across"; None: the first two.
     """
 
     target: Number = None
@@ -51,6 +52,7 @@ class ComparisonSettings:
     worst: str | None = None
     by: str | None = None
     skip_invalid: StrictBool | None = None
+    heatmap: str | None = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -76,6 +78,11 @@ class ComparisonSettings:
     def compared(self, axes: Sequence[str]) -> list[str]:
         """The axes that are compared: all but the seed and those along which values are chosen."""
         return [axis for axis in axes if axis != SEED and axis not in self.headings]
+
+    def heat_axes(self, axes: Sequence[str]) -> tuple[str, str] | None:
+        """The two axes of `heatmap`, if both are compared, and neither is the first, of which a cell has the best."""
+        down, _, across = ((self.heatmap or "").replace(" ", "")).partition(",")
+        return (down, across) if down != across and {down, across} <= set(self.compared(axes)[1:]) else None
 
     def combined(self, runs: Sequence[Any], axes: Sequence[str]) -> list[Combination]:
         """The combinations that are compared, of the runs that remain."""

@@ -16,7 +16,14 @@ from fedsim.records.reader import GridRun, Run, StoredGrid, StoredPartition
 from fedsim.records.record import Metric
 from fedsim.records.run_metrics import mean_or_none
 from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices
-from fedsim.report.heat_maps import columns_for, final_heat_maps, has_weights, partition_heat_map, weights_heat_map
+from fedsim.report.heat_maps import (
+    best_heat_maps,
+    columns_for,
+    final_heat_maps,
+    has_weights,
+    partition_heat_map,
+    weights_heat_map,
+)
 
 MINUS = "\N{MINUS SIGN}"
 PLUG = "metrics."  # before the name of a plug's metric
@@ -35,8 +42,14 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
     names = [" · ".join(_labels_of(axes, combination)) or "all runs" for combination in combined]
     runs = [run for run in grid.runs if run.history]
     charts = {"curves-chart": grid_curves(combined, names), "time-chart": [grid_time(combined, names)]}
+    over = grid.settings.heat_axes(list(grid.axes))
+    first_two = [compared.index(axis) for axis in over or compared[:2]]
+    order = [*first_two, *(index for index in range(len(axes)) if index not in first_two)]
+    heat_axes = [axes[index] for index in order]
     if len(axes) >= 2:
-        charts["heat-map-chart"] = final_heat_maps(combined, axes)
+        charts["heat-map-chart"] = final_heat_maps(combined, heat_axes, order)
+    if over:
+        charts["best-map-chart"] = best_heat_maps(combined, heat_axes, order)
     if any(map(has_weights, runs)):
         charts["weights-chart"] = weights_of_runs(runs)
     if any(run.partition.counts for run in runs):
@@ -48,6 +61,8 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "answer": answer(combined, compared, grid.settings, label_of, fmt.key_name),
         "bound": "at least that accuracy" if test.share else "at most that loss",
         "axes": axes,
+        "heat_axes": heat_axes,
+        "has_best_map": over is not None,
         "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
         "fewest_for_band": FEWEST_FOR_BAND,
         "notes": notes(grid),

@@ -10,17 +10,20 @@ from functools import partial
 from typing import Any
 
 from fedsim.core.confidence import Estimate, decimals_of, estimate, fixed
-from fedsim.records.combinations import Combination, score_of
+from fedsim.records.best import Best, best_of
+from fedsim.records.combinations import Combination, groups_of, score_of
 from fedsim.records.reader import Run, StoredPartition
 from fedsim.records.record import Metric, RoundRecord, metrics_in
 from fedsim.records.run_metrics import best_score, mean_or_none
-from fedsim.report.figure import FEW_ROUNDS, PALETTE, axis, figure, label_axis, plain, round_axis
+from fedsim.report.figure import FEW_ROUNDS, PALETTE, axis, figure, label_axis, plain, round_axis, tick_text
 
 BYZANTINE, EXCLUDED = "#d43c2f", "#e58b80"
 MOST_CELLS = 1_000_000  # of all heat maps of weights together; about 10 MB of page
 MOST_COLUMNS = 250  # of a heat map over rounds
 FEWEST_COLUMNS = 25
 FEW_WORKERS = 60  # up to this number, each worker has a label and cells have gaps
+LabelledAxis = tuple[str, Sequence[str]]  # the name of an axis, and the labels of its values
+CellTexts = tuple[float | None, str, str]  # the mean in a cell, the text in it, and that beside it if one points at it
 LAST_ROUND_ONLY = ("total_seconds", "total_bytes")  # metrics whose final value says nothing of the run
 
 
@@ -122,12 +125,15 @@ def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, 
     return figure([cells, sums], _with_color_bar(layout, "samples"), min_width=width, **when)
 
 
-def final_heat_maps(combined: Sequence[Combination], axes: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
-    """Return the first two axes against each other: one figure per final value and combination of the other axes.
+def final_heat_maps(
+    combined: Sequence[Combination], axes: Sequence[LabelledAxis], order: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return two axes against each other: one figure per final value and combination of the other axes.
 
     Args:
         combined: the combinations of the grid.
-        axes: the name of each axis and the labels of its values.
+        axes: the name of each axis and the labels of its values; down, across, and the others.
+        order: the index of each of these axes in the place of a combination.
     """
     runs = [run for combination in combined for run in combination.finished]
     metrics = [metric for metric in metrics_in(run.history[-1] for run in runs) if metric.chart]
@@ -140,12 +146,44 @@ def final_heat_maps(combined: Sequence[Combination], axes: Sequence[tuple[str, S
         values.insert(1, (f"Best {score_of(runs).label.lower()}", lambda run: best_score(run.history), 4))
     figures = []
     for label, read, decimals in values:
-        cells = {each.place: _mean_of(read, each.finished) for each in combined}
+        cells = {tuple(each.place[index] for index in order): _mean_of(read, each.finished) for each in combined}
         means = [cell.mean for cell in cells.values() if cell]
         limits = {"cmin": min(means), "cmax": max(means)} if means else {}
         for others in itertools.product(*(range(len(labels)) for _, labels in axes[2:])):
             figures.append(_final_heat_map(label, cells, others, decimals, axes, limits))
     return figures
+
+
+def best_heat_maps(
+    combined: Sequence[Combination], axes: Sequence[LabelledAxis], order: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return the best value of the first axis over two others: one figure per combination of the axes after these.
+
+    Args:
+        combined, axes, order: as of `final_heat_maps`; the first axis is the third of `axes`.
+    """
+    down, across, (_, values), *beside = axes
+    found = {tuple(group[0].place[index] for index in order if index): best_of(group) for group in groups_of(combined)}
+    means = [each.score.mean for each in combined if each.score]
+    limits = {"cmin": min(means), "cmax": max(means)} if means else {}
+    figures = []
+    for others in itertools.product(*(range(len(labels)) for _, labels in beside)):
+        table = [[found.get((i, j, *others)) for j in range(len(across[1]))] for i in range(len(down[1]))]
+        shown_for = {f"axis{index}": str(value) for index, value in enumerate(others, start=3)}
+        cells = [[_best_cell(best, values) for best in line] for line in table]
+        figures.append(_two_axes(cells, down, across, combined[0].metric.label.lower(), limits, **shown_for))
+    return figures
+
+
+def _best_cell(best: Best | None, labels: Sequence[str]) -> CellTexts:
+    """The name of the best value, its mean, and how many are tied with it; if one points at it, which ones."""
+    if best is None:
+        return None, "", ""
+    name, decimals = tick_text(labels[best.combination.place[0]]), best.combination.metric.decimals_for(best.score.mean)
+    tied = ", ".join(plain(labels[each.place[0]]) for each in best.tied)
+    lines = [name, fixed(best.score.mean, decimals), best.tied_text]
+    hover = [f"{name} {best.score.text(decimals)}", f"tied with {tied}" if tied else ""]
+    return best.score.mean, "<br>".join(filter(None, lines)), "<br>".join(filter(None, hover))
 
 
 def _final(metric: Metric, run: Run) -> float | None:
@@ -161,41 +199,59 @@ def _final_heat_map(
     cells: dict[tuple[int, ...], Estimate | None],
     others: tuple[int, ...],
     decimals: int | None,
-    axes: Sequence[tuple[str, Sequence[str]]],
+    axes: Sequence[LabelledAxis],
     limits: dict[str, float],
 ) -> dict[str, Any]:
-    (down, rows), (across, columns) = axes[:2]
-    table = [[cells.get((i, j, *others)) for j in range(len(columns))] for i in range(len(rows))]
+    down, across = axes[:2]
+    table = [[cells.get((i, j, *others)) for j in range(len(across[1]))] for i in range(len(down[1]))]
+    texts = [[_final_cell(cell, decimals) for cell in line] for line in table]
+    shown_for = {f"axis{index}": str(value) for index, value in enumerate(others, start=2)}
+    return _two_axes(texts, down, across, label.lower(), limits, value=label, **shown_for)
+
+
+def _final_cell(cell: Estimate | None, decimals: int | None) -> CellTexts:
+    if cell is None:
+        return None, "", ""
+    text = _cell_text(cell, decimals)
+    return cell.mean, text, f"{text}<br>seeds: {cell.n}"
+
+
+def _two_axes(
+    cells: Sequence[Sequence[CellTexts]],
+    down: LabelledAxis,
+    across: LabelledAxis,
+    title: str,
+    limits: dict[str, float],
+    **when: Any,
+) -> dict[str, Any]:
+    """A heat map of cells [rows, columns] over two axes; `title` is that of its colours, `limits` are theirs."""
+    (_, rows), (_, columns) = down, across
     trace = _cells(
-        [[cell.mean if cell else None for cell in line] for line in table],
-        "%{customdata[0]}<br>%{text}<br>seeds: %{customdata[1]}",
+        [[mean for mean, _, _ in line] for line in cells],
+        "%{customdata}",
         gap=2,
-        text=[[_cell_text(cell, decimals) for cell in line] for line in table],
+        text=[[text for _, text, _ in line] for line in cells],
         customdata=[
-            [
-                [f"{plain(row)}, {plain(column)}", cell.n if cell else 0]
-                for column, cell in zip(columns, line, strict=True)
-            ]
-            for row, line in zip(rows, table, strict=True)
+            [f"{plain(row)}, {plain(column)}<br>{hover}" for column, (_, _, hover) in zip(columns, line, strict=True)]
+            for row, line in zip(rows, cells, strict=True)
         ],
         texttemplate="%{text}",
         textfont={"size": 12},
         coloraxis="coloraxis",
     )
+    lines = [text.split("<br>") for row in cells for _, text, _ in row]
+    longest = max(len(line) for each in lines for line in each)
     layout = {
-        "height": 46 * len(rows) + 104,
+        "height": max(46, 16 * max(map(len, lines)) + 14) * len(rows) + 104,
         "coloraxis": limits,
-        "xaxis": label_axis(across, columns),
-        "yaxis": label_axis(down, rows, autorange="reversed"),
+        "xaxis": label_axis(across[0], columns),
+        "yaxis": label_axis(down[0], rows, autorange="reversed"),
     }
-    shown_for = {f"axis{index}": str(value) for index, value in enumerate(others, start=2)}
-    width = 110 * len(columns) + 140
-    return figure([trace], _with_color_bar(layout, label.lower()), min_width=width, value=label, **shown_for)
+    width = max(110, 8 * longest) * len(columns) + 140
+    return figure([trace], _with_color_bar(layout, title), min_width=width, **when)
 
 
-def _cell_text(cell: Estimate | None, decimals: int | None) -> str:
-    if cell is None:
-        return ""
+def _cell_text(cell: Estimate, decimals: int | None) -> str:
     digits = decimals_of(cell.mean) if decimals is None else decimals
     return "<br>".join(filter(None, [fixed(cell.mean, digits), cell.spread(digits)]))
 

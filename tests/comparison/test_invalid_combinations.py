@@ -9,7 +9,8 @@ import pytest
 
 import fedsim
 from fedsim.comparison.grid import plan_grid
-from fedsim.comparison.plots import draw_accuracy, draw_heatmap
+from fedsim.comparison.heat_map import draw_heatmap
+from fedsim.comparison.plots import draw_accuracy
 from fedsim.comparison.summary import summarise
 from fedsim.errors import ExperimentError
 from fedsim.records.comparison_settings import ComparisonSettings

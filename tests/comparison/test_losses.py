@@ -10,7 +10,8 @@ import pytest
 
 import fedsim
 from fedsim.comparison import ComparisonSettings
-from fedsim.comparison.plots import draw_accuracy, draw_heatmap
+from fedsim.comparison.heat_map import draw_heatmap
+from fedsim.comparison.plots import draw_accuracy
 from fedsim.comparison.results import results_csv
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from fedsim.records.combinations import combinations

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedsim.comparison.plots import MOST_PANELS, draw_accuracy, draw_heatmap
+from fedsim.comparison.heat_map import draw_heatmap
+from fedsim.comparison.plots import MOST_PANELS, draw_accuracy
 from fedsim.comparison.summary import summarise, summary_table
 from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import COLOURS, encode

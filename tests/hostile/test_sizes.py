@@ -11,7 +11,7 @@ import pytest
 import fedsim
 from fedsim.cli.main import app
 from fedsim.comparison import plan_grid
-from fedsim.comparison.plots import draw_heatmap
+from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.summary import summarise
 from fedsim.errors import ExperimentError, RecordError
 from fedsim.records.reader import read_records

@@ -224,6 +224,34 @@ def test_a_number_is_the_same_in_the_table_the_heat_map_and_the_hover_text(tmp_p
     assert (line["y"][-1], line["customdata"][-1]) == (0.8235, f" {cell.spread}")
 
 
+def test_the_heat_maps_over_two_named_axes_have_the_best_value_in_each_cell(tmp_path):
+    """The median is 0.1 ahead where lr = 0.2; elsewhere both are equal. The third axis adds 0.2 to all."""
+
+    def make(path, point):
+        lead = 0.1 * (point["aggregate.rule"] == "median" and point["local.lr"] == 0.2)
+        invent_run(path, [0.5 + lead + 0.2 * (point["attack.name"] == "none")])
+
+    axes = {
+        "aggregate.rule": ["mean", "median"],
+        "attack.name": ["ipm", "none"],
+        "local.lr": [0.1, 0.2],
+        "workers": [4],
+    }
+    folder = write_points(tmp_path / "grid", {**axes, "workers": [4], "seed": [0, 1, 2]}, make)
+    content = json.loads((folder / "grid.json").read_text())
+    (folder / "grid.json").write_text(json.dumps({**content, "heatmap": "workers,local.lr"}))
+    context, charts = grid_page(read_records(folder))
+    best = find(charts["best-map-chart"], axis3="0")
+    assert best["data"][0]["text"] == [["mean<br>0.5000<br>~ +1 tied", "median<br>0.6000"]]
+    assert best["data"][0]["customdata"] == [
+        ["4, 0.1<br>mean 0.5000 ± 0.0000<br>tied with median", "4, 0.2<br>median 0.6000 ± 0.0000"]
+    ]
+    value = find(charts["heat-map-chart"], value="Final test accuracy", axis2="1", axis3="1")
+    assert value["data"][0]["z"] == [[pytest.approx(0.7), pytest.approx(0.8)]]
+    assert best["layout"]["coloraxis"]["cmax"] == value["layout"]["coloraxis"]["cmax"] == pytest.approx(0.8)
+    assert [name for name, _ in context["heat_axes"]] == ["workers", "learning rate", "rule", "attack"]
+
+
 def test_the_heat_map_of_final_values_has_a_figure_for_each_value_of_a_third_axis(tmp_path):
     axes = {"a": [1, 2], "b": ["x"], "c": ["u", "v"]}
     grid = made_up_grid(tmp_path / "grid", axes, lambda point: point["a"] / 4 + (point["c"] == "v") / 8)

@@ -1,0 +1,109 @@
+"""The heat map of a comparison over its first two axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedsim.comparison.axes import label
+from fedsim.comparison.grid import Grid
+from fedsim.comparison.summary import SummaryRow
+from fedsim.core.confidence import fixed
+from fedsim.records.combinations import SEED, canonical
+from fedsim.records.formatting import comparison_title, key_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+MOST_INCHES = 100
+WIDTH, HEIGHT = 1.15, 0.52  # inches, of a cell
+
+
+@dataclass(frozen=True)
+class HeatCell:
+    """A cell: its mean, which is NaN without a result, a text, and one line or two below it in smaller letters."""
+
+    mean: float
+    text: str
+    below: str = ""
+    bold: bool = False
+
+
+NO_CELL = HeatCell(math.nan, "")
+
+
+def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
+    """Draw the mean score and its spread over the first two axes; None if there are not two, or all failed."""
+    if len(grid.compared) < 2 or all(row.score is None for row in summary):
+        return None
+    score = summary[0].metric
+    from matplotlib.figure import Figure
+
+    first, second, *others = grid.compared
+    down, across = grid.axes[first], grid.axes[second]
+    width, height = WIDTH * len(across), HEIGHT * len(down)
+    if max(width, height) > MOST_INCHES:
+        return None  # more cells than a figure can show
+    rows: dict[tuple[str, str], list[SummaryRow]] = {}
+    for row in summary:
+        rows.setdefault((canonical(row.point[first]), canonical(row.point[second])), []).append(row)
+    figure = Figure(figsize=(2.2 + width, 1.5 + height), layout="constrained")
+    axes = figure.subplots()
+    places = [[(canonical(a), canonical(b)) for b in across] for a in down]
+    image = draw_cells(axes, [[_cell(rows.get(place, []), not others) for place in line] for line in places])
+    axes.set_xticks(range(len(across)), [label(value) for value in across], rotation=30, ha="right")
+    axes.set_yticks(range(len(down)), [label(value) for value in down])
+    axes.set(xlabel=key_name(second), ylabel=key_name(first))
+    figure.colorbar(image, ax=axes, label=score.label.lower())
+    over = "".join(f" and {key_name(key)}" for key in others)
+    remark = f"{grid.name}: mean over seeds{over}" if SEED in grid.axes or others else grid.name
+    remark += "" if others else "; bold: best of its column"
+    remark += f"\n{grid.settings.remark}" if grid.settings.remark else ""
+    figure.suptitle(f"{comparison_title([first, second], score.label)}\n{remark}", fontsize="small")
+    return figure
+
+
+def draw_cells(
+    axes: Axes, cells: Sequence[Sequence[HeatCell]], limits: tuple[float | None, float | None] = (None, None)
+) -> AxesImage:
+    """Draw cells [rows, columns]; `limits` are the lowest and the highest mean of the colours, by default of these."""
+    means = np.array([[cell.mean for cell in line] for line in cells])
+    low, high = limits
+    image = axes.imshow(np.ma.masked_invalid(means), cmap="cividis", aspect="auto", vmin=low, vmax=high)
+    axes.set_facecolor("#dddddd")  # of cells without a result
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    for (i, j), mean in np.ndenumerate(means):
+        cell = cells[i][j]
+        colour = "black" if math.isnan(mean) or _lightness(np.asarray(image.to_rgba(mean))) > 0.5 else "white"
+        style: dict[str, Any] = {"ha": "center", "color": colour, "fontweight": "bold" if cell.bold else "normal"}
+        middle = i - 0.13 * cell.below.count("\n")
+        axes.text(j, middle, cell.text, va="bottom" if cell.below else "center", fontsize="small", **style)
+        axes.text(j, middle + 0.05, cell.below, va="top", fontsize="x-small", **style)
+    return image
+
+
+def _cell(rows: Sequence[SummaryRow], alone: bool) -> HeatCell:
+    """The mean of rows, with the number of finished runs if some failed, and the spread over the seeds of one row."""
+    runs, failed = sum(row.runs for row in rows), sum(row.failed for row in rows)
+    means = [row.score.mean for row in rows if row.score]
+    mean = sum(means) / len(means) if means else math.nan
+    if not runs:
+        return NO_CELL  # an invalid combination
+    if failed == runs:
+        return HeatCell(mean, "failed")
+    of = f" ({runs - failed} of {runs})" if failed else ""
+    only = rows[0].score if len(rows) == 1 else None
+    spread = only.spread() if only else ""
+    return HeatCell(mean, fixed(mean) + of, spread, bold=alone and any(row.mark == "*" for row in rows))
+
+
+def _lightness(colour: np.ndarray) -> float:
+    """Return the perceived lightness of a colour (red, green, blue, alpha), from 0 to 1."""
+    return float(np.dot(colour[:3], [0.299, 0.587, 0.114]))

@@ -1,0 +1,128 @@
+"""The heat maps of a comparison over two axes that `heatmap` names, as panels of one figure, and `heatmap.csv`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fedsim.comparison.axes import label
+from fedsim.comparison.grid import Grid
+from fedsim.comparison.heat_map import NO_CELL, HeatCell, draw_cells
+from fedsim.comparison.results import RunResult, to_csv
+from fedsim.core.confidence import fixed
+from fedsim.records.best import Best, best_of
+from fedsim.records.combinations import SEED, Combination, canonical, groups_of
+from fedsim.records.formatting import comparison_title, key_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_PANELS, MOST_VALUES = 30, 20  # panels of a figure, values on an axis of a panel
+MOST_INCHES = 24, 60  # width and height of all panels
+HEIGHT, CHARACTER = 0.62, 0.085  # inches, of a cell with three lines and of a letter in it
+
+Panel = dict[tuple[str, str], HeatCell]  # by the values on both axes
+
+
+def draw_panels(grid: Grid, runs: Sequence[RunResult], over: tuple[str, str]) -> Figure | None:
+    """Draw a panel over two axes for each combination of the others; None if no run has a result.
+
+    Before the panels of the values of the first axis is that of the best value: a cell has its name, its mean, and how
+    many others are not significantly different from it. All panels have the same colours.
+    """
+    from matplotlib.figure import Figure
+
+    combined = grid.settings.combined(runs, list(grid.axes))
+    panels, metric = _panels(grid, combined, over), combined[0].metric
+    cells = [cell for panel in panels.values() for cell in panel.values()]
+    means = [cell.mean for cell in cells if not math.isnan(cell.mean)]
+    if not means:
+        return None
+    down, across = (grid.axes[axis][:MOST_VALUES] for axis in over)
+    longest = max(len(line) for cell in cells for line in (cell.text, *cell.below.splitlines()))
+    width, height = max(1.0, CHARACTER * longest + 0.2) * len(across) + 0.3, HEIGHT * len(down) + 0.5
+    columns = max(1, min(len(panels), len(grid.axes[grid.compared[0]]) + 1, int(MOST_INCHES[0] / width)))
+    shown = list(panels.items())[: min(MOST_PANELS, columns * max(1, int(MOST_INCHES[1] / height)))]
+    rows = math.ceil(len(shown) / columns)
+    figure = Figure(figsize=(2.4 + columns * width, 1.4 + rows * height), layout="constrained")
+    places = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in places[len(shown) :]:
+        axes.set_axis_off()
+    for place, (axes, (name, panel)) in enumerate(zip(places, shown, strict=False)):
+        table = [[panel.get((canonical(a), canonical(b)), NO_CELL) for b in across] for a in down]
+        image = draw_cells(axes, table, (min(means), max(means)))
+        axes.set_title(name, fontsize="small")
+        axes.set_xticks(range(len(across)), [label(value) for value in across], fontsize="small")
+        axes.set_yticks(range(len(down)), [label(value) for value in down], fontsize="small")
+        if place % columns == 0:
+            axes.set_ylabel(key_name(over[0]))
+        if place + columns >= len(shown):
+            axes.set_xlabel(key_name(over[1]))
+    figure.colorbar(image, ax=places, label=metric.label.lower())
+    remarks = [f"{grid.name}: mean over seeds" if SEED in grid.axes else grid.name]
+    remarks.append("~ tied: not significantly different from the best (95 %, paired)" if SEED in grid.axes else "")
+    remarks.append(f"the first {len(shown)} of {len(panels)} panels" if len(shown) < len(panels) else "")
+    for axis, count in [(axis, len(grid.axes[axis])) for axis in over]:
+        remarks.append(f"the first {MOST_VALUES} of {count} values of {key_name(axis)}" if count > MOST_VALUES else "")
+    remarks.append(grid.settings.remark)
+    title = comparison_title(over, metric.label)
+    figure.suptitle("\n".join([title, "; ".join(filter(None, remarks))]), fontsize="small", wrap=True)
+    return figure
+
+
+def heatmap_csv(grid: Grid, runs: Sequence[RunResult], over: tuple[str, str]) -> str:
+    """Return a row per cell and combination of the other axes: the best value of the first axis, and those tied."""
+    combined = grid.settings.combined(runs, list(grid.axes))
+    first, score = grid.compared[0], combined[0].metric.path[-1].removeprefix("test_")
+    keys = [*_others(grid, over), *over]
+    rows: list[list[Any]] = [[*keys, f"best {first}", score, f"{score}_ci95", "tied"]]
+    for group in groups_of(combined):
+        point = group[0].runs[0].point
+        cells: list[Any] = [label(point[key]) for key in keys]
+        if found := best_of(group):
+            half_width = found.score.half_width if found.score.n > 1 else None
+            tied = "; ".join(_value(grid, each) for each in found.tied)
+            cells += [_value(grid, found.combination), found.score.mean, half_width, tied]
+        rows.append(cells if found else [*cells, None, None, None, None])
+    return to_csv(rows)
+
+
+def _panels(grid: Grid, combined: Sequence[Combination], over: tuple[str, str]) -> dict[str, Panel]:
+    """The panels by name: for each combination of the axes that are on no panel, the best and then each value."""
+    panels: dict[str, Panel] = {}
+    name = key_name(grid.compared[0])
+    for group in groups_of(combined):
+        point = group[0].runs[0].point
+        place = canonical(point[over[0]]), canonical(point[over[1]])
+        beside = "".join(f", {key_name(key)}: {label(point[key])}" for key in _others(grid, over))
+        panels.setdefault(f"best {name}{beside}", {})[place] = _best_cell(grid, best_of(group))
+        for each in group:
+            panels.setdefault(f"{name}: {_value(grid, each)}{beside}", {})[place] = _cell(each)
+    return panels
+
+
+def _others(grid: Grid, over: tuple[str, str]) -> list[str]:
+    return [axis for axis in grid.compared[1:] if axis not in over]
+
+
+def _value(grid: Grid, combination: Combination) -> str:
+    """The value of the first axis."""
+    return label(combination.runs[0].point[grid.compared[0]])
+
+
+def _cell(combination: Combination) -> HeatCell:
+    score, done, runs = combination.score, len(combination.finished), len(combination.runs)
+    if score is None:
+        return HeatCell(math.nan, "no finite value" if done else "failed")
+    decimals = combination.metric.decimals_for(score.mean)
+    missing = f" ({done} of {runs})" if done < runs else ""
+    return HeatCell(score.mean, fixed(score.mean, decimals) + missing, score.spread(decimals))
+
+
+def _best_cell(grid: Grid, found: Best | None) -> HeatCell:
+    if found is None:
+        return HeatCell(math.nan, "none is ranked")
+    mean = found.score.mean
+    lines = [fixed(mean, found.combination.metric.decimals_for(mean)), found.tied_text]
+    return HeatCell(mean, _value(grid, found.combination), "\n".join(filter(None, lines)), bold=True)
