@@ -54,7 +54,7 @@ class LocalSGD(ClientAlgorithm):
         return velocity.mul_(self.momentum).add_(gradients, alpha=1 - self.dampening)
 
     def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
-        if self.nesterov:  # goes along the gradient twice
+        if self.nesterov:  # uses the gradient twice
             self.step(rows, product.computed(), state)
         elif "momentum" in state:
             velocity, share = state["momentum"], 1 - self.dampening

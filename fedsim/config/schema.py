@@ -81,8 +81,8 @@ class Partition(PlugTable):
 class Attack(PlugTable):
     """The attack, and the Byzantine workers: a random `fraction` of all, or a list of `workers`.
 
-    Of a fraction, `redraw` draws them anew in each round; with `holding`, they are not drawn, but are the workers with
-    the most samples of a class. Before `start_round` they follow the protocol.
+    With `redraw`, each round draws its own `fraction`. With `holding`, none is drawn: the `fraction` are the workers
+    with the most samples of a class. Before `start_round` they follow the protocol.
     """
 
     place, named_by, registry = "attack", "name", attack_strategy

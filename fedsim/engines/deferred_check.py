@@ -11,7 +11,7 @@ from fedsim.engines.task import SharedState
 class DeferredCheck:
     """Collects sums of rows on the device and reads them together, because each read waits for the device.
 
-    For aggregations in one process by rules to which a row that is not finite does no harm.
+    For aggregations in one process by rules that run to their end even if a row is not finite.
 
     Attributes:
         usable: False after a row was not finite: then each aggregation is checked.
@@ -35,7 +35,7 @@ class DeferredCheck:
     def end(self, *, failed: bool) -> bool:
         """Whether all rows were finite, by their sums, which may overflow.
 
-        If not, or if the round has `failed`, undo the changes of its aggregations; the result is False.
+        If they were not, or the round has `failed`, undo the changes of its aggregations and return False.
         """
         finite = not failed and (not self._sums or bool(torch.cat(self._sums).isfinite().all()))
         if not finite:

@@ -210,7 +210,7 @@ class Evaluation:
         try:
             self._replay = GraphPool(self._task.device).capture(test_next)
         except ExperimentError:
-            return  # what the model or the attack does cannot be in a graph
+            return  # a graph cannot hold what the model or the attack does
         except Exception as error:
             line = f"cuda_graphs: the test is not captured, with the same results: {one_line(error)}"
             warnings.warn(line, FedsimWarning, stacklevel=2)

@@ -45,7 +45,7 @@ class TaskSpec:
 
     seed: int
     rounds: int
-    gradient_rounds: int  # in so many, the first, gradients are aggregated at every step; else parameters, once
+    gradient_rounds: int  # the number of first rounds that aggregate gradients at every step
     model: Callable[[], nn.Module]
     learning_task: LearningTask
     metrics: tuple[BoundMetric, ...]  # of each test, besides loss and accuracy
@@ -60,21 +60,21 @@ class TaskSpec:
     server: ServerStep
     buffers: BufferPolicy
     augment: tuple[ImageTransform, ...]
-    transforms: Sequence[Transform | None] | None  # how each worker sees its samples, if they differ in that
+    transforms: Sequence[Transform | None] | None  # of the samples of each worker, by its partition
     device: torch.device
     precision: Precision
-    cuda_graphs: bool | None  # whether steps of stacks are captured and replayed; None: where that is safe
-    width: int | None  # how many rows are stacked at most, where rows are stacked
-    inner: Literal["serial", "batched"] = "serial"  # how a rank of several trains its rows: one by one, or stacked
-    hook: BoundHook | None = None  # how ranks average gradients; None: by the rule, of single rows
-    rows_for: str | None = None  # what that needs single rows for
+    cuda_graphs: bool | None  # whether steps of stacks are captured and replayed; None: if it is safe
+    width: int | None  # the most rows of a stack; None: as many as fit
+    inner: Literal["serial", "batched"] = "serial"  # how each rank trains its rows: one by one, or stacked
+    hook: BoundHook | None = None  # averages the ranks' gradients; None: the rule aggregates rows of single workers
+    rows_for: str | None = None  # the setting that needs rows of single workers
     local_lr: float | None = None  # of the local solver, if it has one
     clip_norm: float | None = None  # the largest L2 norm of a worker's gradient
-    local_schedule: LRSchedule | None = None  # of that learning rate; None: it is constant
+    local_schedule: LRSchedule | None = None  # of `local_lr`; None: it is constant
     server_schedule: LRSchedule | None = None  # of the learning rate of the server optimizer
     in_rounds: bool = True  # whether all workers of a cohort start together; else on a virtual clock, or in a race
-    worker_state_memory: int | None = None  # bytes from which on the state that workers keep lies in files; None: never
-    scratch_folder: str | None = None  # of these files; None: that of the system
+    worker_state_memory: int | None = None  # bytes of worker state from which it lies in files; None: never
+    scratch_folder: str | None = None  # of these files; None: the system's folder for temporary files
     single_steps: bool = False  # whether workers send the gradient of one step at a time
 
     @property
@@ -135,7 +135,7 @@ class TaskSpec:
     def new_module(self) -> nn.Module:
         """The model at its start, the same in every process; the global random state is left as it was.
 
-        Raises ExperimentError where it has complex parameters or buffers.
+        Raises ExperimentError if it has complex parameters or buffers.
         """
         with preserve_random_state(torch.device("cpu")):
             seed_everything(torch.device("cpu"), self.seed, "model")
@@ -156,7 +156,7 @@ class SharedState:
         root: positions of the server's own samples, int64, on the host; empty where it has none.
         global_row: [d], the global model.
         rows: [cohort, d], one row for each member of the cohort (its gradient where gradients are aggregated), and one
-            more for the server's own where the rule compares with it; [0, d] where nobody asks for any.
+            more for the server's own row if the rule takes it; [0, d] if no rows of single workers are needed.
         global_buffers, buffers: the same for buffers, float64 [b] and [cohort, b].
         kept, residuals: the cohort's worker state, tensors [cohort, w], of the client algorithm and of the processors.
         messages: what the workers of the cohort send besides their rows, tensors [cohort, w].
@@ -164,14 +164,14 @@ class SharedState:
         server_state: what the server keeps for the client algorithm, tensors [w].
         received: what each worker was sent besides its row, tensors [cohort, w], if workers do not start together.
         states: what the server optimizer ("parameters") and the solver ("gradients") keep of the global row, tensors
-            [d]; of those two that ever move it.
-        last: [d], the last aggregated update, where somebody asks for it, else [0].
+            [d]; only for those that the run uses.
+        last: [d], the last aggregated update, if the rule or the attack takes it; else [0].
         unfit: [cohort], number of the last aggregation in which a row held something not finite, int64, on the host.
         train_loss: mean training loss of each member of the cohort, float64 [cohort], on the host.
         losses: mean loss of each member at the global row before it trained, for rules that ask; as train_loss.
         cohort_workers, cohort_weights: the cohort, ascending, and its weights by inverse probability, in every rank.
         test_sums: per test batch the sum of losses and the count of correct answers, then, of the attacker's goal, the
-            counts of answers as he wants them and of samples; float64 [batches, 4], on the host.
+            counts of answers that reach the goal and of samples that have one; float64 [batches, 4], on the host.
         validation_sums: the same of the validation batches.
         test_outputs, validation_outputs: the outputs of the model for these batches, [batches, batch size, ...], if
             metrics are computed from them; else [0].

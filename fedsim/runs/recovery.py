@@ -148,5 +148,5 @@ class DroppingLoop(RecoveringLoop):
         if self._has_root:
             sizes[len(shared.shards)] = len(shared.root)
         steps = [self._schedule.of(worker, round).steps_for(size) for worker, size in sizes.items()]
-        hands = balance_load(steps, loss.processes)
-        return [cohort[place] for place in hands[loss.process] if place < len(cohort)]
+        assigned = balance_load(steps, loss.processes)[loss.process]
+        return [cohort[place] for place in assigned if place < len(cohort)]

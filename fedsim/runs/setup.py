@@ -55,7 +55,7 @@ class PreparedRun:
         validation_samples: held out of the training samples.
         sampled_workers: the workers that `label_counts` describes, of a virtual population; None: all of them.
         label_counts: samples of each class, int [workers, classes]; of one class if targets are no labels.
-        byzantine: the Byzantine workers; empty if they are drawn anew in each round.
+        byzantine: the Byzantine workers; empty if each round draws its own.
         row_bytes: size of one model or gradient.
         buffer_bytes: size of the buffers that a worker sends with its model; 0 unless buffers are averaged.
         done: rounds that a resumed run has finished before.

@@ -165,7 +165,5 @@ def test_a_model_that_depends_on_the_size_of_batches_agrees_with_serial(kind, wi
 def test_a_model_that_splits_large_batches_is_refused_when_it_does():
     """Eight samples of two rows were one piece; of two rows with eight each, a piece is all of one row's."""
     tables = {**experiment("in pieces"), "local": {"batch_size": 8, "lr": 0.05}}
-    with pytest.raises(
-        fedsim.ExperimentError, match="splits large ones, or goes by their numbers.*; use engine=spawn$"
-    ):
+    with pytest.raises(fedsim.ExperimentError, match="treats batches differently.*; use engine=spawn$"):
         fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": 2}})

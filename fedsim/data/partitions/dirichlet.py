@@ -136,7 +136,7 @@ def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generato
     """Shares ~ Dir(alphas) with the closed ones zero and the sum one."""
     shares = np.where(is_open, shares, 0.0)
     if not shares.any():
-        # Whatever the others have come out as, the open ones in proportion are Dir(alphas) among themselves.
+        # The open shares of a Dirichlet draw, divided by their sum, are Dir(alphas) whatever the closed ones are.
         shares[is_open] = rng.dirichlet(alphas[is_open])
     return shares / shares.sum()
 

@@ -167,7 +167,7 @@ class RankGroup:
         It runs in another thread, while this one checks the heartbeats of the others.
 
         Args:
-            waits: set by the work as soon as it only waits.
+            waits: the work sets it when all that it still does is wait for the others.
         """
         self.require_usable()
         done = self._background.begin(work)
@@ -177,7 +177,7 @@ class RankGroup:
                     raise WorkerError(cause)
             if waits.is_set():
                 return done.result()
-        return done.result()  # a failure before that is not of the others
+        return done.result()  # it failed before it waited, so the cause is in this rank
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:

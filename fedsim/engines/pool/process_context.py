@@ -28,7 +28,7 @@ class ProcessContext:
 
     Attributes:
         table: the heartbeats of the group.
-        state: what a call leaves there for later calls, by name.
+        state: values by name that a call keeps for later calls.
         monitored: the table of a process without a group that a parent monitors, as in the jobs of a comparison.
     """
 

@@ -19,10 +19,10 @@ def retried(
     """The result of `attempt(number)`, counted from 1, which is called again when it loses a process.
 
     Args:
-        attempt: what to do; from number 2 on it first puts everything back.
+        attempt: what to do; from number 2 on it first restores the state before.
         retries: how often it is called again at most.
         report: called with each loss after which it is called again, and the number of the attempt.
-        what: of what the error says how often it was tried: `round 3 has been tried`.
+        what: the beginning of "... N times" in the error: `round 3 has been tried`.
 
     Raises WorkerError if it loses a process once more than that.
     """

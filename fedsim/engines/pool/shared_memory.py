@@ -53,8 +53,8 @@ def memory_file(nbytes: int) -> int | None:
 def share(tensors: Iterable[Tensor]) -> None:
     """Move tensors that lie on the host to memory that other processes can map, in place.
 
-    Views of one storage stay so where all of them are given; one that is not given stays behind.
-    Raises ExperimentError where there is not enough memory: writing to it all the same would kill the process.
+    Views of one storage still share it afterwards, if all of them are given. Raises ExperimentError if there is not
+    enough memory, since writing to it would kill the process.
     """
     once = {id(tensor): tensor for tensor in tensors}.values()  # the labels may be the shards' too
     on_host = [tensor for tensor in once if tensor.device.type == "cpu" and not tensor.is_shared()]

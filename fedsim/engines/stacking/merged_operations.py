@@ -1,7 +1,7 @@
 """Operations of a stack of rows on their merged batch, [rows * batch, ...]: what vmap does, with less to do per call.
 
-Operations without parameters treat every sample alike, so on a merged batch they are what they are. Those here have a
-stack [k, ...] of each parameter, and give each row's samples that row's.
+Operations without parameters treat every sample alike, so they run on a merged batch unchanged. Those here have a stack
+[k, ...] of each parameter, and apply each row's parameters to that row's samples.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _embedding(batch: MergedBatch, input: Tensor, weight: Tensor, *args: Any, **
     batch.require(batch.is_stack(weight) and options.computed)
     batch.require_whole(input, weight)
     rows, words = weight.shape[:2]
-    # Beyond its own words a row would find another's.
+    # An index beyond the words of a row would select a word of the next row.
     torch._assert_async(((input >= 0) & (input < words)).all(), "index out of range in embedding")
     of_rows = input.reshape(rows, -1)
     start = torch.arange(0, rows * words, words, device=input.device).unsqueeze(1)

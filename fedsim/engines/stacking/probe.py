@@ -25,7 +25,7 @@ from fedsim.errors import ExperimentError, one_line
 from fedsim.system.precision import FULL, Precision, full_precision
 
 SAMPLES = 4
-WHOLE = 64  # samples of a batch at most, in which the first ones are looked at among the others
+WHOLE = 64  # the most samples of a batch on which the first samples' outputs are compared
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # between gradients, relative to the largest
 
 
@@ -129,11 +129,14 @@ def _is_coupled(task: TaskSpec, shared: SharedState, together: ProbeResult, inpu
         return True
     if alone.dropouts != together.dropouts:
         raise not_stackable(OTHER_DROPOUTS)
-    trials = [(1, alone), (1, _try(task, torch.cat([inputs[:1], others]), targets))]  # each with the samples it shares
+    trials = [
+        (1, alone),
+        (1, _try(task, torch.cat([inputs[:1], others]), targets)),
+    ]  # each with the number of samples that it has in common with `together`
     if len(inputs) > 2:
         trials.append((len(inputs) - 1, _try(task, inputs[:-1], targets[:-1])))
     whole = min(task.schedule.batch_size, WHOLE, len(shared.train))
-    if whole > len(inputs):  # a model may do to many what it does not to few
+    if whole > len(inputs):  # a model may treat a large batch otherwise than a small one
         trials.append((len(inputs), _try(task, *shared.train.gather(torch.arange(whole)))))
     return not all(
         _agree(trial.outputs[:n_shared], together.outputs[:n_shared], task.dtype)

@@ -23,7 +23,7 @@ DEFAULT = Objective()
 
 Places = list[tuple[nn.Module, str]]
 
-OTHERWISE = "it does to some batches what it does not to others (splits large ones, or goes by their numbers)"
+OTHERWISE = "it treats batches differently (splits large ones, or depends on their values)"
 
 
 class FeatureTerm(NamedTuple):

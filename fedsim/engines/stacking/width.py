@@ -9,7 +9,7 @@ from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.cuda_graphs import unsafe
 from fedsim.system.devices import total_memory_of
 
-MEMORY_SHARE = 0.5  # of what the device has, for stacks; not of what is free, on which no bit may depend
+MEMORY_SHARE = 0.5  # of the device's total memory, for stacks; results must not depend on its free memory
 WIDEST_ON_CPU = 32  # more rows share no more of a step's fixed cost
 NARROWEST_ON_CPU = 4  # fewer rows share too little of it, however large they are
 STACK_BYTES_ON_CPU = 2**23  # of a stack's parameters, for each thread: more of them leave the caches
@@ -18,10 +18,10 @@ STACK_BYTES_ON_CPU = 2**23  # of a stack's parameters, for each thread: more of 
 def stack_width(task: TaskSpec, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
     """How many rows a process should stack: its share of the cohort, if that fits into memory (and, on a CPU, caches).
 
-    On any device there are a row and its copy in the stack, and twice what the solver keeps of it. A step makes a
-    gradient and activations. Off the CPU it also makes the joined gradients, and copies of the row and of what the
-    solver keeps of it, where a mask may keep the row from moving. Where steps are captured, the memory
-    of a step exists twice: for the graphs, and for the steps before a capture.
+    On any device there are two copies of a row and of its solver state: the row's own and that in the stack. A step
+    allocates a gradient and activations. On a GPU it also allocates the joined gradients, and copies of the row and its
+    solver state for rows that a mask does not move. If steps are captured, the memory of a step exists twice: for the
+    graphs, and for the steps before a capture.
     """
     row, kept = shared.rows.shape[1] * task.dtype.itemsize, len(task.solver.start(shared.global_row[:1]))
     on_cpu = task.device.type == "cpu"

@@ -59,9 +59,9 @@ class Graph(NamedTuple):
     """The key of a graph of a trainer.
 
     Attributes:
-        rows: how many rows take part, with those that fill a smaller stack up.
+        rows: how many rows take part; a smaller stack is filled up with other rows.
         steps: how many steps it has.
-        masked: whether only the rows move that have a batch; else all of them have one.
+        masked: whether some rows have no batch, and must not move.
     """
 
     rows: int
@@ -87,7 +87,7 @@ class CapturedSteps:
     """Local steps of stacks of rows, captured as CUDA graphs, and the memory that these work on.
 
     A stack takes the first rows of that memory. Where a step has no batch for a row, because its member has finished or
-    because the stack is smaller than the graph, its samples have weight 0, and a mask keeps it where it is.
+    because the stack is smaller than the graph, its samples have weight 0, and a mask keeps the row unchanged.
 
     Args:
         dropouts: the calls of dropout in a forward pass of the model.

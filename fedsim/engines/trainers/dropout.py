@@ -23,9 +23,9 @@ from fedsim.engines.stacking.vmap_operations import Dropout, PreparedDropout, Re
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource
 
-# Blocks of random words drawn at once, for some steps ahead: a call costs about as much as 2^13 blocks do.
+# Blocks of random words that a call draws, for several steps: the call itself costs about as much as 2^13 blocks.
 BLOCKS_OF_A_STACK = 1 << 15
-BLOCKS_OF_A_ROW = 1 << 14  # of which many may be in turns
+BLOCKS_OF_A_ROW = 1 << 14  # many rows may train by turns, each with its own blocks
 TIMES_OFF_CPU = 32
 
 
@@ -258,7 +258,7 @@ class Calls(NamedTuple):
     """The calls of dropout in a forward pass.
 
     Attributes:
-        dropouts: them, in their order; none where PyTorch has to draw them.
+        dropouts: the calls, in their order; empty if PyTorch has to draw.
         by_modules: whether torch.nn's dropout modules make them all.
     """
 
@@ -269,8 +269,9 @@ class Calls(NamedTuple):
 def recorded_calls(task: TaskSpec, shared: SharedState, samples: int) -> Calls:
     """The calls of dropout in a forward pass in training, found out on the first samples of the data set.
 
-    None are given where the model cannot be run on them, which training will come to, and where the backward pass calls
-    dropout again (checkpoints of activations), which then has to draw from PyTorch's generator, whose state they keep.
+    There are none if the model fails on these samples, which training will report. There are none either if the
+    backward pass calls dropout again, as activation checkpoints do: they restore the state of PyTorch's generator, so
+    dropout has to draw from it.
     """
     inputs, targets = shared.train.gather(torch.arange(min(samples, len(shared.train))))
     current = CurrentStep()
@@ -280,7 +281,7 @@ def recorded_calls(task: TaskSpec, shared: SharedState, samples: int) -> Calls:
             dropouts, by_modules = tuple(recording.dropouts), current.calls == len(recording.dropouts)
             if dropouts:
                 _backward_under_modes(loss)
-        except torch.OutOfMemoryError:  # no property of the model, and other draws would not be noticed
+        except torch.OutOfMemoryError:  # other draws without a word would be worse
             raise
         except Exception:
             return Calls((), False)

@@ -39,7 +39,7 @@ class FurtherGradients:
         """Begin a member's work at step number `first` of a round.
 
         Args:
-            row, gradient: what `module` is bound to.
+            row, gradient: the tensors that `module` is bound to.
             backward: adds the gradient of a batch, with the dropout masks of a step.
         """
         self._row, self._row_gradient, self._state = row, gradient, state
