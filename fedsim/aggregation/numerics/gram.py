@@ -152,14 +152,11 @@ class Gram:
         """|z_i - z_j|, [m, m]."""
         return self.squared_distances.sqrt()
 
-    def squared_distances_to(self, coefficients: Tensor) -> Tensor:
-        """Squared distances [m] of all rows from the point sum_i a_i z_i; the coefficients a [m] sum to one."""
-        pulled = self.offsets @ coefficients
-        return (self.offsets.diagonal() - 2 * pulled + coefficients @ pulled).clamp(min=0)
-
-    def squared_norm(self, coefficients: Tensor) -> float:
-        """|sum_i a_i z_i|^2."""
-        return max(0.0, float(coefficients @ self.products @ coefficients))
+    def distances_to(self, coefficients: np.ndarray) -> np.ndarray:
+        """Distances [m] of all rows from the point sum_i a_i z_i; the coefficients a [m] sum to one."""
+        pulled = times(self.offsets, coefficients)
+        own = self.offsets.numpy().diagonal()
+        return np.sqrt(np.maximum(own - 2 * pulled + coefficients @ pulled, 0))
 
     def _recompute(self, result: Tensor, pairs: list[list[int]]) -> None:
         """Compute the squared distances of these pairs from differences; equal rows get equal distances."""
@@ -269,17 +266,23 @@ def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:
         total[-1, -1] += rows[-1] @ rows[-1]
 
 
+def times(matrix: Tensor, values: np.ndarray) -> np.ndarray:
+    """matrix [m, m] @ values [m] by PyTorch, since NumPy may use several threads."""
+    return (matrix @ torch.from_numpy(values)).numpy()
+
+
 def stable_order(values: Tensor) -> Tensor:
-    """Positions of `values` [n] in ascending order, ties by index; values that differ by rounding alone are ties."""
+    """Positions of `values` [..., n] in ascending order along the last dimension, ties by index.
+
+    Values that differ by rounding alone are ties.
+    """
     numbers = values.numpy()
-    order = numbers.argsort(kind="stable")
-    ascending = numbers[order]
-    with np.errstate(all="ignore"):
-        step = np.diff(ascending) > TIED * np.abs(
-            ascending[:-1]
-        )  # relative to the lower value, since infinity would equal all
+    order = numbers.argsort(axis=-1, kind="stable")
+    ascending = np.take_along_axis(numbers, order, -1)
+    with np.errstate(all="ignore"):  # relative to the lower value, since infinity would equal all
+        step = np.diff(ascending) > TIED * np.abs(ascending[..., :-1])
     if not step.all():  # ties
-        rank = np.zeros(len(numbers), dtype=int)
-        rank[order[1:]] = step.cumsum()
-        order = rank.argsort(kind="stable")
+        rank = np.zeros(numbers.shape, dtype=int)
+        np.put_along_axis(rank, order[..., 1:], step.cumsum(-1), -1)
+        order = rank.argsort(axis=-1, kind="stable")
     return torch.from_numpy(order)

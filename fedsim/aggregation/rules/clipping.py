@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import distances_to, norms
-from fedsim.aggregation.numerics.gram import Gram
+from fedsim.aggregation.numerics.gram import Gram, times
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
 from fedsim.aggregation.rule import Count, LinearCombination, Positive, pre_aggregator, require, rule
 from fedsim.errors import ExperimentError
@@ -153,21 +153,23 @@ def geometric_median(
     tensor([1., 0.], dtype=torch.float64)
     """
     n = len(gram)
-    shares = torch.full((n,), 1 / n, dtype=torch.double) if weights is None else weights / weights.sum()
-    if not bool(shares.isfinite().all()):
+    shares = np.full(n, 1 / n) if weights is None else (weights / weights.sum()).numpy()
+    if not np.isfinite(shares).all():
         raise ExperimentError("geometric_median: all weights of this cohort are zero")
     point = shares
-    distances = gram.norms if start == "zeros" else gram.squared_distances_to(shares).sqrt()
-    for iteration in range(iterations):
-        pull = shares / distances.clamp(min=nu)
-        moved = pull / pull.sum()
-        settled = False
-        if iteration or start == "mean":
-            step = float((moved - point) @ gram.offsets @ (moved - point))
-            settled = max(0.0, step) <= tol**2 * gram.squared_norm(moved)
-        point = moved
-        if settled:
-            break
-        distances = gram.squared_distances_to(point).sqrt()
+    with np.errstate(all="ignore"):  # rows may be infinite
+        distances = gram.norms.numpy() if start == "zeros" else gram.distances_to(shares)
+        for iteration in range(iterations):
+            pull = shares / np.maximum(distances, nu)
+            moved = pull / pull.sum()
+            settled = False
+            if iteration or start == "mean":
+                step = moved - point
+                squares = step @ times(gram.offsets, step), moved @ times(gram.products, moved)
+                settled = max(0.0, squares[0]) <= tol**2 * max(0.0, squares[1])
+            point = moved
+            if settled:
+                break
+            distances = gram.distances_to(point)
     metrics["weiszfeld_iterations"] = iteration + 1
-    return LinearCombination(point)
+    return LinearCombination(torch.from_numpy(point))

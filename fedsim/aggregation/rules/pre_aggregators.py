@@ -31,9 +31,7 @@ def nnm(gram: Gram, *, f: Count) -> LinearCombination:
     require(f < n, "nnm", "f < n", f=f, n=n)
     away = gram.squared_distances.clone().fill_diagonal_(-1)  # itself before any row that equals it
     mixing = torch.zeros(n, n, dtype=torch.double)
-    for row, distances in zip(mixing, away, strict=True):
-        row[stable_order(distances)[: n - f]] = 1 / (n - f)
-    return LinearCombination(mixing)
+    return LinearCombination(mixing.scatter_(1, stable_order(away)[:, : n - f], 1 / (n - f)))
 
 
 @pre_aggregator("bucketing")
