@@ -18,6 +18,7 @@ from fedsim.records.formatting import comparison_title, key_name
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+BEST = "best "  # how the names of some panels begin; the others begin with the name of the first axis and a colon
 MOST_PANELS, MOST_VALUES = 30, 20  # panels of a figure, values on an axis of a panel
 MOST_INCHES = 24, 60  # width and height of all panels
 HEIGHT, CHARACTER = 0.62, 0.085  # inches, of a cell with three lines and of a letter in it
@@ -43,6 +44,8 @@ def draw_panels(grid: Grid, runs: Sequence[RunResult], over: tuple[str, str]) ->
     longest = max(len(line) for cell in cells for line in (cell.text, *cell.below.splitlines()))
     width, height = max(1.0, CHARACTER * longest + 0.2) * len(across) + 0.3, HEIGHT * len(down) + 0.5
     columns = max(1, min(len(panels), len(grid.axes[grid.compared[0]]) + 1, int(MOST_INCHES[0] / width)))
+    if columns <= len(grid.axes[grid.compared[0]]):  # a combination needs several rows: first all panels of the best
+        panels = dict(sorted(panels.items(), key=lambda item: not item[0].startswith(BEST)))
     shown = list(panels.items())[: min(MOST_PANELS, columns * max(1, int(MOST_INCHES[1] / height)))]
     rows = math.ceil(len(shown) / columns)
     figure = Figure(figsize=(2.4 + columns * width, 1.4 + rows * height), layout="constrained")
@@ -59,9 +62,10 @@ def draw_panels(grid: Grid, runs: Sequence[RunResult], over: tuple[str, str]) ->
             axes.set_ylabel(key_name(over[0]))
         if place + columns >= len(shown):
             axes.set_xlabel(key_name(over[1]))
-    figure.colorbar(image, ax=places, label=metric.label.lower())
+    figure.colorbar(image, ax=places, label=metric.label.lower(), fraction=0.04, aspect=30)
     remarks = [f"{grid.name}: mean over seeds" if SEED in grid.axes else grid.name]
-    remarks.append("~ tied: not significantly different from the best (95 %, paired)" if SEED in grid.axes else "")
+    tied = "not significantly different from" if SEED in grid.axes else "equal to"
+    remarks.append(f"~ tied: {tied} the best{' (95 %, paired)' if SEED in grid.axes else ''}")
     remarks.append(f"the first {len(shown)} of {len(panels)} panels" if len(shown) < len(panels) else "")
     for axis, count in [(axis, len(grid.axes[axis])) for axis in over]:
         remarks.append(f"the first {MOST_VALUES} of {count} values of {key_name(axis)}" if count > MOST_VALUES else "")
@@ -96,7 +100,7 @@ def _panels(grid: Grid, combined: Sequence[Combination], over: tuple[str, str]) 
         point = group[0].runs[0].point
         place = canonical(point[over[0]]), canonical(point[over[1]])
         beside = "".join(f", {key_name(key)}: {label(point[key])}" for key in _others(grid, over))
-        panels.setdefault(f"best {name}{beside}", {})[place] = _best_cell(grid, best_of(group))
+        panels.setdefault(f"{BEST}{name}{beside}", {})[place] = _best_cell(grid, best_of(group))
         for each in group:
             panels.setdefault(f"{name}: {_value(grid, each)}{beside}", {})[place] = _cell(each)
     return panels

@@ -116,6 +116,13 @@ def test_each_combination_of_the_other_axes_has_a_panel_of_the_best_and_one_of_e
     assert (figure.axes[0].get_ylabel(), figure.axes[4].get_xlabel()) == ("partition alpha", "attack fraction")
 
 
+def test_if_a_combination_needs_several_rows_the_panels_of_the_best_are_first():
+    fractions = [k / 40 for k in range(1, 11)]
+    grid = grid_of({**AXES, "attack.fraction": fractions, "seed": [0]})
+    names = list(panels_of(draw_panels(grid, results_of(grid, lambda point: [0.5]), OVER)))
+    assert names[:3] == ["best rule, attack: none", "best rule, attack: ipm", "rule: mean, attack: none"]
+
+
 def test_with_one_seed_only_equal_values_are_tied_and_there_is_no_interval():
     one = {axis: values for axis, values in AXES.items() if axis != "seed"}
     grid, runs = made_up(axes=one)
@@ -137,6 +144,7 @@ def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_
     title = figure.get_suptitle()
     assert f"; the first {MOST_VALUES} of {MOST_VALUES + 3} values of partition alpha" in title
     shown = panels_of(figure)
+    assert next(iter(shown)) == "best local steps"
     assert f"; the first {len(shown)} of {MOST_PANELS + 3} panels" in title
     assert all(len(texts) == MOST_VALUES for name, texts in shown.items() if not name.startswith("best"))
     assert len(rows_of(grid, runs)) == len(values)
