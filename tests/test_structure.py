@@ -14,7 +14,7 @@ FLOORS = (  # from the lowest to the highest; a package imports packages of lowe
     ("errors",),
     ("system",),
     ("core",),
-    ("data", "models"),
+    ("data", "loggers", "models"),
     ("clients",),
     ("aggregation",),
     ("server",),

@@ -33,6 +33,7 @@ PLUGS = {  # kind: the key that names a plug, and its registry, which is importe
     "policies": ("policy.name", "fedsim.asynchronous.policies:policy"),
     "speeds": ("clock.speed.name", "fedsim.asynchronous.clock.speeds:speed"),
     "noises": ("clock.noise.name", "fedsim.asynchronous.clock.noises:noise"),
+    "loggers": ("records.loggers", "fedsim.loggers:logger"),
     "engines": ("engine", "fedsim.engines:engine"),
     "hooks": ("distributed.hook.name", "fedsim.engines.distributed.hooks:hook"),
 }

@@ -21,6 +21,7 @@ from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
 from fedsim.engines.distributed.hooks import BoundHook, bind_hook, hook
 from fedsim.errors import ExperimentError, show
+from fedsim.loggers import logger
 from fedsim.models import model
 from fedsim.processing import BoundProcessor, bind_processor, processor
 from fedsim.server import server_optimizer
@@ -261,11 +262,27 @@ class Checkpoint(Table):
     keep: Amount = 2  # the number of checkpoints in the folder
 
 
+class Logger(PlugTable):
+    place, named_by, registry = "records.loggers", "name", logger
+
+    name: Name
+
+
 class Records(Table):
-    """Optional files of a run folder."""
+    """Optional files of a run folder, and the loggers that get the numbers of each round."""
 
     updates: list[Amount] = Field(default=[])  # rounds whose updates are recorded, for `fedsim replay`
     model: bool = True  # model.safetensors
     curve: bool = True  # the figure `curve`
     figures: list[Literal["png", "svg", "pdf"]] = Field(default=["png"])  # formats of all figures
-    tensorboard: bool = False  # scalars of every round as a TensorBoard event file
+    tensorboard: bool = False  # the logger tensorboard
+    loggers: Annotated[list[Logger], Field(max_length=20)] = Field(default=[])
+
+    @property
+    def all_loggers(self) -> list[Logger]:
+        """The loggers, with the one that `tensorboard` stands for."""
+        named = [each.name for each in self.loggers]
+        return [
+            *self.loggers,
+            *([Logger(name="tensorboard")] if self.tensorboard and "tensorboard" not in named else []),
+        ]

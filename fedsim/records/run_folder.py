@@ -129,7 +129,11 @@ class RunFolder:
             return environment
         again = {key: value for key, value in environment.items() if first.get(key) != value}
         times = first.get("resumed", [])
-        return {**first, "resumed": [*(times if isinstance(times, list) else []), {"after_round": rounds, **again}]}
+        return {
+            **again,
+            **first,
+            "resumed": [*(times if isinstance(times, list) else []), {"after_round": rounds, **again}],
+        }
 
     def environment(self) -> dict[str, Any]:
         """The stored environment; {} if there is none, or a damaged one."""

@@ -23,13 +23,13 @@ from fedsim.records.early_stopping import EarlyStopping, divergence, stop_reason
 from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
-from fedsim.records.tensorboard import TensorBoardWriter
 from fedsim.records.worker_results import draw_workers, newest_table, read_csv
 from fedsim.runs.divergence import LastFiniteModel
 from fedsim.runs.loops.loop import Loop, loop_of
 from fedsim.runs.recovery import recovering
 from fedsim.runs.resume import ResumeState, choices_of
 from fedsim.runs.rule_replay import kept_updates
+from fedsim.runs.run_loggers import ID, RunLoggers, logged_run
 from fedsim.runs.session import Session
 from fedsim.runs.setup import PreparedRun, finished_model, prepare
 from fedsim.runs.terminal import Display
@@ -160,7 +160,7 @@ def run(
         loop = loop_of(prepared, engine, folder.race_log if folder else None, results.append)
         loop, finite = recovering(loop, prepared, engine, note), LastFiniteModel(experiment, engine)
         prepared = replace(prepared, done=past.restore(loop, engine) if resume else 0)
-        history, board = past.records, None
+        history, loggers = past.records, None
         if folder and (table := newest_table(folder.path, prepared.done)):
             results.append(read_csv(table))
         stopped = stop_reason(history, experiment.stop)
@@ -168,11 +168,11 @@ def run(
             history[-1] = _with_tests_of_workers(history[-1], loop)  # `stop` has changed
             if folder and (tests := _tests_after(prepared.done, results)):
                 folder.workers(tests)
-        if folder and experiment.records.tensorboard:
-            board = TensorBoardWriter(folder.path, experiment.resolved(), after=prepared.done)
-            stack.enter_context(board)
+        if host.is_main() and experiment.records.all_loggers:
+            logged = logged_run(experiment, folder, prepared.done)
+            loggers = stack.enter_context(RunLoggers(experiment, logged))
         if folder:
-            _write_first_files(folder, experiment, prepared, history)
+            _write_first_files(folder, experiment, prepared, history, **({ID: logged.id} if loggers else {}))
         for line in warnings_about(experiment) if host.is_main() else ():
             warnings.warn(line, SettingWarning, stacklevel=2)
         display.start(prepared)
@@ -200,7 +200,7 @@ def run(
                     folder.updates(round, kept)
             if stopped and not _tests_after(round, results):
                 history[-1] = record = _with_tests_of_workers(record, loop)
-            _show_and_write(record, _tests_after(round, results), display, folder, board)
+            _show_and_write(record, _tests_after(round, results), display, folder, loggers)
             asked = engine.broadcast(_stop_asked(on_round, record))  # one rank decides for all
             stopped = stopped or asked
             if (
@@ -236,15 +236,15 @@ def _show_and_write(
     tests: WorkerResults | None,
     display: Display,
     folder: RunFolder | None,
-    board: TensorBoardWriter | None,
+    loggers: RunLoggers | None,
 ) -> None:
     """Write the record of a round, and the tests of single workers after it, to the files of the run; print them."""
     if folder and tests:
         folder.workers(tests)
     if folder:
         folder.round(record)
-    if board:
-        board.round(record)
+    if loggers:
+        loggers.round(record)
     display.round(record)
     if tests:
         display.workers(tests)
@@ -266,11 +266,11 @@ def _with_tests_of_workers(record: RoundRecord, loop: Loop) -> RoundRecord:
 
 
 def _write_first_files(
-    folder: RunFolder, experiment: Experiment, prepared: PreparedRun, history: Sequence[RoundRecord]
+    folder: RunFolder, experiment: Experiment, prepared: PreparedRun, history: Sequence[RoundRecord], **facts: Any
 ) -> None:
     """Write the files of a run before its first round, or before the rounds of a resumed run."""
     require_space(folder.path, prepared.record_bytes, "what this run keeps")
-    folder.begin(experiment, history, **prepared.facts())
+    folder.begin(experiment, history, **prepared.facts(), **facts)
     folder.partition(prepared.label_counts, prepared.byzantine, prepared.sampled_workers, experiment.workers)
 
 

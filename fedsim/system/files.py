@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,26 @@ def locked(folder: Path, by_whom: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def one_at_a_time(path: Path, seconds: float) -> Iterator[None]:
+    """Let the processes that enter such a block for this path do so one after another.
+
+    A process waits at most so many seconds and then enters all the same, as it does where locks do not work.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            deadline = time.monotonic() + seconds
+            while fcntl is not None and time.monotonic() < deadline:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.05)
+        yield
 
 
 def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:

@@ -12,7 +12,8 @@ import pytest
 import fedsim
 from fedsim.comparison.folder import read_history
 from fedsim.errors import RecordError
-from fedsim.records.tensorboard import TensorBoardWriter
+from fedsim.loggers.tensorboard import TensorBoardWriter
+from fedsim.runs.run_loggers import scalars
 from fedsim.system import files
 from fedsim.system.files import append_atomically, require_space
 from tests.environment.confined import QUICK, limited, one_line_of_error, outcomes
@@ -140,16 +141,16 @@ def test_lines_are_appended_completely_or_not_at_all(tmp_path):
 
 
 def test_an_event_file_that_cannot_be_written_is_a_record_error(tiny_experiment, tmp_path):
-    record = fedsim.run(tiny_experiment).history[0]
+    numbers = scalars(fedsim.run(tiny_experiment).history[0])
     (tmp_path / "file").write_text("")
     with (
         TensorBoardWriter(tmp_path / "file", {}) as board,
         pytest.raises(RecordError, match=r"events\.out\..*Not a directory; a file"),
     ):
-        board.round(record)
+        board.log(1, numbers)
     with limited(resource.RLIMIT_FSIZE, 100), TensorBoardWriter(tmp_path, {}) as board:
         with pytest.raises(RecordError, match=r"events\.out\..*: File too large"):
-            board.round(record)
+            board.log(1, numbers)
         assert [path.stat().st_size < 100 for path in tmp_path.glob("events*")] == [True]
 
 

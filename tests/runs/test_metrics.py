@@ -10,9 +10,9 @@ import pytest
 import fedsim
 from fedsim.records.reader import read_records
 from fedsim.records.record import RoundRecord, metrics_in
-from fedsim.records.tensorboard import scalars
 from fedsim.report.curves import run_curves
 from fedsim.report.run_page import rounds_table
+from fedsim.runs.run_loggers import scalars
 from fedsim.runs.text_table import columns_of, table_header
 
 CLIPPED = {"processors": [{"name": "clip", "max_norm": 1e-3}]}

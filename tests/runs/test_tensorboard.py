@@ -7,7 +7,7 @@ import pytest
 import fedsim
 from fedsim.errors import MissingPackageError
 from fedsim.records.record import AsyncRecord, RoundRecord
-from fedsim.records.tensorboard import scalars
+from fedsim.runs.run_loggers import scalars
 
 
 def read_back(folder):
@@ -81,6 +81,6 @@ def test_a_missing_package_ends_the_run_at_once(tiny_experiment, tmp_path, monke
     for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboard"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(MissingPackageError, match=r"records\.tensorboard = true needs .*\[tensorboard\]'$"):
+    with pytest.raises(MissingPackageError, match=r"the logger .tensorboard. needs .*\[tensorboard\]'$"):
         fedsim.run({**tiny_experiment, "records": {"tensorboard": True}}, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -7,13 +7,11 @@ import io
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedsim.core.input_limits import leaves_of
-from fedsim.records.formatting import label
-from fedsim.records.record import RoundRecord, metrics_in
+from fedsim.loggers.logger import Log, LoggedRun, logger
 from fedsim.system.extras import import_extra
 from fedsim.system.files import append_atomically, write_error
 
@@ -29,14 +27,14 @@ class TensorBoardWriter:
 
     Args:
         folder: of the run.
-        settings: the experiment as nested tables; the tab HPARAMS compares runs by them.
+        settings: the experiment by dotted keys; the tab HPARAMS compares runs by them.
         after: the round after which a run is resumed; TensorBoard hides later rounds of earlier files.
 
     Raises MissingPackageError if tensorboard is not installed, and RecordError where writing fails.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], after: int = 0) -> None:
-        extra = {"extra": "tensorboard", "purpose": "records.tensorboard = true"}
+    def __init__(self, folder: Path, settings: Mapping[str, bool | float | str], after: int = 0) -> None:
+        extra = {"extra": "tensorboard", "purpose": 'the logger "tensorboard"'}
         self._events = import_extra("tensorboard.compat.proto.event_pb2", **extra)
         self._framing = import_extra("tensorboard.summary.writer.record_writer", **extra)
         self._hyperparameters = import_extra("tensorboard.plugins.hparams.summary_v2", **extra).hparams_pb
@@ -44,11 +42,11 @@ class TensorBoardWriter:
         self._path = folder
         self._file: io.FileIO | None = None
 
-    def round(self, record: RoundRecord) -> None:
-        """Append the numbers of one round."""
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Append the numbers of one round, by tag."""
         file = self._file or self._open()
-        values = [{"tag": tag, "simple_value": value} for tag, value in scalars(record).items()]
-        self._append(file, [{"step": record.round, "summary": {"value": values}}])
+        values = [{"tag": tag, "simple_value": value} for tag, value in numbers.items()]
+        self._append(file, [{"step": round, "summary": {"value": values}}])
 
     def _open(self) -> io.FileIO:
         self._path = self._folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
@@ -59,7 +57,7 @@ class TensorBoardWriter:
         events: list[dict[str, Any]] = [{"file_version": FILE_VERSION}]
         if self._after:
             events.append({"step": self._after + 1, "session_log": {"status": START}})
-        events.append({"summary": self._hyperparameters(hyperparameters(self._settings))})
+        events.append({"summary": self._hyperparameters(dict(self._settings))})
         self._append(self._file, events)
         return self._file
 
@@ -79,13 +77,12 @@ class TensorBoardWriter:
                 self._file.close()
 
 
-def hyperparameters(settings: Mapping[str, Any]) -> dict[str, bool | float | str]:
-    """Settings by dotted key, as the types that TensorBoard takes: booleans, numbers and strings."""
-    found = {key: value for key, value in leaves_of(settings) if value is not None}
-    return {key: value if isinstance(value, (bool, int, float)) else label(value) for key, value in found.items()}
-
-
-def scalars(record: RoundRecord) -> dict[str, float]:
-    """The numbers of a record by their tag, as `Metric.tag` declares it."""
-    values = {metric.tag: metric.read(record) for metric in metrics_in([record]) if metric.tag}
-    return {tag: value for tag, value in values.items() if value is not None}
+@logger("tensorboard")
+@contextlib.contextmanager
+def tensorboard(run: LoggedRun) -> Iterator[Log]:
+    """TensorBoard: an event file in the run folder, none without a folder; `records.tensorboard = true` is the same."""
+    if run.folder is None:
+        yield lambda round, numbers: None
+        return
+    with TensorBoardWriter(run.folder, run.settings, run.done) as writer:
+        yield writer.log

@@ -1,0 +1,113 @@
+"""The loggers of a run: begun before its first round, told of each round, and ended with it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fedsim.config.experiment import Experiment
+from fedsim.core.input_limits import leaves_of
+from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, cut, one_line, show
+from fedsim.loggers import Log, LoggedRun
+from fedsim.records.formatting import label
+from fedsim.records.record import RoundRecord, metrics_in
+from fedsim.records.run_folder import RunFolder
+from fedsim.system.files import one_at_a_time
+
+MOST_WAITING = 60.0  # seconds until other runs on this machine have begun their loggers
+
+
+class RunLoggers:
+    """The loggers that an experiment names; a context manager around the rounds.
+
+    A logger that cannot begin ends the run, before its first round. One that fails later is left out from then on,
+    with a warning, so that the run is not lost; but what cannot be written to the run folder ends the run.
+    """
+
+    def __init__(self, experiment: Experiment, run: LoggedRun) -> None:
+        self._loggers: dict[str, tuple[contextlib.AbstractContextManager[Log], Log]] = {}
+        with contextlib.ExitStack() as stack:
+            stack.push(self.__exit__)
+            for table in experiment.records.all_loggers:
+                try:
+                    context = table.bind()(run=run)
+                    with one_at_a_time(Path(__file__), MOST_WAITING):  # the first one makes the tables of a data base
+                        self._loggers[table.name] = context, context.__enter__()
+                except FedsimError:
+                    raise
+                except Exception as error:
+                    raise ExperimentError(
+                        f"records.loggers: {show(table.name)} cannot begin: {one_line(error)}"
+                    ) from error
+            stack.pop_all()
+
+    def round(self, record: RoundRecord) -> None:
+        """Tell all loggers of a round."""
+        numbers = scalars(record) if self._loggers else {}
+        for name, (_, log) in list(self._loggers.items()):
+            try:
+                log(record.round, numbers)
+            except FedsimError:
+                raise
+            except Exception as error:
+                self._warn(name, f"failed in round {record.round}", error)
+                self._end(name, type(error), error, error.__traceback__)
+
+    def _end(
+        self, name: str, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        context, _ = self._loggers.pop(name)
+        try:
+            context.__exit__(kind, error, trace)
+        except Exception as failure:
+            if failure is not error:
+                self._warn(name, "failed at its end", failure)
+
+    def _warn(self, name: str, what: str, error: Exception) -> None:
+        text = f"the logger {show(name)} {what}: {one_line(error)}; the run goes on without it"
+        warnings.warn(text, FedsimWarning, stacklevel=4)
+
+    def __enter__(self) -> RunLoggers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in list(self._loggers):
+            self._end(name, kind, error, trace)
+
+
+def logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> LoggedRun:
+    """What the loggers are told of a run."""
+    known = folder.environment().get(ID) if folder and folder.resumes else None
+    resumed = isinstance(known, str) and re.fullmatch(r"[0-9a-f]{32}", known) is not None
+    return LoggedRun(
+        name=folder.path.resolve().name if folder else experiment.name,
+        group=experiment.name,
+        settings=hyperparameters(experiment.resolved()),
+        id=str(known) if resumed else uuid.uuid4().hex,
+        resumed=resumed,
+        done=done,
+        folder=folder.path if folder else None,
+    )
+
+
+ID = "logged_as"  # the key of the environment that holds the id of a run in its loggers
+
+
+def hyperparameters(settings: Mapping[str, Any]) -> dict[str, bool | float | str]:
+    """Settings by dotted key, as the types that loggers take: booleans, numbers and strings."""
+    found = {key: value for key, value in leaves_of(settings) if value is not None}
+    return {key: value if isinstance(value, (bool, int, float)) else cut(label(value)) for key, value in found.items()}
+
+
+def scalars(record: RoundRecord) -> dict[str, float]:
+    """The numbers of a record by their tag, as `Metric.tag` declares it."""
+    values = {metric.tag: metric.read(record) for metric in metrics_in([record]) if metric.tag}
+    return {tag: value for tag, value in values.items() if value is not None}
