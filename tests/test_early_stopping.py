@@ -179,18 +179,18 @@ def test_optuna_prunes_by_on_round(tiny_experiment, session):
                 raise fedsim.StopRun("pruned")
 
         lr = trial.suggest_categorical("lr", [0.1, 1e-9])
-        result = fedsim.run({**tiny_experiment, "rounds": 4, "local.lr": lr}, session=session, on_round=on_round)
+        result = fedsim.run(tiny_experiment, session=session, on_round=on_round, rounds=4, local={"lr": lr})
         lengths.setdefault(lr, set()).add(len(result.history))
         if result.stopped:
             raise optuna.TrialPruned(result.stopped)
         return result.test_loss
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=1)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=1)
     study = optuna.create_study(sampler=optuna.samplers.GridSampler({"lr": [0.1, 1e-9]}, seed=0), pruner=pruner)
     study.enqueue_trial({"lr": 0.1})
     study.enqueue_trial({"lr": 1e-9})
     study.optimize(objective, n_trials=2)
     states = [trial.state.name for trial in study.trials]
     assert states == ["COMPLETE", "PRUNED"]
-    assert lengths == {0.1: {4}, 1e-9: {2}}
+    assert lengths == {0.1: {4}, 1e-9: {1}}
