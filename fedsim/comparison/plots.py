@@ -39,28 +39,15 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
             at different times: the mean is taken at each of these times, with accuracies interpolated between tests.
             See `on_common_grid`.
     """
-    from matplotlib.figure import Figure  # slow to import; and pyplot is not needed
-
     if all(run.error is not None for run in runs):
         return None
     groups = groups_of(grid.settings.combined(runs, list(grid.axes)))
     score = groups[0][0].metric
     shown = groups[:MOST_PANELS]
-    columns = min(len(shown), 3 if len(shown) <= 9 else 4 if len(shown) <= 16 else 5)
-    rows = math.ceil(len(shown) / columns)
-    width, height = (6.4, 4.2) if len(shown) == 1 else (3.5 * columns, 2.7 * rows + 0.5)
-    free = rows * columns > len(shown)  # a place for the legend
-    figure = Figure(figsize=(width if free else width + 1.6, height), layout="constrained")
-    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
-    for panel in panels[len(shown) :]:
-        panel.set_axis_off()
-    for place, (panel, group) in enumerate(zip(panels, shown, strict=False)):
+    first = grid.compared[0] if grid.compared else None
+    figure, panels = draw_panels(len(shown), X_LABELS[scale], score.label.lower(), grid, first)
+    for panel, group in zip(panels, shown, strict=True):
         _draw_panel(panel, grid, group, scale)
-        if place % columns == 0:
-            panel.set_ylabel(score.label.lower())
-        if place + columns >= len(shown):
-            panel.set_xlabel(X_LABELS[scale])
-    _draw_legend(panels[-1] if free else figure, "center" if free else "outside right upper", grid)
     seeds = len(groups[0][0].runs)
     spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
     remark = f"{grid.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else grid.name
@@ -71,6 +58,28 @@ def draw_accuracy(grid: Grid, runs: Sequence[RunResult], scale: Scale = "round")
         footnote = f"Between two tests, the {score.key.removeprefix('test_')} of a run is interpolated."
         figure.supxlabel(footnote, x=0.01, ha="left", fontsize="x-small")
     return figure
+
+
+def draw_panels(count: int, x: str, y: str, grid: Grid, lines: str | None) -> tuple[Figure, list[Axes]]:
+    """A figure of empty panels with the names of their axes, and a legend for the values of the axis `lines`."""
+    from matplotlib.figure import Figure  # slow to import; and pyplot is not needed
+
+    columns = min(count, 3 if count <= 9 else 4 if count <= 16 else 5)
+    rows = math.ceil(count / columns)
+    width, height = (6.4, 4.2) if count == 1 else (3.5 * columns, 2.7 * rows + 0.5)
+    free = rows * columns > count  # a place for the legend
+    figure = Figure(figsize=(width if free else width + 1.6, height), layout="constrained")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    for place, panel in enumerate(panels):
+        if place >= count:
+            panel.set_axis_off()
+        elif place % columns == 0:
+            panel.set_ylabel(y)
+        if count - columns <= place < count:
+            panel.set_xlabel(x)
+    if lines is not None:
+        _draw_legend(panels[-1] if free else figure, "center" if free else "outside right upper", grid, lines)
+    return figure, list(panels[:count])
 
 
 def _draw_panel(panel: Axes, grid: Grid, group: list[Combination], scale: Scale) -> None:
@@ -107,12 +116,9 @@ def _draw_line(panel: Axes, mean: MeanCurve, index: int, limits: tuple[float, fl
             panel.plot(*each, color=style["color"], alpha=0.4, linewidth=0.7)
 
 
-def _draw_legend(where: Axes | Figure, place: str, grid: Grid) -> None:
+def _draw_legend(where: Axes | Figure, place: str, grid: Grid, key: str) -> None:
     from matplotlib.lines import Line2D
 
-    if not grid.compared:
-        return
-    first = grid.compared[0]
-    handles = [Line2D([], [], label=label(value), **line_style(index)) for index, value in enumerate(grid.axes[first])]
+    handles = [Line2D([], [], label=label(value), **line_style(index)) for index, value in enumerate(grid.axes[key])]
     style: dict[str, Any] = {"loc": place, "fontsize": "small", "title_fontsize": "small", "handlelength": 3}
-    where.legend(handles=handles, title=key_name(first), **style)
+    where.legend(handles=handles, title=key_name(key), **style)

@@ -6,17 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedsim.comparison.axes import label
+from fedsim.comparison.axes import is_numeric, label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import to_csv
-from fedsim.core.plotting import line_style
+from fedsim.core.plotting import line_style, mark_values
 from fedsim.records.comparison_settings import Choice, validation_result
 from fedsim.records.formatting import key_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-LOG_FROM = 10  # the x axis is logarithmic if the largest value is so many times the smallest
 
 
 def tuning_csv(grid: Grid, tuned: Sequence[Choice]) -> str:
@@ -47,8 +45,7 @@ def draw_tuning(grid: Grid, tuned: Sequence[Choice]) -> Figure | None:
 
     assert grid.settings.tune is not None
     values = grid.axes[grid.settings.tune]
-    numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-    places = {label(value): value if numeric else index for index, value in enumerate(values)}
+    places = {label(value): value if is_numeric(values) else index for index, value in enumerate(values)}
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes, metric = figure.subplots(), None
     for index, choice in enumerate(tuned):
@@ -69,10 +66,7 @@ def draw_tuning(grid: Grid, tuned: Sequence[Choice]) -> Figure | None:
         axes.plot(*zip(*sorted(points), strict=True) if points else ([], []), label=name, **style)
     if metric is None:
         return None
-    if numeric and min(values) > 0 and max(values) >= LOG_FROM * min(values):
-        axes.set_xscale("log")
-    axes.set_xticks(list(places.values()), list(places))
-    axes.minorticks_off()
+    mark_values(axes, places)
     worst = f", worst {grid.settings.worst}" if grid.settings.worst else ""
     axes.set(xlabel=key_name(grid.settings.tune), ylabel=metric.label.replace("Test", "Validation").lower() + worst)
     axes.grid(alpha=0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MARKS = 8  # about this number of markers on a line; lines have them at different points
 DPI = 130
+LOG_FROM = 10  # an axis of values is logarithmic if the largest is so many times the smallest
 UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same figure is the same file
 
 
@@ -40,6 +42,21 @@ def prepare_axes(axes: Axes, *, whole_numbers: bool) -> None:
     axes.grid(alpha=0.3)
     axes.tick_params(labelsize="small")
     axes.xaxis.set_major_locator(MaxNLocator(integer=whole_numbers, nbins=6))
+
+
+def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
+    """Ticks on the x axis at the values of a setting, by their labels; logarithmic if they are positive and far apart.
+
+    >>> from matplotlib.figure import Figure
+    >>> axes = Figure().subplots()
+    >>> mark_values(axes, {"0.1": 0.1, "10.0": 10.0})
+    >>> axes.get_xscale()
+    'log'
+    """
+    if min(places.values()) > 0 and max(places.values()) >= LOG_FROM * min(places.values()):
+        axes.set_xscale("log")
+    axes.set_xticks(list(places.values()), list(places))
+    axes.minorticks_off()
 
 
 def encode(figure: Figure, format: str) -> bytes:
