@@ -117,6 +117,9 @@ def notes(run: Run) -> list[str]:
         found.append(f"Stopped after round {len(run.history)} of {run.planned}: {run.stopped}.")
     elif not run.finished:
         found.append(f"Not finished: {len(run.history)} of {run.planned} rounds.")
+    attack = run.experiment.get("attack")
+    if isinstance(attack, dict) and attack.get("redraw") is True:
+        found.append("Each round draws other Byzantine workers (attack.redraw), so no worker is marked (B).")
     if run.torn:
         found.append("The last line of metrics.jsonl is incomplete and was left out.")
     if not run.experiment:

@@ -104,6 +104,16 @@ def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(m
     assert [record["lost"] for record in result.history] == [[]] * 4
 
 
+def test_a_round_that_is_repeated_draws_the_same_cohort_by_losses(mortal, session):
+    """A process dies in training, and one while it computes the losses of candidates."""
+    sampling = {"strategy": "power_of_choice", "candidates": 6}
+    tables = {**mortal, **SPAWN, "workers": 8, "cohort": 3, "sampling": sampling}
+    result, said = run_ordered(tables, {1: ["train"], 3: ["test"]}, session=session)
+    assert_as_without_faults(result, tables, session)
+    assert len(said) == 2
+    assert len({tuple(record.cohort) for record in result.history}) > 1
+
+
 @pytest.mark.parametrize("policy", ["fedbuff", pytest.param("asgd", marks=pytest.mark.slow)])
 def test_the_virtual_clock_is_restored(policy, mortal, session):
     tables = {**mortal, **SPAWN, "mode": "clock", "policy": policy, "clock": {"speed": "lognormal"}, "rounds": 3}
