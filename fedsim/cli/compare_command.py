@@ -87,6 +87,14 @@ Heatmap = Annotated[
         show_default="the first two",
     ),
 ]
+Halving = Annotated[
+    bool,
+    typer.Option(
+        "--rounds-by-halving",
+        help="With --tune: run all values for a part of the rounds, the better half by validation result for twice as "
+        "many, and so on, until one value has all rounds.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")]
 
 
@@ -102,6 +110,7 @@ def compare(
     by: By = None,
     skip_invalid: SkipInvalid = False,
     heatmap: Heatmap = None,
+    rounds_by_halving: Halving = False,
     dry_run: DryRun = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
@@ -118,7 +127,13 @@ def compare(
 
         key, values = (tune or "").partition("=")[::2]
         settings = ComparisonSettings(
-            target=target, tune=key or None, worst=worst, by=by, skip_invalid=skip_invalid or None, heatmap=heatmap
+            target=target,
+            tune=key or None,
+            worst=worst,
+            by=by,
+            skip_invalid=skip_invalid or None,
+            heatmap=heatmap,
+            rounds_by_halving=rounds_by_halving or None,
         )
         given = [*(words or []), *([tune] if tune and values else [])]
         folders = [Path(word) for word in given if is_folder(word)]

@@ -45,6 +45,7 @@ class ComparisonSettings:
         by: this number, see `metric_called`; None: the test accuracy, or the test loss of a task without accuracy.
         skip_invalid: leave out the combinations that are invalid experiments; None and false: refuse the comparison.
         heatmap: the two axes of the heat map, "down,across"; None: the first two.
+        rounds_by_halving: run all values of `tune` for a part of the rounds, and only the better half for more.
     """
 
     target: Number = None
@@ -53,6 +54,7 @@ class ComparisonSettings:
     by: str | None = None
     skip_invalid: StrictBool | None = None
     heatmap: str | None = None
+    rounds_by_halving: StrictBool | None = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -92,7 +94,7 @@ class ComparisonSettings:
         """The runs that remain, and the choices along the axis `tune`, one for each combination of the others."""
         compared, left, tuned = self.compared(axes), list(runs), list[Choice]()
         if self.tune is not None:
-            tuned = _choices(left, compared, self.tune, lambda each: _validated_quality(self.validated(each)))
+            tuned = _choices(left, compared, self.tune, lambda each: _order_of_values(self.validated(each)))
             left = [run for choice in tuned for run in choice.chosen.runs]
         if self.worst is not None:
             worst = _choices(left, compared, self.worst, lambda each: -_quality(each, each.score), self.by)
@@ -102,7 +104,7 @@ class ComparisonSettings:
     def validated(self, candidate: Combination) -> Combination:
         """Of the runs of one value of the axis `tune`, those whose validation result counts: all, or the worst case."""
         cases = combinations(candidate.runs, [] if self.worst is None else [self.worst])
-        return min(cases, key=_validated_quality)
+        return min(cases, key=validated_quality)
 
 
 NO_SETTINGS = ComparisonSettings()
@@ -114,8 +116,15 @@ def validation_result(combination: Combination) -> Estimate | None:
     return combination.metrics.get(combination.metric.key.replace(TEST, VALIDATION))
 
 
-def _validated_quality(combination: Combination) -> float:
+def validated_quality(combination: Combination) -> float:
+    """The higher, the better the validation result; -inf if a run failed."""
     return _quality(combination, validation_result(combination))
+
+
+def _order_of_values(combination: Combination) -> tuple[float, int]:
+    """The quality; if no value has one, the value with the most rounds is chosen."""
+    quality = validated_quality(combination)
+    return quality, sum(len(run.history) for run in combination.runs) if quality == -math.inf else 0
 
 
 def _quality(combination: Combination, value: Estimate | None) -> float:
@@ -129,7 +138,7 @@ def _choices(
     runs: Sequence[Any],
     compared: Sequence[str],
     axis: str,
-    value: Callable[[Combination], float],
+    value: Callable[[Combination], Any],
     by: str | None = None,
 ) -> list[Choice]:
     """For each combination of the compared axes, the value of `axis` with the highest `value`, the first of equals."""

@@ -126,7 +126,8 @@ def notes(grid: StoredGrid) -> list[str]:
     missing = sum(not run.finished for run in grid.runs)
     if not missing:
         return []
-    return [f"Not finished: {missing} of {len(grid.runs)} runs. The table counts only finished runs."]
+    stopped = "Stopped by successive halving, or not" if grid.settings.rounds_by_halving else "Not"
+    return [f"{stopped} finished: {missing} of {len(grid.runs)} runs. The table counts only finished runs."]
 
 
 def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:

@@ -47,13 +47,13 @@ class Checkpoints:
         self._every, self._keep = every, keep
         self._cost, self._since = FIRST_COST, time.perf_counter()
 
-    def due(self, round: int, rounds: int) -> bool:
-        """Whether to write one after this round of `rounds`."""
+    def due(self, round: int, rounds: int, *, paused: bool = False) -> bool:
+        """Whether to write one after this round of `rounds`; `paused`: the run ends there on request."""
         if self._folder is None or self._every == 0:
             return False
         if self._every is not None:
             return round % self._every == 0 or round == rounds
-        return time.perf_counter() - self._since >= self._cost / SHARE
+        return paused or time.perf_counter() - self._since >= self._cost / SHARE
 
     def write(self, round: int, take: Callable[[], Snapshot], **facts: Any) -> None:
         """Write the state that `take` returns, with further facts, and remove the oldest checkpoints.

@@ -206,7 +206,9 @@ def run(
             if (
                 record.diverged is None
                 and out is not None
-                and engine.broadcast(past.checkpoints.due(round, round if stopped else experiment.rounds))
+                and engine.broadcast(
+                    past.checkpoints.due(round, round if stopped else experiment.rounds, paused=asked is not None)
+                )
             ):
                 if folder:
                     folder.settle()
