@@ -108,7 +108,7 @@ def attempt(
     def after_round(record: RoundRecord) -> None:
         on_round(record)
         if rounds <= record.round < experiment.rounds:
-            raise StopRun("paused; other values are compared first")
+            raise StopRun("paused by successive halving")
 
     try:
         with warnings.catch_warnings():

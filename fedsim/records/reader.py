@@ -148,6 +148,11 @@ class GridRun(Run):
         return super().finished and self.error is None
 
     @cached_property
+    def stopped(self) -> str | None:
+        """As of `Run`, but a pause by successive halving is no end."""
+        return stop_reason(self.history, stored_stop(self.experiment))
+
+    @cached_property
     def metrics(self) -> dict[str, float | None]:
         """The numbers of a finished run by name, see `run_metrics`."""
         return run_metrics(self.history, self.progress, self.target) if self.finished else {}
