@@ -72,7 +72,7 @@ def aggregate(
     updates, form = as_rows(updates, "updates")
     updates = checked_matrix(updates, "updates")
     n, d = updates.shape
-    inputs = AggregationInputs(updates, _checked_weights(weights, n, pipeline), seed=seed)
+    inputs = AggregationInputs(updates, checked_weights(weights, n, pipeline), seed=seed)
     inputs.root = None if root is None else _checked("root", form.row(root, "root"), (d,), updates.device)
     inputs.last = None if last is None else _checked("last", form.row(last, "last"), (d,), updates.device)
     if losses is not None:
@@ -125,7 +125,8 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
         return form.rebuild(pipeline.rows(screened(inputs, "error")[0]).block())
 
 
-def _checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: Pipeline) -> Tensor | None:
+def checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: Pipeline) -> Tensor | None:
+    """Weights as float64 [n] on the CPU; None if there are none. Raises ExperimentError if they are impossible."""
     if weights is None:
         return torch.ones(n, dtype=torch.double) if pipeline.needs_weights else None
     try:

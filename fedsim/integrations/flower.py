@@ -1,0 +1,153 @@
+"""Rules of fedsim in Flower: a strategy of the message API (flwr.serverapp)."""
+
+# ruff: noqa: E402  (the package is checked before it is imported)
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.aggregation.containers import as_rows
+from fedsim.aggregation.functional import checked_weights
+from fedsim.aggregation.inputs import Nonfinite
+from fedsim.aggregation.resolve import Stage
+from fedsim.errors import ExperimentError
+from fedsim.integrations.rounds import RuleOverRounds
+from fedsim.server import ServerOptimizer
+from fedsim.system.extras import import_extra
+
+import_extra("flwr", extra="flower", purpose="fedsim.integrations.flower")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+
+LOG = logging.getLogger("flwr")
+OF_FEDAVG = inspect.signature(FedAvg.__init__).parameters
+
+
+class Strategy(FedAvg):
+    """A Flower strategy that aggregates the clients' updates by a rule.
+
+        strategy = Strategy("krum", f=2, fraction_train=0.5)
+        result = strategy.start(grid, initial_arrays, num_rounds=10)
+
+    An update is what a client returns less what it was sent. The rule aggregates the updates, in the order of node
+    numbers; the new global arrays are the old ones plus the aggregate, or the step of a server optimizer. Arrays that
+    are not floating stay as they are. Rules with a state, such as foolsgold, keep it from round to round.
+
+    Args:
+        rule: as of `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends with a rule. Rules
+            that need weights, such as weighted_mean, get the metric `weighted_by_key`, by default "num-examples".
+        server: moves the global arrays by the aggregate; None: adds it.
+        root: for fltrust: a function of the round and the arrays sent that returns the arrays as an ArrayRecord after
+            training on the server's own data.
+        loss_key: for qfedavg: the metric of replies to training that is the loss at the arrays sent.
+        seed: of the rule's random draws. Flower samples nodes by Python's module `random`.
+        nonfinite: "exclude", "error" or "keep" updates that hold NaN or infinity. Excluded ones count as Byzantine, and
+            are logged.
+        options: parameters of the rule, such as f, and keyword arguments of Flower's FedAvg.
+
+    Raises ExperimentError (a ValueError) for an unknown rule or a wrong parameter; in a round for arrays of a wrong
+    shape, impossible weights, or a number of replies for which the rule is not defined.
+    """
+
+    def __init__(
+        self,
+        rule: Stage | Sequence[Stage],
+        *,
+        server: ServerOptimizer | None = None,
+        root: Callable[[int, ArrayRecord], ArrayRecord] | None = None,
+        loss_key: str | None = None,
+        seed: int = 0,
+        nonfinite: Nonfinite = "exclude",
+        **options: Any,
+    ) -> None:
+        params = {name: value for name, value in options.items() if name not in OF_FEDAVG}
+        super().__init__(**{name: value for name, value in options.items() if name in OF_FEDAVG})
+        self.rule = RuleOverRounds(rule, params, seed=seed, nonfinite=nonfinite)
+        for key, name, given in (("root", "root", root), ("loss_key", "losses", loss_key)):
+            if given is None and self.rule.pipeline.accepts(name):
+                raise ExperimentError(f"{key}: is required by the rule {self.rule.pipeline.name}")
+        self.server, self.root, self.loss_key = server, root, loss_key
+        self._global = self._sent = ArrayRecord()
+
+    def summary(self) -> None:
+        """Log the rule, and the settings of FedAvg."""
+        LOG.info("\t├──> Rule: %s", self.rule.pipeline.name)
+        super().summary()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The messages to clients; a server optimizer may send other arrays than the global ones (`broadcast`)."""
+        self._global = self._sent = arrays
+        if self.server is not None:
+            [row], form = as_rows([_arrays(arrays)], "arrays")
+            self._sent = _record(form.rebuild(self.server.broadcast(row)))
+        return super().configure_train(server_round, self._sent, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The new global arrays, and the averaged metrics; None if no client has replied."""
+        valid, _ = self._check_and_log_replies(replies, is_train=True)
+        if not valid:
+            return None, None
+        valid = sorted(valid, key=lambda reply: reply.metadata.src_node_id)
+        contents = [reply.content for reply in valid]
+        return self._aggregated(server_round, valid), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+
+    def _aggregated(self, server_round: int, replies: list[Message]) -> ArrayRecord:
+        [sent], form = as_rows([_arrays(self._sent)], "arrays")
+        nodes = [reply.metadata.src_node_id for reply in replies]
+        records = [next(iter(reply.content.array_records.values())) for reply in replies]
+        rows = [form.row(_arrays(record), f"node {node}") for node, record in zip(nodes, records, strict=True)]
+        updates = torch.stack(rows) - sent
+        inputs: dict[str, Any] = {"workers": [node - (node >> 63 << 64) for node in nodes]}  # as signed integers
+        if self.rule.pipeline.needs_weights:
+            inputs["weights"] = checked_weights(_metrics(replies, self.weighted_by_key), len(rows), self.rule.pipeline)
+        if self.loss_key is not None:
+            inputs["losses"] = torch.tensor(_metrics(replies, self.loss_key), dtype=torch.double)
+        if self.root is not None:
+            inputs["root"] = form.row(_arrays(self.root(server_round, self._sent)), "root") - sent
+        self._check_finite(nodes, updates)
+        update = self.rule(updates, round=server_round, **inputs)
+        row = form.row(_arrays(self._global), "arrays")
+        return _record(form.rebuild(row + update if self.server is None else self.server.step(row, update)))
+
+    def _check_finite(self, nodes: list[int], updates: Tensor) -> None:
+        """Log the nodes whose updates are not finite, or raise ExperimentError."""
+        finite = updates.isfinite().all(1).tolist()
+        bad = ", ".join(str(node) for node, is_finite in zip(nodes, finite, strict=True) if not is_finite)
+        if bad and self.rule.nonfinite == "error":
+            raise ExperimentError(
+                f'the updates of nodes {bad} hold NaN or infinity; nonfinite = "exclude" leaves them out'
+            )
+        if bad and self.rule.nonfinite == "exclude":
+            LOG.warning("aggregate_train: excluded the updates of nodes %s, which hold NaN or infinity", bad)
+
+
+def _arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def _record(arrays: dict[str, np.ndarray]) -> ArrayRecord:
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
+def _metrics(replies: list[Message], key: str) -> list[float]:
+    """The metric `key` of each reply. Raises ExperimentError with the node that does not have it."""
+    values = []
+    for reply in replies:
+        record = next(iter(reply.content.metric_records.values()))
+        if key not in record:
+            raise ExperimentError(f"node {reply.metadata.src_node_id}: its reply has no metric {key}")
+        values.append(float(record[key]))
+    return values

@@ -1,0 +1,191 @@
+"""The strategy for Flower, with Flower's messages, and in a simulation of Flower."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from tests.commands import ended, start
+
+pytest.importorskip("flwr", reason="needs the package flwr")
+
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedsim.integrations.flower import Strategy
+from tests.integrations.flower_program import NODES, ROUNDS, START, update
+
+PROGRAM = Path(__file__).parent / "flower_program.py"
+IDS = [2**64 - 1 - 10 * node for node in range(NODES)]  # node numbers of Flower have 64 bits without a sign
+WITHOUT_EVALUATION = {"fraction_evaluate": 0.0, "min_train_nodes": NODES}
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch):
+    """Flower's messages ask for the run, node and task of their process, which are set in a ServerApp."""
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+class InProcess(Grid):
+    """A grid whose nodes are functions."""
+
+    def __init__(self, reply):
+        self.reply = reply
+
+    def get_node_ids(self):
+        return IDS
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return [self.reply(message, IDS.index(message.metadata.dst_node_id)) for message in messages]
+
+    def set_run(self, *args): ...
+    def create_message(self, *args): ...
+    def push_messages(self, *args): ...
+    def pull_messages(self, *args): ...
+
+    @property
+    def run(self): ...
+
+
+def record(arrays):
+    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
+
+
+def numpy(arrays):
+    return {name: array.numpy() for name, array in arrays.items()}
+
+
+def moved(arrays, node, round):
+    return {name: arrays[name] + added for name, added in update(node, round).items()}
+
+
+def replying(message, node, change=lambda arrays, node: arrays, metrics=None):
+    received = numpy(message.content["arrays"])
+    arrays = change(moved(received, node, message.content["config"]["server-round"]), node)
+    arrays = dict(reversed(arrays.items()))  # in another order
+    metrics = MetricRecord({"num-examples": node + 1, "loss": float(node)} if metrics is None else metrics)
+    return Message(content=RecordDict({"arrays": record(arrays), "metrics": metrics}), reply_to=message)
+
+
+def result_of(strategy, reply=replying, rounds=ROUNDS):
+    return strategy.start(InProcess(reply), record(START), num_rounds=rounds)
+
+
+def expected_rows(rule, *, rounds=ROUNDS, **given):
+    """The floating arrays as a row, after rounds of `fedsim.aggregate` on the same updates."""
+    row = flat(START)
+    for round in range(1, rounds + 1):
+        rows = torch.stack([flat(update(node, round)) for node in reversed(range(NODES))])  # in the order of IDS
+        row = row + fedsim.aggregate(rows, rule=rule, **given)
+    return row
+
+
+def flat(arrays):
+    return torch.cat([torch.from_numpy(arrays[name]).reshape(-1) for name in ("weight", "bias")])
+
+
+@pytest.mark.parametrize(
+    ("rule", "params"),
+    [("mean", {}), ("krum", {"f": 2}), (["nnm", "trimmed_mean"], {"f": 2}), ("norm_clipping", {"c": 0.5})],
+    ids=str,
+)
+def test_the_global_arrays_move_by_the_aggregate_of_the_updates(rule, params):
+    result = result_of(Strategy(rule, **params, **WITHOUT_EVALUATION))
+    arrays = numpy(result.arrays)
+    assert torch.allclose(flat(arrays), expected_rows(rule, **params), atol=1e-4)
+    assert {name: (value.dtype, value.shape) for name, value in arrays.items()} == {
+        name: (value.dtype, value.shape) for name, value in START.items()
+    }
+    assert arrays["count"] == START["count"]
+    assert result.train_metrics_clientapp[1]["loss"] == pytest.approx(sum(k * (k + 1) for k in range(7)) / 28)
+
+
+def test_rules_get_weights_losses_and_root():
+    weights = torch.arange(NODES, 0, -1)
+    result = result_of(Strategy("weighted_mean", **WITHOUT_EVALUATION), rounds=1)
+    assert torch.allclose(flat(numpy(result.arrays)), expected_rows("weighted_mean", weights=weights, rounds=1))
+    result = result_of(Strategy("qfedavg", loss_key="loss", **WITHOUT_EVALUATION), rounds=1)
+    losses = torch.arange(NODES - 1, -1, -1)
+    assert torch.allclose(flat(numpy(result.arrays)), expected_rows("qfedavg", losses=losses, rounds=1))
+
+    def trained(round, arrays):
+        return record(moved(numpy(arrays), 99, round))
+
+    result = result_of(Strategy("fltrust", root=trained, **WITHOUT_EVALUATION), rounds=1)
+    root = flat(update(99, 1))
+    assert torch.allclose(flat(numpy(result.arrays)), expected_rows("fltrust", root=root, rounds=1), atol=1e-6)
+
+
+def test_a_rule_keeps_its_state_from_round_to_round():
+    result = numpy(result_of(Strategy("centered_clipping", tau=0.5, **WITHOUT_EVALUATION)).arrays)
+    row, last = flat(START), None
+    for round in range(1, ROUNDS + 1):
+        rows = torch.stack([flat(update(node, round)) for node in range(NODES)])
+        last = fedsim.aggregate(rows, rule="centered_clipping", tau=0.5, last=last)
+        row = row + last
+    assert torch.allclose(flat(result), row, atol=1e-4)
+    foolsgold = Strategy("foolsgold", **WITHOUT_EVALUATION)
+    assert not torch.allclose(flat(numpy(result_of(foolsgold).arrays)), expected_rows("foolsgold"), atol=1e-4)
+
+
+def test_a_server_optimizer_moves_the_global_arrays():
+    server, own = (fedsim.ServerOptimizer("bmuf", nesterov=True) for _ in range(2))
+    result = numpy(result_of(Strategy("median", server=server, **WITHOUT_EVALUATION)).arrays)
+    row = flat(START)
+    for round in range(1, ROUNDS + 1):
+        rows = torch.stack([flat(update(node, round)) for node in range(NODES)])
+        own.broadcast(row)
+        row = own.step(row, fedsim.aggregate(rows, rule="median"))
+    assert torch.allclose(flat(result), row, atol=1e-4)
+
+
+def test_updates_that_are_not_finite_are_excluded_and_logged(caplog):
+    def broken(arrays, node):
+        return {name: value * np.nan if value.ndim and node == 3 else value for name, value in arrays.items()}
+
+    result = result_of(Strategy("median", **WITHOUT_EVALUATION), lambda m, n: replying(m, n, broken), rounds=1)
+    rows = torch.stack([flat(update(node, 1)) for node in range(NODES) if node != 3])
+    assert torch.allclose(flat(numpy(result.arrays)), flat(START) + fedsim.aggregate(rows, rule="median"), atol=1e-5)
+    assert f"excluded the updates of nodes {IDS[3]}" in caplog.text
+    with pytest.raises(fedsim.ExperimentError, match=f"^the updates of nodes {IDS[3]} hold NaN"):
+        result_of(Strategy("median", nonfinite="error", **WITHOUT_EVALUATION), lambda m, n: replying(m, n, broken))
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"rule": "krum", "g": 2}, r"^g = 2: unknown key \(the rule is krum\)"),
+        ({"rule": "crum"}, r"^rule = \"crum\": no such aggregation rule; did you mean \"krum\"\?$"),
+        ({"rule": "fltrust"}, r"^root: is required by the rule fltrust$"),
+        ({"rule": "qfedavg"}, r"^loss_key: is required by the rule qfedavg$"),
+    ],
+)
+def test_a_wrong_option_is_an_error_before_the_first_round(options, line):
+    with pytest.raises(fedsim.ExperimentError, match=line):
+        Strategy(**options)
+
+
+def test_a_wrong_reply_is_an_error_that_names_the_node():
+    def flattened(arrays, node):
+        return {name: value.reshape(-1) if node == 1 and value.ndim == 2 else value for name, value in arrays.items()}
+
+    with pytest.raises(fedsim.ExperimentError, match=rf"^node {IDS[1]}\['weight'\]: must have shape \(2, 3\)"):
+        result_of(Strategy("mean", **WITHOUT_EVALUATION), lambda m, n: replying(m, n, flattened))
+    without_loss = Strategy("qfedavg", loss_key="loss", **WITHOUT_EVALUATION)
+    with pytest.raises(fedsim.ExperimentError, match=rf"^node {min(IDS)}: its reply has no metric loss$"):
+        result_of(without_loss, lambda m, n: replying(m, n, metrics={"num-examples": 1}))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the package ray")
+def test_a_simulation_of_flower_gives_the_aggregate_of_the_updates(tmp_path):
+    codes, _, errors = ended([start(PROGRAM, tmp_path / "arrays.npz", cwd=tmp_path)], 150)
+    assert codes == [0], errors
+    arrays = np.load(tmp_path / "arrays.npz")
+    assert torch.allclose(flat(arrays), expected_rows("krum", f=2), atol=1e-5)
