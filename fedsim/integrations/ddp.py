@@ -4,7 +4,7 @@
     model.register_comm_hook(RobustState("krum", f=1), robust_hook)
 
 Each rank is a worker. In each step every rank receives the gradients of all P ranks, and aggregates them by the rule in
-place of their mean: it receives (P - 1) d numbers, holds 2 P d for a moment, and computes the rule itself.
+place of their mean: it receives (P - 1) d numbers, holds P d, for a moment 2 P d, and computes the rule itself.
 
 DistributedDataParallel cuts gradients into buckets. Rules such as krum compare whole gradients; applied to each bucket
 they would give another result, which depends on the size of buckets. So the hook begins to send each bucket at once,
@@ -41,7 +41,7 @@ class BucketPart:
         self.parameters, self.dtype = bucket.parameters(), row.dtype
         self.result = GradientFuture(devices=[] if row.device.type == "cpu" else [row.device])
         self._rows = row.new_empty(dist.get_world_size(process_group), len(row))
-        self._work = dist.all_gather_into_tensor(self._rows.view(-1), row, group=process_group, async_op=True)
+        self._work = dist.all_gather(list(self._rows), row, group=process_group, async_op=True)
 
     def received(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter, and its gradients of all ranks [P, columns]. Waits for them."""
@@ -80,7 +80,9 @@ class RobustState:
         self.process_group = process_group
         self.rule = RuleOverRounds(rule, params, seed=seed, nonfinite=nonfinite, sync="gradients")
         self._step = 0
-        self._parts: list[BucketPart] = []  # of the current step
+        # Of the current step, or of the last one. gloo's thread needs Python's lock to free what it has sent, unless it
+        # is kept here, and PyTorch may wait for that thread with the lock, as the program ends.
+        self._parts: list[BucketPart] = []
         self._order: dict[Tensor, int] = {}  # of parameters in the first step; later buckets have another order
 
     def add(self, bucket: dist.GradBucket) -> GradientFuture:
@@ -102,8 +104,7 @@ class RobustState:
         ordered = sorted(columns, key=self._order.__getitem__)
         update = self.rule(torch.cat([columns[parameter] for parameter in ordered], dim=1), round=self._step)
         pieces = dict(zip(ordered, update.split([each.numel() for each in ordered]), strict=True))
-        parts, self._parts = self._parts, []
-        for part in parts:
+        for part in self._parts:
             part.result.set_result(torch.cat([pieces[parameter] for parameter in part.parameters]).to(part.dtype))
 
 

@@ -1,0 +1,137 @@
+"""The programs of docs/integrations.md run, and its tables are right."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim.aggregation.rule import rule as rules
+from fedsim.cli.main import app
+from fedsim.system.vision import import_torchvision
+from tests.commands import ended, start, start_python, start_ranks
+
+TEXT = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", TEXT, re.DOTALL))
+UPDATES = torch.randn(11, 20, generator=torch.Generator().manual_seed(0))
+
+
+def rows(title, head):
+    """The cells of the table with this heading, without backquotes."""
+    section = TEXT.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    table = section.partition(f"| {head} |")[2].partition("\n\n")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    assert lines
+    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def write(name, folder):
+    path = folder / name
+    path.write_text(PROGRAMS[name])
+    return path
+
+
+def requires(package):
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs the package {package}")
+
+
+def test_every_program_is_run_below():
+    names = {"updates.py", "loop.py", "train_ddp.py", "train_lightning.py", "flower_app.py", "flower_data.py"}
+    assert set(PROGRAMS) == names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "updates.py",
+        "loop.py",
+        pytest.param("flower_data.py", marks=requires("flwr_datasets")),
+        pytest.param("flower_app.py", marks=[requires("flwr"), requires("ray")]),
+    ],
+)
+def test_a_program_of_one_process_runs(name, tmp_path):
+    codes, [printed], errors = ended([start(write(name, tmp_path), cwd=tmp_path)], 150)
+    assert codes == [0], errors
+    if name == "flower_app.py":
+        assert "[array([3., 3., 3.], dtype=float32)]" in printed
+
+
+def test_the_program_of_ranks_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    codes, _, errors = ended(start_ranks(4, write("train_ddp.py", tmp_path), cwd=tmp_path), 60)
+    assert codes == [0] * 4, errors
+
+
+@requires("lightning")
+def test_the_program_of_lightning_runs(tmp_path):
+    first = "from fedsim.system.vision import import_torchvision\nimport_torchvision()\n"  # here it may not fit PyTorch
+    path = tmp_path / "train_lightning.py"
+    path.write_text(first + PROGRAMS[path.name])
+    codes, _, errors = ended([start_python(path, cwd=tmp_path)], 150)
+    assert codes == [0], errors
+
+
+def test_the_rules_that_depend_on_the_origin_are_listed():
+    listed = re.findall(r"`(\w+)`", TEXT.partition("These depend on it:")[2].partition("\n\n")[0])
+    given = {"f": 2, "c": 1.0, "tau": 1.0}
+
+    def result(plug, updates):
+        params = {name: value for name, value in given.items() if name in plug.parameters.model_fields}
+        root, losses = updates[0] if "root" in plug.takes else None, torch.ones(11) if "losses" in plug.takes else None
+        return fedsim.aggregate(updates, rule=plug.name, root=root, losses=losses, **params)
+
+    updates = UPDATES.double()
+    moved = [plug.name for plug in rules if not torch.allclose(result(plug, updates + 5), result(plug, updates) + 5)]
+    assert set(listed) == set(moved)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("head", "function"),
+    [
+        ("`byzfl.` | `fedsim.aggregate(updates, ...)` | note", fedsim.aggregate),
+        ("`byzfl.` | `fedsim.pre_aggregate(updates, ...)` | note", fedsim.pre_aggregate),
+        ("`byzfl.` | `fedsim.attack(honest, 1, ...)` | note", lambda rows, **given: fedsim.attack(rows, 1, **given)[0]),
+    ],
+)
+def test_the_names_of_byzfl_are_those_of_the_tables(head, function):
+    import_torchvision()
+    byzfl = pytest.importorskip("byzfl", reason="needs the package byzfl")
+    for theirs, ours, note in rows("ByzFL", head):
+        function_of_byzfl = eval(f"byzfl.{theirs}", {"byzfl": byzfl})
+        given = eval(f"dict({ours})")
+        if not note:
+            expected = torch.as_tensor(function_of_byzfl(UPDATES))
+            assert torch.allclose(function(UPDATES, **given), expected.to(UPDATES), atol=1e-5), theirs
+        elif given and theirs != "LabelFlipping()":
+            assert function(UPDATES, **({"aggregate": fedsim.aggregate} if "opt" in ours else {}), **given) is not None
+
+
+@pytest.mark.parametrize("words", [words for _, words in rows("FedLab", "FedLab 1.3 | words of `fedsim run`")])
+def test_the_words_for_fedlab_are_an_experiment(words):
+    done = CliRunner().invoke(app, ["run", "workers=8", *shlex.split(words, posix='"' not in words), "--dry-run"])
+    assert done.exit_code == 0, done.output
+
+
+def test_the_names_of_fedlab_exist():
+    import_torchvision()
+    pytest.importorskip("fedlab", reason="needs the package fedlab", exc_type=ImportError)
+    import fedlab.contrib.algorithm
+    import fedlab.contrib.compressor.quantization
+    import fedlab.contrib.compressor.topk
+    import fedlab.utils.dataset.functional
+
+    modules = [
+        fedlab.contrib.algorithm,
+        fedlab.contrib.compressor.quantization,
+        fedlab.contrib.compressor.topk,
+        fedlab.utils.dataset.functional,
+    ]
+    for name, _ in rows("FedLab", "FedLab 1.3 | words of `fedsim run`"):
+        assert any(hasattr(module, name) for module in modules), name
