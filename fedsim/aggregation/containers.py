@@ -30,7 +30,7 @@ class MatrixForm:
 
     def row(self, update: Any, place: str) -> Any:
         """One update as a row [d]; any other object is returned unchanged."""
-        if isinstance(update, (list, tuple, Mapping)) and _has_tensors(update):
+        if isinstance(update, (list, tuple, Mapping)) and has_tensors(update):
             return as_rows([update], place)[0][0]
         return _tensor(update, place) if isinstance(update, np.ndarray) else update
 
@@ -67,7 +67,7 @@ class NestedForm:
         """One update, or a row [d], as a row [d]."""
         if isinstance(update, (Tensor, np.ndarray)) and update.ndim == 1:
             return _tensor(update, place)
-        return self.flat(_entries_like(self, update, place)) if _has_tensors(update) else update
+        return self.flat(_entries_like(self, update, place)) if has_tensors(update) else update
 
     def flat(self, entries: Entries, lead: tuple[int, ...] = ()) -> Tensor:
         """The floating entries, of shapes [*lead, ...], side by side: [*lead, d]."""
@@ -116,9 +116,9 @@ def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Fo
     """
     if isinstance(updates, np.ndarray):
         return _tensor(updates, place), MatrixForm(is_array=True)
-    if isinstance(updates, Mapping) and _has_tensors(updates):
+    if isinstance(updates, Mapping) and has_tensors(updates):
         return _stacked_rows(updates, place, like)
-    if not isinstance(updates, (list, tuple)) or not updates or not _has_tensors(updates[0]):
+    if not isinstance(updates, (list, tuple)) or not updates or not has_tensors(updates[0]):
         return updates, MatrixForm(is_array=False)
     form = like if isinstance(like, NestedForm) else _form_of(updates[0], f"{place}[0]")
     each = [_entries_like(form, update, f"{place}[{index}]") for index, update in enumerate(updates)]
@@ -149,7 +149,8 @@ def checked_matrix(updates: Any, place: str) -> Tensor:
     raise ExperimentError(f"{place}: must be a floating tensor [n, d] with n >= 1, not {found}")
 
 
-def _has_tensors(value: Any) -> bool:
+def has_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, an array, or nested dicts and lists that begin with one."""
     leaves = pytree.tree_leaves(value)
     return bool(leaves) and isinstance(leaves[0], (Tensor, np.ndarray))
 

@@ -22,7 +22,7 @@ from fedsim.integrations.rounds import RuleOverRounds
 from fedsim.server import ServerOptimizer
 from fedsim.system.extras import import_extra
 
-import_extra("flwr", extra="flower", purpose="fedsim.integrations.flower")
+import_extra("flwr.serverapp.strategy", extra="flower", purpose="fedsim.integrations.flower")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -89,8 +89,7 @@ class Strategy(FedAvg):
         """The messages to clients; a server optimizer may send other arrays than the global ones (`broadcast`)."""
         self._global = self._sent = arrays
         if self.server is not None:
-            [row], form = as_rows([_arrays(arrays)], "arrays")
-            self._sent = _record(form.rebuild(self.server.broadcast(row)))
+            self._sent = _record(self.server.broadcast(_arrays(arrays)))
         return super().configure_train(server_round, self._sent, config, grid)
 
     def aggregate_train(

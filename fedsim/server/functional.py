@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedsim.aggregation.containers import as_rows, has_tensors
 from fedsim.clients import State
 from fedsim.errors import ExperimentError
 from fedsim.server.optimizer import ServerStep, server_optimizer
@@ -16,7 +17,8 @@ class ServerOptimizer:
     """Moves a global row by aggregated updates.
 
     The object keeps the optimizer's state, which the first step makes, but not the row. Tensors may have any shape,
-    usually [d], any floating dtype and device; they must be the same in all steps.
+    usually [d], any floating dtype and device; they must be the same in all steps. In place of a tensor, a state_dict,
+    another dict, or a list of tensors or arrays gives its form; entries that are not floating stay as they are.
 
     Args:
         optimizer: a registered name, or "package.module:Class".
@@ -39,13 +41,16 @@ class ServerOptimizer:
         self._kind = ""  # of row: the first step's dtype, shape and device
 
     @torch.no_grad()
-    def step(self, global_row: Tensor, update: Tensor) -> Tensor:
-        """The new global row, a new tensor; the arguments stay unchanged.
+    def step(self, global_row: Any, update: Any) -> Any:
+        """The new global row, a new tensor, or the form of `global_row`; the arguments stay unchanged.
 
         `update` is the aggregate of (worker's row - the row that the worker was sent); see `broadcast`.
 
         Raises ExperimentError if shape, dtype or device differ between the arguments or from earlier steps.
         """
+        if not isinstance(global_row, Tensor) and has_tensors(global_row):
+            [row], form = as_rows([global_row], "global_row")
+            return form.rebuild(self.step(row, form.row(update, "update")))
         self._check(global_row)
         if _kind(update) != _kind(global_row):
             raise ExperimentError(f"update: must be {_kind(global_row)} like global_row, not {_kind(update)}")
@@ -56,11 +61,14 @@ class ServerOptimizer:
         return row
 
     @torch.no_grad()
-    def broadcast(self, global_row: Tensor) -> Tensor:
+    def broadcast(self, global_row: Any) -> Any:
         """The row that the workers are sent, a new tensor; for most optimizers a copy of `global_row`.
 
         Raises ExperimentError if shape, dtype or device differ from earlier steps.
         """
+        if not isinstance(global_row, Tensor) and has_tensors(global_row):
+            [row], form = as_rows([global_row], "global_row")
+            return form.rebuild(self.broadcast(row))
         self._check(global_row)
         state = self._optimizer.start(global_row) if self._state is None else self._state
         return self._optimizer.broadcast(global_row, state).clone()

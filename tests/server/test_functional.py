@@ -150,3 +150,18 @@ def test_later_rows_must_be_like_the_first(row):
         ):
             attempt()
     assert server.state["v"].tolist() == [1, 1, 1]
+
+
+def test_a_step_of_a_state_dict_is_that_of_its_row():
+    by_row, by_dict = ServerOptimizer("momentum", beta=0.5), ServerOptimizer("momentum", beta=0.5)
+    row = torch.arange(6.0)
+    state = {"weight": row[:4].view(2, 2), "count": torch.tensor(3), "bias": row[4:]}
+    for step in range(2):
+        update = torch.arange(6.0) + step
+        row = by_row.step(row, update)
+        state = by_dict.step(state, {"bias": update[4:], "weight": update[:4].view(2, 2), "count": torch.tensor(9)})
+        assert torch.equal(torch.cat([state["weight"].view(-1), state["bias"]]), row)
+        assert (list(state), state["count"]) == (["weight", "count", "bias"], 3)
+    assert torch.equal(by_dict.broadcast(state)["bias"], state["bias"])
+    with pytest.raises(ExperimentError, match=r"^update: has no entry \['count'\], which global_row\[0\] has"):
+        by_dict.step(state, {"weight": state["weight"], "bias": state["bias"]})
