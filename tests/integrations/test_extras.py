@@ -1,0 +1,25 @@
+"""The modules whose package is missing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from fedsim.errors import MissingPackageError
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [("flower", "flwr", "flower"), ("flower_datasets", "flwr_datasets", "flower"), ("lightning",) * 3],
+)
+def test_a_module_says_what_to_install(module, package, extra, monkeypatch):
+    monkeypatch.delitem(sys.modules, f"fedsim.integrations.{module}", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)  # then its import fails
+    with pytest.raises(
+        MissingPackageError, match=rf"needs the package {package}, .*: pip install 'fedsim\[{extra}\]'$"
+    ):
+        importlib.import_module(f"fedsim.integrations.{module}")
