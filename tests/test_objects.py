@@ -24,7 +24,7 @@ from fedsim.comparison.folder import GridFolder
 from fedsim.config.load import load_experiment
 from fedsim.config.toml import to_toml
 from fedsim.core.objects import name_of
-from fedsim.errors import ExperimentError, FedsimWarning
+from fedsim.errors import DataError, ExperimentError, FedsimWarning
 from fedsim.server import ServerStep
 from tests.commands import run_python
 from tests.plugs import tiny
@@ -115,6 +115,18 @@ def test_a_pair_of_datasets_is_a_data_set(short, pair):
     assert (len(train), len(test)) == (60, 30)
 
 
+def test_loaders_and_streams_are_refused_as_data_sets(pair):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from pair[0]
+
+    for train in (Stream(), torch.utils.data.DataLoader(pair[0])):
+        with pytest.raises(
+            DataError, match=f"a {type(train).__name__} is not a map-style data set, which has a length"
+        ):
+            fedsim.load_dataset((train, pair[1]))
+
+
 def test_a_tuple_of_functions_is_a_list(short):
     def first(updates):
         return updates
@@ -183,6 +195,19 @@ def test_functions_that_work_without_an_experiment_take_objects():
         ({"rounds": len}, 'rounds = "builtins:len": must be a valid integer'),
         ({"server": SGD(lr=1.0)}, 'server.optimizer = "<SGD.*>": cannot be used: must be a dataclass'),
         ({"data": TensorDataset(torch.zeros(3))}, r'data.dataset = "<TensorDataset.*>": .* \(train, test\)'),
+        (
+            {"data": [TensorDataset(torch.zeros(3)), TensorDataset(torch.zeros(3))]},
+            r"data: must be .* tuple \(train, test\)",
+        ),
+        ({"data": {"train": [1], "test": [2]}}, r"data: must be .* tuple \(train, test\) .*fedsim.TensorData"),
+        (
+            {"data": ((torch.zeros(3, 1), torch.zeros(3)), (torch.zeros(3, 1), torch.zeros(3)))},
+            "data: must be .*TensorData",
+        ),
+        (
+            {"local": {"solver": torch.optim.SGD}},
+            r'local.solver = ".*:SGD": cannot be used: is an opt.* did you mean "sgd"',
+        ),
         ({"aggregate": NotCallable()}, r'aggregate.rule = "<NotCallable.*>": .* is not a function or a class$'),
         ({"aggregate": malformed}, r'aggregate.rule = "tests.*:malformed": cannot be used: .*nowhere'),
     ],

@@ -7,15 +7,28 @@ rows and a slice of columns. A count of steps is therefore a tensor of the row's
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.optim import Optimizer
 
-from fedsim.core.registry import Registry
+from fedsim.core.registry import Plug, Registry
+from fedsim.core.suggestions import nearest
 
-solver = Registry("local solver", renamed={"anchored": "uses_start_row", "step_of_product": "step_fused"})
+
+class SolverRegistry(Registry):
+    """A registry that says what to write in place of an optimizer of PyTorch."""
+
+    def _plug(self, name: str, target: Any) -> Plug:
+        if isinstance(target, type) and issubclass(target, Optimizer):
+            hint = nearest(target.__name__.lower(), self.names())
+            raise TypeError(f"is an optimizer of PyTorch, not a solver, which moves many rows at once; {hint}")
+        return super()._plug(name, target)
+
+
+solver = SolverRegistry("local solver", renamed={"anchored": "uses_start_row", "step_of_product": "step_fused"})
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

@@ -6,7 +6,15 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
 from fedsim.asynchronous.clock.noises import noise
@@ -64,6 +72,16 @@ class Data(PlugTable):
     worker_test: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of each worker's samples that it tests on
     augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])  # of training batches, in this order
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the training samples that nobody trains on
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_pairs(cls, value: Any) -> Any:
+        if isinstance(value, list) or (isinstance(value, dict) and {"train", "test"} <= value.keys()):
+            raise ExperimentError(
+                "data: must be a name, a table, or a tuple (train, test) of two data sets, not a list or a dict; "
+                "of tensors make data sets by fedsim.TensorData(inputs, targets)"
+            )
+        return value
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:

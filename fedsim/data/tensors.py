@@ -144,13 +144,17 @@ def as_tensor_data(data: Any) -> TensorData:
     divided by 255, as torchvision's ToTensor does; other integers (tokens) stay the same. Targets are numbers, tensors
     or arrays of one shape: integers stay integers, others floating. The attribute `ids` of the data set is kept.
 
-    Raises DataError for a target that is not made of numbers, or has another shape than the first.
+    Raises DataError for data without length or index, such as a DataLoader, and for a target that is not made of
+    numbers, or has another shape than the first.
 
     >>> fedsim.data.as_tensor_data([(torch.zeros(3), 1), (torch.ones(3), 0)]).targets
     tensor([1, 0])
     """
     if isinstance(data, TensorData):
         return data
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        kind = type(data).__name__
+        raise DataError(f"a {kind} is not a map-style data set, which has a length and gives samples by their index")
     samples = [data[index] for index in range(len(data))]
     inputs = torch.stack([_as_tensor(sample[0]) for sample in samples])
     targets = torch.from_numpy(as_targets([sample[1] for sample in samples]))

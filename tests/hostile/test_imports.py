@@ -35,6 +35,7 @@ NAMED = {  # for each kind of plug, tables that name one
     "engines": {"engine": "NAME"},
     "tasks": {"task": {"name": "NAME"}},
     "metrics": {"metrics": [{"name": "NAME"}]},
+    "loggers": {"records": {"loggers": [{"name": "NAME"}]}},
     "hooks": {"engine": "distributed", "sync": "gradients", "distributed": {"hook": {"name": "NAME"}}},
 }
 LOCAL_PLUGS = """
