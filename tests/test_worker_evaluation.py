@@ -193,6 +193,7 @@ def test_of_a_large_population_a_sample_is_tested(tables, tmp_path):
         ({"records": {"updates": [2]}}, "records.updates"),
         ({"mode": "clock", "policy": "fedasync"}, "data.worker_test"),
         ({"data": {"worker_test": 1.0}}, "data.worker_test"),
+        ({"attack": {"name": "label_flipping", "fraction": 0.4, "redraw": True}}, "data.worker_test"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tables, changes, key):

@@ -1,4 +1,4 @@
-"""The tables of the task, of the metrics of its tests, and of early stopping; and the checks of the latter two."""
+"""The tables of the task, of the metrics of its tests, and of early stopping; and the checks of what tests record."""
 
 from __future__ import annotations
 
@@ -120,3 +120,22 @@ def check_stop(experiment: Experiment) -> Iterator[str]:
         return
     if label.startswith("validation_") and not experiment.data.validation:
         yield f"{where}: needs data.validation, such as data.validation=0.1; or use stop.metric=test_accuracy"
+
+
+def check_evaluation(experiment: Experiment) -> Iterator[str]:
+    """Yield the problems of `evaluation` and `data.worker_test`."""
+    every, updates = experiment.evaluation.every, experiment.records.updates
+    if not experiment.data.worker_test:
+        if experiment.evaluation != type(experiment.evaluation)():
+            yield "evaluation: needs data.worker_test, the fraction of each worker's samples that it tests on; omit it"
+        return
+    if experiment.mode == "race" or not experiment.policy.bind().in_rounds:
+        yield f"data.worker_test = {experiment.data.worker_test}: needs synchronous rounds; omit it"
+    if experiment.attack.redraw:
+        yield (
+            f"data.worker_test = {experiment.data.worker_test}: tests workers that never attack, but with "
+            "attack.redraw any worker may attack; omit one of them"
+        )
+    for round in updates:
+        if round % every == 0 or round == experiment.rounds:
+            yield f"records.updates: workers are tested after round {round}, which overwrites its updates; omit it"

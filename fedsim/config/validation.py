@@ -12,7 +12,7 @@ from fedsim.asynchronous.policies import Policy
 from fedsim.config.local_validation import check_local_work
 from fedsim.config.sampling import check_sampling
 from fedsim.config.schema import Aggregate, Checkpoint, Hook, Server
-from fedsim.config.task_tables import check_metrics, check_stop
+from fedsim.config.task_tables import check_evaluation, check_metrics, check_stop
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines import Engine, engine
 from fedsim.engines.traits import SETTINGS
@@ -34,7 +34,7 @@ def problems_with(experiment: Experiment) -> list[str]:
         *_check_sizes(experiment),
         *_check_engine(experiment, engine_class),
         *_check_unused_keys(experiment),
-        *_check_evaluation(experiment),
+        *check_evaluation(experiment),
         *_check_full_gradients(experiment),
         *_check_sync(experiment),
         *check_local_work(experiment, policy),
@@ -176,19 +176,6 @@ def _check_unused_keys(experiment: Experiment) -> Iterator[str]:
             yield f"worker_state_memory = {experiment.worker_state_memory}: {reason}; omit it"
     if checkpoint.every == 0 and checkpoint.keep != Checkpoint().keep:
         yield f"checkpoint.keep = {checkpoint.keep}: with checkpoint.every = 0 there are no checkpoints; omit it"
-
-
-def _check_evaluation(experiment: Experiment) -> Iterator[str]:
-    every, updates = experiment.evaluation.every, experiment.records.updates
-    if not experiment.data.worker_test:
-        if experiment.evaluation != type(experiment.evaluation)():
-            yield "evaluation: needs data.worker_test, the fraction of each worker's samples that it tests on; omit it"
-        return
-    if experiment.mode == "race" or not experiment.policy.bind().in_rounds:
-        yield f"data.worker_test = {experiment.data.worker_test}: needs synchronous rounds; omit it"
-    for round in updates:
-        if round % every == 0 or round == experiment.rounds:
-            yield f"records.updates: workers are tested after round {round}, which overwrites its updates; omit it"
 
 
 def _check_full_gradients(experiment: Experiment) -> Iterator[str]:
