@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedsim.config.experiment import PLUG_TABLES
@@ -151,12 +151,3 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
     return isinstance(value, (str, bool, int, float))
-
-
-def is_numeric(values: Sequence[Any]) -> bool:
-    """Whether all values of an axis are numbers.
-
-    >>> is_numeric([1, 2.5]), is_numeric([True, 1]), is_numeric(["mean"])
-    (True, False, False)
-    """
-    return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)

@@ -93,7 +93,7 @@ def _draw_panel(panel: Axes, grid: Grid, group: list[Combination], scale: Scale)
             name = label(each.runs[0].point[grid.compared[0]]) if grid.compared else grid.name
             failures.append(f"{name} ({failed} of {runs})")
         if mean := mean_curve(each.finished, each.metric, scale):
-            _draw_line(panel, mean, index, limits=(0, 1) if each.metric.share else None)
+            draw_line(panel, mean, index, limits=(0, 1) if each.metric.share else None)
             ends.append(mean.x[-1])
     panel.set_title(", ".join(f"{key_name(key)}: {label(point[key])}" for key in grid.compared[1:]), fontsize="small")
     if failures:
@@ -104,7 +104,8 @@ def _draw_panel(panel: Axes, grid: Grid, group: list[Combination], scale: Scale)
         panel.set_xscale("log")
 
 
-def _draw_line(panel: Axes, mean: MeanCurve, index: int, limits: tuple[float, float] | None) -> None:
+def draw_line(panel: Axes, mean: MeanCurve, index: int, limits: tuple[float, float] | None) -> None:
+    """Draw a mean as line `index` of a panel, with a band within the limits, or a thin line for each of a few seeds."""
     style = line_style(index, len(mean.x))
     panel.plot(mean.x, mean.means, **style)
     if len(mean.curves) >= FEWEST_FOR_BAND:

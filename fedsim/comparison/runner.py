@@ -23,7 +23,7 @@ from fedsim.comparison.plots import draw_accuracy
 from fedsim.comparison.results import RunResult, curves_csv, results_csv, run_rows, tidy_rows
 from fedsim.comparison.summary import SummaryRow, answer_text, summarise, summary_csv, summary_table
 from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
-from fedsim.comparison.value_curves import axes_of_curves, draw_values
+from fedsim.comparison.value_figure import draw_values
 from fedsim.comparison.worker_figure import draw_worker_comparison
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about
@@ -34,6 +34,7 @@ from fedsim.errors import ExperimentError, SettingWarning, plural, show
 from fedsim.records.combinations import score_of
 from fedsim.records.comparison_settings import ComparisonSettings
 from fedsim.records.dataframe import to_frame
+from fedsim.records.value_curves import numeric_axes
 from fedsim.system.child_process import exit_if_imported_by_child
 
 if TYPE_CHECKING:
@@ -313,7 +314,7 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     if any("virtual_seconds" in run.metrics for run in runs):
         figures[f"{what}_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
         figures[f"{what}_updates"] = draw_accuracy(grid, runs, "updates")
-    figures |= {f"{what}_{key}": draw_values(grid, runs, key) for key in axes_of_curves(grid)}
+    figures |= {f"{what}_{key}": draw_values(grid, runs, key) for key in numeric_axes(grid.axes, grid.compared)}
     if grid.settings.tune is not None:
         _, tuned = grid.settings.of(runs, list(grid.axes))
         folder.write("tuning.csv", tuning_csv(grid, tuned).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ def prepare_axes(axes: Axes, *, whole_numbers: bool) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=whole_numbers, nbins=6))
 
 
+def far_apart(values: Collection[float]) -> bool:
+    """Whether an axis of these values is logarithmic."""
+    return min(values) > 0 and max(values) >= LOG_FROM * min(values)
+
+
 def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
     """Ticks on the x axis at the values of a setting, by their labels; logarithmic if they are positive and far apart.
 
@@ -53,7 +58,7 @@ def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
     >>> axes.get_xscale()
     'log'
     """
-    if min(places.values()) > 0 and max(places.values()) >= LOG_FROM * min(places.values()):
+    if far_apart(places.values()):
         axes.set_xscale("log")
     axes.set_xticks(list(places.values()), list(places))
     axes.minorticks_off()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,18 +99,25 @@ def grid_curves(combined: Sequence[Combination], names: Sequence[str]) -> list[d
             for combination, name in zip(combined, names, strict=True):
                 for metric in chart.lines:
                     line = name if len(chart.lines) == 1 else f"{name} · {metric.label.lower().removesuffix(' loss')}"
-                    traces += _combination_traces(combination, metric, scale, line)
+                    mean = mean_curve(combination.runs, metric, scale)
+                    traces += mean_traces(mean, metric, line, dict(enumerate(combination.place)))
             last = max(run.history[-1].round for run in begun)
             figures.append(_curve_figure(chart, scale, traces, (begun[0].history[0].round, last)))
     return figures
 
 
-def _combination_traces(combination: Combination, metric: Metric, scale: str, name: str) -> list[dict[str, Any]]:
-    """The line of a mean over the seeds, and before it its spread: a band, or a thin line for each of a few seeds."""
-    mean = mean_curve(combination.runs, metric, scale)
+def mean_traces(mean: MeanCurve | None, metric: Metric, name: str, place: Mapping[int, int]) -> list[dict[str, Any]]:
+    """The line of a mean over the seeds, and before it its spread: a band, or a thin line for each of a few seeds.
+
+    Args:
+        mean: None of a line without points.
+        metric: whose mean it is.
+        name: of the line.
+        place: the place of its values on the axes, by number of the axis, for which the page shows it.
+    """
     if mean is None:
         return []
-    meta = {f"axis{index}": str(value) for index, value in enumerate(combination.place)}
+    meta = {f"axis{index}": str(value) for index, value in place.items()}
     x = [rounded(each, "s") for each in mean.x.tolist()]
     line = _line(name, x, [rounded(each, metric.unit) for each in mean.means.tolist()])
     line |= {"meta": meta, "customdata": _spread_texts(mean), "hovertemplate": "%{y}%{customdata}"}
@@ -166,8 +173,6 @@ def _line(name: str, places: Sequence[float | None], values: list[float | None])
 
 
 def _curve_figure(chart: Chart, scale: str, traces: list[dict[str, Any]], rounds: tuple[int, int]) -> dict[str, Any]:
-    for index, trace in enumerate(traces):
-        trace["uid"] = f"line{index}"  # a hidden line stays hidden when other controls change
     if scale == ROUNDS:
         x_axis = round_axis(*rounds)
     else:
@@ -176,15 +181,25 @@ def _curve_figure(chart: Chart, scale: str, traces: list[dict[str, Any]], rounds
         kind = {"type": "log"} if log else {"type": "linear", "rangemode": "nonnegative"}
         title = SCALES[scale]
         x_axis = value_axis(title, "", **kind, unifiedhovertitle={"text": f"{title} %{{x:.4~g}}"})
+    y_axis = value_axis(chart.label, chart.lines[0].unit)
+    return line_figure(traces, x_axis, y_axis, {"metric": chart.label, "scale": scale})
+
+
+def line_figure(
+    traces: list[dict[str, Any]], x_axis: dict[str, Any], y_axis: dict[str, Any], when: dict[str, Any]
+) -> dict[str, Any]:
+    """A figure of lines with a legend below; `when` holds the choices for which the page shows it."""
+    for index, trace in enumerate(traces):
+        trace["uid"] = f"line{index}"  # a hidden line stays hidden when other controls change
     layout = {
         "height": 430,
         "xaxis": x_axis,
-        "yaxis": value_axis(chart.label, chart.lines[0].unit),
+        "yaxis": y_axis,
         "showlegend": True,
         "legend": {"orientation": "h", "y": -0.2, "uirevision": "kept", "traceorder": "normal"},
-        "uirevision": f"{chart.label} {scale}",  # a zoom stays while these do
+        "uirevision": " ".join(when.values()),  # a zoom stays while these do
     }
-    return figure(traces, layout, metric=chart.label, scale=scale)
+    return figure(traces, layout, **when)
 
 
 def _phases_of(records: Sequence[RoundRecord]) -> list[str]:

@@ -15,6 +15,7 @@ from fedsim.records.combinations import SEED, Combination, groups_of, score_of, 
 from fedsim.records.reader import GridRun, Run, StoredGrid, StoredPartition
 from fedsim.records.record import Metric
 from fedsim.records.run_metrics import mean_or_none
+from fedsim.records.value_curves import numeric_axes
 from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices
 from fedsim.report.heat_maps import (
     best_heat_maps,
@@ -24,6 +25,7 @@ from fedsim.report.heat_maps import (
     partition_heat_map,
     weights_heat_map,
 )
+from fedsim.report.value_charts import value_charts
 
 MINUS = "\N{MINUS SIGN}"
 PLUG = "metrics."  # before the name of a plug's metric
@@ -50,6 +52,8 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         charts["heat-map-chart"] = final_heat_maps(combined, heat_axes, order)
     if over:
         charts["best-map-chart"] = best_heat_maps(combined, heat_axes, order)
+    if against := numeric_axes(grid.axes, compared):
+        charts["values-chart"] = value_charts(combined, grid.axes, compared)
     if any(map(has_weights, runs)):
         charts["weights-chart"] = weights_of_runs(runs)
     if any(run.partition.counts for run in runs):
@@ -65,6 +69,8 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "has_best_map": over is not None,
         "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
         "fewest_for_band": FEWEST_FOR_BAND,
+        "against": [(key, fmt.key_name(key), key == against[0]) for key in against],
+        "value_menus": _value_menus(compared, against),
         "notes": notes(grid),
         "experiment": shared_settings(runs),
         "environment": fmt.flatten(runs[0].environment),
@@ -89,6 +95,18 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
 def _first(choices: Iterable[str], first: str) -> list[str]:
     """Return the choices of a menu, each once, with the first one in front."""
     return sorted(dict.fromkeys(choices), key=lambda choice: choice != first)
+
+
+def _value_menus(compared: Sequence[str], against: Sequence[str]) -> list[tuple[int, bool]]:
+    """The number of each axis that has a menu beside the curves over values, and whether one value is chosen at first.
+
+    Not at first: of the axis that the curves begin with, and of the first other one.
+    """
+    if not against:
+        return []
+    others = [key for key in compared if key != against[0]]
+    shown = [key for key in compared if list(against) != [key]]
+    return [(compared.index(key), key in others[1:]) for key in shown]
 
 
 def _labels_of(axes: Sequence[tuple[str, Sequence[str]]], combination: Combination) -> list[str]:

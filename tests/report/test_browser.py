@@ -143,6 +143,20 @@ def test_the_controls_of_a_grid_choose_lines_cells_and_runs(show, grid_folder):
     assert page.evaluate(column) == falling[::-1]
 
 
+def test_menus_choose_the_lines_over_the_values_of_a_setting(show, tmp_path):
+    axes = {"aggregate.rule": ["mean", "krum"], "attack.scale": [1, 2, 5], "workers": [2, 4, 8], "seed": [0, 1]}
+    page = show(write_points(tmp_path / "grid", axes, lambda path, point: invent_run(path, [1 / point["workers"]])))
+    values = page.locator("#values")
+    drawn = [("mean · 2", [0.5] * 3), ("krum · 2", [0.5] * 3)]
+    assert [trace for trace in plotted(page, "values-chart") if trace[0] in dict(drawn)] == drawn
+    assert len(plotted(page, "values-chart")) == 2 * (1 + 2)  # a thin line for each of two seeds
+    values.get_by_label("Spread").select_option(label="hidden")
+    values.get_by_label("Against").select_option(label="workers")
+    assert plotted(page, "values-chart")[0] == ("mean · 1", [0.5, 0.25, 0.125])
+    values.locator("[name=axis1]").select_option(label="5")
+    assert [name for name, _ in plotted(page, "values-chart")] == ["mean · 5", "krum · 5"]
+
+
 def test_a_comparison_on_the_clock_opens_with_virtual_seconds_and_follows_the_colour_scheme(show, tmp_path):
     page = show(timed_grid(tmp_path / "grid"))
     light = layout(page, "font.color")

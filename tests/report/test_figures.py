@@ -258,3 +258,35 @@ def test_the_heat_map_of_final_values_has_a_figure_for_each_value_of_a_third_axi
     _, charts = grid_page(grid)
     cells = [find(charts["heat-map-chart"], value="Final test accuracy", axis2=index)["data"][0]["z"] for index in "01"]
     assert cells == [[[0.25], [0.5]], [[0.375], [0.625]]]
+
+
+def test_the_number_is_drawn_against_each_axis_of_three_or_more_numbers(tmp_path):
+    axes = {"aggregate.rule": ["mean", "krum"], "attack.scale": [10, 0.5, 2], "seed": [0, 1]}
+    final = {("mean", 0.5): 0.8, ("mean", 2): 0.6, ("mean", 10): 0.2, ("krum", 0.5): 0.7, ("krum", 10): 0.7}
+
+    def make(path, point):
+        if accuracy := final.get((point["aggregate.rule"], point["attack.scale"])):
+            invent_run(path, [0.1, accuracy + point["seed"] / 10])
+
+    context, charts = grid_page(read_records(write_points(tmp_path / "grid", axes, make)))
+    (drawn,) = charts["values-chart"]
+    assert lines_of(drawn) == {
+        "mean": [(0.5, 0.85), (2.0, 0.65), (10.0, 0.25)],
+        "krum": [(0.5, 0.75), (10.0, 0.75)],  # the runs of scale 2 are missing
+    }
+    assert [trace["y"] for trace in spread_of(drawn)[:2]] == [[0.8, 0.6, 0.2], [0.9, 0.7, 0.3]]
+    assert [trace["meta"]["axis0"] for trace in drawn["data"]] == ["0"] * 3 + ["1"] * 3
+    assert (drawn["layout"]["xaxis"]["type"], drawn["layout"]["xaxis"]["tickvals"]) == ("log", [10, 0.5, 2])
+    assert context["against"] == [("attack.scale", "attack scale", True)]
+    assert context["value_menus"] == [(0, False)]
+
+
+def test_with_several_axes_of_numbers_a_menu_chooses_one(tmp_path):
+    axes = {"workers": [2, 3, 4], "a": ["x", "y"], "local.lr": [0.1, 0.2, 0.3]}
+    context, charts = grid_page(made_up_grid(tmp_path / "grid", axes, lambda point: point["workers"] / 10))
+    of_workers, of_lr = charts["values-chart"]
+    assert [of_workers["when"], of_lr["when"]] == [{"against": "workers"}, {"against": "local.lr"}]
+    assert lines_of(of_workers)["x · 0.1"] == [(2.0, 0.2), (3.0, 0.3), (4.0, 0.4)]
+    assert lines_of(of_lr)["3 · y"] == [(0.1, 0.3), (0.2, 0.3), (0.3, 0.3)]
+    assert of_workers["data"][1]["meta"] == {"axis1": "0", "axis2": "1"}
+    assert context["value_menus"] == [(0, False), (1, False), (2, True)]
