@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedsim.comparison.breaking_points import breaking_points, breaking_points_csv
 from fedsim.comparison.compared_number import require_number
 from fedsim.comparison.folder import GridFolder, GridRecords, Shard
 from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
@@ -315,6 +316,8 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
         figures[f"{what}_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
         figures[f"{what}_updates"] = draw_accuracy(grid, runs, "updates")
     figures |= {f"{what}_{key}": draw_values(grid, runs, key) for key in numeric_axes(grid.axes, grid.compared)}
+    if points := breaking_points(grid, runs):
+        folder.write("breaking_points.csv", breaking_points_csv(grid, points).encode())
     if grid.settings.tune is not None:
         _, tuned = grid.settings.of(runs, list(grid.axes))
         folder.write("tuning.csv", tuning_csv(grid, tuned).encode())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedsim.comparison.axes import describe_point, label
+from fedsim.comparison.breaking_points import breaking_lines, breaking_points
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.halving import rounds_saved
 from fedsim.comparison.results import RunResult, names_in, to_csv
@@ -254,6 +255,7 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
         )
         if any(0 < row.reached < row.runs - row.failed for row in summary):
             notes.append("if not all runs reached the target, the mean is over those that did, so it is too low")
+        notes += _breaking_notes(grid, runs, _target_text(test, grid.settings.target))
     notes += [f"left out: {line}" for line in grid.left_out]
     if diverged := sum(run.finished and run.history[-1].diverged is not None for run in runs):
         notes.append(f"{diverged} of {len(runs)} runs diverged: their results are those of the last finite model")
@@ -261,3 +263,14 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
     if failed:
         notes.append(f"{len(failed)} of {len(runs)} runs failed: they count in no mean, and rows with one have no mark")
     return [*map(note, notes), *(f"  {describe_point(run.point)}: {run.error}" for run in failed)]
+
+
+def _breaking_notes(grid: Grid, runs: Sequence[RunResult], target: str) -> list[str]:
+    """From which value of each axis of numbers on the target is missed."""
+    notes, test = [], score_of(runs)
+    for key, found in breaking_points(grid, runs).items():
+        misses = (
+            f"the mean {test.label.lower()} after the last round is {'below' if test.sign > 0 else 'above'} {target}"
+        )
+        notes += [f"{key} from which on {misses} (breaking_points.csv):", *breaking_lines(grid, found)]
+    return notes

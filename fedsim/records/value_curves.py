@@ -97,7 +97,8 @@ class BreakingPoint(NamedTuple):
             text = f"{self.breaks_at}" + (", the smallest value" if self.reached_at is None else "")
         else:
             text = "unknown" if self.reached_at is None else f"none up to {self.reached_at}"
-        text += f", but missed at {_listed(self.missed_below)}" if self.missed_below else ""
+        also = " also" if self.breaks_at is not None else ""
+        text += f", but{also} missed at {_listed(self.missed_below)}" if self.missed_below else ""
         return text + (f"; no result at {_listed(self.no_result)}" if self.no_result else "")
 
 

@@ -25,7 +25,7 @@ from fedsim.report.heat_maps import (
     partition_heat_map,
     weights_heat_map,
 )
-from fedsim.report.value_charts import value_charts
+from fedsim.report.value_charts import breaking_texts, value_charts
 
 MINUS = "\N{MINUS SIGN}"
 PLUG = "metrics."  # before the name of a plug's metric
@@ -70,6 +70,8 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
         "fewest_for_band": FEWEST_FOR_BAND,
         "against": [(key, fmt.key_name(key), key == against[0]) for key in against],
+        "breaking": [] if target is None else breaking_texts(combined, grid.axes, compared, test, target),
+        "misses": f"the mean {test.label.lower()} is {'below' if test.sign > 0 else 'above'}",
         "value_menus": _value_menus(compared, against),
         "notes": notes(grid),
         "experiment": shared_settings(runs),

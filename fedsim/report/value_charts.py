@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fedsim.core.plotting import far_apart
 from fedsim.records import formatting as fmt
 from fedsim.records.combinations import Combination
-from fedsim.records.value_curves import numeric_axes, value_curves
+from fedsim.records.record import Metric
+from fedsim.records.value_curves import ValueCurve, breaking_point, numeric_axes, value_curves
 from fedsim.report.curves import line_figure, mean_traces
 from fedsim.report.figure import plain, value_axis
 
@@ -17,18 +18,40 @@ def value_charts(
     combined: Sequence[Combination], axes: Mapping[str, Sequence[Any]], compared: Sequence[str]
 ) -> list[dict[str, Any]]:
     """A figure for each compared axis of numbers: a line for each combination of the values on the others."""
-    figures = []
+    figures, metric = [], combined[0].metric
     for key in numeric_axes(axes, compared):
-        axis, traces = compared.index(key), []
-        for curve in value_curves(combined, axis, dict(enumerate(axes[key]))):
-            others = {index: each for index, each in enumerate(curve.combinations[0].place) if index != axis}
-            name = " · ".join(fmt.label(axes[compared[index]][each]) for index, each in others.items())
-            metric = curve.combinations[0].metric
-            traces += mean_traces(curve.mean, metric, name or metric.label.lower(), others)
-        figures.append(
-            line_figure(traces, _axis(key, axes[key]), value_axis(metric.label, metric.unit), {"against": key})
-        )
+        traces = []
+        for name, others, curve in _named_curves(combined, axes, compared, key):
+            traces += mean_traces(curve.mean, metric, name, others)
+        y_axis = value_axis(metric.label, metric.unit)
+        figures.append(line_figure(traces, _axis(key, axes[key]), y_axis, {"against": key}))
     return figures
+
+
+def breaking_texts(
+    combined: Sequence[Combination],
+    axes: Mapping[str, Sequence[Any]],
+    compared: Sequence[str],
+    test: Metric,
+    target: float,
+) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The name of each compared axis of numbers; of each of its lines the name, and from which value on it misses."""
+    found = []
+    for key in numeric_axes(axes, compared):
+        curves = _named_curves(combined, axes, compared, key)
+        found.append((fmt.key_name(key), [(name, breaking_point(each, test, target).text) for name, _, each in curves]))
+    return found
+
+
+def _named_curves(
+    combined: Sequence[Combination], axes: Mapping[str, Sequence[Any]], compared: Sequence[str], key: str
+) -> Iterator[tuple[str, dict[int, int], ValueCurve]]:
+    """The curves along an axis, each with its name and its place on the other axes by their numbers."""
+    axis = compared.index(key)
+    for curve in value_curves(combined, axis, dict(enumerate(axes[key]))):
+        others = {index: each for index, each in enumerate(curve.combinations[0].place) if index != axis}
+        name = " · ".join(fmt.label(axes[compared[index]][each]) for index, each in others.items())
+        yield name or "all runs", others, curve
 
 
 def _axis(key: str, values: Sequence[float]) -> dict[str, Any]:

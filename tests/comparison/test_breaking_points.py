@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from fedsim.comparison.breaking_points import MOST_LINES, breaking_points, breaking_points_csv
+from fedsim.comparison.summary import summarise, summary_table
+from fedsim.records.reader import read_records
+from fedsim.report.grid_page import grid_page
+from tests.comparison.made_up import grid_of, results_of
+from tests.report.folders import invent_run, write_points
+
+AXES = {"aggregate.rule": ["mean", "krum", "median", "caf", "rfa"], "attack.scale": [10, 1, 0.5, 2], "seed": [0, 1]}
+FINAL = {  # by rule: the mean accuracies of the scales 0.5, 1, 2, 10; None: a run failed
+    "mean": [0.9, 0.6, 0.5, 0.1],
+    "krum": [0.3, 0.7, 0.4, 0.4],
+    "median": [0.9, 0.3, 0.7, 0.6],
+    "caf": [0.5, 0.4, 0.3, 0.2],
+    "rfa": [0.8, 0.7, None, None],
+}
+TEXTS = {
+    "mean": "2",
+    "krum": "2, but also missed at 0.5",
+    "median": "none up to 10, but missed at 1",
+    "caf": "0.5, the smallest value",
+    "rfa": "none up to 1; no result at 2, 10",
+}
+
+
+def accuracies(point):
+    """Each seed is 0.25 above or below the mean. Where a mean is None, the run of seed 1 fails."""
+    mean = FINAL[point["aggregate.rule"]][[0.5, 1, 2, 10].index(point["attack.scale"])]
+    if mean is None:
+        return None if point["seed"] else [0.9, 0.1]
+    return [0.9, mean + (0.25 if point["seed"] else -0.25)]
+
+
+def test_a_line_breaks_at_the_smallest_value_from_which_on_no_mean_reaches_the_target():
+    grid = grid_of(AXES, target=0.6)
+    ((key, found),) = breaking_points(grid, results_of(grid, accuracies)).items()
+    assert key == "attack.scale"
+    assert {others["aggregate.rule"]: point.text for others, point in found} == TEXTS
+    assert {others["aggregate.rule"]: tuple(point) for others, point in found} == {
+        "mean": (2, 1, [], []),
+        "krum": (2, 1, [0.5], []),
+        "median": (None, 10, [1], []),
+        "caf": (0.5, None, [], []),
+        "rfa": (None, 1, [], [2, 10]),
+    }
+
+
+def test_a_loss_reaches_the_target_from_below():
+    grid = grid_of({"attack.scale": [1, 2, 5]}, target=0.6)
+    runs = results_of(grid, lambda point: [point["attack.scale"] / 5])
+    for run in runs:
+        run.history[-1] = replace(run.history[-1], test_accuracy=None, test_loss=run.point["attack.scale"] / 5)
+    ((_, point),) = breaking_points(grid, runs)["attack.scale"]
+    assert point.text == "5"
+
+
+def test_of_failed_runs_alone_nothing_is_known():
+    grid = grid_of({"attack.scale": [1, 2, 5]}, target=0.6)
+    ((_, point),) = breaking_points(grid, results_of(grid, lambda point: None))["attack.scale"]
+    assert point.text == "unknown; no result at 1, 2, 5"
+
+
+def test_the_table_has_the_breaking_points_below_it():
+    grid = grid_of(AXES, target=0.6)
+    runs = results_of(grid, accuracies)
+    lines = summary_table(grid, summarise(grid, runs), runs).splitlines()
+    assert [line for line in lines if line.startswith("attack.scale from which on")]
+    assert all(f"  {rule}: {text}" in lines for rule, text in TEXTS.items())
+
+
+def test_of_many_lines_the_table_has_the_first():
+    grid = grid_of({"aggregate.rule": [f"rule{n}" for n in range(MOST_LINES + 3)], "workers": [5, 6, 7]}, target=0.6)
+    runs = results_of(grid, lambda point: [0.5])
+    table = summary_table(grid, summarise(grid, runs), runs)
+    assert table.count(": 5, the smallest value\n") == MOST_LINES
+    assert "  3 more" in table.splitlines()
+
+
+def test_without_a_target_there_are_none():
+    grid = grid_of(AXES)
+    runs = results_of(grid, accuracies)
+    assert breaking_points(grid, runs) == {}
+    assert "from which on" not in summary_table(grid, summarise(grid, runs), runs)
+
+
+def test_the_file_has_a_row_for_each_axis_of_numbers_and_line():
+    grid = grid_of({"attack.scale": [1, 2, 5], "attack.name": ["ipm", "foe"], "workers": [5, 6, 7]}, target=0.6)
+    runs = results_of(grid, lambda point: [0.7 if point["attack.scale"] == 2 else 0.1])
+    rows = list(csv.DictReader(io.StringIO(breaking_points_csv(grid, breaking_points(grid, runs)))))
+    assert [row["key"] for row in rows] == ["attack.scale"] * 6 + ["workers"] * 6
+    assert list(rows[3].values()) == ["attack.scale", "", "foe", "5", "0.6", "5", "2", "1", ""]
+    assert list(rows[6].values()) == ["workers", "1", "ipm", "", "0.6", "5", "", "", ""]
+
+
+@pytest.mark.parametrize("target", [0.6, None])
+def test_the_report_has_the_same_texts(tmp_path, target):
+    def make(path, point):
+        if (values := accuracies(point)) is not None:
+            invent_run(path, values)
+
+    folder = write_points(tmp_path / "grid", AXES, make)
+    description = json.loads((folder / "grid.json").read_text())
+    (folder / "grid.json").write_text(json.dumps({**description, "target": target}))
+    context, _ = grid_page(read_records(folder))
+    assert context["breaking"] == ([("attack scale", list(TEXTS.items()))] if target else [])
