@@ -3,7 +3,8 @@
 Let n be the number of values and R the number of rounds. All values run for R / 2^k rounds, rounded up, where k is
 log2(n), rounded up. Then the better half of the values, rounded up, runs for twice as many rounds in all, and so on,
 until one value has R rounds. The mean validation result over the seeds decides, of the worst case if there is an axis
-`worst`. The first of equal values is better. A value with a failed run, or a result that is not finite, loses.
+`worst`. The first of equal values is better. A value of which a run has failed within these rounds, or whose result is
+not finite, loses; a later failure changes no earlier decision.
 
 The decisions are a function of the records, so a comparison that is interrupted makes the same ones when it continues.
 `rounds` of the experiment, which learning rate schedules use, does not change.
@@ -81,4 +82,5 @@ def _of_group(group: Sequence[PlannedRun], folder: GridRecords) -> dict[str, All
 def _after(run: PlannedRun, rounds: int, folder: GridRecords) -> RunResult:
     """Return the result of a run as if it had ended after so many rounds."""
     history = read_history(folder.run_folder(run))[:rounds]
-    return RunResult(run.id, run.point, run.experiment, history, folder.error(run), None)
+    error = folder.error(run) if len(history) < rounds else None
+    return RunResult(run.id, run.point, run.experiment, history, error, None)

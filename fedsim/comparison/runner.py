@@ -250,16 +250,20 @@ def _warn(runs: Sequence[PlannedRun]) -> None:
 
 def _run(runs: Sequence[PlannedRun], jobs: int, folder: GridFolder, callback: Callback, *, one_process: bool) -> None:
     """Do the runs; with halving, all go as far as they can be compared, then those that remain, and so on."""
-    left = list(runs)
-    while left:
+    told, done = set[str](), set[tuple[str, int]]()  # `done`: what has been done once is not done again
+    while True:
         given = allotments(folder)
-        stopped = [run for run in left if given[run.id].stopped]
-        for run in stopped:
-            callback.on_end(RunResult.read(run, folder, stopped=True))
-        left = [run for run in left if run not in stopped]
-        todo = {run.id: run for run in left if not is_ready(run, given[run.id].rounds, folder)}
-        _run_for(list(todo.values()), {id: given[id].rounds for id in todo}, jobs, folder, callback, one_process)
-        left = [run for run in left if given[run.id].rounds < run.experiment.rounds and not _has_ended(run, folder)]
+        for run in runs:
+            if given[run.id].stopped and run.id not in told:
+                told.add(run.id)
+                callback.on_end(RunResult.read(run, folder, stopped=True))
+        rounds = {run.id: given[run.id].rounds for run in runs}
+        todo = [run for run in runs if not is_ready(run, rounds[run.id], folder)]
+        todo = [run for run in todo if (run.id, rounds[run.id]) not in done]
+        if not todo:
+            return
+        _run_for(todo, rounds, jobs, folder, callback, one_process)
+        done.update((run.id, rounds[run.id]) for run in todo)
 
 
 def _has_ended(run: PlannedRun, folder: GridFolder) -> bool:

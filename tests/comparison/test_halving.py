@@ -112,6 +112,14 @@ def test_a_value_with_a_failed_run_loses(tables, tmp_path):
     assert [len(run.history) for run in result.runs if run.point["local.lr"] == 0.1] == [8, 8]
 
 
+def test_a_run_that_fails_later_changes_no_earlier_decision(tables, tmp_path):
+    tables["local"]["schedule"] = {"name": "multi_step", "milestones": [5], "gamma": 1e40}
+    result = halved(tables, {"local.lr": RATES}, tmp_path / "grid")
+    assert sorted(len(run.history) for run in result.runs) == [2, 2, 4, 5]
+    assert [len(run.history) for run in result.failed] == [5]
+    assert [run.stopped_at for run in result.runs if run.error is None] == [2, 4, 2]
+
+
 def test_the_worst_case_decides_and_all_cases_of_a_value_go_on(tables, tmp_path):
     attack = {"workers": [0], "name": "sign_flipping"}
     axes = {"attack.name": ["none", "sign_flipping"], "local.lr": [1e-6, 0.1]}
