@@ -49,7 +49,9 @@ class TensorBoardWriter:
         self._append(file, [{"step": round, "summary": {"value": values}}])
 
     def _open(self) -> io.FileIO:
-        self._path = self._folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        seconds, fraction = divmod(time.time_ns(), 10**9)  # files of a run are read in the order of their names
+        writer = f"{socket.gethostname()}.{os.getpid()}.{fraction:09d}"
+        self._path = self._folder / f"events.out.tfevents.{seconds:010d}.{writer}"
         try:
             self._file = self._path.open("xb", buffering=0)
         except OSError as error:

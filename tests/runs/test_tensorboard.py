@@ -48,6 +48,17 @@ def test_the_settings_of_a_run_are_hyperparameters(tiny_experiment, tmp_path):
     assert "cohort" not in found, "it is not set"
 
 
+def test_a_run_that_is_resumed_in_the_same_second_has_a_file_of_its_own(tiny_experiment, tmp_path, monkeypatch):
+    def stop(record):
+        raise fedsim.StopRun
+
+    tables = {**tiny_experiment, "records": {"tensorboard": True}}
+    monkeypatch.setattr("time.time", lambda: 1_000_000_000.0)
+    fedsim.run(tables, tmp_path / "run", on_round=stop)
+    fedsim.run(tables, tmp_path / "run", resume=True)
+    assert [step for step, _ in read_back(tmp_path / "run")["test/loss"]] == [1, 2]
+
+
 def test_each_round_is_flushed(tiny_experiment, tmp_path):
     seen = []
     fedsim.run(
