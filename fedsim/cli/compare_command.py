@@ -44,7 +44,8 @@ ShardName = Annotated[
 Target = Annotated[
     float | None,
     typer.Option(
-        help="Report the time until this test accuracy, such as 0.97, or this loss if the task has no accuracy.",
+        help="Report the time until this test accuracy, such as 0.97, or this loss if the task has no accuracy, and "
+        "from which value of a list of numbers on it is missed.",
         show_default="none",
     ),
 ]

@@ -38,7 +38,8 @@ class ComparisonSettings:
     """The settings of a comparison: the keys of a table [grid], and of `grid.json`, that are not axes.
 
     Attributes:
-        target: the test accuracy, or test loss of a task without accuracy, the time until which is reported.
+        target: the test accuracy, or test loss of a task without accuracy, the time until which is reported, and from
+            which value of an axis of numbers on it is missed.
         tune: the value with the best mean validation result over the seeds is chosen; of each value the worst result
             along the axis `worst` counts, if there is one.
         worst: then the value with the worst mean is chosen, of the number that runs are compared by.

@@ -19,8 +19,8 @@ FEWEST_VALUES = 3  # from which there is a curve
 def is_numeric(values: Sequence[Any]) -> bool:
     """Whether all values of an axis are finite numbers.
 
-    >>> is_numeric([1, 2.5]), is_numeric([True, 1]), is_numeric(["mean"])
-    (True, False, False)
+    >>> is_numeric([1, 2.5]), is_numeric([True, 1]), is_numeric([1, float("inf")]), is_numeric(["mean"])
+    (True, False, False, False)
     """
     return all(
         isinstance(each, (int, float)) and not isinstance(each, bool) and abs(each) < math.inf for each in values

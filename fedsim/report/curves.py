@@ -186,9 +186,21 @@ def _curve_figure(chart: Chart, scale: str, traces: list[dict[str, Any]], rounds
 
 
 def line_figure(
-    traces: list[dict[str, Any]], x_axis: dict[str, Any], y_axis: dict[str, Any], when: dict[str, Any]
+    traces: list[dict[str, Any]],
+    x_axis: dict[str, Any],
+    y_axis: dict[str, Any],
+    when: dict[str, Any],
+    lines: str = "all",
 ) -> dict[str, Any]:
-    """A figure of lines with a legend below; `when` holds the choices for which the page shows it."""
+    """A figure of lines with a legend below.
+
+    Args:
+        traces: of the lines.
+        x_axis: of the figure.
+        y_axis: of the figure.
+        when: the choices for which the page shows it.
+        lines: what the lines are; a hidden one is hidden in all figures of the same.
+    """
     for index, trace in enumerate(traces):
         trace["uid"] = f"line{index}"  # a hidden line stays hidden when other controls change
     layout = {
@@ -196,7 +208,7 @@ def line_figure(
         "xaxis": x_axis,
         "yaxis": y_axis,
         "showlegend": True,
-        "legend": {"orientation": "h", "y": -0.2, "uirevision": "kept", "traceorder": "normal"},
+        "legend": {"orientation": "h", "y": -0.2, "uirevision": lines, "traceorder": "normal"},
         "uirevision": " ".join(when.values()),  # a zoom stays while these do
     }
     return figure(traces, layout, **when)

@@ -24,7 +24,7 @@ def value_charts(
         for name, others, curve in _named_curves(combined, axes, compared, key):
             traces += mean_traces(curve.mean, metric, name, others)
         y_axis = value_axis(metric.label, metric.unit)
-        figures.append(line_figure(traces, _axis(key, axes[key]), y_axis, {"against": key}))
+        figures.append(line_figure(traces, _axis(key, axes[key]), y_axis, {"against": key}, lines=key))
     return figures
 
 

@@ -151,6 +151,8 @@ def test_menus_choose_the_lines_over_the_values_of_a_setting(show, tmp_path):
     assert [trace for trace in plotted(page, "values-chart") if trace[0] in dict(drawn)] == drawn
     assert len(plotted(page, "values-chart")) == 2 * (1 + 2)  # a thin line for each of two seeds
     values.get_by_label("Spread").select_option(label="hidden")
+    values.locator(".legendtoggle").first.click()
+    wait_until(page, lambda: plotted(page, "values-chart") == drawn[1:])
     values.get_by_label("Against").select_option(label="workers")
     assert plotted(page, "values-chart")[0] == ("mean · 1", [0.5, 0.25, 0.125])
     values.locator("[name=axis1]").select_option(label="5")
