@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+import fedsim
 from fedsim.comparison.breaking_points import MOST_LINES, breaking_points, breaking_points_csv
 from fedsim.comparison.summary import summarise, summary_table
 from fedsim.records.reader import read_records
@@ -98,6 +99,15 @@ def test_the_file_has_a_row_for_each_axis_of_numbers_and_line():
     assert [row["key"] for row in rows] == ["attack.scale"] * 6 + ["workers"] * 6
     assert list(rows[3].values()) == ["attack.scale", "", "foe", "5", "0.6", "5", "2", "1", ""]
     assert list(rows[6].values()) == ["workers", "1", "ipm", "", "0.6", "5", "", "", ""]
+
+
+def test_a_comparison_writes_the_file_if_it_has_a_target(serial, tmp_path):
+    axes = {"local.lr": [0.01, 0.02, 0.03]}
+    for out, target in (("with", 1.0), ("without", None)):
+        fedsim.compare(serial, axes, tmp_path / out, target=target)
+    assert not (tmp_path / "without" / "breaking_points.csv").exists()
+    rows = list(csv.DictReader((tmp_path / "with" / "breaking_points.csv").read_text().splitlines()))
+    assert [(row["key"], row["target"]) for row in rows] == [("local.lr", "1.0")]
 
 
 @pytest.mark.parametrize("target", [0.6, None])
