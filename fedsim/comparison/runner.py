@@ -254,7 +254,7 @@ def _run(runs: Sequence[PlannedRun], jobs: int, folder: GridFolder, callback: Ca
     while True:
         given = allotments(folder)
         for run in runs:
-            if given[run.id].stopped and run.id not in told:
+            if given[run.id].stopped and run.id not in told and not _has_ended(run, folder):
                 told.add(run.id)
                 callback.on_end(RunResult.read(run, folder, stopped=True))
         rounds = {run.id: given[run.id].rounds for run in runs}

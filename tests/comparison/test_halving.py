@@ -106,8 +106,9 @@ def test_without_halving_the_stopped_runs_continue(tables, tmp_path):
     assert full.table == fedsim.compare(tables, axes, jobs=1, tune="local.lr").table
 
 
-def test_a_value_with_a_failed_run_loses(tables, tmp_path):
-    result = halved(tables, {"local.lr": [1e30, 0.1], "seed": [0, 1]}, tmp_path / "grid")
+def test_a_value_with_a_failed_run_loses(tables, tmp_path, capsys):
+    result = halved(tables, {"local.lr": [3e38, 0.1], "seed": [0, 1]}, tmp_path / "grid", progress=True)
+    assert capsys.readouterr().out.count(": failed: ") == len(result.failed) > 0
     assert [row.chosen for row in result.summary] == [{"local.lr": 0.1}]
     assert [len(run.history) for run in result.runs if run.point["local.lr"] == 0.1] == [8, 8]
 
