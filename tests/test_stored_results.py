@@ -100,7 +100,7 @@ def test_import_paths_in_a_folder_need_to_be_allowed(tiny_experiment, tmp_path):
         load(tmp_path / "run", allow_imports=True)
 
 
-@pytest.mark.parametrize("load", [fedsim.load_run, fedsim.load_model, fedsim.load_grid])
+@pytest.mark.parametrize("load", [fedsim.load_run, fedsim.load_model, fedsim.load_comparison])
 def test_a_folder_that_holds_nothing_is_one_line(tmp_path, load):
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(RecordError, match=r"^\S+: is not (a run folder|the folder of a comparison) \(no \S+\)$"):
@@ -145,7 +145,7 @@ def test_a_comparison_that_is_loaded_is_the_one_that_was_returned(tiny_experimen
         folder = tmp_path / str(number)
         comparison = fedsim.compare(tiny_experiment, axes, folder, 1, target=0.1, by="test_loss")
         before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-        loaded = fedsim.load_grid(folder, allow_imports=True)
+        loaded = fedsim.load_comparison(folder, allow_imports=True)
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
         assert loaded.table == comparison.table
         assert loaded.grid == comparison.grid
@@ -156,10 +156,10 @@ def test_a_comparison_that_is_loaded_is_the_one_that_was_returned(tiny_experimen
 def test_a_comparison_with_a_failed_run_and_one_with_shards_only(tiny_experiment, tmp_path):
     comparison = fedsim.compare(tiny_experiment, {"local.lr": [0.1, 1e30]}, tmp_path / "grid", 1)
     assert len(comparison.failed) == 1
-    assert fedsim.load_grid(tmp_path / "grid", allow_imports=True).table == comparison.table
+    assert fedsim.load_comparison(tmp_path / "grid", allow_imports=True).table == comparison.table
     (tmp_path / "sharded" / "shards").mkdir(parents=True)
     with pytest.raises(RecordError, match="its shards are not combined yet: fedsim compare"):
-        fedsim.load_grid(tmp_path / "sharded")
+        fedsim.load_comparison(tmp_path / "sharded")
 
 
 def test_frames_have_a_row_for_each_round_and_for_each_run(tiny_experiment, tmp_path):

@@ -4,7 +4,7 @@ from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
 from fedsim.comparison.grid_terminal import Callback
 from fedsim.comparison.results import RunResult
 from fedsim.comparison.runner import Comparison, compare, run_grid
-from fedsim.comparison.stored_comparison import load_grid
+from fedsim.comparison.stored_comparison import load_comparison
 from fedsim.comparison.summary import SummaryRow
 from fedsim.records.comparison_settings import ComparisonSettings
 
@@ -17,7 +17,7 @@ __all__ = [
     "RunResult",
     "SummaryRow",
     "compare",
-    "load_grid",
+    "load_comparison",
     "plan_grid",
     "run_grid",
 ]

@@ -12,7 +12,7 @@ from fedsim.records.reader import GRID, read_grid_file
 from fedsim.system.files import is_file
 
 
-def load_grid(folder: str | Path, *, allow_imports: bool = False) -> Comparison:
+def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Comparison:
     """The results of a comparison from its folder, as `fedsim.compare` returned them.
 
     Runs that are not finished count as failed. Nothing in the folder is changed, and no code of it is executed.
@@ -28,7 +28,7 @@ def load_grid(folder: str | Path, *, allow_imports: bool = False) -> Comparison:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     axes = {"aggregate.rule": ["mean", "median"]}
     ...     comparison = fedsim.compare({"rounds": 1, "model": "logistic"}, axes, folder, jobs=1)
-    ...     fedsim.load_grid(folder).table == comparison.table
+    ...     fedsim.load_comparison(folder).table == comparison.table
     True
     """
     folder = Path(folder)

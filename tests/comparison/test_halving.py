@@ -63,7 +63,7 @@ def test_files_say_after_how_many_rounds_a_value_was_stopped(tables, tmp_path):
         ("8", "0", "yes"),
     ]
     assert all(value["validation"] for value in tuned)
-    assert fedsim.load_grid(tmp_path / "half", allow_imports=True).runs[0].stopped_at == 4
+    assert fedsim.load_comparison(tmp_path / "half", allow_imports=True).runs[0].stopped_at == 4
 
 
 class Interrupting(Callback):
