@@ -109,7 +109,9 @@ def _line(group: Sequence[Combination], first: str, settings: ComparisonSettings
     line = f"{label_of(best, first)}{f' ({chosen})' if chosen else ''} {found.score.text(decimals)}"
     if found.tied:
         return f"{line}, tied with {_listed([label_of(each, first) for each in found.tied])}"
-    if found.next is None or (gap := found.next.difference_to(best)) is None:
+    if found.next is None:  # the others failed, or are invalid
+        return f"{line}, the only one that is ranked"
+    if (gap := found.next.difference_to(best)) is None:
         return line
     size = Estimate(abs(gap.mean), gap.half_width, tuple(map(abs, gap.values)))
     side = "lower" if gap.mean < 0 else "higher"
