@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedsim.comparison.axes import label
 from fedsim.comparison.breaking_points import breaking_points, breaking_points_csv
 from fedsim.comparison.compared_number import require_number
 from fedsim.comparison.folder import GridFolder, GridRecords, Shard
@@ -20,6 +22,7 @@ from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.heat_panels import draw_panels, heatmap_csv
 from fedsim.comparison.job_count import default_jobs, distinct, in_one_process, why_runs_unsendable
 from fedsim.comparison.jobs import Work, run_here, run_in_jobs
+from fedsim.comparison.leaderboard_files import draw_leaderboard, leaderboard_csv, leaderboard_text
 from fedsim.comparison.plots import draw_accuracy
 from fedsim.comparison.results import RunResult, curves_csv, results_csv, run_rows, tidy_rows
 from fedsim.comparison.summary import SummaryRow, answer_text, summarise, summary_csv, summary_table
@@ -35,6 +38,8 @@ from fedsim.errors import ExperimentError, SettingWarning, plural, show
 from fedsim.records.combinations import score_of
 from fedsim.records.comparison_settings import ComparisonSettings
 from fedsim.records.dataframe import to_frame
+from fedsim.records.formatting import key_name
+from fedsim.records.leaderboard import Leaderboard, leaderboard
 from fedsim.records.value_curves import numeric_axes
 from fedsim.system.child_process import exit_if_imported_by_child
 
@@ -70,8 +75,15 @@ class Comparison:
 
     @property
     def table(self) -> str:
-        """The answer, and the summary as text, as `fedsim compare` prints them."""
-        return f"{self.answer}\n\n{summary_table(self.grid, self.summary, self.runs)}".lstrip()
+        """The answer, the summary and the leaderboard as text, as `fedsim compare` prints them."""
+        board = leaderboard_text(self.leaderboard, self.grid.compared[0]) if self.leaderboard else ""
+        return f"{self.answer}\n\n{summary_table(self.grid, self.summary, self.runs)}\n\n{board}".strip()
+
+    @functools.cached_property
+    def leaderboard(self) -> Leaderboard | None:
+        """The mean ranks of the first axis' values over all others; None with fewer than 3 values or 5 combinations."""
+        combined = self.grid.settings.combined(self.runs, list(self.grid.axes))
+        return leaderboard(combined, self.grid.compared, lambda each, axis: label(each.runs[0].point[axis]))
 
     def to_dataframe(self, per: Literal["round", "run"] = "round") -> DataFrame:
         """The results as a pandas data frame with one row per run and round, or one row per run.
@@ -320,6 +332,9 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
         figures[f"{what}_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
         figures[f"{what}_updates"] = draw_accuracy(grid, runs, "updates")
     figures |= {f"{what}_{key}": draw_values(grid, runs, key) for key in numeric_axes(grid.axes, grid.compared)}
+    if (board := comparison.leaderboard) is not None:
+        folder.write("leaderboard.csv", leaderboard_csv(board).encode())
+        figures["leaderboard"] = draw_leaderboard(board, f"{key_name(grid.compared[0])}: {grid.name}")
     if points := breaking_points(grid, runs):
         folder.write("breaking_points.csv", breaking_points_csv(grid, points).encode())
     if grid.settings.tune is not None:

@@ -12,6 +12,7 @@ from fedsim.core.confidence import FEWEST_FOR_BAND, Estimate, fixed
 from fedsim.records import formatting as fmt
 from fedsim.records.best import answer
 from fedsim.records.combinations import SEED, Combination, groups_of, score_of, time_to_target
+from fedsim.records.leaderboard import leaderboard, leaderboard_notes
 from fedsim.records.reader import GridRun, Run, StoredGrid, StoredPartition
 from fedsim.records.record import Metric
 from fedsim.records.run_metrics import mean_or_none
@@ -58,6 +59,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         charts["weights-chart"] = weights_of_runs(runs)
     if any(run.partition.counts for run in runs):
         charts["partition-chart"] = partitions_of_runs(runs)
+    board = leaderboard(combined, compared, label_of)
     context = {
         "name": grid.name,
         "title": fmt.comparison_title(compared, score.label),
@@ -70,6 +72,8 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
         "fewest_for_band": FEWEST_FOR_BAND,
         "against": [(key, fmt.key_name(key), key == against[0]) for key in against],
+        "leaderboard": board,
+        "leaderboard_notes": leaderboard_notes(board) if board else [],
         "breaking": [] if target is None else breaking_texts(combined, grid.axes, compared, test, target),
         "misses": f"the mean {test.label.lower()} is {'below' if test.sign > 0 else 'above'}",
         "value_menus": _value_menus(compared, against),
