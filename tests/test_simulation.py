@@ -81,7 +81,16 @@ def test_the_history_has_one_complete_record_per_round(tiny_experiment):
     for record in result.history:
         assert set(record) == {
             *("round", "test_loss", "test_accuracy", "train_loss", "seconds", "cohort", "bytes_up", "bytes_down"),
-            *("coefficients", "excluded", "attack_success", "samples", "virtual_seconds", "asynchronous", "race"),
+            *(
+                "coefficients",
+                "excluded",
+                "attack_success",
+                "samples",
+                "virtual_seconds",
+                "asynchronous",
+                "race",
+                "diverged",
+            ),
             *("lost", "metrics", "validation_loss", "validation_accuracy"),
         }
         assert set(record["seconds"]) == {"pull_down", "train", "aggregate", "test"}

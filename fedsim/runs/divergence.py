@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from fedsim.config.experiment import Experiment
 from fedsim.engines import Engine
 from fedsim.errors import DivergedError
@@ -9,26 +12,24 @@ from fedsim.records.record import RoundRecord
 from fedsim.runs.loops.loop import Loop
 
 
-class LastFiniteModel:
-    """Runs rounds; a round that diverges has the tests of the global model before it, if the experiment asks for that.
+def rounds_of(loop: Loop, experiment: Experiment, engine: Engine) -> Callable[[int], RoundRecord]:
+    """The function that runs a round.
 
-    Cost: a copy of the global row and buffers for each round of such an experiment, on their device.
+    If the experiment asks for it, a round that diverges has the tests of the global model before it; otherwise it
+    raises DivergedError. Cost: a copy of the global row and buffers for each round of such an experiment, on their
+    device.
     """
+    return partial(_round_or_end, loop, engine) if experiment.aggregate.nonfinite == "stop" else loop.run_round
 
-    def __init__(self, experiment: Experiment, engine: Engine) -> None:
-        self._stops, self._engine = experiment.aggregate.nonfinite == "stop", engine
 
-    def run_round(self, loop: Loop, round: int) -> RoundRecord:
-        """Run one round. Raises DivergedError if it diverges and the experiment does not ask for an end of the run."""
-        if not self._stops:
-            return loop.run_round(round)
-        engine, shared = self._engine, self._engine.shared
-        before = shared.global_row.clone(), shared.global_buffers.clone()
-        try:
-            return loop.run_round(round)
-        except DivergedError as error:
-            if not engine.at_work:  # a pool closes if one of its processes raises an error
-                engine.replace_processes()
-            shared.global_row.copy_(before[0])
-            shared.global_buffers.copy_(before[1])
-            return RoundRecord(round=round, diverged=error.what, **engine.test(round).fields())
+def _round_or_end(loop: Loop, engine: Engine, round: int) -> RoundRecord:
+    shared = engine.shared
+    before = shared.global_row.clone(), shared.global_buffers.clone()
+    try:
+        return loop.run_round(round)
+    except DivergedError as error:
+        if not engine.at_work:  # a pool closes if one of its processes raises an error
+            engine.replace_processes()
+        shared.global_row.copy_(before[0])
+        shared.global_buffers.copy_(before[1])
+        return RoundRecord(round=round, diverged=error.what, **engine.test(round).fields())

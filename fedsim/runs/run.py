@@ -24,7 +24,7 @@ from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.worker_results import draw_workers, newest_table, read_csv
-from fedsim.runs.divergence import LastFiniteModel
+from fedsim.runs.divergence import rounds_of
 from fedsim.runs.loops.loop import Loop, loop_of
 from fedsim.runs.recovery import recovering
 from fedsim.runs.resume import ResumeState, choices_of
@@ -158,7 +158,8 @@ def run(
         prepared, engine = stack.enter_context(prepare(experiment_here, session, note, setup, scratch=scratch))
         results: list[WorkerResults] = []
         loop = loop_of(prepared, engine, folder.race_log if folder else None, results.append)
-        loop, finite = recovering(loop, prepared, engine, note), LastFiniteModel(experiment, engine)
+        loop = recovering(loop, prepared, engine, note)
+        run_round = rounds_of(loop, experiment, engine)
         prepared = replace(prepared, done=past.restore(loop, engine) if resume else 0)
         history, loggers = past.records, None
         if folder and (table := newest_table(folder.path, prepared.done)):
@@ -186,7 +187,7 @@ def run(
         for round in range(prepared.done + 1, experiment.rounds + 1):
             if stopped:
                 break
-            record = finite.run_round(loop, round)
+            record = run_round(round)
             history.append(record)
             if experiment.stop.active:
                 evaluated = _tests_after(round, results) or not experiment.data.worker_test
@@ -222,7 +223,7 @@ def run(
         if folder:
             _write_last_files(folder, experiment, history, model, results)
         global_row = engine.shared.global_row.cpu().clone()
-        del loop  # the engine must be the last to hold its memory when it leaves the task
+        del loop, run_round  # the engine must be the last to hold its memory when it leaves the task
     result = Result(experiment, history, model, global_row, folder.path if folder else None, stopped)
     display.finish(history[-1])
     return result
