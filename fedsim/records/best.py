@@ -99,7 +99,7 @@ def answer(
 
 
 def _line(group: Sequence[Combination], first: str, settings: ComparisonSettings, label_of: LabelOf) -> str:
-    """`caf 0.9231 ± 0.0040, tied with krum, median`, or `caf ...; the next, krum, is 0.0210 ± 0.0150 lower`."""
+    """`caf 0.9231 ± 0.0040, not significantly different from krum`, or `caf ...; the next, krum, is 0.0210 lower`."""
     found = best_of(group)
     if found is None:
         return "none is ranked"
@@ -108,7 +108,7 @@ def _line(group: Sequence[Combination], first: str, settings: ComparisonSettings
     chosen = ", ".join(f"{text}: {label_of(best, axis)}" for axis, text in texts.items())
     line = f"{label_of(best, first)}{f' ({chosen})' if chosen else ''} {found.score.text(decimals)}"
     if found.tied:
-        return f"{line}, tied with {_listed([label_of(each, first) for each in found.tied])}"
+        return f"{line}, not significantly different from {_listed([label_of(each, first) for each in found.tied])}"
     if found.next is None:  # the others failed, or are invalid
         return f"{line}, the only one that is ranked"
     if (gap := found.next.difference_to(best)) is None:
@@ -119,15 +119,17 @@ def _line(group: Sequence[Combination], first: str, settings: ComparisonSettings
 
 
 def _most_often(groups: Sequence[Sequence[Combination]], first: str, label_of: LabelOf) -> str:
-    """`caf, the best or tied with it for 9 of 12`, of all values that are so for most groups."""
+    """`caf, for 9 of 12`: the values that have the best mean in most groups."""
     ranked = [found for group in groups if (found := best_of(group))]
-    count = Counter(label_of(each, first) for found in ranked for each in (found.combination, *found.tied))
+    equal = [[each for each in found.tied if each.score and each.score.mean == found.score.mean] for found in ranked]
+    best = [each for found, others in zip(ranked, equal, strict=True) for each in (found.combination, *others)]
+    count = Counter(label_of(each, first) for each in best)
     if not count:
         return "none is ranked"
     most = max(count.values())
     names = [name for name, times in count.items() if times == most]
     each = ", each" if len(names) > 1 else ","
-    return f"{_listed(names)}{each} the best or tied with it for {most} of {len(ranked)}"
+    return f"{_listed(names)}{each} for {most} of {len(ranked)}"
 
 
 def _remarks(combined: Sequence[Combination]) -> list[str]:
