@@ -98,7 +98,8 @@ def leaderboard(
     first, *others = axes
     names = list(dict.fromkeys(label_of(each, first) for each in combined))
     groups = groups_of(combined)
-    cells = [group for group in groups if len(group) == len(names)]
+    in_order = [sorted(group, key=lambda each: names.index(label_of(each, first))) for group in groups]
+    cells = [group for group in in_order if len(group) == len(names)]
     if len(names) < FEWEST_CANDIDATES or len(cells) < FEWEST_CELLS:
         return None
     qualities = np.array([[_quality(each) for each in cell] for cell in cells])

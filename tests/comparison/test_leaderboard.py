@@ -88,6 +88,16 @@ def test_groups_join_neighbours_within_the_critical_difference():
     assert board.groups == [(1, 2)]
 
 
+def test_the_order_of_the_runs_does_not_matter():
+    """With an axis of chosen values in front, cells may have their candidates in different orders."""
+    comparison = comparison_of()
+    backwards = comparison.runs[::2] + comparison.runs[1::2][::-1]
+    mixed = [*backwards[3:], *backwards[:3]]
+    board = Comparison(comparison.grid, mixed, summarise(comparison.grid, mixed), None).leaderboard
+    expected = {each.name: each.mean_rank for each in comparison.leaderboard.standings}
+    assert {each.name: each.mean_rank for each in board.standings} == pytest.approx(expected)
+
+
 def test_there_is_none_with_few_candidates_or_cells():
     assert comparison_of(rules=RULES[:2]).leaderboard is None
     assert comparison_of({attack: ACCURACY[attack] for attack in CELLS[:4]}).leaderboard is None
