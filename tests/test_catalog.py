@@ -43,7 +43,7 @@ def test_list_has_a_line_for_each_experiment(cli):
     assert NAMES
     lines = cli("list", "experiments").stdout.splitlines()[1:]
     assert [line.split()[0] for line in lines] == NAMES
-    assert all(line.split()[1] in ("run:", "compare:") and line.endswith(".") for line in lines)
+    assert all(line.split()[1] in ("run:", "compare:") and line.endswith((".", "?")) for line in lines)
     assert all(len(line) <= 120 for line in lines)
     assert lines[-1] in cli("list").stdout
 

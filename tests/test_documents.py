@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted((ROOT / "docs").glob("reliability*.md"))
+DOCUMENTS = sorted((ROOT / "docs" / "explanation").glob("reliability*.md"))
 TESTS = {
     name
     for path in (ROOT / "tests").rglob("test_*.py")

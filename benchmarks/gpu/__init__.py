@@ -1,1 +1,4 @@
-"""The GPU check: everything that can be checked and measured on a real GPU, in one command. See docs/gpu.md."""
+"""The GPU check: everything that can be checked and measured on a real GPU, in one command.
+
+See docs/explanation/gpu.md.
+"""

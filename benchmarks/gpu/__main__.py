@@ -1,6 +1,7 @@
 """Check and measure fedsim on a GPU, in one command of at most nine minutes: python -m benchmarks.gpu
 
-See docs/gpu.md. This program needs nothing but Python; its sections need PyTorch and fedsim, and are processes.
+This program needs nothing but Python; its sections need PyTorch and fedsim, and are processes. See
+docs/explanation/gpu.md.
 """
 
 from __future__ import annotations

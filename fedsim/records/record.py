@@ -133,7 +133,7 @@ class RaceRecord(Record):
     """Measurements of a round of a race. Lists have one number per run; counts are sums over the runs.
 
     Without a lock, torn coordinates and lost updates cannot be seen. The counts are of observable substitutes; see
-    docs/architecture.md.
+    docs/explanation/architecture.md.
     """
 
     runs: Count | None = None

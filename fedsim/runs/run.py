@@ -114,7 +114,7 @@ def run(
     Args:
         experiment: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML or YAML file, the
             name of an experiment that comes with fedsim, or None for the default experiment. A name may be the object
-            itself, as a class for the model; see docs/extending.md.
+            itself, as a class for the model; see docs/how-to/own-plugs.md.
         out: a new or empty folder for the records; None: no records are written.
         resume: continue the interrupted run of this experiment in `out`, with bitwise the same results, or a finished
             one for more rounds. If `out` is new, the run starts.

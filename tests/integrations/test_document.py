@@ -1,4 +1,4 @@
-"""The programs of docs/integrations.md run, and its tables are right."""
+"""The programs of the documents on other libraries run, and their tables are right."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from fedsim.cli.main import app
 from fedsim.system.vision import import_torchvision
 from tests.commands import ended, start, start_python, start_ranks
 
-TEXT = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
-PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", TEXT, re.DOTALL))
+PAGES = ("aggregate-your-updates", "ddp-and-lightning", "flower", "coming-from")
+TEXT = "".join((Path(__file__).parents[2] / "docs" / "how-to" / f"{page}.md").read_text() for page in PAGES)
+PROGRAMS = dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', TEXT, re.DOTALL))
 UPDATES = torch.randn(11, 20, generator=torch.Generator().manual_seed(0))
 
 

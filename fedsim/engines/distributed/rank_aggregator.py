@@ -1,6 +1,7 @@
 """An aggregation over ranks, each of which holds its own members' rows, and moves its own columns of the global row.
 
-What the ranks send, of n rows of d numbers on P ranks, depends on the rule (docs/scaling.md has the formulas):
+What the ranks send, of n rows of d numbers on P ranks, depends on the rule (formulas are in
+docs/explanation/scaling.md):
 
     linear by weights alone     each rank's weighted sum of its rows is summed over the ranks
     by columns, or by products  every rank gets its columns of all rows [n, d / P]; products of pairs are summed
