@@ -36,7 +36,7 @@ WRONG = [
     ({"name": "a\nb"}, 'name = "a\\nb": must be one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter o'),
     ("alpha=1.0", 'alpha = 1.0: unknown key; did you mean "partition.alpha" or "local.alpha" or "server.alpha" or "po'),
     ("alpha=1.0 partition=dirichlet", 'alpha = 1.0: unknown key; did you mean "partition.alpha"?'),
-    ("model=3", "model = 3: must be a table; its keys are name"),
+    ("model=3", "model = 3: must be a name or a table"),
     ('data.augment=["flop"]', 'data.augment[0].name = "flop": no such augmentation; did you mean "flip"?'),
     ({"data": {"augment": ["flip", {"name": "shift", "pixels": -3}]}}, "data.augment[1].pixels = -3: must be greater"),
     ("local.lr=-1.0", "local.lr = -1.0: must be greater than or equal to 0"),

@@ -20,6 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from fedsim.core.registry import Plug, Registry
 from fedsim.errors import ExperimentError, one_line
 
+LARGEST_RATE = torch.finfo(torch.float32).max  # an optimizer fails with a larger one
+
 lr_schedule = Registry("learning-rate schedule", given=("optimizer", "length"))
 
 Count = Annotated[int, Field(ge=1)]
@@ -198,7 +200,11 @@ class KnownRates:
     def at(self, position: int) -> float:
         while len(self._known) <= position:
             try:
-                self._known.append(next(self._rates))
+                rate = next(self._rates)
+                if not abs(rate) <= LARGEST_RATE:
+                    number = len(self._known) + 1
+                    raise ExperimentError(f"name: its learning rate {number} is {rate:g}, more than {LARGEST_RATE:.1e}")
+                self._known.append(rate)
             except ExperimentError as error:
                 raise ExperimentError(*(f"{self._place}.{line}" for line in error.lines)) from None
             except Exception as error:

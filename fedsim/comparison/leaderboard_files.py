@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fedsim.comparison.results import to_csv
 from fedsim.core.confidence import fixed
+from fedsim.core.text_wrapping import note
 from fedsim.records.leaderboard import Leaderboard, leaderboard_notes
 
 if TYPE_CHECKING:
@@ -29,12 +30,12 @@ def leaderboard_text(board: Leaderboard, first: str) -> str:
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in (head, *rows)]
-    return "\n".join([*lines, "", *leaderboard_notes(board)])
+    return "\n".join([*lines, "", *map(note, leaderboard_notes(board))])
 
 
-def leaderboard_csv(board: Leaderboard) -> str:
-    """Return one row per candidate, the best first."""
-    head = ["name", "mean_rank", "best", "best_or_tied", "cells", "worst_cell", "worst", "critical_difference"]
+def leaderboard_csv(board: Leaderboard, first: str) -> str:
+    """Return one row per candidate, the best first; `first` is the key that they are values of."""
+    head = [first, "mean_rank", "best", "best_or_tied", "cells", "worst_cell", "worst", "critical_difference"]
     return to_csv(
         [
             head,

@@ -333,7 +333,7 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
         figures[f"{what}_updates"] = draw_accuracy(grid, runs, "updates")
     figures |= {f"{what}_{key}": draw_values(grid, runs, key) for key in numeric_axes(grid.axes, grid.compared)}
     if (board := comparison.leaderboard) is not None:
-        folder.write("leaderboard.csv", leaderboard_csv(board).encode())
+        folder.write("leaderboard.csv", leaderboard_csv(board, grid.compared[0]).encode())
         figures["leaderboard"] = draw_leaderboard(board, f"{key_name(grid.compared[0])}: {grid.name}")
     if points := breaking_points(grid, runs):
         folder.write("breaking_points.csv", breaking_points_csv(grid, points).encode())

@@ -43,8 +43,10 @@ class PlugTable(Table):
     @classmethod
     def _as_table(cls, value: Any) -> Any:
         table = {cls.named_by: value} if cls.is_name(value) else value
-        if not isinstance(table, dict):
+        if isinstance(table, cls):
             return table
+        if not isinstance(table, dict):
+            raise ValueError("a name or a table")
         name = table.get(cls.named_by)
         if isinstance(name, str) and name.startswith("__main__:"):  # other processes have another __main__
             table = {**table, cls.named_by: cls.registry.get(name, f"{cls.place}.{cls.named_by}").name}

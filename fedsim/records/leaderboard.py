@@ -33,7 +33,7 @@ class Standing:
         name: the label of the value.
         mean_rank: over the cells, 1 the best; equal candidates of a cell share the mean of their ranks, and all that
             failed share the last ranks.
-        best: the number of cells in which it is the best.
+        best: the number of cells in which it is the best, or equal to the best.
         tied: the number of cells in which it is the best, or not significantly different from the best.
         worst_cell: the labels of the cell in which it has the worst result, or has failed.
         worst: its mean result there; None if it failed.
@@ -104,18 +104,19 @@ def leaderboard(
         return None
     qualities = np.array([[_quality(each) for each in cell] for cell in cells])
     ranks = ranks_of(qualities)
+    is_best = np.isfinite(qualities) & (qualities == qualities.max(axis=1, keepdims=True))
     bests = [found for cell in cells if (found := best_of(cell))]
     standings = []
     for column, name in enumerate(names):
         own = [cell[column] for cell in cells]
         row = int(np.argmin(qualities[:, column]))
-        best = sum(found.combination in own for found in bests)
+        best = int(is_best[:, column].sum())
         standings.append(
             Standing(
                 name=name,
                 mean_rank=float(ranks[:, column].mean()),
                 best=best,
-                tied=best + sum(each in own for found in bests for each in found.tied),
+                tied=sum(each is found.combination or each in found.tied for each in own for found in bests),
                 worst_cell=", ".join(label_of(own[row], axis) for axis in others),
                 worst=own[row].score if math.isfinite(qualities[row, column]) else None,
             )

@@ -114,7 +114,7 @@ def test_a_value_with_a_failed_run_loses(tables, tmp_path, capsys):
 
 
 def test_a_run_that_fails_later_changes_no_earlier_decision(tables, tmp_path):
-    tables["local"]["schedule"] = {"name": "multi_step", "milestones": [5], "gamma": 1e40}
+    tables["local"]["schedule"] = {"name": "multi_step", "milestones": [5], "gamma": 1e39}
     result = halved(tables, {"local.lr": RATES}, tmp_path / "grid")
     assert sorted(len(run.history) for run in result.runs) == [2, 2, 4, 5]
     assert [len(run.history) for run in result.failed] == [5]

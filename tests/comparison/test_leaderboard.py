@@ -43,7 +43,7 @@ def test_mean_ranks_and_counts_are_those_computed_by_hand():
     found = {each.name: (each.mean_rank, each.best, each.tied, each.worst_cell) for each in board.standings}
     assert board.cells == 5
     assert found == {
-        "krum": (pytest.approx((3 + 1.5 + 2 + 1 + 1) / 5), 2, 3, "min_max"),
+        "krum": (pytest.approx((3 + 1.5 + 2 + 1 + 1) / 5), 3, 3, "min_max"),
         "median": (pytest.approx((2 + 1.5 + 1 + 2 + 2.5) / 5), 2, 2, "min_max"),
         "mean": (pytest.approx((1 + 3 + 3 + 3 + 2.5) / 5), 1, 1, "alie"),
     }
@@ -107,8 +107,8 @@ def test_text_csv_and_figure():
     comparison = comparison_of()
     board = comparison.leaderboard
     assert comparison.table.endswith(leaderboard_text(board, "aggregate.rule"))
-    rows = list(csv.DictReader(io.StringIO(leaderboard_csv(board))))
-    assert [row["name"] for row in rows] == ["krum", "median", "mean"]
+    rows = list(csv.DictReader(io.StringIO(leaderboard_csv(board, "aggregate.rule"))))
+    assert [row["aggregate.rule"] for row in rows] == ["krum", "median", "mean"]
     assert rows[1]["worst"] == ""
     labels = [each.get_text() for each in draw_leaderboard(board, "made_up").axes[0].get_yticklabels()]
     assert labels == ["krum", "median", "mean"]
