@@ -158,22 +158,6 @@ def test_the_documents_have_the_right_numbers_of_plugs():
     assert [int(number) for number in counts.groups()] == [len(kind()) for kind in kinds]
 
 
-def test_the_readme_has_the_right_numbers_of_plugs():
-    text = (ROOT / "README.md").read_text()
-
-    def count(row):
-        return int(re.search(rf"^\| {row}[^|]*\| (\d+)", text, re.MULTILINE)[1])
-
-    assert count("aggregation rules besides means") == len(fedsim.rules()) - 2
-    assert count("pre-aggregation") == len(fedsim.pre_aggregators())
-    assert count("attacks") == len(fedsim.attacks()) - 1  # without "none"
-    assert count("asynchronous policies") == len(fedsim.policies()) - 1  # without "sync"
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
 def test_the_grids_of_the_documents_can_be_loaded(tmp_path):
     for name in ("compare", "virtual-clock"):
         (text,) = blocks(f"docs/how-to/{name}.md", "toml")
@@ -203,12 +187,6 @@ def test_the_commands_of_the_document_on_asynchronous_runs_are_valid(tmp_path, m
         words = shlex.split(line, comments=True)[1:]
         done = CliRunner().invoke(app, [*words, *(["--dry-run"] if words[0] != "list" else [])])
         assert done.exit_code == 0, done.output
-
-
-def test_the_first_two_commands_of_the_readme():
-    install_and_run, test = blocks("README.md", "bash")[0].splitlines()
-    assert install_and_run == "python -m pip install -e . && python run_experiment.py"
-    assert test == "python -m pip install -e '.[test]' && python -m pytest"
 
 
 def test_the_reference_lists_every_key():

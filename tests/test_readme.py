@@ -1,0 +1,73 @@
+"""The README: its commands, outputs and counts are right."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim.cli.main import app
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+COMPARISONS = [  # the command, and the output that is shown below it
+    (code.strip(), BLOCKS[place + 1][1])
+    for place, (language, code) in enumerate(BLOCKS)
+    if language == "bash" and code.startswith("fedsim compare")
+]
+NUMBER = re.compile(r"\d+\.\d+")
+
+
+def test_the_readme_has_the_right_numbers_of_plugs():
+
+    def count(row):
+        return int(re.search(rf"^\| {row}[^|]*\| (\d+)", TEXT, re.MULTILINE)[1])
+
+    assert count("aggregation rules besides means") == len(fedsim.rules()) - 2
+    assert count("pre-aggregation") == len(fedsim.pre_aggregators())
+    assert count("attacks") == len(fedsim.attacks()) - 1  # without "none"
+    assert count("asynchronous policies") == len(fedsim.policies()) - 1  # without "sync"
+
+
+def test_the_readme_is_short():
+    assert len(TEXT.splitlines()) <= 150
+
+
+def test_the_first_two_commands_of_the_readme():
+    install_and_run, test = BLOCKS[0][1].splitlines()
+    assert install_and_run == "python -m pip install -e . && python run_experiment.py"
+    assert test == "python -m pip install -e '.[test]' && python -m pytest"
+
+
+def test_the_first_run_shows_what_the_readme_shows(tmp_path):
+    """To three decimals; times differ."""
+    done = CliRunner().invoke(app, ["run", "engine=serial", "--out", str(tmp_path / "run")])
+    shown = next(code for language, code in BLOCKS if language == "text")
+    for line in (line for line in shown.splitlines() if re.match(r" +\d+ ", line)):
+        (own,) = [each for each in done.stdout.splitlines() if each.split()[:1] == line.split()[:1]]
+        expected = [float(word) for word in line.split()[1:4]]
+        assert [float(word) for word in own.split()[1:4]] == pytest.approx(expected, abs=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "shown"), COMPARISONS, ids=lambda text: text.split()[-1] if "\n" not in text else ""
+)
+def test_a_comparison_prints_what_the_readme_shows(command, shown, tmp_path):
+    """The same words, and the same numbers but for the rounding of another processor."""
+    done = CliRunner().invoke(app, [*shlex.split(command)[1:], "--out", str(tmp_path / "grid")])
+    assert done.exit_code == 0, done.output
+    printed = {NUMBER.sub("0", line): line for line in done.stdout.splitlines()}
+    for line in shown.splitlines():
+        own = printed[NUMBER.sub("0", line)]
+        numbers, expected = ([float(word) for word in NUMBER.findall(each)] for each in (own, line))
+        assert numbers == pytest.approx(expected, rel=0.05, abs=0.01), own
+
+
+def test_the_readme_has_two_comparisons():
+    assert len(COMPARISONS) == 2
