@@ -1,0 +1,237 @@
+"""Run the fenced blocks of a page, and put what they print and draw below them.
+
+All blocks of a page run in order in one empty folder:
+
+    ```python title="my_rules.py"   is saved as that file (so are blocks of other languages with a title)
+    ```python                       is run; the Python blocks of a page share one namespace, as in a notebook
+    ```bash                         is run, command by command
+    ```text, or another language    is not run
+
+`output="yes"` shows what the block printed, `picture="PATH"` a picture that it made, and `run="no: REASON"`
+leaves a block out. Results are cached by the blocks and the code of fedsim. FEDSIM_DOCS_RUN=no builds without running.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".cache" / "blocks"
+RUN_BLOCKS = Path(__file__).with_name("run_blocks.py")
+MOST_SECONDS = 1800  # of all blocks of a page
+FENCE = re.compile(
+    r"^(?P<indent> *)(?P<fence>```+)(?P<language>[\w+-]*)(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)(?P=fence) *$",
+    re.MULTILINE | re.DOTALL,
+)
+ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+OWN_ATTRIBUTES = {"output", "picture", "run"}
+SLOW = re.compile(r"\A---\n(?:.*\n)*?slow: true\n(?:.*\n)*?---\n")
+
+NOT_YET = {  # older pages, whose blocks do not follow the convention yet; take a page out when it does
+    "explanation/asynchronous.md",
+    "explanation/gpu.md",
+    "explanation/randomness.md",
+    "how-to/aggregate-your-updates.md",
+    "how-to/callbacks.md",
+    "how-to/cohorts.md",
+    "how-to/compare.md",
+    "how-to/ddp-and-lightning.md",
+    "how-to/flower.md",
+    "how-to/install.md",
+    "how-to/metrics.md",
+    "how-to/million-workers.md",
+    "how-to/objects.md",
+    "how-to/own-client-algorithm.md",
+    "how-to/own-plugs.md",
+    "how-to/paper-figures.md",
+    "how-to/personal-parameters.md",
+    "how-to/python.md",
+    "how-to/read-results.md",
+    "how-to/resume.md",
+    "how-to/rules-in-python.md",
+    "how-to/several-machines.md",
+    "how-to/sweep-on-slurm.md",
+    "how-to/tasks.md",
+    "how-to/virtual-clock.md",
+    "how-to/worker-tests.md",
+    "how-to/worst-case.md",
+    "how-to/yaml.md",
+    "index.md",
+    "reference/experiment.md",
+}
+
+log = logging.getLogger("mkdocs.hooks.blocks")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page; `line` is that of its first fence."""
+
+    language: str
+    attributes: dict[str, str]
+    code: str
+    line: int
+
+    @property
+    def action(self) -> str | None:
+        """What is done with it: "save", "python", "bash", or None for nothing."""
+        if self.attributes.get("run", "").startswith("no"):
+            return None
+        if "title" in self.attributes:
+            return "save"
+        return self.language if self.language in ("python", "bash") else None
+
+
+def blocks_of(markdown: str) -> list[Block]:
+    """The fenced blocks of a page. Raises ValueError for an attribute `run` without a reason."""
+    return [_block(match, markdown) for match in FENCE.finditer(markdown)]
+
+
+def _block(match: re.Match[str], markdown: str) -> Block:
+    attributes = dict(ATTRIBUTE.findall(match["info"]))
+    line = markdown.count("\n", 0, match.start()) + 1
+    if "run" in attributes and not re.match(r"no: \S", attributes["run"]):
+        raise ValueError(f'line {line}: run="{attributes["run"]}": must be "no: REASON"')
+    return Block(match["language"], attributes, textwrap.dedent(match["code"]), line)
+
+
+def is_run(page: str, markdown: str) -> bool:
+    """Whether a page has blocks that are saved or run."""
+    return page not in NOT_YET and any(block.action for block in blocks_of(markdown))
+
+
+def is_slow(markdown: str) -> bool:
+    """Whether the front matter of a page says `slow: true`: its blocks take more than about 5 seconds."""
+    return SLOW.match(markdown) is not None
+
+
+def run(markdown: str, folder: Path) -> list[dict[str, Any]]:
+    """Run the blocks of a page in a folder.
+
+    Returns one {"output": str, "error": str or None} for each block. After the first error nothing more is run.
+    """
+    steps = [{**asdict(block), "action": block.action} for block in blocks_of(markdown)]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "110", "NO_COLOR": "1"}
+    environment |= {"MPLBACKEND": "agg", "TTY_COMPATIBLE": "0", "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryDirectory() as own:
+        results = Path(own) / "results.json"
+        command = [sys.executable, str(RUN_BLOCKS), str(results)]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env=environment,
+                input=json.dumps(steps),
+                text=True,
+                capture_output=True,
+                timeout=MOST_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return [{"output": "", "error": f"takes more than {MOST_SECONDS} seconds"} for _ in steps]
+        if not results.is_file():
+            return [{"output": "", "error": f"the process ended with code {done.returncode}\n{done.stderr}"}]
+        return json.loads(results.read_text())
+
+
+def error_of(markdown: str, results: list[dict[str, Any]], folder: Path) -> str | None:
+    """The first error of a page as `line N: ...`; None if all blocks ran and made the pictures that they show."""
+    for block, result in zip(blocks_of(markdown), results, strict=False):
+        picture = block.attributes.get("picture")
+        if result["error"]:
+            return f"line {block.line}: {result['error']}"
+        if picture and block.action and not (folder / picture).is_file():
+            return f"line {block.line}: made no picture {picture}"
+    return None
+
+
+def shown(markdown: str, results: list[dict[str, Any]], place: Callable[[str], str]) -> str:
+    """The page with outputs and pictures below the blocks, and without the attributes that only fedsim knows.
+
+    `place` returns the address of a picture in the site for its path in the folder.
+    """
+    remaining = iter(results)
+
+    def replace(match: re.Match[str]) -> str:
+        block, result = _block(match, markdown), next(remaining, None)
+        kept = "".join(f' {key}="{value}"' for key, value in block.attributes.items() if key not in OWN_ATTRIBUTES)
+        head = f"{match['indent']}{match['fence']}{match['language']}{kept}\n"
+        text = f"{head}{match['code']}{match['indent']}{match['fence']}"
+        if result is None or block.action is None:
+            return text
+        below = []
+        if block.attributes.get("output") == "yes" and result["output"].strip():
+            fence = "`" * (1 + max([2, *map(len, re.findall("`+", result["output"]))]))
+            below.append(
+                f'<div class="result" markdown>\n\n{fence}text\n{result["output"].rstrip()}\n{fence}\n\n</div>'
+            )
+        if picture := block.attributes.get("picture"):
+            below.append(f"![{Path(picture).stem.replace('_', ' ')}]({place(picture)})")
+        return text + "".join("\n\n" + textwrap.indent(each, match["indent"]) for each in below) + "\n" * bool(below)
+
+    return FENCE.sub(replace, markdown)
+
+
+def cached(markdown: str) -> tuple[list[dict[str, Any]], Path]:
+    """The results of a page and its folder, from an earlier build if neither the blocks nor fedsim have changed."""
+    digest = hashlib.sha256(json.dumps([asdict(block) for block in blocks_of(markdown)]).encode())
+    for path in sorted([*(ROOT / "fedsim").rglob("*.py"), *(ROOT / "experiments").glob("*.toml"), RUN_BLOCKS]):
+        digest.update(path.read_bytes())
+    folder = CACHE / digest.hexdigest()[:24]
+    if not (folder / "results.json").is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "files").mkdir(parents=True)
+        results = run(markdown, folder / "files")
+        if error_of(markdown, results, folder / "files"):
+            return results, folder / "files"
+        (folder / "results.json").write_text(json.dumps(results))
+    return json.loads((folder / "results.json").read_text()), folder / "files"
+
+
+pages: dict[str, Future[tuple[list[dict[str, Any]], Path]]] = {}  # by path, of the present build
+
+
+def on_files(files: Any, config: Any) -> None:
+    """mkdocs: start to run the pages, as many at the same time as there are cores."""
+    pages.clear()
+    if os.environ.get("FEDSIM_DOCS_RUN") == "no":
+        return
+    pool = ThreadPoolExecutor(os.cpu_count())
+    for file in files.documentation_pages():
+        if file.abs_src_path and is_run(file.src_uri, file.content_string):
+            pages[file.src_uri] = pool.submit(cached, file.content_string)
+    pool.shutdown(wait=False)
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """mkdocs: put outputs and pictures into a page. A failed block is a warning, so that `--strict` fails."""
+    from mkdocs.structure.files import File
+
+    if page.file.src_uri not in pages:
+        return shown(markdown, [], str)
+    results, folder = pages[page.file.src_uri].result()
+    if error := error_of(markdown, results, folder):
+        log.warning("%s: %s", page.file.src_uri, error)
+        return shown(markdown, [], str)
+
+    def place(picture: str) -> str:
+        name = f"{Path(page.file.src_uri).stem}-{picture.replace('/', '-')}"
+        path = Path(page.file.src_uri).with_name(name).as_posix()
+        files.append(File.generated(config, path, abs_src_path=str(folder / picture)))
+        return name
+
+    return shown(markdown, results, place)

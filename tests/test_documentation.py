@@ -1,0 +1,137 @@
+"""The pages of the documentation: their blocks run, and the site is built without warnings and fetches nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+FETCHED = re.compile(
+    r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?(?:https?:)?//"""
+)
+
+
+def load_hook(name):
+    specification = importlib.util.spec_from_file_location(f"docs_hooks_{name}", DOCS / "hooks" / f"{name}.py")
+    module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+blocks = load_hook("blocks")
+PAGES = {
+    page: text
+    for path in sorted(DOCS.rglob("*.md"))
+    if blocks.is_run(page := path.relative_to(DOCS).as_posix(), text := path.read_text())
+}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * blocks.is_slow(text)) for page, text in PAGES.items()]
+)
+def test_the_blocks_of_the_page_run(page, tmp_path):
+    assert blocks.error_of(PAGES[page], blocks.run(PAGES[page], tmp_path), tmp_path) is None
+
+
+PAGE = """
+```python title="my_rules.py"
+FACTOR = 2
+```
+
+- in a list:
+    ```python output="yes"
+    from my_rules import FACTOR
+    print("it is", FACTOR)
+    ```
+
+```bash output="yes"
+cat my_rules.py | wc -l
+```
+
+```python picture="figures/made.png"
+import pathlib
+pathlib.Path("figures").mkdir()
+pathlib.Path("figures/made.png").write_bytes(b"")
+print(FACTOR)
+```
+
+```python run="no: needs a GPU"
+1 / 0
+```
+
+```text
+not run
+```
+"""
+
+
+def test_blocks_run_in_order_in_one_namespace_and_folder(tmp_path):
+    results = blocks.run(PAGE, tmp_path)
+    assert blocks.error_of(PAGE, results, tmp_path) is None
+    assert [result["output"] for result in results] == ["", "it is 2\n", "1\n", "2\n", "", ""]
+    page = blocks.shown(PAGE, results, lambda picture: f"page-{Path(picture).name}")
+    assert '    <div class="result" markdown>\n\n    ```text\n    it is 2\n    ```\n\n    </div>' in page
+    assert "![made](page-made.png)" in page
+    assert '```python title="my_rules.py"\n' in page
+    assert not re.search(r"output=|picture=|run=", page)
+    assert "\n2\n" not in page  # printed by a block without output="yes"
+
+
+@pytest.mark.parametrize(
+    ("page", "problem"),
+    [
+        ("\n\n```python\n1 / 0\n```\n", "line 3:(.|\n)*ZeroDivisionError"),
+        ("```bash\nfedsim list no_such_rule\n```\n", "line 1:(.|\n)*no_such_rule"),
+        ("```bash\nfalse\necho no error\n```\n", "line 1:(.|\n)*exit status 1"),
+        ('```python picture="a.png"\n```\n', "line 1: made no picture a.png"),
+    ],
+)
+def test_a_block_that_fails_is_an_error_with_its_line(page, problem, tmp_path):
+    assert re.match(problem, blocks.error_of(page, blocks.run(page, tmp_path), tmp_path))
+
+
+def test_a_block_is_left_out_with_a_reason_only():
+    with pytest.raises(ValueError, match="no: REASON"):
+        blocks.blocks_of('```python run="no"\n```\n')
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site, with pages whose blocks have not been run."""
+    if find_spec("mkdocs") is None:
+        pytest.skip("needs mkdocs: pip install 'fedsim[docs]'")
+    return built(tmp_path_factory.mktemp("site"), run="no")
+
+
+def built(folder, run):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "FEDSIM_DOCS_RUN": run, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_is_built_without_warnings(site):
+    assert (site / "index.html").is_file()
+    assert not (site / "hooks").exists()
+
+
+def test_the_site_fetches_nothing(site):
+    pages = [*site.rglob("*.html"), *site.rglob("*.css")]
+    assert pages
+    for page in pages:
+        assert not (found := FETCHED.search(page.read_text())), f"{page}: {found[0]}"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_with_the_outputs_of_its_blocks(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'fedsim[docs]'")
+    assert '<div class="result">' in "".join(page.read_text() for page in built(tmp_path, run="yes").rglob("*.html"))
