@@ -144,7 +144,7 @@ def list_command(
     ] = None,
 ) -> None:
     """List all plugs with their parameters and defaults, and the built-in experiments."""
-    with errors_as_lines():
+    with errors_as_lines(quick=True):
         if what is not None and what not in KINDS:
             print(describe_plug(what, KINDS))
             return

@@ -1,4 +1,4 @@
-"""The command line: `fedsim run`, `compare`, `tune`, `replay`, `report` and `list`."""
+"""The command line: `fedsim run`, `compare`, `tune`, `replay`, `report`, `list` and `doctor`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typer
 
 from fedsim.cli.commands import list_command, replay, report, run, tune
 from fedsim.cli.compare_command import compare
+from fedsim.cli.doctor import doctor
 from fedsim.cli.program import run_program
 from fedsim.cli.words import WORDS_LIKE_OPTIONS
 from fedsim.version import __version__
@@ -24,6 +25,7 @@ for command in (run, compare, tune):
 app.command()(replay)
 app.command()(report)
 app.command("list")(list_command)
+app.command()(doctor)
 
 
 def _print_version(requested: bool) -> None:

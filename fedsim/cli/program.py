@@ -22,14 +22,19 @@ BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143  # exit codes
 
 
 @contextlib.contextmanager
-def errors_as_lines() -> Iterator[None]:
-    """Run the block, and turn errors into lines on stderr and an exit code."""
-    try:
-        with warnings_as_lines():
-            import fedsim.comparison  # noqa: F401  # before signals raise exceptions; not earlier: `--help` is fast
+def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
+    """Run the block, and turn errors into lines on stderr and an exit code.
 
-            with signals_as_exceptions():
-                yield
+    `quick`: the block has nothing to clean up, so a signal may end the program at once. Other commands import
+    everything before signals raise exceptions.
+    """
+    try:
+        with warnings_as_lines(), contextlib.ExitStack() as stack:
+            if not quick:
+                import fedsim.comparison  # noqa: F401  # not earlier: `--help` is fast
+
+                stack.enter_context(signals_as_exceptions())
+            yield
     except FedsimError as error:
         is_worker_error = isinstance(error, WorkerError)
         for line in [str(error)] if is_worker_error else str(error).splitlines():  # the former has a traceback

@@ -57,7 +57,7 @@ class AutoEngine(Engine):
         self.leave()
         key = _what_plans_depend_on(task, shared)
         if key not in self._plans:
-            self._plans[key] = self._choose(task, shared)
+            self._plans[key] = self.choose(task, shared)
         plan, probe = self._plans[key]
         reasons = list[str]()
         while reason := self._failure(plan, probe, task, shared):
@@ -100,7 +100,8 @@ class AutoEngine(Engine):
             self._pool = InPool(self._processes, self._threads, self._timeout)
         return self._pool
 
-    def _choose(self, task: TaskSpec, shared: SharedState) -> tuple[ExecutionPlan, StackingProbe | None]:
+    def choose(self, task: TaskSpec, shared: SharedState) -> tuple[ExecutionPlan, StackingProbe | None]:
+        """The plan for a task, and the probe of its model if rows are stacked; starts no process."""
         probe, single = self._try_stacks(task, shared)
         return execution_plan(task.device, self._processes, partial(Workload.of, task, shared), single), probe
 

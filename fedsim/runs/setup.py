@@ -132,7 +132,7 @@ def prepare(
     """
     device = engines.get(experiment.engine).target.device_for(experiment.device)
     PRECISIONS[experiment.precision].require(device)
-    engine_name, processes = engine_of(experiment), _processes(experiment, device)
+    engine_name, processes = engine_of(experiment), processes_of(experiment, device)
     threads = experiment.threads_per_process
     warn_if_threads_spin(threads)
     on_setup(f"starting the engine {experiment.engine}")  # its processes start while the data loads
@@ -326,7 +326,7 @@ def _explained_oom(task: TaskSpec, processes: int) -> Iterator[None]:
         raise ExperimentError(f"device = {show(str(task.device))}: {error}") from error
 
 
-def _processes(experiment: Experiment, device: torch.device) -> int:
+def processes_of(experiment: Experiment, device: torch.device) -> int:
     """The number of processes to start."""
     engine, most = engines.get(engine_of(experiment)).target, experiment.cohort_size
     if experiment.mode == "race" and device.type == "cpu":  # a worker that shares a process would race less

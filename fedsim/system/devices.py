@@ -18,6 +18,7 @@ SHARED_MEMORY = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")  # of this process's container
 OWN_CGROUP = Path("/proc/self/cgroup")  # has the group of this process below it
 MEMORY = Path("/proc/meminfo")
+PCI, NVIDIA = Path("/sys/bus/pci/devices"), "0x10de"  # a folder for each device; the number of a vendor
 PROCESS_BYTES = 4e8  # main memory of one process, its copy of PyTorch included
 PROCESS_BYTES_ON_GPU = 1.5e9  # context, library workspaces and activations of one process, generously
 ROOM_FACTOR = 8  # an optional allocation needs so many times its size of free memory
@@ -57,6 +58,25 @@ def _why_no_gpu(device: torch.device) -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         return f" (PyTorch {torch.__version__} is built without CUDA; install a build that has it)"
     return " (nvidia-smi says whether the driver does; CUDA_VISIBLE_DEVICES may hide it)"
+
+
+def why_gpu_is_unused() -> str:
+    """Why PyTorch does not use an NVIDIA GPU that this machine has; "" if it uses it, or there is none."""
+    devices = (folder / "vendor" for folder in PCI.glob("*") if _is_display(folder))
+    if torch.cuda.is_available() or not any(_read(vendor).strip() == NVIDIA for vendor in devices):
+        return ""
+    return _why_no_gpu(torch.device("cuda")).strip(" ()")
+
+
+def _is_display(folder: Path) -> bool:
+    return _read(folder / "class").startswith("0x03")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def shares_memory(device: torch.device) -> bool:

@@ -7,6 +7,17 @@ from types import ModuleType
 
 from fedsim.errors import MissingPackageError
 
+EXTRAS = {  # the packages of each extra that users may want; `pyproject.toml` has their versions
+    "report": ("plotly", "jinja2"),
+    "pandas": ("pandas",),
+    "yaml": ("pyyaml",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "flower": ("flwr", "flwr-datasets"),
+    "lightning": ("lightning",),
+}
+
 
 def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Import a module. Raises MissingPackageError, which says what to install, if its package is missing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import traceback
 from collections.abc import Callable
@@ -85,7 +86,7 @@ def require_files(processes: int, instead: str) -> None:
     """
     if resource is None:
         return
-    needed = max(FILES_WITHIN, _open_files() + processes * FILES_OF_CHILD + FILES_OF_START)
+    needed = files_for(processes)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -96,6 +97,20 @@ def require_files(processes: int, instead: str) -> None:
         )
     with contextlib.suppress(OSError, ValueError):  # macOS has another limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def files_for(processes: int) -> int:
+    """About how many open files this process needs to start so many child processes."""
+    return max(FILES_WITHIN, _open_files() + processes * FILES_OF_CHILD + FILES_OF_START)
+
+
+def limits_of_files() -> tuple[float, float]:
+    """How many files this process may have open: the limit now, and the limit up to which fedsim raises it."""
+    if resource is None:
+        return math.inf, math.inf
+    both = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in both)
+    return soft, hard
 
 
 def _open_files() -> int:

@@ -1,0 +1,183 @@
+"""What fedsim finds on this machine, and what will hurt: `fedsim doctor`."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from fedsim.config.experiment import Experiment
+from fedsim.data.sources import CLASS_NAMES, default_root, lacks_files
+from fedsim.engines import engine as engines
+from fedsim.engines.auto import AutoEngine
+from fedsim.engines.engine import Engine
+from fedsim.engines.named import stacked
+from fedsim.engines.pool.shared_memory import memory_file
+from fedsim.errors import ExperimentError, FedsimError, first_line, one_line, show_bytes
+from fedsim.runs.session import Session
+from fedsim.runs.setup import PreparedRun, prepare, processes_of
+from fedsim.system import devices, limits
+
+SHARED_BYTES = 1e9  # shared memory that experiments of usual size need at most
+LITTLE_DISK = 2e8  # bytes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one part of the machine.
+
+    Attributes:
+        about: the part.
+        found: one line.
+        problems: what will hurt, each with what to do about it.
+        fatal: whether fedsim cannot run.
+    """
+
+    about: str
+    found: str
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    fatal: bool = False
+
+
+def findings() -> Iterator[Finding]:
+    """All parts of the machine that fedsim uses, and what each engine would do with the default experiment.
+
+    Starts no process. Cost: about a second, most of it for PyTorch's first step.
+    """
+    for look in (_cores, _memory, _gpu, _shared_memory, _open_files, _backends, _data, _folder):
+        yield look()
+    yield from _engines()
+
+
+def _cores() -> Finding:
+    usable, cores = devices.usable_cores(), os.cpu_count() or 1
+    limit = f", of {cores} (CPU affinity, or the quota of this container or job)" if usable < cores else ""
+    return Finding("cores", f"{usable}{limit}")
+
+
+def _memory() -> Finding:
+    free, total = devices.free_memory(), devices.total_memory()
+    if math.isinf(total):
+        return Finding("memory", "unknown")
+    problems = []
+    if free < devices.PROCESS_BYTES:
+        problems = [(f"a process needs about {show_bytes(devices.PROCESS_BYTES)} of memory", "end other programs")]
+    return Finding("memory", f"{show_bytes(total)}, {show_bytes(free)} free", problems)
+
+
+def _gpu() -> Finding:
+    device = devices.resolve_device("auto")
+    if device.type == "cpu":
+        reason = devices.why_gpu_is_unused()
+        problems = [("this machine has an NVIDIA GPU that PyTorch cannot use", reason)] if reason else []
+        others = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        build = f"PyTorch is built {'for' if torch.version.cuda else 'without'} CUDA"
+        return Finding("GPU", f"none for device=auto; device={others} works" if others else f"none; {build}", problems)
+    try:
+        torch.ones(1, device=device).add_(1).item()
+    except RuntimeError as error:
+        problem = f"{device} does not compute: {one_line(error)}"
+        return Finding("GPU", str(device), [(problem, "set device=cpu, or install a PyTorch for this GPU")])
+    count, memory = torch.cuda.device_count(), show_bytes(devices.total_memory_of(device))
+    return Finding("GPU", f"{devices.describe_device(device)}, {memory}" + (f", and {count - 1} more" * (count > 1)))
+
+
+def _shared_memory() -> Finding:
+    try:
+        descriptor = memory_file(1)
+    except ExperimentError:
+        descriptor = None
+    if descriptor is not None:
+        os.close(descriptor)
+    folder = devices.SHARED_MEMORY
+    if not folder.is_dir():
+        return Finding("shared memory", f"no {folder} here")
+    usage = shutil.disk_usage(folder)
+    found = f"{folder} has {show_bytes(usage.total)}, {show_bytes(usage.free)} free"
+    if descriptor is not None:
+        return Finding("shared memory", f"files in main memory; {found}, not used")
+    problems = []
+    if usage.free < SHARED_BYTES:
+        problems = [(f"several processes share rows in {folder}, which is small", "docker run --shm-size=8g ...")]
+    return Finding("shared memory", found, problems)
+
+
+def _open_files() -> Finding:
+    now, most = limits.limits_of_files()
+    processes = devices.usable_cores()
+    needed, problems = limits.files_for(processes), []
+    if most < needed:
+        problem = f"to start {processes} processes takes about {needed} open files"
+        problems = [(problem, f"ulimit -n {needed}, or set processes to less")]
+    found = "no limit" if math.isinf(now) else f"{now} at a time (ulimit -n); fedsim may raise that to {most}"
+    return Finding("open files", found, problems)
+
+
+def _backends() -> Finding:
+    distributed = torch.distributed
+    if not distributed.is_available():
+        return Finding("backends", "none: this PyTorch has no torch.distributed, which engine=distributed needs")
+    there = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
+    return Finding("backends", ", ".join(f"{name}: {'yes' if has else 'no'}" for name, has in there.items()))
+
+
+def _data() -> Finding:
+    root = default_root()
+    missing = [name for name in CLASS_NAMES if lacks_files(name, root)]
+    there = [f"{name} {'would be downloaded' if name in missing else 'is there'}" for name in CLASS_NAMES]
+    problems = []
+    nearest = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    if missing and not os.access(nearest, os.W_OK):
+        problems = [(f"data sets cannot be downloaded to {root}, which cannot be written", "set FEDSIM_DATA=FOLDER")]
+    return Finding("data", f"in {root} {', '.join(there)}; mnist5k comes with fedsim", problems)
+
+
+def _folder() -> Finding:
+    folder = Path.cwd()
+    free = shutil.disk_usage(folder).free
+    problems = []
+    if not os.access(folder, os.W_OK):
+        problems = [("runs cannot be written to this folder", "change the folder, or use fedsim run --out FOLDER")]
+    elif free < LITTLE_DISK:
+        problems = [("the disk of this folder is almost full", "make room, or use fedsim run --out FOLDER")]
+    return Finding("this folder", f"{folder}, {show_bytes(free)} free on its disk", problems)
+
+
+def _engines() -> Iterator[Finding]:
+    try:
+        with warnings.catch_warnings(), Session() as session:
+            warnings.simplefilter("ignore")
+            with prepare(Experiment(engine="serial"), session) as (prepared, engine):
+                for plug in engines:
+                    if not plug.target.traits.ranks:
+                        yield Finding(f"engine={plug.name}", _what_it_does(plug.name, prepared, engine))
+    except FedsimError as error:
+        problem = f"the default experiment cannot run: {first_line(error)}"
+        yield Finding("engines", "none works", [(problem, "fedsim run --dry-run")], fatal=True)
+
+
+def _what_it_does(name: str, prepared: PreparedRun, serial: Engine) -> str:
+    experiment, task, shared = Experiment(engine=name), prepared.task, serial.shared
+    processes, traits = processes_of(experiment, task.device), engines.get(name).target.traits
+    if traits.chooses:
+        plan, _ = AutoEngine(processes, experiment.threads_per_process, experiment.timeout).choose(task, shared)
+        how = "stacks of rows" if plan.stacked else "one row at a time"
+        return f"{_count(plan.processes)}, {how}, since {plan.reason}"
+    if not traits.stacks:
+        return f"{_count(processes)}, one row at a time"
+    try:
+        width = stacked(task, shared, processes, experiment.threads_per_process)[1]["width"]
+    except ExperimentError as error:
+        return first_line(error)
+    return f"{_count(processes)}, stacks of up to {width} rows"
+
+
+def _count(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"
