@@ -29,8 +29,6 @@ RARELY_USED = [
     "pandas",
     "plotly",
     "rich",
-    "scipy",
-    "sklearn",
     "torch._dynamo",
     "torchvision",
     "typer",

@@ -18,8 +18,11 @@ SURROUNDINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "PYTORCH_CUDA
 QUERY = "name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,power.limit,compute_mode,mig.mode.current"
 NEEDED = ("torch", "numpy", "pydantic", "tqdm", "safetensors", "tomli_w", "cloudpickle")  # to run an experiment
 USEFUL = {  # what cannot be checked without it
-    **{"sklearn": "the rule signguard", "scipy": "intervals of comparisons", "typer": "the command line"},
-    **{"torchvision": "downloads of data", "matplotlib": "figures", "pytest": "tests", "hypothesis": "tests"},
+    "typer": "the command line",
+    "torchvision": "downloads of data",
+    "matplotlib": "figures",
+    "pytest": "tests",
+    "hypothesis": "tests",
 }
 
 

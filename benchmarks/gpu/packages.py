@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONG_WITH_PYTORCH = ("torch", "torchvision", "numpy")  # which a machine for PyTorch has
-LARGE = ("scipy", "scikit-learn", "matplotlib")  # for figures, intervals and the rule signguard: not carried
+LARGE = ("matplotlib",)  # for figures: not carried
 FOR_TESTS = ("pytest", "pytest-xdist", "hypothesis")
 DATA = "mnist.tar.xz"
 PIP = (sys.executable, "-m", "pip")

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 import fedsim
-from benchmarks.gpu.cases import Case, Context, Facts, NotApplicableError, check
+from benchmarks.gpu.cases import Case, Context, Facts, check
 
 ROWS, COLUMNS = 12, 50_000
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative to the largest number
 GIVEN = {"f": 2, "c": 1.0}  # to parameters without a default
 PIPELINES = (["nnm", "median"], ["bucketing", "trimmed_mean"], ["arc", "krum"])
-NEEDS_PACKAGE = {"signguard": "sklearn"}
 
 torch.set_num_threads(1)
 
@@ -42,9 +41,6 @@ def random_rows(n: int, dtype: torch.dtype) -> Tensor:
 
 def rule(context: Context, names: list[str], dtype: torch.dtype, tolerance: float) -> Facts:
     """With all rows finite, and with a row that is left out."""
-    for name in names:
-        if name in NEEDS_PACKAGE:
-            _need(NEEDS_PACKAGE[name])
     rows = random_rows(ROWS, dtype)
     spoilt = rows.clone()
     spoilt[3, 7] = float("nan")
@@ -91,8 +87,3 @@ def relative(context: Context, work: Callable[[Tensor], Tensor], rows: Tensor) -
 def _required(signature: inspect.Signature) -> Mapping[str, Any]:
     """Values for the parameters that have no default."""
     return {name: GIVEN[name] for name, each in signature.parameters.items() if each.default is each.empty}
-
-
-def _need(module: str) -> None:
-    if __import__("importlib.util").util.find_spec(module) is None:
-        raise NotApplicableError(f"needs the package of {module}, which is not installed")

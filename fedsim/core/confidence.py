@@ -10,6 +10,8 @@ from statistics import fmean
 
 import numpy as np
 
+from fedsim.core.distributions import student_quantile
+
 CONFIDENCE = 0.95
 FEWEST_FOR_BAND = 4  # values from which charts show an interval; that of fewer is too wide
 LOG_FROM = 20  # ratio of the longest line of a chart to the shortest from which its x axis is logarithmic
@@ -81,14 +83,7 @@ def mean_and_half_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if n == 1:
         return values[0], np.full(values.shape[1], math.inf)
     spread = values.std(axis=0, ddof=1)
-    return values.mean(axis=0), student_quantile(n - 1) * spread / math.sqrt(n)
-
-
-def student_quantile(degrees_of_freedom: int) -> float:
-    """t such that a Student-distributed value lies within ±t with probability CONFIDENCE."""
-    from scipy.special import stdtrit  # imported here, and not all of scipy.stats, which takes a second
-
-    return float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2))
+    return values.mean(axis=0), student_quantile(n - 1, CONFIDENCE) * spread / math.sqrt(n)
 
 
 def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedsim.core.confidence import Estimate
+from fedsim.core.distributions import chi_square_tail, f_tail, studentized_range_quantile
 from fedsim.records.best import best_of
 from fedsim.records.combinations import Combination, groups_of
 
@@ -147,9 +148,9 @@ def ranks_of(qualities: np.ndarray) -> np.ndarray:
     array([[1.5, 3. , 1.5],
            [2. , 1. , 3. ]])
     """
-    from scipy.stats import rankdata  # it takes a second
-
-    return np.asarray(rankdata(-qualities, axis=1))
+    better = qualities[:, :, None] < qualities[:, None, :]
+    equal = qualities[:, :, None] == qualities[:, None, :]
+    return np.asarray(better.sum(axis=2) + (equal.sum(axis=2) + 1) / 2)
 
 
 def friedman(ranks: np.ndarray) -> tuple[float, float, float, float]:
@@ -157,8 +158,6 @@ def friedman(ranks: np.ndarray) -> tuple[float, float, float, float]:
 
     All candidates have equal ranks in every cell: 0, 1, 0, 1.
     """
-    from scipy.stats import chi2, f
-
     n, k = ranks.shape
     between = n * float(((ranks.mean(axis=0) - (k + 1) / 2) ** 2).sum())
     within = float(((ranks - (k + 1) / 2) ** 2).sum()) / (k - 1) / n  # k (k + 1) / 12 without equal ranks
@@ -167,7 +166,7 @@ def friedman(ranks: np.ndarray) -> tuple[float, float, float, float]:
     statistic = between / within
     left = n * (k - 1) - statistic
     ratio = (n - 1) * statistic / left if left > 1e-9 else math.inf
-    return statistic, float(chi2.sf(statistic, k - 1)), ratio, float(f.sf(ratio, k - 1, (k - 1) * (n - 1)))
+    return statistic, chi_square_tail(statistic, k - 1), ratio, f_tail(ratio, k - 1, (k - 1) * (n - 1))
 
 
 def nemenyi(cells: int, candidates: int) -> float:
@@ -176,9 +175,7 @@ def nemenyi(cells: int, candidates: int) -> float:
     >>> round(nemenyi(14, 4), 2)  # Demsar 2006, section 3.2.2: 2.569 sqrt(4 5 / (6 14))
     1.25
     """
-    from scipy.stats import studentized_range
-
-    q = float(studentized_range.ppf(1 - LEVEL, candidates, np.inf)) / math.sqrt(2)
+    q = studentized_range_quantile(candidates, 1 - LEVEL) / math.sqrt(2)
     return q * math.sqrt(candidates * (candidates + 1) / (6 * cells))
 
 

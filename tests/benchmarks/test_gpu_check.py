@@ -181,7 +181,7 @@ def test_without_figures_no_goal_is_met_or_missed():
 def test_the_bundle_has_all_requirements_except_those_of_pytorch_images():
     names = {re.match(r"[\w-]+", word)[0] for word in packages.requirements()}
     assert names >= {"pydantic", "safetensors", "cloudpickle", "tomli-w", "tqdm", "typer"}
-    assert not names & {"torch", "torchvision", "numpy", "scipy", "scikit-learn", "matplotlib"}
+    assert not names & {"torch", "torchvision", "numpy", "matplotlib"}
 
 
 def test_a_wheel_is_installed_if_the_package_is_missing_or_older(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
+from fedsim.aggregation.mean_shift import bandwidth_of, mean_shift
 from fedsim.aggregation.numerics.columns import most_columns, norms
 from fedsim.aggregation.numerics.gram import TIED, Gram, require_no_overflow
 from fedsim.aggregation.rule import Count, LinearCombination, Positive, average_of, require, rule
@@ -192,15 +193,12 @@ def _sign_shares(updates: Tensor, columns: Tensor) -> Tensor:
 
 def _largest_cluster(features: Tensor) -> Tensor:
     """Which rows belong to the largest cluster that mean shift finds, [n] bool; of equally large ones the first."""
-    from sklearn.cluster import MeanShift, estimate_bandwidth  # the import takes a second
-
     points = features.numpy()
-    bandwidth = estimate_bandwidth(points, quantile=0.5)
+    bandwidth = bandwidth_of(points)
     if bandwidth < EQUAL_POINTS:  # most rows are the same point
-        _, labels = np.unique(points, axis=0, return_inverse=True)
+        labels = np.unique(points, axis=0, return_inverse=True)[1].reshape(-1)
     else:
-        labels = MeanShift(bandwidth=bandwidth, bin_seeding=True, cluster_all=False).fit(points).labels_
-    labels = np.asarray(labels).reshape(-1)
+        labels = mean_shift(points, bandwidth)
     clusters = [label for label in dict.fromkeys(labels.tolist()) if label >= 0]
     if not clusters:
         return torch.ones(len(features), dtype=torch.bool)
