@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedsim.aggregation import aggregate, pre_aggregate
     from fedsim.byzantine import attack
-    from fedsim.comparison import Comparison, compare, load_comparison
+    from fedsim.comparison import Comparison, compare, load_comparison, plot
     from fedsim.config.experiment import Experiment
     from fedsim.config.load import load_experiment
     from fedsim.config.plugs import (
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 MODULES = {  # public names by the module that defines them
     "aggregation": "aggregate pre_aggregate",
     "byzantine": "attack",
-    "comparison": "Comparison compare load_comparison",
+    "comparison": "Comparison compare load_comparison plot",
     "config.experiment": "Experiment",
     "config.load": "load_experiment",
     "config.plugs": "attacks noises partitions policies pre_aggregators processors rules server_optimizers speeds",

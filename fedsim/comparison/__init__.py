@@ -2,6 +2,7 @@
 
 from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
 from fedsim.comparison.grid_terminal import Callback
+from fedsim.comparison.paper_figure import plot
 from fedsim.comparison.results import RunResult
 from fedsim.comparison.runner import Comparison, compare, run_grid
 from fedsim.comparison.stored_comparison import load_comparison
@@ -19,5 +20,6 @@ __all__ = [
     "compare",
     "load_comparison",
     "plan_grid",
+    "plot",
     "run_grid",
 ]

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedsim.comparison.axes import label
-from fedsim.comparison.grid import Grid
-from fedsim.comparison.summary import SummaryRow
+from fedsim.comparison.plots import AnyGrid, AnyRun
 from fedsim.core.confidence import fixed
-from fedsim.records.combinations import SEED, canonical
+from fedsim.core.plotting import SCREEN, FigureStyle
+from fedsim.records.best import best_of
+from fedsim.records.combinations import SEED, Combination, canonical, groups_of
 from fedsim.records.formatting import comparison_title, key_name
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MOST_INCHES = 100
 WIDTH, HEIGHT = 1.15, 0.52  # inches, of a cell
+FEW_COLUMNS = 3  # fit into the narrower of the two widths of a style
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,10 @@ class HeatCell:
 NO_CELL = HeatCell(math.nan, "")
 
 
-def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
-    """Draw the mean score and its spread over the first two axes; None if there are not two, or all failed."""
-    if len(grid.compared) < 2 or all(row.score is None for row in summary):
+def draw_heatmap(grid: AnyGrid, runs: Sequence[AnyRun], style: FigureStyle = SCREEN) -> Figure | None:
+    """Draw the mean score and its spread over the first two axes; None if there are not two, or no score."""
+    if len(grid.compared) < 2:
         return None
-    score = summary[0].metric
     from matplotlib.figure import Figure
 
     first, second, *others = grid.compared
@@ -50,13 +51,22 @@ def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
     width, height = WIDTH * len(across), HEIGHT * len(down)
     if max(width, height) > MOST_INCHES:
         return None  # more cells than a figure can show
-    rows: dict[tuple[str, str], list[SummaryRow]] = {}
-    for row in summary:
-        rows.setdefault((canonical(row.point[first]), canonical(row.point[second])), []).append(row)
-    figure = Figure(figsize=(2.2 + width, 1.5 + height), layout="constrained")
+    combined = grid.settings.combined(runs, list(grid.axes))
+    if all(each.score is None for each in combined):
+        return None
+    score = combined[0].metric
+    cells: dict[tuple[str, str], list[Combination]] = {}
+    for each in combined:
+        point = each.runs[0].point
+        cells.setdefault((canonical(point[first]), canonical(point[second])), []).append(each)
+    best = [] if others else [found.combination for group in groups_of(combined) if (found := best_of(group))]
+    size = (2.2 + width, 1.5 + height)
+    if style.widths:
+        size = (style.widths[len(across) > FEW_COLUMNS], 0.36 * len(down) + 0.9)
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     places = [[(canonical(a), canonical(b)) for b in across] for a in down]
-    image = draw_cells(axes, [[_cell(rows.get(place, []), not others) for place in line] for line in places])
+    image = draw_cells(axes, [[_cell(cells.get(place, []), best) for place in line] for line in places])
     axes.set_xticks(range(len(across)), [label(value) for value in across], rotation=30, ha="right")
     axes.set_yticks(range(len(down)), [label(value) for value in down])
     axes.set(xlabel=key_name(second), ylabel=key_name(first))
@@ -65,7 +75,7 @@ def draw_heatmap(grid: Grid, summary: Sequence[SummaryRow]) -> Figure | None:
     remark = f"{grid.name}: mean over seeds{over}" if SEED in grid.axes or others else grid.name
     remark += "" if others else "; bold: best of its column"
     remark += f"\n{grid.settings.remark}" if grid.settings.remark else ""
-    figure.suptitle(f"{comparison_title([first, second], score.label)}\n{remark}", fontsize="small")
+    style.describe(figure, comparison_title([first, second], score.label), remark, fontsize="small")
     return figure
 
 
@@ -89,19 +99,19 @@ def draw_cells(
     return image
 
 
-def _cell(rows: Sequence[SummaryRow], alone: bool) -> HeatCell:
-    """The mean of rows, with the number of finished runs if some failed, and the spread over the seeds of one row."""
-    runs, failed = sum(row.runs for row in rows), sum(row.failed for row in rows)
-    means = [row.score.mean for row in rows if row.score]
+def _cell(combined: Sequence[Combination], best: Sequence[Combination]) -> HeatCell:
+    """The mean of combinations, with the number of finished runs if some failed, and the spread of a single one."""
+    runs, finished = sum(len(each.runs) for each in combined), sum(len(each.finished) for each in combined)
+    means = [each.score.mean for each in combined if each.score]
     mean = sum(means) / len(means) if means else math.nan
     if not runs:
         return NO_CELL  # an invalid combination
-    if failed == runs:
+    if not finished:
         return HeatCell(mean, "failed")
-    of = f" ({runs - failed} of {runs})" if failed else ""
-    only = rows[0].score if len(rows) == 1 else None
+    of = f" ({finished} of {runs})" if finished < runs else ""
+    only = combined[0].score if len(combined) == 1 else None
     spread = only.spread() if only else ""
-    return HeatCell(mean, fixed(mean) + of, spread, bold=alone and any(row.mark == "*" for row in rows))
+    return HeatCell(mean, fixed(mean) + of, spread, bold=any(each in best for each in combined))
 
 
 def _lightness(colour: np.ndarray) -> float:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from fedsim.comparison.axes import label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.heat_map import NO_CELL, HeatCell, draw_cells
+from fedsim.comparison.plots import AnyGrid, AnyRun
 from fedsim.comparison.results import RunResult, to_csv
 from fedsim.core.confidence import fixed
+from fedsim.core.plotting import SCREEN, FigureStyle
 from fedsim.records.best import Best, best_of
 from fedsim.records.combinations import SEED, Combination, canonical, groups_of
 from fedsim.records.formatting import comparison_title, key_name
@@ -26,7 +28,9 @@ HEIGHT, CHARACTER = 0.62, 0.085  # inches, of a cell with three lines and of a l
 Panel = dict[tuple[str, str], HeatCell]  # by the values on both axes
 
 
-def draw_panels(grid: Grid, runs: Sequence[RunResult], over: tuple[str, str]) -> Figure | None:
+def draw_panels(
+    grid: AnyGrid, runs: Sequence[AnyRun], over: tuple[str, str], style: FigureStyle = SCREEN
+) -> Figure | None:
     """Draw a panel over two axes for each combination of the others; None if no run has a result.
 
     Before the panels of the values of the first axis is that of the best value: a cell has its name, its mean, and how
@@ -71,7 +75,7 @@ def draw_panels(grid: Grid, runs: Sequence[RunResult], over: tuple[str, str]) ->
         remarks.append(f"the first {MOST_VALUES} of {count} values of {key_name(axis)}" if count > MOST_VALUES else "")
     remarks.append(grid.settings.remark)
     title = comparison_title(over, metric.label)
-    figure.suptitle("\n".join([title, "; ".join(filter(None, remarks))]), fontsize="small", wrap=True)
+    style.describe(figure, title, "; ".join(filter(None, remarks)), fontsize="small")
     return figure
 
 
@@ -92,7 +96,7 @@ def heatmap_csv(grid: Grid, runs: Sequence[RunResult], over: tuple[str, str]) ->
     return to_csv(rows)
 
 
-def _panels(grid: Grid, combined: Sequence[Combination], over: tuple[str, str]) -> dict[str, Panel]:
+def _panels(grid: AnyGrid, combined: Sequence[Combination], over: tuple[str, str]) -> dict[str, Panel]:
     """The panels by name: for each combination of the axes that are on no panel, the best and then each value."""
     panels: dict[str, Panel] = {}
     name = key_name(grid.compared[0])
@@ -106,11 +110,11 @@ def _panels(grid: Grid, combined: Sequence[Combination], over: tuple[str, str]) 
     return panels
 
 
-def _others(grid: Grid, over: tuple[str, str]) -> list[str]:
+def _others(grid: AnyGrid, over: tuple[str, str]) -> list[str]:
     return [axis for axis in grid.compared[1:] if axis not in over]
 
 
-def _value(grid: Grid, combination: Combination) -> str:
+def _value(grid: AnyGrid, combination: Combination) -> str:
     """The value of the first axis."""
     return label(combination.runs[0].point[grid.compared[0]])
 
@@ -124,7 +128,7 @@ def _cell(combination: Combination) -> HeatCell:
     return HeatCell(score.mean, fixed(score.mean, decimals) + missing, score.spread(decimals))
 
 
-def _best_cell(grid: Grid, found: Best | None) -> HeatCell:
+def _best_cell(grid: AnyGrid, found: Best | None) -> HeatCell:
     if found is None:
         return HeatCell(math.nan, "none is ranked")
     mean = found.score.mean

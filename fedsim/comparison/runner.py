@@ -23,7 +23,7 @@ from fedsim.comparison.heat_panels import draw_panels, heatmap_csv
 from fedsim.comparison.job_count import default_jobs, distinct, in_one_process, why_runs_unsendable
 from fedsim.comparison.jobs import Work, run_here, run_in_jobs
 from fedsim.comparison.leaderboard_files import draw_leaderboard, leaderboard_csv, leaderboard_text
-from fedsim.comparison.plots import draw_accuracy
+from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.results import RunResult, curves_csv, results_csv, run_rows, tidy_rows
 from fedsim.comparison.summary import SummaryRow, answer_text, summarise, summary_csv, summary_table
 from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
@@ -321,16 +321,16 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("summary.csv", summary_csv(grid, summary).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
     what = score_of(runs, grid.settings.by).path[-1].removeprefix("test_")
-    figures = {what: draw_accuracy(grid, runs)}
+    figures = {what: draw_curves(grid, runs)}
     if (over := grid.settings.heat_axes(list(grid.axes))) is None:
-        figures["heatmap"] = draw_heatmap(grid, summary)
+        figures["heatmap"] = draw_heatmap(grid, runs)
     else:
         figures["heatmap"] = draw_panels(grid, runs, over)
         folder.write("heatmap.csv", heatmap_csv(grid, runs, over).encode())
     figures["workers"] = draw_worker_comparison(grid, runs)
     if any("virtual_seconds" in run.metrics for run in runs):
-        figures[f"{what}_virtual_seconds"] = draw_accuracy(grid, runs, "virtual_seconds")
-        figures[f"{what}_updates"] = draw_accuracy(grid, runs, "updates")
+        figures[f"{what}_virtual_seconds"] = draw_curves(grid, runs, "virtual_seconds")
+        figures[f"{what}_updates"] = draw_curves(grid, runs, "updates")
     figures |= {f"{what}_{key}": draw_values(grid, runs, key) for key in numeric_axes(grid.axes, grid.compared)}
     if (board := comparison.leaderboard) is not None:
         folder.write("leaderboard.csv", leaderboard_csv(board, grid.compared[0]).encode())

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedsim.comparison.axes import label
-from fedsim.comparison.grid import Grid
-from fedsim.comparison.plots import MOST_PANELS, draw_line, draw_panels
-from fedsim.comparison.results import RunResult
-from fedsim.core.confidence import FEWEST_FOR_BAND
-from fedsim.core.plotting import mark_values
+from fedsim.comparison.plots import MOST_PANELS, AnyGrid, AnyRun, draw_line, draw_panels, remark_on_seeds
+from fedsim.core.plotting import SCREEN, FigureStyle, mark_values
 from fedsim.records.combinations import SEED, canonical
 from fedsim.records.formatting import comparison_title, key_name
 from fedsim.records.value_curves import ValueCurve, value_curves
@@ -19,20 +16,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def curves_along(grid: Grid, runs: Sequence[RunResult], key: str) -> list[ValueCurve]:
+def curves_along(grid: AnyGrid, runs: Sequence[AnyRun], key: str) -> list[ValueCurve]:
     """The curves of the compared number against the values of the axis `key`."""
     combined = grid.settings.combined(runs, list(grid.axes))
-    return value_curves(combined, grid.compared.index(key), {canonical(value): value for value in grid.axes[key]})
+    return value_curves(combined, grid.compared.index(key), {run.place[key]: run.point[key] for run in runs})
 
 
-def draw_values(grid: Grid, runs: Sequence[RunResult], key: str) -> Figure | None:
-    """Draw the compared number of the last round against the values of the axis `key`; None if all runs failed.
+def draw_values(grid: AnyGrid, runs: Sequence[AnyRun], key: str, style: FigureStyle = SCREEN) -> Figure | None:
+    """Draw the compared number of the last round against the values of the axis `key`; None if no run is finished.
 
     A line for each value of the first other axis, a panel for each combination of the rest. A value of which a run has
     no result has no mark. Thin lines show single seeds if there are two or three; a band shows the 95 percent
     intervals if there are more.
     """
-    if all(run.error is not None for run in runs):
+    if not any(run.finished for run in runs):
         return None
     others = [other for other in grid.compared if other != key]
     lines, rest = others[0] if others else None, others[1:]
@@ -44,7 +41,7 @@ def draw_values(grid: Grid, runs: Sequence[RunResult], key: str) -> Figure | Non
         panels.setdefault(title, []).append(curve)
     shown = list(panels.items())[:MOST_PANELS]
     metric = shown[0][1][0].combinations[0].metric
-    figure, places = draw_panels(len(shown), key_name(key), metric.label.lower(), grid, lines)
+    figure, places = draw_panels(len(shown), key_name(key), metric.label.lower(), grid, lines, style)
     for panel, (title, curves) in zip(places, shown, strict=True):
         for curve in curves:
             if mean := curve.mean:
@@ -53,11 +50,7 @@ def draw_values(grid: Grid, runs: Sequence[RunResult], key: str) -> Figure | Non
         panel.set_title(title, fontsize="small")
         panel.grid(alpha=0.3)
         mark_values(panel, {label(value): value for value in grid.axes[key]})
-    seeds = len(grid.axes.get(SEED, [0]))
-    spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
-    remark = f"{grid.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else grid.name
-    remark += f"; the first {len(shown)} of {len(panels)} panels" if len(shown) < len(panels) else ""
-    remark += f"\n{grid.settings.remark}" if grid.settings.remark else ""
+    remark = remark_on_seeds(grid, len(grid.axes.get(SEED, [0])), len(shown), len(panels))
     title = comparison_title([lines, key] if lines else [key], metric.label)
-    figure.suptitle(f"{title}\n{remark}", fontsize="medium")
+    style.describe(figure, title, remark)
     return figure

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Black, then Paul Tol's "muted" colours: they differ for colour-blind readers; dashes and markers differ in grey too.
-COLOURS = (
-    *("#000000", "#CC6677", "#332288", "#DDAA33", "#117733", "#88CCEE", "#882255", "#44AA99", "#AA4499", "#999933"),
-)
+# Those of Okabe and Ito, which differ for colour-blind readers; dashes and markers differ in grey too.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MARKS = 8  # about this number of markers on a line; lines have them at different points
@@ -22,15 +23,54 @@ LOG_FROM = 10  # an axis of values is logarithmic if the largest is so many time
 UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same figure is the same file
 
 
+@dataclass(frozen=True)
+class FigureStyle:
+    """How a figure is laid out.
+
+    Attributes:
+        file: matplotlib's style file; None: the settings of the user.
+        titled: whether it has a title; a figure of a paper has a caption instead.
+        dpi: of a PNG.
+        widths: in inches, of a figure of one panel and of several, whose legend is then above the panels; None: as
+            wide as the panels and the legend beside them.
+    """
+
+    file: Path | None = None
+    titled: bool = True
+    dpi: int = DPI
+    widths: tuple[float, float] | None = None
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Figures that the block draws and saves have the fonts and lines of the style."""
+        import matplotlib.style
+
+        with matplotlib.style.context(self.file) if self.file else contextlib.nullcontext():
+            yield
+
+    def describe(self, figure: Figure, title: str, remark: str, fontsize: str = "medium") -> None:
+        """Put the title over the figure; its label is the caption."""
+        figure.set_label(f"{title}. {remark}.".replace("\n", "; "))
+        if self.titled:
+            figure.suptitle(f"{title}\n{remark}", fontsize=fontsize, wrap=True)
+
+
+SCREEN = FigureStyle()
+PAPER = FigureStyle(Path(__file__).with_name("styles") / "paper.mplstyle", titled=False, dpi=300, widths=(3.35, 6.9))
+STYLES = {"paper": PAPER, "screen": SCREEN}
+
+
 def line_style(index: int, points: int = 1) -> dict[str, Any]:
     """Colour, dashes and markers of line `index` with so many points, as keywords of `Axes.plot`."""
+    from matplotlib import rcParams
+
     every = -(-points // MARKS)
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": DASHES[(index + index // len(COLOURS)) % len(DASHES)],
-        "linewidth": 1.6,
+        "linewidth": rcParams["lines.linewidth"],
         "marker": MARKERS[index % len(MARKERS)],
-        "markersize": 4,
+        "markersize": rcParams["lines.markersize"] * 2 / 3,
         "markevery": (index % every, every),
     }
 
@@ -64,11 +104,11 @@ def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
     axes.minorticks_off()
 
 
-def encode(figure: Figure, format: str) -> bytes:
+def encode(figure: Figure, format: str, dpi: int = DPI) -> bytes:
     """A figure as the bytes of a file: "png", "svg" or "pdf"."""
     import matplotlib
 
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "fedsim"}):  # else the ids in an SVG are drawn at random
-        figure.savefig(buffer, format=format, dpi=DPI, metadata=UNDATED[format])
+        figure.savefig(buffer, format=format, dpi=dpi, metadata=UNDATED[format])
     return buffer.getvalue()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.core.confidence import Estimate, estimate, mean_and_half_width, on_common_grid
+from fedsim.records.progress import places_on
 from fedsim.records.record import Metric, metric_called, score_in
 
 SEED = "seed"  # the axis over which results are averaged
@@ -122,7 +123,7 @@ class MeanCurve:
 
 
 def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | None:
-    """The mean curve of a metric on a scale, a field of `Progress`; None if it is empty."""
+    """The mean curve of a metric on a scale of `SCALES`; None if it is empty."""
     curves = [each for run in runs if (each := _curve(run, metric, scale))[0].size]
     if not curves:
         return None
@@ -132,7 +133,6 @@ def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | N
 
 def _curve(run: Any, metric: Metric, scale: str) -> tuple[np.ndarray, np.ndarray]:
     """The places and the values of all rounds that have both."""
-    pairs = zip(run.progress, run.history, strict=True)
-    points = [(getattr(at, scale), metric.read(record)) for at, record in pairs]
+    points = list(zip(places_on(scale, run.progress, run.history), map(metric.read, run.history), strict=True))
     x, y = np.array([point for point in points if None not in point], dtype=float).reshape(-1, 2).T
     return x, y

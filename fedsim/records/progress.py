@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedsim.records.record import RoundRecord
+
+SCALES = {  # of the x axis of a curve, with the texts beside it
+    "round": "round",
+    "virtual_seconds": "virtual seconds",
+    "updates": "updates of the global model",
+    "arrivals": "arrivals at the server",
+    "seconds": "seconds",
+    "bytes": "bytes sent",
+}
+SUMS: dict[str, Callable[[RoundRecord], float | None]] = {  # scales that add up a number of the rounds
+    "seconds": lambda record: record.total_seconds,
+    "bytes": lambda record: record.total_bytes,
+}
 
 
 class Progress(NamedTuple):
@@ -46,6 +60,19 @@ def progress_of(history: Iterable[RoundRecord], experiment: Mapping[str, Any]) -
             arrivals = None if sent is None or arrivals is None else arrivals + sum(sent)
         found.append(Progress(record.round, record.virtual_seconds, updates, arrivals))
     return found
+
+
+def places_on(scale: str, progress: Sequence[Progress], history: Sequence[RoundRecord]) -> list[float | None]:
+    """The place of each round on a scale of `SCALES`; None if the records do not hold it.
+
+    >>> history = [RoundRecord(round=1, bytes_up=10), RoundRecord(round=2, bytes_up=30)]
+    >>> places_on("bytes", progress_of(history, {}), history)
+    [10, 40]
+    """
+    if scale not in SUMS:
+        return [getattr(each, scale) for each in progress]
+    total = lambda before, of_round: None if before is None or of_round is None else before + of_round  # noqa: E731
+    return list(itertools.accumulate(map(SUMS[scale], history), total))
 
 
 def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequence[int] | None:

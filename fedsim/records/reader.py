@@ -136,9 +136,10 @@ class Run:
 
 @dataclass(frozen=True)
 class GridRun(Run):
-    """One run of a grid, begun or not; `place` has the index of its value on each axis."""
+    """One run of a grid, begun or not; `point` has its value on each axis, `place` the index of that value."""
 
     id: str
+    point: dict[str, Any]
     place: dict[str, int]
     error: str | None  # the first line of its error
     target: float | None  # as of the grid
@@ -174,6 +175,11 @@ class StoredGrid:
     axes: dict[str, list[Any]]
     runs: list[GridRun]
     settings: ComparisonSettings = NO_SETTINGS
+
+    @property
+    def compared(self) -> list[str]:
+        """The axes that are compared: all but the seed and those along which values are chosen."""
+        return self.settings.compared(list(self.axes))
 
 
 def read_records(folder: Path) -> Run | StoredGrid:
@@ -250,7 +256,8 @@ def read_grid(folder: Path) -> StoredGrid:
             raise RecordError(f"{where}.folder = {show(entry.folder)}: is another run's")
         folders.add(run_folder.resolve())
         error = _first_line(run_folder / ERROR)
-        runs.append(GridRun(**_content_of(run_folder), id=entry.id, place=place, error=error, target=target))
+        content = _content_of(run_folder)
+        runs.append(GridRun(**content, id=entry.id, point=entry.point, place=place, error=error, target=target))
     if not any(entry.history for entry in runs):
         raise RecordError(f"{folder}: no round of its {len(runs)} runs is finished yet")
     return StoredGrid(folder, file.name, file.axes, runs, file.settings.known_on(file.axes))

@@ -13,7 +13,7 @@ import fedsim
 from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.grid import plan_grid
 from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.plots import draw_accuracy
+from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from fedsim.errors import ExperimentError
 from fedsim.records.reader import read_records
@@ -55,7 +55,7 @@ def test_the_table_the_files_and_the_figures_show_the_number():
     assert float(mean["test_accuracy"]) == pytest.approx(0.8)
     head = summary_table(grid, summary, runs).splitlines()[0]
     assert head.index("drift") < head.index("difference to mean") < head.index("test accuracy")
-    figures = draw_accuracy(grid, runs), draw_heatmap(grid, summary)
+    figures = draw_curves(grid, runs), draw_heatmap(grid, runs)
     assert ["drift by" in figure.get_suptitle() for figure in figures] == [True, True]
     assert max(figures[0].axes[0].lines[0].get_ydata()) == pytest.approx(3.1)
 

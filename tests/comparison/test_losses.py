@@ -11,7 +11,7 @@ import pytest
 import fedsim
 from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.plots import draw_accuracy
+from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.results import results_csv
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from fedsim.records.combinations import combinations
@@ -63,7 +63,7 @@ def test_the_table_and_the_files_name_the_loss():
     assert row["reached"] == "3"
     (first, *_) = csv.DictReader(io.StringIO(results_csv(grid, runs)))
     assert (float(first["best_loss"]), first["rounds_to_target"]) == (pytest.approx(3.3e-3), "2")
-    figures = draw_accuracy(grid, runs), draw_heatmap(grid, summary)
+    figures = draw_curves(grid, runs), draw_heatmap(grid, runs)
     assert ["Test loss by" in figure.get_suptitle() for figure in figures] == [True, True]
     assert figures[0].axes[0].get_ylabel() == "test loss"
 

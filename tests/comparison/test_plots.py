@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.plots import MOST_PANELS, draw_accuracy
+from fedsim.comparison.plots import MOST_PANELS, draw_curves
 from fedsim.comparison.summary import summarise, summary_table
 from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import COLOURS, encode
@@ -45,7 +45,7 @@ def rgb(colour):
 def test_every_value_of_the_first_axis_has_its_line(axes, scale):
     grid = grid_of(axes)
     runs = on_the_clock(results_of(grid, rising), lambda point: 100.0 if point.get("aggregate.rule") == "krum" else 1.0)
-    figure = draw_accuracy(grid, runs, scale)
+    figure = draw_curves(grid, runs, scale)
     colours = {colour for _, colour in opened(figure).getcolors(1 << 24)}
     lines = len(axes.get("aggregate.rule", [0]))
     assert all(rgb(colour) in colours for colour in COLOURS[:lines])
@@ -57,7 +57,7 @@ def test_panels_grow_with_the_grid_up_to_a_limit():
     sizes = []
     for count in (1, 2, 4, MOST_PANELS + 5):
         grid = grid_of({"aggregate.rule": ["mean"], "local.lr": [k / 100 for k in range(1, count + 1)]})
-        figure = draw_accuracy(grid, results_of(grid, rising))
+        figure = draw_curves(grid, results_of(grid, rising))
         assert len([panel for panel in figure.axes if panel.lines]) == min(count, MOST_PANELS)
         sizes.append(figure.get_size_inches())
     assert sizes[0][0] < sizes[1][0]
@@ -68,19 +68,19 @@ def test_panels_grow_with_the_grid_up_to_a_limit():
 def test_a_run_that_failed_or_has_no_clock_has_no_line():
     grid = grid_of({"aggregate.rule": RULES, "seed": [0, 1]})
     runs = results_of(grid, lambda point: None if point["aggregate.rule"] == "krum" else rising(point))
-    figure = draw_accuracy(grid, runs)
+    figure = draw_curves(grid, runs)
     assert texts_of(figure) == ["failed: krum (2 of 2)"]
     assert len(figure.axes[0].lines) == 2 * 3  # of each rule the mean and two seeds
     timed = results_of(grid, rising)
     on_the_clock(timed[:2], lambda point: 2.0)
-    assert len(draw_accuracy(grid, timed, "virtual_seconds").axes[0].lines) == 3
+    assert len(draw_curves(grid, timed, "virtual_seconds").axes[0].lines) == 3
     for scale in ("round", "virtual_seconds"):
-        assert draw_accuracy(grid, results_of(grid, lambda point: None), scale) is None
+        assert draw_curves(grid, results_of(grid, lambda point: None), scale) is None
 
 
 def test_runs_of_different_length_are_drawn_as_far_as_they_go():
     grid = grid_of({"aggregate.rule": RULES, "rounds": [2, 3], "seed": [0, 1]})
-    figure = draw_accuracy(grid, results_of(grid, lambda point: rising(point)[: point["rounds"]]))
+    figure = draw_curves(grid, results_of(grid, lambda point: rising(point)[: point["rounds"]]))
     assert [panel.lines[0].get_xdata().tolist() for panel in figure.axes[:2]] == [[1, 2], [1, 2, 3]]
 
 
@@ -88,7 +88,7 @@ def test_runs_of_different_length_are_drawn_as_far_as_they_go():
 def test_a_cell_of_the_heat_map_is_grey_if_all_its_runs_failed(failed):
     grid = grid_of({"aggregate.rule": RULES, "attack.name": ATTACKS, "seed": [0, 1]})
     runs = results_of(grid, lambda point: None if tuple(point.values()) in failed else rising(point))
-    picture = opened(draw_heatmap(grid, summarise(grid, runs)))
+    picture = opened(draw_heatmap(grid, runs))
     grey = sum(count for count, colour in picture.getcolors(1 << 24) if colour == rgb("#dddddd"))
     assert (grey > 1000) == (len(failed) == 2)
 
@@ -96,7 +96,7 @@ def test_a_cell_of_the_heat_map_is_grey_if_all_its_runs_failed(failed):
 def test_without_two_axes_or_any_result_there_is_no_heat_map():
     for axes, accuracies in (({"aggregate.rule": RULES}, rising), ({"a": [1, 2], "b": [3, 4]}, lambda point: None)):
         grid = grid_of({**axes, "seed": [0, 1]})
-        assert draw_heatmap(grid, summarise(grid, results_of(grid, accuracies))) is None
+        assert draw_heatmap(grid, results_of(grid, accuracies)) is None
 
 
 @pytest.mark.parametrize(("seeds", "spread"), [(1, ""), (2, "(0.8230, 0.8239)"), (3, "± 0.0011")])
@@ -106,7 +106,7 @@ def test_a_cell_of_the_heat_map_has_the_texts_of_the_table(seeds, spread):
     grid = grid_of({"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": list(range(seeds))})
     runs = results_of(grid, lambda point: [finals[point["seed"]]])
     summary = summarise(grid, runs)
-    mean, *beside = texts_of(draw_heatmap(grid, summary))[: 1 + bool(spread)]
+    mean, *beside = texts_of(draw_heatmap(grid, runs))[: 1 + bool(spread)]
     assert (mean, "".join(beside)) == ("0.8235" if seeds > 1 else "0.8230", spread)
     assert " ".join([mean, *beside]) in summary_table(grid, summary, runs)
 
@@ -114,14 +114,14 @@ def test_a_cell_of_the_heat_map_has_the_texts_of_the_table(seeds, spread):
 @pytest.mark.parametrize(("seeds", "lines", "bands"), [(1, 1, 0), (2, 3, 0), (3, 4, 0), (4, 1, 1)])
 def test_up_to_three_seeds_are_thin_lines_and_four_have_a_band(seeds, lines, bands):
     grid = grid_of({"aggregate.rule": ["mean"], "seed": list(range(seeds))})
-    (axes, *_) = draw_accuracy(grid, results_of(grid, rising)).axes
+    (axes, *_) = draw_curves(grid, results_of(grid, rising)).axes
     assert (len(axes.lines), len(axes.collections)) == (lines, bands)
 
 
 def test_titles_name_the_axes():
     grid = grid_of({"aggregate.rule": RULES, "attack.name": ATTACKS, "local.lr": [0.1], "seed": [0, 1]})
     runs = results_of(grid, rising)
-    accuracy, heatmap = draw_accuracy(grid, runs), draw_heatmap(grid, summarise(grid, runs))
+    accuracy, heatmap = draw_curves(grid, runs), draw_heatmap(grid, runs)
     assert accuracy.get_suptitle().startswith("Test accuracy by rule, attack and learning rate\n")
     assert accuracy.axes[0].get_title() == "attack: none, learning rate: 0.1"
     assert (heatmap.axes[0].get_xlabel(), heatmap.axes[0].get_ylabel()) == ("attack", "rule")
@@ -130,7 +130,7 @@ def test_titles_name_the_axes():
 @pytest.mark.parametrize(("format", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_a_figure_is_encoded_in_each_format_to_the_same_bytes_each_time(format, begins):
     grid = grid_of({"aggregate.rule": RULES})
-    one, two = (encode(draw_accuracy(grid, results_of(grid, rising)), format) for _ in range(2))
+    one, two = (encode(draw_curves(grid, results_of(grid, rising)), format) for _ in range(2))
     assert one.startswith(begins)
     assert one == two
 

@@ -12,7 +12,6 @@ import fedsim
 from fedsim.cli.main import app
 from fedsim.comparison import plan_grid
 from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.summary import summarise
 from fedsim.errors import ExperimentError, RecordError
 from fedsim.records.reader import read_records
 from fedsim.report.heat_maps import MOST_CELLS, weights_heat_map
@@ -135,7 +134,7 @@ def test_a_grid_has_only_so_many_combinations():
 def test_a_heat_map_of_very_many_values_is_not_drawn():
     grid = plan_grid({"model": "logistic"}, {"local.lr": [0.1, 0.2], "seed": [0, 1]})
     grid.axes["local.momentum"] = [number / 1000 for number in range(500)]
-    assert draw_heatmap(grid, summarise(grid, [])) is None
+    assert draw_heatmap(grid, []) is None
 
 
 def metrics(folder, records):

@@ -1,0 +1,186 @@
+"""A figure of run folders, or of the folder of a comparison: `fedsim.plot` and `fedsim plot`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from fedsim.comparison.axes import label
+from fedsim.comparison.heat_map import draw_heatmap
+from fedsim.comparison.heat_panels import draw_panels
+from fedsim.comparison.plots import draw_curves
+from fedsim.comparison.run_names import run_names
+from fedsim.comparison.value_figure import draw_values
+from fedsim.core.plotting import STYLES, UNDATED, encode
+from fedsim.core.suggestions import nearest
+from fedsim.errors import ExperimentError, RecordError, show
+from fedsim.records.combinations import SEED
+from fedsim.records.progress import SCALES
+from fedsim.records.reader import GridRun, Run, StoredGrid, read_records
+from fedsim.records.record import metrics_in
+from fedsim.records.value_curves import numeric_axes
+from fedsim.system.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Kind = Literal["curves", "heatmap"]
+RUN = "run"  # the axis of runs that are no comparison
+
+
+def plot(
+    folders: str | Path | Sequence[str | Path],
+    *,
+    metric: str | None = None,
+    x: str = "round",
+    kind: Kind = "curves",
+    only: Mapping[str, Any] | None = None,
+    style: Literal["paper", "screen"] = "paper",
+    width: float | None = None,
+    height: float | None = None,
+    out: str | Path | None = None,
+) -> Figure:
+    """Draw the runs in some folders, or a comparison.
+
+    Of a comparison, there is a line for each value of its first key, and a panel for each combination of the others. Of
+    several runs there is a line for each group of runs that differ in the seed only. A line is the mean over the
+    seeds; a band shows the 95 percent intervals of four or more, thin lines show two or three single seeds.
+
+    Args:
+        folders: the folder of a comparison, or those of one or more runs.
+        metric: the number that is drawn, such as "test_loss" or "metrics.drift"; None: what the comparison compares, or
+            the test accuracy, or of a task without accuracy the test loss.
+        x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (of computation) or "bytes" (in both
+            directions); or a compared key with three or more numbers, such as "attack.scale", against which the number
+            after the last round is drawn.
+        kind: "curves", or "heatmap": the number after the last round over the first two compared keys, or over those
+            that the comparison names.
+        only: for keys of a comparison, the values that are drawn, or one value: {"attack": ["none", "alie"]}.
+        style: "paper": 8 points, TrueType fonts, 3.35 inches wide (a column of two) or, with several panels, 6.9
+            inches; no title. "screen": with a title, and with matplotlib's own settings.
+        width: of the figure, in inches.
+        height: of the figure, in inches.
+        out: a file to write, whose name ends in .png, .svg or .pdf.
+
+    Returns the figure; `get_label()` is a caption for it. Raises RecordError if a folder holds no finished round or
+    damaged files, and ExperimentError if it has nothing to draw for these arguments.
+
+    >>> import fedsim, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     comparison = fedsim.compare({"rounds": 2, "model": "logistic"}, {"seed": [0, 1]}, folder, jobs=1)
+    ...     fedsim.plot(folder, metric="train_loss").get_label()
+    'Train loss by seed. logistic-mnist5k-weighted_mean: mean over 2 seeds (thin lines: single seeds).'
+    """
+    _require(kind, "kind", get_args(Kind))
+    _require(style, "style", STYLES)
+    format = _format_of(Path(out)) if out is not None else None
+    paths = [Path(each) for each in ([folders] if isinstance(folders, (str, Path)) else folders)]
+    grid = _only(_grid_in(paths), only or {})
+    if metric is not None:
+        known = [each.key for each in metrics_in(record for run in grid.runs for record in run.history)]
+        _require(metric.removeprefix("-"), "metric", known)
+        grid = replace(grid, settings=replace(grid.settings, by=metric))
+    look = STYLES[style]
+    with look.applied():
+        figure = _heatmap(grid, style) if kind == "heatmap" else _curves(grid, x, style)
+        if width or height:
+            own_width, own_height = figure.get_size_inches()
+            figure.set_size_inches(width or own_width, height or own_height)
+        figure.draw_without_rendering()  # makes the ticks, in the fonts of the style
+        if out is not None and format is not None:
+            write_atomically(Path(out), encode(figure, format, look.dpi))
+    return figure
+
+
+def _require(value: str, name: str, allowed: Any) -> None:
+    if value not in allowed:
+        raise ExperimentError(f"{name} = {show(value)}: is not one of those; {nearest(value, allowed)}")
+
+
+def _format_of(path: Path) -> str:
+    format = path.suffix.removeprefix(".").lower()
+    if format not in UNDATED:
+        raise ExperimentError(f"out = {show(str(path))}: must end in .{', .'.join(UNDATED)}")
+    return format
+
+
+def _curves(grid: StoredGrid, x: str, style: str) -> Figure:
+    keys = numeric_axes(grid.axes, grid.compared)
+    _require(x, "x", [*SCALES, *keys])
+    if x in keys:
+        figure = draw_values(grid, grid.runs, x, STYLES[style])
+    else:
+        figure = draw_curves(grid, grid.runs, x, STYLES[style])
+    if figure is None:
+        raise RecordError(f"{grid.folder}: no run is finished")
+    if not any(panel.lines for panel in figure.axes):
+        raise ExperimentError(f"x = {show(x)}: no run has recorded that together with the metric")
+    return figure
+
+
+def _heatmap(grid: StoredGrid, style: str) -> Figure:
+    over = grid.settings.heat_axes(list(grid.axes))
+    look = STYLES[style]
+    figure = draw_panels(grid, grid.runs, over, look) if over else draw_heatmap(grid, grid.runs, look)
+    if figure is None:
+        raise ExperimentError('kind = "heatmap": needs a comparison of two keys or more, with finished runs')
+    return figure
+
+
+def _grid_in(folders: Sequence[Path]) -> StoredGrid:
+    """The comparison in a folder, or the runs in several folders as one."""
+    found = [read_records(folder) for folder in folders]
+    if not found:
+        raise ExperimentError("folders: must be one or more")
+    if isinstance(found[0], StoredGrid) and len(found) == 1:
+        return found[0]
+    runs = []
+    for each in found:
+        if isinstance(each, StoredGrid):
+            raise ExperimentError(
+                f"{each.folder}: is a comparison; draw one comparison, or several runs; fedsim compare FOLDER FOLDER "
+                "--out NEW makes one comparison of several"
+            )
+        runs.append(each)
+    return _grid_of(runs)
+
+
+def _grid_of(runs: Sequence[Run]) -> StoredGrid:
+    """Runs as a comparison of what distinguishes them; a run that is not finished counts with its rounds so far."""
+    names, seeds = run_names(runs), [run.experiment.get(SEED, 0) for run in runs]
+    axes = {RUN: list(dict.fromkeys(names)), SEED: list(dict.fromkeys(seeds))}
+    if len(axes[RUN]) == 1:
+        del axes[RUN]
+    found = []
+    for run, name, seed in zip(runs, names, seeds, strict=True):
+        point = {key: value for key, value in ((RUN, name), (SEED, seed)) if key in axes}
+        place = {key: axes[key].index(value) for key, value in point.items()}
+        fields = {key: vars(run)[key] for key in Run.__dataclass_fields__}
+        found.append(DrawnRun(**fields, id=name, point=point, place=place, error=None, target=None))
+    return StoredGrid(runs[0].folder, " and ".join(dict.fromkeys(run.name for run in runs)), axes, list(found))
+
+
+class DrawnRun(GridRun):
+    """A run that is drawn with all of its rounds, finished or not."""
+
+    @property
+    def finished(self) -> bool:
+        return True
+
+
+def _only(grid: StoredGrid, only: Mapping[str, Any]) -> StoredGrid:
+    """The grid with these values of some of its axes: `alie` means all values of this plug, such as `alie,z=1.5`."""
+    axes, runs = dict(grid.axes), grid.runs
+    for key, given in only.items():
+        _require(key, "only", list(axes))
+        wanted = [label(each) for each in (given if isinstance(given, (list, tuple)) else [given])]
+        names = {label(value): {label(value), label(value).partition(",")[0]} for value in axes[key]}
+        for each in wanted:
+            if not any(each in own for own in names.values()):
+                raise ExperimentError(f"{key} = {show(each)}: is not in the comparison; {nearest(each, names)}")
+        chosen = [name for name, own in names.items() if own.intersection(wanted)]
+        axes[key] = [value for value in axes[key] if label(value) in chosen]
+        runs = [run for run in runs if label(run.point[key]) in chosen]
+    return replace(grid, axes=axes, runs=runs)

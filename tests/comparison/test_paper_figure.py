@@ -1,0 +1,195 @@
+"""Figures of made-up run folders: `fedsim.plot` and `fedsim plot`."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from PIL import Image
+
+import fedsim
+from fedsim.core.plotting import COLOURS
+from fedsim.errors import ExperimentError, RecordError
+from tests.report.folders import invent_run, write_points
+
+RULES = ["mean", "median"]
+ATTACKS = ["none", {"name": "alie", "z": 1.5}]
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """Two rules, two attacks and two seeds; the rules differ by 0.1, the seeds by 0.02."""
+
+    def make(path, point):
+        base = 0.5 + 0.1 * RULES.index(point["aggregate.rule"]) + 0.02 * point["seed"]
+        invent_run(path, [base, base + 0.1, base + 0.2])
+
+    folder = tmp_path_factory.mktemp("figures") / "comparison"
+    return write_points(folder, {"aggregate.rule": RULES, "attack": ATTACKS, "seed": [0, 1]}, make)
+
+
+@pytest.fixture(scope="module")
+def strengths(tmp_path_factory):
+    """A comparison over an axis of three numbers."""
+    folder = tmp_path_factory.mktemp("figures") / "strengths"
+    return write_points(
+        folder, {"attack.scale": [1, 2, 5]}, lambda path, point: invent_run(path, [0.9 - 0.1 * point["attack.scale"]])
+    )
+
+
+def runs(tmp_path, **settings):
+    """Run folders a, b, ... with these experiments."""
+    return [invent_run(tmp_path / name, [0.5, 0.6], **tables) for name, tables in settings.items()]
+
+
+def legend_of(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()] if figure.legends else []
+
+
+def means_of(panel):
+    """The lines of means, without the thin lines of seeds."""
+    return [line for line in panel.lines if line.get_marker() != "None"]
+
+
+def test_a_comparison_has_a_line_for_each_rule_and_a_panel_for_each_attack(comparison):
+    figure = fedsim.plot(comparison)
+    assert legend_of(figure) == RULES
+    assert [panel.get_title() for panel in figure.axes] == ["attack: none", "attack: alie,z=1.5"]
+    mean, median = means_of(figure.axes[0])
+    assert list(mean.get_ydata()) == pytest.approx([0.51, 0.61, 0.71])
+    assert list(median.get_ydata()) == pytest.approx([0.61, 0.71, 0.81])
+    assert [line.get_color() for line in (mean, median)] == list(COLOURS[:2])
+
+
+def test_only_draws_the_named_values(comparison):
+    figure = fedsim.plot(comparison, only={"attack": "alie", "aggregate.rule": ["median"]})
+    assert [panel.get_title() for panel in figure.axes] == ["attack: alie,z=1.5"]
+    (line,) = means_of(figure.axes[0])
+    assert line.get_ydata()[-1] == pytest.approx(0.81)
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [("round", [1, 2, 3]), ("updates", [1, 2, 3]), ("seconds", [0.231, 0.462, 0.693]), ("bytes", [3000, 6000, 9000])],
+)
+def test_the_x_axis_has_the_totals_since_the_start(comparison, x, expected):
+    panel = fedsim.plot(comparison, x=x).axes[0]
+    assert list(panel.lines[0].get_xdata()) == pytest.approx(expected)
+
+
+def test_the_metric_is_on_the_y_axis(comparison):
+    panel = fedsim.plot(comparison, metric="train_loss").axes[0]
+    assert panel.get_ylabel() == "train loss"
+    assert panel.lines[0].get_ydata()[-1] == pytest.approx(2 - 0.71)
+
+
+def test_a_heat_map_has_a_cell_for_each_rule_and_attack(comparison):
+    figure = fedsim.plot(comparison, kind="heatmap")
+    texts = [text.get_text() for text in figure.axes[0].texts if text.get_text()]
+    assert texts == ["0.7100", "(0.7000, 0.7200)", "0.7100", "(0.7000, 0.7200)"] + 2 * ["0.8100", "(0.8000, 0.8200)"]
+
+
+def test_against_an_axis_of_numbers_the_last_round_is_drawn(strengths):
+    (panel,) = fedsim.plot(strengths, x="attack.scale").axes
+    assert panel.lines[0].get_xydata().tolist() == [[1, 0.8], [2, 0.7], [5, 0.4]]
+
+
+def test_runs_are_named_by_what_distinguishes_them_and_seeds_are_averaged(tmp_path):
+    folders = runs(
+        tmp_path,
+        a={"aggregate.rule": "mean", "seed": 0},
+        b={"aggregate.rule": "mean", "seed": 1},
+        c={"aggregate.rule": "krum", "aggregate.f": 2, "seed": 0},
+    )
+    figure = fedsim.plot(folders)
+    assert legend_of(figure) == ["mean", "krum, f=2"]
+    assert len(figure.axes[0].lines) == 4  # two means, and the two seeds of one
+
+
+def test_equal_runs_are_named_by_their_folders_and_a_run_alone_has_no_legend(tmp_path):
+    folders = runs(tmp_path, a={"seed": 0}, b={"seed": 0})
+    assert legend_of(fedsim.plot(folders)) == ["a", "b"]
+    assert legend_of(fedsim.plot(folders[0])) == []
+
+
+def test_a_run_that_is_not_finished_has_the_rounds_so_far(tmp_path):
+    folder = invent_run(tmp_path / "run", [0.5, 0.6], rounds=10)
+    assert list(fedsim.plot(folder).axes[0].lines[0].get_xdata()) == [1, 2]
+
+
+@pytest.mark.parametrize(("panels", "inches"), [({"attack": "none"}, 3.35), ({}, 6.9)])
+def test_a_figure_for_a_paper_has_the_width_of_one_or_two_columns_and_texts_of_8_points(comparison, panels, inches):
+    figure = fedsim.plot(comparison, only=panels)
+    assert figure.get_size_inches()[0] == pytest.approx(inches)
+    assert figure.get_suptitle() == ""
+    panel = figure.axes[0]
+    texts = [
+        panel.xaxis.label,
+        panel.yaxis.label,
+        panel.title,
+        *panel.get_xticklabels(),
+        *figure.legends[0].get_texts(),
+    ]
+    assert {round(text.get_fontsize(), 1) for text in texts} == {8.0}
+
+
+def test_the_caption_says_what_is_shown_and_is_the_title_on_a_screen(comparison):
+    paper, screen = (fedsim.plot(comparison, style=style) for style in ("paper", "screen"))
+    assert paper.get_label() == "Test accuracy by rule and attack. tried: mean over 2 seeds (thin lines: single seeds)."
+    assert screen.get_suptitle().startswith("Test accuracy by rule and attack\n")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_the_file_is_the_same_bytes_each_time(comparison, tmp_path, suffix):
+    one, two = tmp_path / f"one.{suffix}", tmp_path / f"two.{suffix}"
+    for out in (one, two):
+        fedsim.plot(comparison, out=out)
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_the_size_may_be_given_and_a_pdf_embeds_truetype_fonts(comparison, tmp_path):
+    picture, document = tmp_path / "figure.png", tmp_path / "figure.pdf"
+    fedsim.plot(comparison, width=4, height=2, out=picture)
+    assert Image.open(io.BytesIO(picture.read_bytes())).size == (1200, 600)
+    fedsim.plot(comparison, out=document)
+    assert b"/TrueType" in document.read_bytes() or b"/CIDFontType2" in document.read_bytes()
+    assert b"/Type3" not in document.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"metric": "test_acuracy"}, 'metric = "test_acuracy": .* did you mean "test_accuracy"'),
+        ({"x": "virtual_second"}, 'did you mean "virtual_seconds"'),
+        ({"x": "virtual_seconds"}, "no run has recorded"),
+        ({"kind": "heat_map"}, 'did you mean "heatmap"'),
+        ({"style": "papers"}, 'did you mean "paper"'),
+        ({"out": "figure.jpg"}, r"must end in \.png, \.svg, \.pdf"),
+        ({"only": {"attack": "ipm"}}, 'attack = "ipm": is not in the comparison'),
+        ({"only": {"attak": "none"}}, 'did you mean "attack"'),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_what_is_allowed(comparison, arguments, message):
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.plot(comparison, **arguments)
+
+
+def test_folders_that_cannot_be_drawn_together_are_refused(comparison, tmp_path):
+    (run,) = runs(tmp_path, a={})
+    with pytest.raises(ExperimentError, match="is a comparison"):
+        fedsim.plot([comparison, run])
+    with pytest.raises(ExperimentError, match="two keys or more"):
+        fedsim.plot(run, kind="heatmap")
+    with pytest.raises(RecordError, match="no such folder"):
+        fedsim.plot(tmp_path / "nothing")
+
+
+def test_the_command_writes_the_file_and_prints_the_caption(comparison, tmp_path, cli):
+    out = tmp_path / "figure.svg"
+    done = cli("plot", comparison, "attack=none", "--metric", "test_loss", "--out", out)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "Test loss by rule and attack. tried: mean over 2 seeds (thin lines: single seeds).",
+        str(out),
+    ]
+    assert out.read_text().startswith("<?xml")
