@@ -15,8 +15,8 @@ from fedsim.config.plugs import PLUGS, describe_plug, list_plugs
 from fedsim.core.text_wrapping import terminal_columns
 from fedsim.errors import ExperimentError, plural
 
-EXPERIMENTS = "experiments"
-KINDS = (*PLUGS, EXPERIMENTS)
+EXPERIMENTS, KEYS = "experiments", "keys"
+KINDS = (*PLUGS, EXPERIMENTS, KEYS)
 
 
 def run(
@@ -143,8 +143,13 @@ def list_command(
         ),
     ] = None,
 ) -> None:
-    """List all plugs with their parameters and defaults, and the built-in experiments."""
+    """List all plugs with their parameters and defaults, the built-in experiments, or the keys of an experiment."""
     with errors_as_lines(quick=True):
+        if what == KEYS:
+            from fedsim.config.keys import list_keys
+
+            print(list_keys(terminal_columns()))
+            return
         if what is not None and what not in KINDS:
             print(describe_plug(what, KINDS))
             return

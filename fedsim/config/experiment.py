@@ -22,23 +22,21 @@ from pydantic import (
 from fedsim.aggregation import Pipeline
 from fedsim.byzantine.attackers import draw_attackers
 from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
+from fedsim.config.clock_schema import AsyncPolicy, Clock, Race
 from fedsim.config.local_schema import Local
 from fedsim.config.plugs import keys_of_plug
 from fedsim.config.sampling import Sampling
 from fedsim.config.schema import (
     Aggregate,
     Amount,
-    AsyncPolicy,
     Attack,
     Batched,
     Checkpoint,
-    Clock,
     Data,
     Distributed,
     Model,
     Partition,
     Processor,
-    Race,
     Records,
     Server,
     WorkerEvaluation,
@@ -84,29 +82,58 @@ class Experiment(Table):
     (8, 0.1)
     """
 
-    name: Annotated[str, AfterValidator(_folder_name)] = ""  # by default from model, data and rule
+    name: Annotated[str, AfterValidator(_folder_name)] = ""
+    """Name of the run folder. By default made from model, data, and rule or policy: `net-mnist5k-weighted_mean`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of every random draw."""
     rounds: Amount = 10
+    """Number of rounds."""
     workers: Amount = 4
-    cohort: Amount | None = None  # workers in each round; None: all
+    """Number of workers."""
+    cohort: Amount | None = None
+    """Number of workers that take part in a round; unset: all."""
     engine: Name = "auto"
-    processes: Processes | None = None  # None: by cores and memory
+    """Where and how rows are trained: one process (`serial`), several (`spawn`), stacks of rows (`batched`), ranks of a
+    launcher (`distributed`), or the best of these here (`auto`); `fedsim list engines` describes each."""
+    processes: Processes | None = None
+    """Number of processes of `spawn` and `batched`; with `auto` the most that it may use. Unset: by cores and memory.
+    """
     threads_per_process: Processes = 1
-    timeout: PositiveFloat = 300.0  # seconds without a heartbeat after which a process counts as lost
-    on_worker_failure: Literal["retry", "drop", "abort"] = "retry"  # if a round loses a process
-    worker_retries: NonNegativeInt = 2  # repetitions of one round at most
-    worker_state_memory: Amount = 4_000_000_000  # bytes from which on the state that workers keep lies in files
+    """PyTorch's threads in each process."""
+    timeout: PositiveFloat = 300.0
+    """Seconds without a step after which a process counts as lost."""
+    on_worker_failure: Literal["retry", "drop", "abort"] = "retry"
+    """What happens when a process is lost in a round. `retry`: new processes repeat the round, to the same bits.
+    `drop`: it is repeated without the worker that was training, which is recorded as `lost`. `abort`: the run ends.
+    """
+    worker_retries: NonNegativeInt = 2
+    """Repetitions of one round at most."""
+    worker_state_memory: Amount = 4_000_000_000
+    """State that workers keep between their rounds lies in a temporary file if it takes more bytes than this."""
     device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
-    cuda_graphs: bool | None = None  # for stacked steps on CUDA; None: if it is safe
-    mode: Literal["rounds", "clock", "race"] = "rounds"  # synchronous; on a virtual clock; in racing processes
+    """Of rows and all arithmetic: `float32` or `float64`. Of training alone, on float32 rows: `tf32` (on CUDA) or
+    `bf16` (autocast)."""
+    cuda_graphs: bool | None = None
+    """Whether `batched` on CUDA records its steps once as a CUDA graph and replays them. Unset: where possible."""
+    mode: Literal["rounds", "clock", "race"] = "rounds"
+    """`rounds`: synchronous rounds. `clock`: on a virtual clock. `race`: processes that train at the same time."""
     sync: Literal["parameters", "gradients", "post_local"] = "parameters"
-    gradient_rounds: NonNegativeInt | None = None  # of sync = "post_local": rounds before parameters are averaged
+    """`parameters`: workers train, then their updates are aggregated. `gradients`: the gradients of each step are
+    aggregated. `post_local`: gradients in the first `gradient_rounds` rounds, then parameters."""
+    gradient_rounds: NonNegativeInt | None = None
+    """With `sync = "post_local"`: the rounds before parameters are averaged."""
     buffers: Literal["average", "local", "server", "error"] = "average"
-    worker_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # probability that a chosen worker does not report
-    processors: Annotated[list[Processor], Field(max_length=100)] = Field(default=[])  # of each update, in this order
+    """BatchNorm statistics and other buffers. `average`: the server averages them. `local`: each worker keeps its own,
+    and their average is tested. `server`: they are never updated. `error`: a model with buffers is refused."""
+    worker_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability that a chosen worker does not report: its update is lost."""
+    processors: Annotated[list[Processor], Field(max_length=100)] = Field(default=[])
+    """What is done to each update, or gradient, before it is aggregated: names or tables, applied in this order."""
     task: Task = Task()
-    metrics: Annotated[list[EvaluationMetric], Field(max_length=20)] = Field(default=[])  # besides the accuracy
+    metrics: Annotated[list[EvaluationMetric], Field(max_length=20)] = Field(default=[])
+    """Numbers that each test records besides loss and accuracy: names or tables."""
     model: Model = Model()
     data: Data = Data()
     partition: Partition = Partition()

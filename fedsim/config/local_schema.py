@@ -40,6 +40,7 @@ class ServerSchedule(PlugTable):
 
     name: Name = "constant"
     warmup: Count = 0
+    """Rounds, or steps, in which the learning rate first grows linearly."""
 
     def schedule(self, length: int | None, per: Literal["round", "step"] = "round") -> LRSchedule | None:
         """The schedule, of so many rounds or steps; None if the learning rate is constant."""
@@ -50,11 +51,12 @@ class ServerSchedule(PlugTable):
 
 
 class LocalSchedule(ServerSchedule):
-    """The same of the local solver; with `per = "step"`, over the steps of each round."""
+    """How the learning rate of the local solver changes over the rounds, or over the steps of each round."""
 
     place = "local.schedule"
 
     per: Literal["round", "step"] = "round"
+    """Whether the learning rate changes over the rounds, or over the steps of each round."""
 
 
 class Local(PlugTable):
@@ -62,9 +64,6 @@ class Local(PlugTable):
 
     Each is a number, a list with one for each worker, or drawn for each worker and round: {uniform = [1, 5]} draws an
     integer from 1 to 5, {choice = [1, 5, 20]} one of these.
-
-    `drop_last` omits the last batch of an epoch if it is smaller than `batch_size`, as PyTorch's DataLoader does. A
-    shard that is smaller than a batch is still used, as one batch.
     """
 
     place, named_by, registry = "local", "solver", solver
@@ -72,13 +71,23 @@ class Local(PlugTable):
 
     solver: Name = "sgd"
     epochs: LocalWork | None = None
+    """Epochs over the worker's shard in a round; 1 if neither epochs nor steps are given."""
     steps: LocalWork | None = None
+    """Steps of the solver in a round, instead of epochs."""
     batch_size: Amount = 10
+    """Samples of a batch."""
     drop_last: bool = False
-    accumulate: Amount = 1  # batches whose mean gradient is one step
-    clip_norm: PositiveFloat | None = None  # the largest L2 norm of a worker's gradient at each step
-    keep_state: bool = False  # whether a worker's solver continues with its state (momentum, ...) of its last round
-    schedule: LocalSchedule = LocalSchedule()  # of the solver's parameter `lr`
+    """Whether an epoch leaves out a last batch that is smaller than `batch_size`; a shard smaller than a batch is still
+    one batch."""
+    accumulate: Amount = 1
+    """Batches whose mean gradient is one step; the last step of a round may take fewer."""
+    clip_norm: PositiveFloat | None = None
+    """The largest L2 norm of a worker's gradient, which is scaled to it before weight decay and momentum. Unset: none.
+    """
+    keep_state: bool = False
+    """Whether a worker's solver continues with its state (momentum, ...) of its last round."""
+    schedule: LocalSchedule = LocalSchedule()
+    """How the parameter `lr` of the solver changes."""
 
     def bind(self) -> ClientAlgorithm:
         algorithm = as_algorithm(super().bind())

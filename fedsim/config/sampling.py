@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 class Sampling(PlugTable):
+    """How the workers of a round are chosen."""
+
     place, named_by, registry = "sampling", "strategy", cohort_strategy
 
     strategy: Name = "uniform"

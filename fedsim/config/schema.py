@@ -17,9 +17,6 @@ from pydantic import (
 )
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
-from fedsim.asynchronous.clock.noises import noise
-from fedsim.asynchronous.clock.speeds import speed
-from fedsim.asynchronous.policies import policy
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
 from fedsim.config.local_schema import Amount, Count, ServerSchedule
 from fedsim.core.base_table import PlugTable, Table
@@ -48,12 +45,16 @@ def _text_of_path(path: Any) -> Any:
 
 
 class Model(PlugTable):
+    """The model that all workers train."""
+
     place, named_by, registry = "model", "name", model
 
     name: Name = "net"
 
 
 class Augment(PlugTable):
+    """One augmentation of the images of a training batch."""
+
     place, named_by, registry = "data.augment", "name", augmentation
 
     name: Name
@@ -63,15 +64,20 @@ class Augment(PlugTable):
 
 
 class Data(PlugTable):
+    """The data set."""
+
     place, named_by, registry = "data", "dataset", dataset
 
     dataset: Name = "mnist5k"
-    root: Annotated[str | None, BeforeValidator(_text_of_path)] = (
-        None  # folder of downloaded data sets; None: $FEDSIM_DATA, else the user's cache folder
-    )
-    worker_test: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of each worker's samples that it tests on
-    augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])  # of training batches, in this order
-    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the training samples that nobody trains on
+    root: Annotated[str | None, BeforeValidator(_text_of_path)] = None
+    """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, else `~/.cache/fedsim/data`."""
+    worker_test: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of each worker's samples on which it does not train, but tests."""
+    augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])
+    """Augmentations of training batches: names or tables, applied in this order."""
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of the training samples on which nobody trains; each round records `validation_loss` and
+    `validation_accuracy`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -92,27 +98,30 @@ class Data(PlugTable):
 
 
 class Partition(PlugTable):
+    """How the training samples are divided among the workers."""
+
     place, named_by, registry = "partition", "strategy", partition_strategy
 
     strategy: Name = "iid"
 
 
 class Attack(PlugTable):
-    """The attack, and the Byzantine workers: a random `fraction` of all, or a list of `workers`.
-
-    With `redraw`, each round draws its own `fraction`. With `holding`, none is drawn: the `fraction` are the workers
-    with the most samples of a class. Before `start_round` they follow the protocol.
-    """
+    """The attack, and the Byzantine workers."""
 
     place, named_by, registry = "attack", "name", attack_strategy
     alternatives = ("fraction", "workers")
 
     name: Name = "none"
     fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of the workers that are Byzantine, drawn by the seed."""
     workers: list[NonNegativeInt] | None = None
+    """The Byzantine workers, instead of a fraction."""
     redraw: bool = False
+    """Whether each round draws its own fraction."""
     holding: NonNegativeInt | None = None
+    """A class: the fraction are the workers with the most samples of it."""
     start_round: PositiveInt = 1
+    """The first round in which they attack; before it they follow the protocol."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -129,20 +138,22 @@ class Attack(PlugTable):
 
 
 class Aggregate(PlugTable):
-    """`rule` is a name, or a list of pre-aggregators and a rule, each a name or a table {rule, parameters}.
-
-    `f` is the number of Byzantine rows that the rule tolerates; None: the number of Byzantine workers.
-    `weights` None: sample counts for a rule that requires weights, equal weights for any other rule.
-    "inverse_probability": the share of all samples over the probability of being in the cohort, for unbiased means.
-    """
+    """How the rows of a cohort become one update."""
 
     place, named_by, registry = "aggregate", "rule", rule
 
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
+    """The rule, or a list of pre-aggregators and a rule, each a name or a table {rule, parameters}."""
     f: NonNegativeInt | None = None
+    """Number of Byzantine rows that the rule must tolerate, for rules with this parameter. Unset: their true number."""
     weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None
-    nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"  # for rows with NaN or infinity
-    root_samples: Amount = 100  # training samples of the server, for rules that use its gradient
+    """Weights of the workers: their sample counts; equal; the share of all samples over the probability of being in the
+    cohort, for unbiased means; or a list. Unset: sample counts for a rule that requires weights, else equal."""
+    nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
+    """What happens with rows that hold NaN or infinity. `error`: the run ends with an error. `stop`: it ends with the
+    last finite model. `exclude`: they are left out and recorded. `keep`: they are aggregated."""
+    root_samples: Amount = 100
+    """Number of training samples that the server holds, for rules that use its gradient (`fltrust`)."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -180,10 +191,13 @@ def _without_f(params: dict[str, Any]) -> dict[str, Any]:
 
 
 class Processor(PlugTable):
+    """One step of what is done to an update before it is aggregated."""
+
     place, named_by, registry = "processors", "name", processor
 
     name: Name
-    error_feedback: bool = False  # whether a worker adds what was left out of its updates before
+    error_feedback: bool = False
+    """Whether a worker adds what was left out of its earlier updates."""
 
     def check_parameters(self) -> None:
         super().check_parameters()
@@ -198,55 +212,25 @@ class Processor(PlugTable):
 
 
 class Server(PlugTable):
+    """How the server moves the global model by the aggregated update."""
+
     place, named_by, registry = "server", "optimizer", server_optimizer
 
     optimizer: Name = "sgd"
-    schedule: ServerSchedule = ServerSchedule()  # of the optimizer's parameter `lr`
-
-
-class AsyncPolicy(PlugTable):
-    place, named_by, registry = "policy", "name", policy
-
-    name: Name = "sync"
-
-
-class Speed(PlugTable):
-    place, named_by, registry = "clock.speed", "name", speed
-
-    name: Name = "equal"
-
-
-class Noise(PlugTable):
-    place, named_by, registry = "clock.noise", "name", noise
-
-    name: Name = "constant"
-
-
-class Clock(Table):
-    """Virtual time: a worker computes for steps x base x speed x noise, and sends in latency + bytes / bandwidth."""
-
-    base: PositiveFloat = 1.0  # seconds of a step
-    speed: Speed = Speed()
-    noise: Noise = Noise()
-    latency: NonNegativeFloat = 0.0  # seconds
-    bandwidth: PositiveFloat | None = None  # bytes per second; None: infinite
-    departures: dict[str, NonNegativeFloat] = Field(default={})  # worker = seconds after which it leaves
-    log: str | None = None  # repeat the order of a recorded race: a run folder, or its race.csv
-
-
-class Race(Table):
-    """Processes that race. The result differs each time, so a race is run several times, and the records hold all."""
-
-    runs: Annotated[int, Field(gt=0, le=10_000)] = 5
+    schedule: ServerSchedule = ServerSchedule()
+    """How the parameter `lr` of the server optimizer changes over the rounds."""
 
 
 class Batched(Table):
     """Settings of the engine `batched`."""
 
-    width: Amount | None = None  # rows per stack at most; None: as many as fit into memory
+    width: Amount | None = None
+    """Rows of a stack at most. Unset: by memory and cache."""
 
 
 class Hook(PlugTable):
+    """How gradients are sent that DistributedDataParallel averages: with `sync = "gradients"`, a mean and no attack."""
+
     place, named_by, registry = "distributed.hook", "name", hook
 
     name: Name = "allreduce"
@@ -258,29 +242,41 @@ class Hook(PlugTable):
 class Distributed(Table):
     """Settings of the engine `distributed`."""
 
-    backend: str | None = None  # of torch.distributed; None: the default of the device; gloo if ranks share a GPU
-    timeout: PositiveFloat = 60.0  # seconds without a heartbeat after which a rank counts as lost
+    backend: str | None = None
+    """Backend of torch.distributed. Unset: nccl on CUDA, gloo on CPUs and for ranks that share a GPU."""
+    timeout: PositiveFloat = 60.0
+    """Seconds without a heartbeat after which a rank counts as lost."""
     init: Annotated[str, AfterValidator(_init_method)] = "env://"
-    inner: Literal["serial", "batched"] = "serial"  # whether a rank trains its rows one by one or stacked
-    hook: Hook = Hook()  # compresses gradients that DistributedDataParallel averages
+    """Address at which ranks meet: `env://`, `tcp://HOST:PORT` or `file:///PATH`."""
+    inner: Literal["serial", "batched"] = "serial"
+    """Whether a rank trains its rows one by one or stacked."""
+    hook: Hook = Hook()
+    """How gradients are sent that DistributedDataParallel averages."""
 
 
 class WorkerEvaluation(Table):
     """The test of single workers' models on the workers' own test samples; needs `data.worker_test`."""
 
-    every: Amount = 10  # rounds; also after the last round
-    workers: Amount = 100  # at most so many are tested, drawn at random once; Byzantine workers are not
-    fine_tune: Count = 0  # epochs of local training of the global model before a second test; 0: no second test
+    every: Amount = 10
+    """Rounds between two tests; there is one after the last round too."""
+    workers: Amount = 100
+    """Workers that are tested at most, drawn once; Byzantine workers are not."""
+    fine_tune: Count = 0
+    """Epochs of local training of the global model before a second test; 0: no second test."""
 
 
 class Checkpoint(Table):
     """Checkpoint settings for resuming an interrupted run with `fedsim run --resume RUN`."""
 
-    every: Count | None = None  # rounds; 0: never; None: as often as possible in 1 percent of the time
-    keep: Amount = 2  # the number of checkpoints in the folder
+    every: Count | None = None
+    """Rounds between two checkpoints; 0: none. Unset: as often as possible in 1 percent of the time."""
+    keep: Amount = 2
+    """Number of newest checkpoints that are kept."""
 
 
 class Logger(PlugTable):
+    """Where the numbers of each round go besides the run folder."""
+
     place, named_by, registry = "records.loggers", "name", logger
 
     name: Name
@@ -289,12 +285,18 @@ class Logger(PlugTable):
 class Records(Table):
     """Optional files of a run folder, and the loggers that get the numbers of each round."""
 
-    updates: list[Amount] = Field(default=[])  # rounds whose updates are recorded, for `fedsim replay`
-    model: bool = True  # model.safetensors
-    curve: bool = True  # the figure `curve`
-    figures: list[Literal["png", "svg", "pdf"]] = Field(default=["png"])  # formats of all figures
-    tensorboard: bool = False  # the logger tensorboard
+    updates: list[Amount] = Field(default=[])
+    """Rounds whose updates are recorded, for `fedsim replay`."""
+    model: bool = True
+    """Whether the trained model is written."""
+    curve: bool = True
+    """Whether the figure of accuracy and losses is drawn."""
+    figures: list[Literal["png", "svg", "pdf"]] = Field(default=["png"])
+    """Formats of all figures."""
+    tensorboard: bool = False
+    """Whether TensorBoard files are written; the same as the logger `tensorboard`."""
     loggers: Annotated[list[Logger], Field(max_length=20)] = Field(default=[])
+    """Where the numbers of each round go besides: names or tables."""
 
     @property
     def all_loggers(self) -> list[Logger]:

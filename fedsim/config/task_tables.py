@@ -36,6 +36,8 @@ def _label(label: str) -> str:
 
 
 class Task(PlugTable):
+    """The loss of training and tests, and which answers are correct."""
+
     place, named_by, registry = "task", "name", learning_task
 
     name: Name = "classification"
@@ -60,23 +62,27 @@ class EvaluationMetric(PlugTable):
 
     name: Name
     label: Annotated[str, AfterValidator(_label)] | None = None
+    """Its name in the records. Unset: that of the metric."""
 
     def bind(self) -> BoundMetric:
         return bind_metric(self.plug, self.params, self.label)
 
 
 class Stop(Table):
-    """A run ends after a round in which `metric` reaches `target`, or has not improved for `patience` rounds.
-
-    `metric` is a number of the rounds' records. An improvement is larger than `min_delta`. `mode` says whether a
-    higher ("max") or a lower ("min") value is better; None: as of a loss or an accuracy.
-    """
+    """A run ends after a round in which `metric` reaches `target`, or has not improved for `patience` rounds. Its model
+    is that of the last round."""
 
     metric: str = "validation_accuracy"
+    """The number of a round that is compared: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`,
+    `train_loss`, or `metrics.NAME`."""
     mode: Literal["min", "max"] | None = None
+    """Whether a higher or a lower value is better. Unset: as of an accuracy or a loss."""
     patience: Annotated[int, Field(gt=0, lt=2**63)] | None = None
+    """Rounds without an improvement after which the run ends. Unset: it does not end so."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """By how much a value must be better to be an improvement."""
     target: float | None = None
+    """A value of the metric at which the run ends. Unset: it does not end so."""
 
     @property
     def direction(self) -> Literal["min", "max"]:
