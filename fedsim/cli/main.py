@@ -1,4 +1,4 @@
-"""The command line: `fedsim run`, `compare`, `tune`, `replay`, `report`, `plot`, `list` and `doctor`."""
+"""The command line: `fedsim run`, `compare`, `tune`, `replay`, `report`, `plot`, `list`, `doctor` and `new`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from fedsim.cli.commands import list_command, replay, report, run, tune
 from fedsim.cli.compare_command import compare
 from fedsim.cli.doctor import doctor
+from fedsim.cli.new import new
 from fedsim.cli.plot_command import plot
 from fedsim.cli.program import run_program
 from fedsim.cli.words import WORDS_LIKE_OPTIONS
@@ -28,6 +29,7 @@ app.command()(report)
 app.command()(plot)
 app.command("list")(list_command)
 app.command()(doctor)
+app.command()(new)
 
 
 def _print_version(requested: bool) -> None:

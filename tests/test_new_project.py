@@ -1,0 +1,96 @@
+"""`fedsim new`: the folder that it makes runs as its README says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedsim.cli import new
+from fedsim.cli.main import app
+from tests.commands import ROOT, ended, start
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TEMPLATE = ROOT / "project_template"
+README = (TEMPLATE / "README.md").read_text()
+COMMANDS = re.search(r"```bash\n(.*?)```", README, re.DOTALL)[1].splitlines()
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A new project, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["new", "my-study"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == "next: cd my_study && fedsim run experiment.toml"
+    monkeypatch.chdir("my_study")
+    return Path("my_study")
+
+
+def test_the_files_have_the_name_of_the_project(project):
+    assert {path.name for path in Path().iterdir()} == {
+        "README.md",
+        "experiment.toml",
+        "my_study.py",
+        "test_my_study.py",
+    }
+    assert not [path for path in Path().iterdir() if "my_project" in path.read_text()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_its_readme_run(project, command):
+    words = shlex.split(command.replace("my_project", "my_study"))
+    if words[0] == "fedsim":
+        words[:1] = ["-m", "fedsim"]
+        words += {"run": ["rounds=1"], "compare": ["rounds=1", "engine=serial", "--jobs", "1"]}.get(words[2], [])
+    else:
+        assert words.pop(0) == "python"
+    codes, outs, errors = ended([start(*words, cwd=".")])
+    assert (codes, errors) == ([0], [""]), outs
+
+
+def test_the_wheel_carries_the_template_where_it_is_looked_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert ROOT / included["project_template"] == new.FOLDERS[0]
+    assert new.FOLDERS[1] == TEMPLATE
+
+
+def test_its_readme_is_short_and_names_every_plug():
+    assert len(README.splitlines()) <= 40
+    module = (TEMPLATE / "my_project.py").read_text()
+    experiment = (TEMPLATE / "experiment.toml").read_text()
+    plugs = re.findall(r"^(?:def|class) (\w+)", module, re.M)
+    assert sorted(re.findall(r"^\| `(\w+)` \|", README, re.M)) == sorted(plugs)
+    assert sorted(re.findall(r"my_project:(\w+)", experiment)) == sorted(plugs)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("taken", "taken: exists already; choose another name"),
+        ("numpy", '"numpy": is the name of an installed Python module; choose another name'),
+        ("3d", '"3d": is no name of a Python module; use letters, digits and _, as in my_study'),
+        ("class", '"class": is no name of a Python module'),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_refused_in_one_line(cli, tmp_path, name, message):
+    (tmp_path / "taken").mkdir()
+    done = cli("new", name)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {message}")
+    assert len(done.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.rglob("*")] == ["taken"]
+
+
+def test_a_path_gives_a_folder_there(cli, tmp_path):
+    assert cli("new", "studies/my study").exit_code == 0
+    assert (tmp_path / "studies" / "my_study" / "my_study.py").is_file()
