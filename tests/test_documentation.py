@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
@@ -19,14 +19,8 @@ FETCHED = re.compile(
 )
 
 
-def load_hook(name):
-    specification = importlib.util.spec_from_file_location(f"docs_hooks_{name}", DOCS / "hooks" / f"{name}.py")
-    module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-blocks = load_hook("blocks")
+sys.path.append(str(DOCS / "hooks"))  # as mkdocs does
+blocks = importlib.import_module("blocks")
 PAGES = {
     page: text
     for path in sorted(DOCS.rglob("*.md"))

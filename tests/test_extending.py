@@ -187,9 +187,3 @@ def test_the_commands_of_the_document_on_asynchronous_runs_are_valid(tmp_path, m
         words = shlex.split(line, comments=True)[1:]
         done = CliRunner().invoke(app, [*words, *(["--dry-run"] if words[0] != "list" else [])])
         assert done.exit_code == 0, done.output
-
-
-def test_the_reference_lists_every_key():
-    text = (ROOT / "docs/reference/experiment.md").read_text()
-    for key in fedsim.Experiment.model_fields:
-        assert re.search(rf"`{key}[`.]", text), key

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CACHE = ROOT / ".cache" / "blocks"
-RUN_BLOCKS = Path(__file__).with_name("run_blocks.py")
+CACHE = ROOT / ".cache" / "docs"
+HOOKS = Path(__file__).parent
+RUN_BLOCKS = HOOKS / "run_blocks.py"
 MOST_SECONDS = 1800  # of all blocks of a page
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<language>[\w+-]*)(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)(?P=fence) *$",
@@ -71,7 +72,6 @@ NOT_YET = {  # older pages, whose blocks do not follow the convention yet; take 
     "how-to/worst-case.md",
     "how-to/yaml.md",
     "index.md",
-    "reference/experiment.md",
 }
 
 log = logging.getLogger("mkdocs.hooks.blocks")
@@ -186,11 +186,17 @@ def shown(markdown: str, results: list[dict[str, Any]], place: Callable[[str], s
     return FENCE.sub(replace, markdown)
 
 
+def code_digest() -> str:
+    """A digest of all that the results of blocks depend on, besides the blocks."""
+    digest = hashlib.sha256()
+    for path in sorted([*(ROOT / "fedsim").rglob("*.py"), *(ROOT / "experiments").glob("*.toml"), *HOOKS.glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
 def cached(markdown: str) -> tuple[list[dict[str, Any]], Path]:
     """The results of a page and its folder, from an earlier build if neither the blocks nor fedsim have changed."""
-    digest = hashlib.sha256(json.dumps([asdict(block) for block in blocks_of(markdown)]).encode())
-    for path in sorted([*(ROOT / "fedsim").rglob("*.py"), *(ROOT / "experiments").glob("*.toml"), RUN_BLOCKS]):
-        digest.update(path.read_bytes())
+    digest = hashlib.sha256(json.dumps([code_digest(), *map(asdict, blocks_of(markdown))]).encode())
     folder = CACHE / digest.hexdigest()[:24]
     if not (folder / "results.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)

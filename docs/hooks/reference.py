@@ -1,0 +1,242 @@
+"""The pages of the reference, written from the code when the site is built."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from blocks import CACHE, ROOT, code_digest
+from docstrings import cell, escaped, markdown_of
+from plug_pictures import draw
+
+import fedsim
+from fedsim.cli.main import app
+from fedsim.config.keys import key_tables
+from fedsim.config.plugs import PLUGS, registry_of
+from fedsim.core.attribute_docstrings import attribute_docstrings
+from fedsim.core.type_text import type_text
+from fedsim.errors import show
+from fedsim.records import record
+from fedsim.records.file_descriptions import FILES
+
+KINDS = {  # the title of the page of each kind of plug
+    "rules": "Aggregation rules",
+    "pre-aggregators": "Pre-aggregators",
+    "attacks": "Attacks",
+    "partitions": "Partitions",
+    "solvers": "Solvers and client algorithms",
+    "servers": "Server optimizers",
+    "schedules": "Learning-rate schedules",
+    "cohorts": "Cohort strategies",
+    "processors": "Processors of updates",
+    "policies": "Asynchronous policies",
+    "speeds": "Speeds of workers",
+    "noises": "Noise of the time of work",
+    "tasks": "Tasks",
+    "metrics": "Metrics",
+    "models": "Models",
+    "datasets": "Data sets",
+    "augmentations": "Augmentations",
+    "engines": "Engines",
+    "hooks": "Communication hooks",
+    "loggers": "Loggers",
+}
+PYTHON = {  # the sections of the page of the Python API, and their names
+    "Run experiments": "run Result Session Experiment load_experiment load_run load_model StopRun",
+    "Compare": "compare Comparison load_comparison plot",
+    "Aggregate and attack": "aggregate pre_aggregate attack",
+    "Data": "load_dataset TensorData partition partition_transforms dataset_split CustomSubset label_counts "
+    "heterogeneity Heterogeneity draw_partition",
+    "Rows and training": "Layout bind new_rows pull_down train_epoch test Draws ServerOptimizer",
+    "Lists of plugs": "rules pre_aggregators attacks partitions processors server_optimizers policies speeds noises",
+    "Errors": "FedsimError ExperimentError DataError RecordError WorkerError",
+}
+
+
+def plug_page(kind: str, pictures: dict[str, str]) -> str:
+    """The page of a kind of plug. `pictures` has the address of the picture of each plug that has one."""
+
+    keys = " or ".join(f"`{key}`" if "," not in key else key for key in PLUGS[kind][0].split(", "))
+    plugs = list(registry_of(kind))
+    rows = [f"| [`{plug.name}`](#{plug.name}) | {cell(escaped(plug.summary))} |" for plug in plugs]
+    lead = f"In an experiment: {keys}. `fedsim list {kind}` prints a list, `fedsim list {plugs[0].name}` one of them."
+    sections = [_plug_section(plug, pictures.get(plug.name)) for plug in plugs]
+    return "\n\n".join([f"# {KINDS[kind]}", lead, "\n".join(["| name | |", "|---|---|", *rows]), *sections])
+
+
+def _plug_section(plug: Any, picture: str | None) -> str:
+
+    types = {}
+    for name, field in plug.parameters.model_fields.items():
+        types[name] = f"{type_text(field)}, {_default(field)}"
+    lines = [f"## {plug.name} {{ #{plug.name} }}"]
+    if picture:
+        lines.append(f"![what {plug.name} does]({picture}){{ align=right loading=lazy }}")
+    lines.append(markdown_of(plug.target, types))
+    if plug.takes:
+        lines.append("Takes " + ", ".join(f"`{name}`" for name in plug.takes) + ".")
+    module = plug.target.__module__
+    lines.append(f"<small>`{module.replace('.', '/')}.py`</small>" + '\n\n<div style="clear: both"></div>')
+    return "\n\n".join(lines)
+
+
+def _default(field: Any) -> str:
+
+    if field.is_required():
+        return "required"
+    return "by default unset" if field.default is None else f"by default `{show(field.default)}`"
+
+
+def experiment_page() -> str:
+
+    parts = [
+        "# Keys of an experiment",
+        "An experiment is a TOML file; `key=value` on the command line changes any key. A wrong key or value gives one "
+        "line with the place, the value, what is allowed and the nearest right name. A table that names a plug, such "
+        "as `[partition]`, also holds the parameters of that plug. A name stands for a table with only that name. "
+        "`fedsim list keys` prints these keys, and `--dry-run` an experiment with all its settings.",
+    ]
+    for table in key_tables():
+        if table.path:
+            parts += [f"## [{table.path}] {{ #{table.path.replace('[]', '')} }}", escaped(table.description)]
+        rows = [
+            f"| `{key.path}` | {cell(escaped(key.description))} | {cell(key.type)} | `{cell(key.default)}` |"
+            for key in table.keys
+        ]
+        if rows:
+            parts.append("\n".join(["| key | meaning | type | default |", "|---|---|---|---|", *rows]))
+        if table.plugs:
+            parts.append(
+                f"Further keys: the parameters of the named plug, see [{KINDS[table.plugs]}]({table.plugs}.md)."
+            )
+    return "\n\n".join(parts)
+
+
+def command_page() -> str:
+
+    parts = [
+        "# Command line",
+        "`fedsim COMMAND --help` prints the same. Exit codes: 0; 2 for a wrong input; 1 for a failed run.",
+    ]
+    for name, command in typer.main.get_command(app).commands.items():
+        arguments = [each for each in command.params if each.param_type_name == "argument"]
+        usage = " ".join(["fedsim", name, *(each.metavar or each.name.upper() for each in arguments)])
+        parts += [f"## {name}", f"```text\n{usage}\n```", escaped(inspect.cleandoc(command.help or ""))]
+        rows = []
+        for each in command.params:
+            option = each.param_type_name == "option"
+            names = ", ".join(f"`{name}`" for name in each.opts) if option else f"`{each.metavar or each.name.upper()}`"
+            default = each.show_default if isinstance(each.show_default, str) else each.default
+            shown = "" if default in (None, False) or callable(default) else f"`{cell(str(default))}`"
+            rows.append(f"| {names} | {cell(escaped(each.help or ''))} | {shown} |")
+        parts.append("\n".join(["| argument | meaning | default |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+def python_page() -> str:
+    parts = ["# Python", "The public names of `fedsim`. Anything else may change without notice."]
+    for title, names in PYTHON.items():
+        parts.append(f"## {title}")
+        for name in names.split():
+            parts += _api_section(f"fedsim.{name}", getattr(fedsim, name))
+    return "\n\n".join(parts)
+
+
+def _api_section(path: str, target: Any) -> Iterator[str]:
+    yield f"### {path} {{ #{path} }}"
+    yield f"```python\n{_signature(path, target)}\n```"
+    yield markdown_of(target)
+    if isinstance(target, type) and not issubclass(target, BaseException):
+        methods = [
+            (name, each) for name, each in vars(target).items() if not name.startswith("_") and inspect.getdoc(each)
+        ]
+        for name, each in methods:
+            function = getattr(each, "__func__", each)
+            if isinstance(each, property) or inspect.isfunction(function):
+                head = name if isinstance(each, property) else _signature(name, getattr(target, name))
+                yield f"**`{' '.join(head.split())}`**"
+                yield markdown_of(each)
+
+
+def _signature(name: str, target: Any) -> str:
+    """`name(parameter: type = default, ...) -> type`, on several lines if it is long."""
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return name
+    if isinstance(target, type) and issubclass(target, BaseException):
+        return name
+    parameters = [str(each).replace("'", "") for each in signature.parameters.values()]
+    annotation = signature.return_annotation
+    result = "" if annotation is signature.empty else f" -> {str(annotation).strip(chr(39))}"
+    line = f"{name}({', '.join(parameters)}){result}"
+    return line if len(line) <= 90 else f"{name}(\n    " + ",\n    ".join(parameters) + f",\n){result}"
+
+
+def run_folder_page() -> str:
+
+    files = [f"| `{name}` | {cell(escaped(text))} |" for name, text in FILES.items()]
+    comparison = inspect.getdoc(importlib.import_module("fedsim.comparison.folder")) or ""
+    parts = [
+        "# Run folder",
+        "Every file is written whole or not at all.",
+        "\n".join(["| file | |", "|---|---|", *files]),
+    ]
+    kinds = {"A round": record.RoundRecord, "asynchronous": record.AsyncRecord, "race": record.RaceRecord}
+    for title, kind in kinds.items():
+        described = attribute_docstrings(kind)
+        rows = [f"| `{name}` | {cell(escaped(described.get(name, '')))} |" for name in kind.__dataclass_fields__]
+        heading = f"## {title}" if kind is record.RoundRecord else f"## The field `{title}`"
+        parts += [heading, escaped((inspect.getdoc(kind) or "").partition(">>>")[0].strip())]
+        parts.append("\n".join(["| field | |", "|---|---|", *rows]))
+    head, _, rest = comparison.partition("\n")
+    parts += ["## Folder of a comparison", escaped(head), f"```text\n{rest.strip()}\n```"]
+    return "\n\n".join(parts)
+
+
+def index_page() -> str:
+    pages = ["experiment.md", "command-line.md", "python.md", "run-folder.md"]
+    titles = ["Keys of an experiment", "Command line", "Python", "Run folder"]
+    lines = [f"- [{title}]({page})" for title, page in zip(titles, pages, strict=True)]
+    plugs = [f"- [{title}]({kind}.md)" for kind, title in KINDS.items()]
+    return "\n".join(["# Reference", "", *lines, "", "What an experiment can name:", "", *plugs])
+
+
+def pictures_of(kind: str) -> dict[str, Path]:
+    """The pictures of the plugs of a kind, drawn once for each version of the code."""
+
+    folder = CACHE / f"pictures-{code_digest()}" / kind
+    if not folder.is_dir():
+        part = folder.with_name(f"{kind}.part")
+        part.mkdir(parents=True, exist_ok=True)
+        for plug in registry_of(kind):
+            if (picture := draw(kind, plug)) is not None:
+                (part / f"{plug.name}.svg").write_bytes(picture)
+        part.rename(folder)
+    return {path.stem: path for path in sorted(folder.iterdir())}
+
+
+def on_files(files: Any, config: Any) -> None:
+    """mkdocs: add the pages, and the pictures unless blocks are not run."""
+    from mkdocs.structure.files import File
+
+    pages = {"index": index_page, "experiment": experiment_page, "command-line": command_page}
+    pages |= {"python": python_page, "run-folder": run_folder_page}
+    for name, write in pages.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=write()))
+    for kind in KINDS:
+        pictures = pictures_of(kind) if os.environ.get("FEDSIM_DOCS_RUN") != "no" else {}
+        addresses = {name: f"{kind}-{name}.svg" for name in pictures}
+        for name, path in pictures.items():
+            files.append(File.generated(config, f"reference/{addresses[name]}", abs_src_path=str(path)))
+        files.append(File.generated(config, f"reference/{kind}.md", content=plug_page(kind, addresses)))
+
+
+def on_config(config: Any) -> None:
+    """mkdocs: build again when the code changes, under `mkdocs serve`."""
+    config.watch.append(str(ROOT / "fedsim"))

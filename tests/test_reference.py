@@ -1,0 +1,85 @@
+"""The generated reference has all that it should have."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fedsim
+from fedsim.config.plugs import PLUGS, registry_of
+from fedsim.records.file_descriptions import FILES
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "docs" / "hooks"))  # as mkdocs does
+reference, docstrings = importlib.import_module("reference"), importlib.import_module("docstrings")
+
+
+def test_every_public_name_is_in_one_section():
+    names = [name for names in reference.PYTHON.values() for name in names.split()]
+    assert sorted(names) == sorted(set(fedsim.__all__) - {"__version__"})
+
+
+def test_every_kind_of_plug_has_a_page_in_the_navigation():
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("!", lambda loader, suffix, node: suffix)
+    text = str(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
+    assert set(reference.KINDS) == set(PLUGS)
+    assert all(f"'reference/{kind}.md'" in text for kind in PLUGS)
+
+
+@pytest.mark.parametrize("kind", PLUGS)
+def test_a_page_of_plugs_has_every_plug_with_its_parameters(kind):
+    page = reference.plug_page(kind, {})
+    for plug in registry_of(kind):
+        section = page.partition(f"\n## {plug.name} {{")[2].partition("\n## ")[0]
+        assert all(f"\n- `{name}`, " in section for name in plug.parameters.model_fields), plug.name
+
+
+def test_a_docstring_becomes_markdown():
+    def plug(updates, *, f, c=1.0):
+        """The rows x_k with |x| < c * f.
+
+            sum x
+
+        Args:
+            updates: [n, d].
+            f, c: how many,
+                and how large.
+
+        Returns [d]. Cost: one pass.
+
+        >>> 1 + 1
+        2
+        """
+
+    assert docstrings.markdown_of(plug, {"f": "integer, required"}).split("\n\n") == [
+        r"The rows x\_k with |x| &lt; c \* f.",
+        "**Parameters**",
+        "- `f`, integer, required: how many, and how large.",
+        "```text\nsum x\n```",
+        "**Returns** [d]. **Cost**: one pass.",
+        "```pycon\n>>> 1 + 1\n2\n```",
+    ]
+
+
+def test_the_command_line_has_every_option():
+    page = reference.command_page()
+    assert "\n## compare\n" in page
+    assert "`--dry-run`" in page
+
+
+def test_all_files_of_a_run_folder_are_described(tmp_path, tiny_experiment):
+    tables = {**tiny_experiment, "rounds": 2, "data.worker_test": 0.2, "evaluation.every": 2, "checkpoint.every": 1}
+    tables |= {"records.updates": [1], "records.figures": ["png"], "records.model": True, "records.curve": True}
+    fedsim.run(tables, tmp_path / "run")
+    files = [path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 8
+    assert [file for file in files if not any(fnmatch.fnmatch(file, name) for name in FILES)] == []
+    assert all(name.split("*")[0] in reference.run_folder_page() for name in FILES)
