@@ -87,4 +87,4 @@ def _content_hash(script: str) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files("fedsim.report").joinpath("assets", name).read_text(encoding="utf-8")
+    return (resources.files("fedsim.report") / "assets" / name).read_text(encoding="utf-8")

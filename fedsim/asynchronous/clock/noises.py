@@ -122,7 +122,8 @@ def _read_trace(path: str, folder: str) -> np.ndarray:
     try:
         text = read_bounded(Path(folder, os.path.expanduser(path)), MOST_TRACE_BYTES).decode("utf-8-sig")
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-        with warnings.catch_warnings(action="ignore"):  # NumPy warns of a file without numbers
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NumPy warns of a file without numbers
             rows = np.loadtxt(lines, delimiter="," if any("," in line for line in lines) else None, ndmin=2)
     except FileNotFoundError:
         raise ExperimentError(f"{where}: no such file; expected a text file of factors of time") from None
