@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fedsim.cli.completion import complete_plugs
 from fedsim.cli.program import errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, Words, source_and_overrides
 from fedsim.config.catalog import list_experiments
@@ -140,6 +141,7 @@ def list_command(
             metavar="KIND|NAME|MODULE:NAME",
             help=f"A kind ({', '.join(KINDS)}), or a plug to describe, such as krum or my_rules:clipped_mean.",
             show_default="all",
+            autocompletion=complete_plugs,
         ),
     ] = None,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from fedsim.cli.completion import complete_words
 from fedsim.cli.program import FAILED, errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, is_folder, source_and_overrides
 from fedsim.errors import ExperimentError
@@ -21,6 +22,7 @@ Words = Annotated[
         r"A file may list them in its table \[grid]. KEY=VALUE sets one value in all runs. Or folders of "
         "comparisons, or of the parts of one (--shard), to merge.",
         show_default=False,
+        autocompletion=complete_words,
     ),
 ]
 Out = Annotated[

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from importlib import metadata
 
 import typer
 
@@ -59,6 +58,8 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata  # here, so that `fedsim --help` is fast
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

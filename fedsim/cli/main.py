@@ -20,7 +20,6 @@ app = typer.Typer(
     help="Simulate distributed and federated SGD with N workers on one GPU or CPU.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 for command in (run, compare, tune):
     app.command(context_settings=WORDS_LIKE_OPTIONS)(command)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from fedsim.cli.completion import complete_words
 from fedsim.config.catalog import experiments
 from fedsim.core.suggestions import closest, nearest
 from fedsim.errors import ExperimentError, cut, show
@@ -23,6 +24,7 @@ Words = Annotated[
         help="A TOML or YAML file, or the name of a built-in experiment (`fedsim list experiments`), and the "
         "keys to change: rounds=5 local.lr=0.1 partition.strategy=iid. Without a file or name: the default experiment.",
         show_default=False,
+        autocompletion=complete_words,
     ),
 ]
 
