@@ -1,0 +1,315 @@
+"""The gallery: a page for each file in experiments/, with its figure and its table from stored results.
+
+    python docs/hooks/gallery.py add NAME FOLDER [WORDS...]    store the results in the folder of a comparison
+    python docs/hooks/gallery.py check [NAME...]               check that they are those of the files
+
+WORDS are those of the command that made the folder, `fedsim compare NAME WORDS`. docs/gallery/results/NAME/ holds
+
+    about.json      the words, the machine, the time, and the arguments of `fedsim.plot` for each figure, to be edited
+    records.tar.xz  the comparison without models: grid.json, and of each run experiment.toml and metrics.jsonl
+    summary.txt     the table, as the comparison printed it
+
+The site's build stops if a result is not that of the file in experiments/. docs/gallery/NAME.md has the title, and
+below it what is known beside the results; the build puts them between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import json
+import re
+import shlex
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+GALLERY = ROOT / "docs" / "gallery"
+EXPERIMENTS = ROOT / "experiments"
+MOST_BYTES = 300_000  # of the records of an experiment
+NOT_COMPARED = ("data.root", "records.", "engine", "processes")  # keys that change no result, or are of a machine
+NOT_KEPT = ("coefficients", "samples")  # large, and on no figure
+DIGITS = 6  # of the numbers of a round
+
+
+class StaleResultError(Exception):
+    """Stored results are not those of the file in experiments/."""
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in EXPERIMENTS.glob("*.toml"))
+
+
+def results(name: str) -> Path | None:
+    """The folder of the stored results; None if there are none."""
+    folder = GALLERY / "results" / name
+    return folder if (folder / "about.json").is_file() else None
+
+
+def about(name: str) -> dict[str, Any]:
+    return json.loads((GALLERY / "results" / name / "about.json").read_text())
+
+
+# -- storing
+
+
+def add(name: str, folder: Path, words: list[str]) -> None:
+    """Store the results of a comparison. Raises StaleResultError if they are not those of the experiment."""
+    from fedsim.records.reader import read_grid
+
+    grid, now = read_grid(folder), planned(name, words)
+    then = {canonical_point(run.point): flat(run.experiment) for run in grid.runs}
+    for line in differences(name, words, then, {point: settings(each) for point, each in now.items()}):
+        raise StaleResultError(line)
+    target = GALLERY / "results" / name
+    target.mkdir(parents=True, exist_ok=True)
+    environment = grid.runs[0].environment
+    found = {
+        "words": words,
+        "runs": len(grid.runs),
+        "core_hours": round(sum(each.total_seconds or 0 for run in grid.runs for each in run.history) / 3600, 3),
+        "processor": environment.get("processor"),
+        "torch": environment.get("packages", {}).get("torch"),
+        "date": environment.get("date", "")[:10],
+        "figures": [{"kind": "heatmap"}] if len(grid.compared) > 1 else [{}],
+    }
+    if results(name):
+        found["figures"] = about(name)["figures"]
+    (target / "records.tar.xz").write_bytes(packed(folder, now))
+    (target / "summary.txt").write_text((folder / "summary.txt").read_text())
+    (target / "about.json").write_text(json.dumps(found, indent=2) + "\n")
+    check(name)
+    size = sum(path.stat().st_size for path in target.iterdir())
+    if size > MOST_BYTES:
+        raise ValueError(f"{name}: its results have {size:,} bytes; at most {MOST_BYTES:,}")
+    print(f"{target}: {size:,} bytes")
+
+
+def packed(folder: Path, experiments: dict[str, Any]) -> bytes:
+    """The records of a comparison as an archive, with the experiments of the runs as they are now, by their points."""
+    from fedsim.config.toml import to_toml
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz") as archive:
+        grid = json.loads((folder / "grid.json").read_text())
+        grid.get("base", {}).get("data", {}).pop("root", None)
+        _put(archive, "grid.json", json.dumps(grid))
+        for run in grid["runs"]:
+            path, inside = folder / run["folder"], run["folder"]
+            _put(archive, f"{inside}/experiment.toml", to_toml(experiments[canonical_point(run["point"])]))
+            lines = (path / "metrics.jsonl").read_text().splitlines()
+            _put(archive, f"{inside}/metrics.jsonl", "".join(map(_kept, lines)))
+            if (path / "error.txt").is_file():
+                _put(archive, f"{inside}/error.txt", (path / "error.txt").read_text())
+    return buffer.getvalue()
+
+
+def _put(archive: tarfile.TarFile, name: str, text: str) -> None:
+    """Add a file; it has no date, so that the same records are the same archive."""
+    entry = tarfile.TarInfo(name)
+    entry.size = len(content := text.encode())
+    archive.addfile(entry, io.BytesIO(content))
+
+
+def _kept(line: str) -> str:
+    record = {key: _rounded(value) for key, value in json.loads(line).items() if key not in NOT_KEPT}
+    return json.dumps({key: value for key, value in record.items() if value not in (None, [], {})}) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+# -- checking
+
+
+def check(name: str) -> None:
+    """Raise StaleResultError if the stored runs are not those that `fedsim compare NAME WORDS` does now."""
+    import fedsim
+
+    words = about(name)["words"]
+    now = {point: settings(each) for point, each in planned(name, words).items()}
+    with unpacked(name) as folder:
+        runs = json.loads((folder / "grid.json").read_text())["runs"]
+        then = {
+            canonical_point(run["point"]): settings(
+                fedsim.load_experiment(folder / run["folder"] / "experiment.toml", allow_imports=True)
+            )
+            for run in runs
+        }
+    for line in differences(name, words, then, now):
+        raise StaleResultError(line)
+
+
+def planned(name: str, words: list[str]) -> dict[str, Any]:
+    """The experiments of the runs of `fedsim compare NAME WORDS`, by their points."""
+    from fedsim.comparison.grid import plan_grid
+
+    runs = plan_grid(EXPERIMENTS / f"{name}.toml", None, words).runs
+    return {canonical_point(run.point): run.experiment for run in runs}
+
+
+def canonical_point(point: dict[str, Any]) -> str:
+    return json.dumps(point, sort_keys=True)
+
+
+def settings(experiment: Any) -> dict[str, Any]:
+    """The settings of an experiment that change results, by dotted keys."""
+    return flat(experiment.resolved())
+
+
+def flat(tables: dict[str, Any]) -> dict[str, Any]:
+    from fedsim.core.input_limits import leaves_of
+
+    return {key: value for key, value in leaves_of(tables) if not key.startswith(NOT_COMPARED)}
+
+
+def differences(
+    name: str, words: list[str], then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]
+) -> Iterator[str]:
+    """A line for each difference; a key that only one side has is of an older or newer version, and no difference."""
+    remedy = "run the experiment again and add its folder, or remove its folder of docs/gallery/results"
+    if then.keys() != now.keys():
+        yield f"{name}: its stored runs are not those of fedsim compare {name} {' '.join(words)}: {remedy}"
+        return
+    for point in then:
+        common = then[point].keys() & now[point].keys()
+        if different := sorted(key for key in common if then[point][key] != now[point][key]):
+            yield f"{name}: {point}: has another {', '.join(different)}: {remedy}"
+
+
+@contextlib.contextmanager
+def unpacked(name: str) -> Iterator[Path]:
+    """The stored records as the folder of a comparison."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tarfile.open(GALLERY / "results" / name / "records.tar.xz") as archive,
+    ):
+        archive.extractall(folder, filter="data")
+        yield Path(folder)
+
+
+# -- pages
+
+
+def question(name: str) -> tuple[str, str]:
+    """The first line of the comment at the top of an experiment's file, and the others, with commands as code.
+
+    The command that the page shows anyway is left out.
+    """
+    lines = itertools.takewhile(
+        lambda line: line.startswith("#"), (EXPERIMENTS / f"{name}.toml").read_text().splitlines()
+    )
+    first, *others = (line.removeprefix("#").removeprefix(" ") for line in lines)
+    text = re.sub(rf"\s*Run it\s+with\n +{command(name)}$", "", "\n".join(others), flags=re.MULTILINE)
+    return first, re.sub(r"\n +(.*)", r"\n\n```text\n\1\n```\n", text)
+
+
+def command(name: str, words: Iterable[str] = ()) -> str:
+    """The command that runs it, in a shell."""
+    is_grid = "\n[grid]" in (EXPERIMENTS / f"{name}.toml").read_text()
+    return shlex.join(["fedsim", "compare" if is_grid or words else "run", name, *words])
+
+
+@functools.cache
+def figures(name: str) -> dict[str, bytes]:
+    """The figures by file name: each as PNG, to be shown, and as SVG. Raises StaleResultError."""
+    import fedsim
+    from fedsim.core.plotting import PAPER, encode
+
+    check(name)
+    found = {}
+    with unpacked(name) as folder:
+        for number, arguments in enumerate(about(name)["figures"]):
+            figure = fedsim.plot(folder, **arguments)
+            stem = f"{name}-{number}" if number else name
+            with PAPER.applied():
+                found |= {f"{stem}.{format}": encode(figure, format, 200) for format in ("png", "svg")}
+            found[f"{stem}.txt"] = figure.get_label().encode()
+    return found
+
+
+def filled(name: str, markdown: str) -> str:
+    """The page of an experiment: its title, the question, the command, the figures, the table, and the notes."""
+    title, _, notes = markdown.partition("\n")
+    first, rest = question(name)
+    parts = [title, f"**{first}**", rest]
+    if results(name) is None:
+        parts.append(f"```bash\n{command(name)}\n```")
+        parts.append("No result of this experiment is stored.")
+    else:
+        known = about(name)
+        parts.append(f"```bash\n{command(name, known['words'])}\n```")
+        for file in figures(name):
+            if file.endswith(".png"):
+                stem = file.removesuffix(".png")
+                caption = figures(name)[f"{stem}.txt"].decode()
+                parts.append(f"![{caption}]({file})\n\n{caption} [SVG]({stem}.svg)")
+        table = GALLERY / "results" / name / "summary.txt"
+        if table.is_file():  # it is too wide for a page, if an experiment has many metrics
+            parts.append(f"```text\n{table.read_text().rstrip()}\n```")
+        parts.append(
+            f"{known['runs']} runs, {_hours(known['core_hours'])} of one core in all ({known['processor']}, "
+            f"PyTorch {known['torch']}, {known['date']})."
+        )
+    parts.append(f"The file: `experiments/{name}.toml`")
+    return "\n\n".join([*parts, notes.strip()]) + "\n"
+
+
+def _hours(hours: float) -> str:
+    return (
+        f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes" if hours > 0.05 else f"{3600 * hours:.0f} s"
+    )
+
+
+def overview() -> str:
+    """The table of all experiments, for the first page of the gallery."""
+    rows = ["| experiment | | results |", "|---|---|---|"]
+    for name in names():
+        known = about(name) if results(name) else None
+        time = f"{known['runs']} runs, {_hours(known['core_hours'])}" if known else "none stored"
+        rows.append(f"| [{name}]({name}.md) | {question(name)[0]} | {time} |")
+    return "\n".join(rows)
+
+
+# -- mkdocs
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """mkdocs: add the figures. Raises StaleResultError, which ends the build."""
+    from mkdocs.structure.files import File
+
+    for name in filter(results, names()):
+        for file, content in figures(name).items():
+            if not file.endswith(".txt"):
+                files.append(File.generated(config, f"gallery/{file}", content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """mkdocs: fill the pages of the gallery."""
+    path = Path(page.file.src_uri)
+    if path.parent.name != "gallery":
+        return markdown
+    if path.stem == "index":
+        return f"{markdown}\n{overview()}\n"
+    return filled(path.stem, markdown) if path.stem in names() else markdown
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["add", name, folder, *words]:
+            add(name, Path(folder), words)
+        case ["check", *chosen]:
+            for name in chosen or filter(results, names()):
+                check(name)
+        case _:
+            sys.exit(__doc__)

@@ -1,0 +1,121 @@
+"""The gallery: each experiment has a page, and stored results are those of the files in experiments/."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+
+import pytest
+
+import fedsim
+from tests.test_documentation import DOCS, load_hook
+
+gallery = load_hook("gallery")
+MANY = 100  # runs, from which a check takes seconds
+
+FILE = """# Which rule? Two of them.
+# They take a second. Run it with
+#   fedsim compare small
+name = "small"
+rounds = 2
+workers = 2
+model = "logistic"
+engine = "serial"
+
+[local]
+steps = 1
+
+[grid]
+"aggregate.rule" = ["mean", "median"]
+seed = [0, 1]
+"""
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """The folder of a comparison of the only experiment."""
+    for name in ("experiments", "gallery"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(gallery, "EXPERIMENTS", tmp_path / "experiments")
+    monkeypatch.setattr(gallery, "GALLERY", tmp_path / "gallery")
+    gallery.figures.cache_clear()
+    path = tmp_path / "experiments" / "small.toml"
+    path.write_text(FILE)
+    fedsim.compare(path, None, tmp_path / "folder", jobs=1, seed=0)
+    yield tmp_path / "folder"
+    gallery.figures.cache_clear()
+
+
+def test_each_experiment_has_a_page_with_its_name():
+    assert {path.stem for path in (DOCS / "gallery").glob("*.md")} == {*gallery.names(), "index"}
+    for name in gallery.names():
+        assert (DOCS / "gallery" / f"{name}.md").read_text().startswith(f"# {name}\n")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (gallery.about(name)["runs"] > MANY))
+        for name in filter(gallery.results, gallery.names())
+    ],
+)
+def test_stored_results_are_those_of_the_file(name):
+    gallery.check(name)
+    size = sum(path.stat().st_size for path in gallery.results(name).iterdir())
+    assert size <= gallery.MOST_BYTES
+
+
+def test_the_page_has_the_question_the_command_the_figure_and_the_table(small):
+    gallery.add("small", small, ["seed=0"])
+    page = gallery.filled("small", "# small\n\nThe notes.\n")
+    assert page.startswith("# small\n\n**Which rule? Two of them.**\n\nThey take a second.\n")
+    for part in (
+        "fedsim compare small seed=0\n",
+        "](small.png)",
+        "](small.svg)",
+        "Best aggregate.rule",
+        "\nThe notes.\n",
+    ):
+        assert part in page
+    assert gallery.figures("small")["small.png"].startswith(b"\x89PNG")
+    assert "| [small](small.md) | Which rule? Two of them. | 2 runs" in gallery.overview()
+
+
+def test_without_stored_results_the_page_says_so(small):
+    page = gallery.filled("small", "# small\n")
+    assert "fedsim compare small\n" in page
+    assert "No result of this experiment is stored." in page
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("steps = 1", "steps = 2", "has another local.steps"),
+        ('"median"]', '"trimmed_mean"]', "are not those of fedsim compare small seed=0"),
+    ],
+)
+def test_results_of_a_changed_file_are_stale(small, old, new, message):
+    gallery.add("small", small, ["seed=0"])
+    path = gallery.EXPERIMENTS / "small.toml"
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(gallery.StaleResultError, match=message):
+        gallery.filled("small", "# small\n")
+
+
+def test_a_folder_of_other_runs_is_not_stored(small):
+    with pytest.raises(gallery.StaleResultError, match="are not those"):
+        gallery.add("small", small, [])
+    assert gallery.results("small") is None
+
+
+def test_the_archive_has_no_paths_of_the_machine_and_is_the_same_each_time(small):
+    gallery.add("small", small, ["seed=0"])
+    archive = gallery.results("small") / "records.tar.xz"
+    before = archive.read_bytes()
+    gallery.add("small", small, ["seed=0"])
+    assert archive.read_bytes() == before
+    with tarfile.open(archive) as opened:
+        texts = {entry.name: opened.extractfile(entry).read().decode() for entry in opened}
+    assert {name.rpartition("/")[2] for name in texts} == {"grid.json", "experiment.toml", "metrics.jsonl"}
+    assert not any(str(small.parent) in text for text in texts.values())
+    assert json.loads(texts["grid.json"])["name"] == "small"
