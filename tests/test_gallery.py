@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 
 import fedsim
-from tests.test_documentation import DOCS, load_hook
 
-gallery = load_hook("gallery")
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.append(str(DOCS / "hooks"))  # as mkdocs does
+gallery = importlib.import_module("gallery")
 MANY = 100  # runs, from which a check takes seconds
 
 FILE = """# Which rule? Two of them.
