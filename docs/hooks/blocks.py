@@ -42,37 +42,7 @@ ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 OWN_ATTRIBUTES = {"output", "picture", "run"}
 SLOW = re.compile(r"\A---\n(?:.*\n)*?slow: true\n(?:.*\n)*?---\n")
 
-NOT_YET = {  # older pages, whose blocks do not follow the convention yet; take a page out when it does
-    "explanation/asynchronous.md",
-    "explanation/gpu.md",
-    "explanation/randomness.md",
-    "how-to/aggregate-your-updates.md",
-    "how-to/callbacks.md",
-    "how-to/cohorts.md",
-    "how-to/compare.md",
-    "how-to/ddp-and-lightning.md",
-    "how-to/flower.md",
-    "how-to/install.md",
-    "how-to/metrics.md",
-    "how-to/million-workers.md",
-    "how-to/objects.md",
-    "how-to/own-client-algorithm.md",
-    "how-to/own-plugs.md",
-    "how-to/paper-figures.md",
-    "how-to/personal-parameters.md",
-    "how-to/python.md",
-    "how-to/read-results.md",
-    "how-to/resume.md",
-    "how-to/rules-in-python.md",
-    "how-to/several-machines.md",
-    "how-to/sweep-on-slurm.md",
-    "how-to/tasks.md",
-    "how-to/virtual-clock.md",
-    "how-to/worker-tests.md",
-    "how-to/worst-case.md",
-    "how-to/yaml.md",
-    "index.md",
-}
+NOT_YET = {"how-to/own-plugs.md"}  # an older page, whose blocks do not follow the convention yet
 
 log = logging.getLogger("mkdocs.hooks.blocks")
 
