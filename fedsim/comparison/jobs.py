@@ -113,7 +113,15 @@ def attempt(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SettingWarning)  # a comparison shows each once, before its first run
-            run(experiment, folder, resume=True, on_start=on_start, on_round=after_round, session=session)
+            run(
+                experiment,
+                folder,
+                resume=True,
+                on_start=on_start,
+                on_round=after_round,
+                session=session,
+                progress=False,
+            )
     except FedsimError as error:
         return str(error)
     except Exception as error:  # of a plug or of fedsim: only this run has failed

@@ -16,7 +16,8 @@ from fedsim.comparison.breaking_points import breaking_points, breaking_points_c
 from fedsim.comparison.compared_number import require_number
 from fedsim.comparison.folder import GridFolder, GridRecords, Shard
 from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
-from fedsim.comparison.grid_terminal import Callback, GridDisplay
+from fedsim.comparison.grid_notebook import comparison_html, display_of
+from fedsim.comparison.grid_terminal import Callback
 from fedsim.comparison.halving import allotments, is_ready
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.heat_panels import draw_panels, heatmap_csv
@@ -90,8 +91,7 @@ class Comparison:
 
         The first columns are `id` and the axes; a list or a table on an axis is its short name. Rows of rounds have the
         columns of `Result.to_dataframe`, and those of runs the columns of `results.csv`: the numbers of the last
-        round, and `error`. Of a failed run there are the rounds before its failure. Raises MissingPackageError without
-        pandas.
+        round, and `error`. A failed run has its rounds before the failure. Raises MissingPackageError without pandas.
         """
         if per not in ("round", "run"):
             raise ExperimentError(f'per = {show(per)}: must be "round" or "run"')
@@ -101,8 +101,11 @@ class Comparison:
     def __repr__(self) -> str:
         failed = f", {len(self.failed)} failed" if self.failed else ""
         where = f", in {self.folder}" if self.folder else ""
-        runs = f"{plural(len(self.runs), 'run')} ({self.grid.shape})"
-        return f"Comparison({self.grid.name}: {runs}{failed}{where}; see .table)"
+        count = plural(len(self.runs), "run")
+        return f"Comparison({self.grid.name}: {count} ({self.grid.shape}){failed}{where}; see .table)"
+
+    def _repr_html_(self) -> str:
+        return comparison_html(self)
 
 
 def compare(
@@ -118,7 +121,7 @@ def compare(
     heatmap: str | None = None,
     rounds_by_halving: bool = False,
     *,
-    progress: bool = False,
+    progress: bool | None = None,
     allow_imports: bool = False,
     **changes: Any,
 ) -> Comparison:
@@ -150,7 +153,7 @@ def compare(
         rounds_by_halving: successive halving (Jamieson and Talwalkar 2016) along the axis `tune`: all n values run for
             `rounds` / 2^k rounds, k = log2(n) rounded up; the better half by validation result runs for twice as many,
             and so on, until one value has all rounds. A continued run has the bits of a run without a pause.
-        progress: print a line for each run, as the command line does.
+        progress: print a line for each run, as the command line does; None: show a bar in a notebook, else nothing.
         allow_imports: allow a file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
 
@@ -176,7 +179,7 @@ def compare(
     planned = plan_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        display = stack.enter_context(GridDisplay(folder if out is not None else None, quiet=not progress))
+        display = stack.enter_context(display_of(None if out is None else folder, progress))
         return run_grid(planned, folder, jobs, display, kept=out is not None)
 
 

@@ -26,7 +26,9 @@ from fedsim.records.run_folder import RunFolder
 from fedsim.records.worker_results import draw_workers, newest_table, read_csv
 from fedsim.runs.divergence import rounds_of
 from fedsim.runs.loops.loop import Loop, loop_of
+from fedsim.runs.notebook import NotebookDisplay, display_of
 from fedsim.runs.recovery import recovering
+from fedsim.runs.result_html import result_html
 from fedsim.runs.resume import ResumeState, choices_of
 from fedsim.runs.rule_replay import kept_updates
 from fedsim.runs.run_loggers import ID, RunLoggers, logged_run
@@ -92,6 +94,10 @@ class Result:
             f"{plural(len(self.history), 'round')} in {seconds:.1f} s{where})"
         )
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return result_html(self)
+
 
 def run(
     experiment: Experiment | Mapping[str, Any] | str | Path | None = None,
@@ -102,7 +108,7 @@ def run(
     on_start: Callable[[PreparedRun], object] | None = None,
     on_round: Callable[[RoundRecord], object] | None = None,
     session: Session | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     allow_imports: bool = False,
     **changes: Any,
 ) -> Result:
@@ -123,7 +129,8 @@ def run(
         on_round: called with the `RoundRecord` of each round, after it is on record. If it raises `StopRun`, the run
             ends after this round; any other exception ends it without a result. Of several ranks, the first decides.
         session: the engine and the data that this run shares with other runs; None: it has its own.
-        progress: print a line for each round, as the command line does.
+        progress: print a line for each round, as the command line does. None: show a bar and a curve in a notebook,
+            nothing elsewhere.
         allow_imports: whether a file may name anything that can be imported; see `load_experiment`.
         changes: keys of the experiment to change. A table changes only the keys that it has.
 
@@ -137,7 +144,7 @@ def run(
     if resume and out is None:
         raise ExperimentError("resume = True: needs `out`, the folder of the run to resume")
     host = engines.get(experiment.engine).target
-    display = Display(experiment, None if out is None else Path(out), quiet=not (progress and host.is_main()))
+    display = display_of(experiment, None if out is None else Path(out), progress if host.is_main() else False)
     with contextlib.ExitStack() as stack:
         stack.enter_context(display)
         stack.enter_context(host.joined(experiment.resolved()))
@@ -237,7 +244,7 @@ def _tests_after(round: int, results: Sequence[WorkerResults]) -> WorkerResults 
 def _show_and_write(
     record: RoundRecord,
     tests: WorkerResults | None,
-    display: Display,
+    display: Display | NotebookDisplay,
     folder: RunFolder | None,
     loggers: RunLoggers | None,
 ) -> None:

@@ -101,10 +101,11 @@ def table_header(columns: Sequence[Metric]) -> str:
 
 def table_line(columns: Sequence[Metric], record: RoundRecord) -> str:
     """One round as a line of the table."""
-    return "  ".join(f"{_cell(column, record):>{_width(column)}}" for column in columns)
+    return "  ".join(f"{table_cell(column, record):>{_width(column)}}" for column in columns)
 
 
-def _cell(column: Metric, record: RoundRecord) -> str:
+def table_cell(column: Metric, record: RoundRecord) -> str:
+    """A number of a round, rounded for its column; "-" if the round does not have it."""
     value = column.read(record)
     if value is None:
         return "-"

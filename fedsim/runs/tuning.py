@@ -100,7 +100,7 @@ def _measure(experiment: Experiment, keys: dict[str, Any]) -> Candidate:
         for _ in range(PASSES):
             settings: list[PreparedRun] = []
             began = time.perf_counter()
-            result = run(shortened, on_start=settings.append)
+            result = run(shortened, on_start=settings.append, progress=False)
             taken = time.perf_counter() - began
             seconds = [sum(record["seconds"].values()) for record in result.history]
             starts.append(taken - sum(seconds))

@@ -1,0 +1,146 @@
+"""What a run shows in a Jupyter notebook: a progress bar and a curve that grows."""
+
+from __future__ import annotations
+
+import base64
+import html
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedsim.config.experiment import Experiment
+from fedsim.core.plotting import encode
+from fedsim.errors import plural
+from fedsim.records.formatting import score_text
+from fedsim.records.record import RoundRecord
+from fedsim.records.worker_results import workers_line
+from fedsim.runs.terminal import Display
+from fedsim.runs.text_table import draw_curve, headline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedsim.engines.worker_evaluation import WorkerResults
+    from fedsim.runs.setup import PreparedRun
+
+PAUSE = 1.0  # seconds between two updates; drawing a curve takes a tenth of a second
+PLAIN = "font-family:monospace;white-space:pre;overflow-x:auto;margin:0.3em 0"  # the style of text
+SHARPNESS = 2  # pixels of a picture for one of the page
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, as opposed to a script or a terminal."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+def text_html(text: str) -> str:
+    """Lines of text with their spaces."""
+    return f'<pre style="{PLAIN}">{html.escape(text)}</pre>'
+
+
+def progress_html(done: int, total: int, text: str) -> str:
+    """A progress bar, and a text behind it."""
+    label = html.escape(text)
+    return f'<div><progress value="{done}" max="{total}" aria-label="{label}"></progress> {label}</div>'
+
+
+def figure_html(figure: Figure, what: str) -> str:
+    """A figure as a picture within the page; `what` says in words what it shows."""
+    data = base64.b64encode(encode(figure, "png", dpi=96 * SHARPNESS)).decode()
+    width = round(figure.get_figwidth() * 96)
+    return f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html.escape(what)}">'
+
+
+class Cell:
+    """A part of the output of a notebook's cell, which is replaced whenever it changes.
+
+    If showing it fails once, it is not shown any more: what a run shows never makes it fail.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._shown_at = float("-inf")
+        self._works = True
+
+    @property
+    def due(self) -> bool:
+        """Whether an update would be shown now."""
+        return self._works and time.monotonic() - self._shown_at >= PAUSE
+
+    def show(self, content: str) -> None:
+        """Show this HTML in place of what was shown before."""
+        if not self._works:
+            return
+        try:
+            from IPython.display import HTML, display
+
+            if self._handle is None:
+                self._handle = display(HTML(content), display_id=True)
+            else:
+                self._handle.update(HTML(content))
+        except Exception:
+            self._works = False
+        self._shown_at = time.monotonic()
+
+
+class NotebookDisplay:
+    """Shows the headline, the bar and the curve of a run in the output of a cell; a context manager around the run."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment, self._cell = experiment, Cell()
+        self._history: list[RoundRecord] = []
+        self._lines: list[str] = []
+        self._done, self._step = 0, ""
+
+    def setup(self, step: str) -> None:
+        """Show the step of the preparation that begins."""
+        self._step = step
+        self._cell.show(self._page())
+
+    def start(self, prepared: PreparedRun) -> None:
+        self._step, self._done = "", prepared.done
+        self._lines.append(headline(prepared))
+        self._cell.show(self._page())
+
+    def round(self, record: RoundRecord) -> None:
+        self._history.append(record)
+        self._done = record.round
+        if self._cell.due:
+            self._cell.show(self._page(curve=True))
+
+    def workers(self, results: WorkerResults) -> None:
+        """Show the accuracies on the workers' own test samples."""
+        self._lines.append(workers_line(results))
+
+    def stopped(self, line: str) -> None:
+        """Show that the run ends, or has ended, before its last round."""
+        self._lines.append(line)
+
+    def finish(self, last: RoundRecord) -> None:
+        """Show the whole curve."""
+        self._lines.append(f"final {score_text(last)} after {plural(last.round, 'round')}")
+        self._cell.show(self._page(curve=bool(self._history), bar=False))
+
+    def _page(self, *, curve: bool = False, bar: bool = True) -> str:
+        score = f", {score_text(self._history[-1])}" if self._history else ""
+        text = self._step or f"{self._done} of {plural(self._experiment.rounds, 'round')}{score}"
+        parts = [text_html("\n".join(self._lines))] if self._lines else []
+        parts += [progress_html(self._done, self._experiment.rounds, text)] if bar else []
+        parts += [figure_html(draw_curve(self._history, self._experiment.name), "curves of the run")] if curve else []
+        return "".join(parts)
+
+    def __enter__(self) -> NotebookDisplay:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._cell.show(self._page(curve=bool(self._history)))
+
+
+def display_of(experiment: Experiment, folder: Path | None, progress: bool | None) -> Display | NotebookDisplay:
+    """What a run shows: lines if `progress` is true; if it is None, a bar and a curve in a notebook, else nothing."""
+    if progress is None and in_notebook():
+        return NotebookDisplay(experiment)
+    return Display(experiment, folder, quiet=not progress)
