@@ -14,7 +14,7 @@ from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.results import RunResult
 from fedsim.errors import plural
 from fedsim.records.record import RoundRecord
-from fedsim.runs.notebook import PLAIN, Cell, figure_html, in_notebook, progress_html, text_html
+from fedsim.runs.notebook import PLAIN, CellOutput, figure_html, in_notebook, progress_html, text_html
 
 if TYPE_CHECKING:
     from fedsim.comparison.runner import Comparison
@@ -24,7 +24,7 @@ class NotebookGridDisplay(Callback):
     """Shows the bar, and the runs that failed, in the output of a cell; a context manager around the comparison."""
 
     def __init__(self) -> None:
-        self._cell = Cell()
+        self._cell = CellOutput()
         self._lines: list[str] = []
         self._done: dict[str, int] = {}  # rounds of each run
         self._ended = self._runs = self._rounds = 0

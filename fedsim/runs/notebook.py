@@ -53,7 +53,7 @@ def figure_html(figure: Figure, what: str) -> str:
     return f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html.escape(what)}">'
 
 
-class Cell:
+class CellOutput:
     """A part of the output of a notebook's cell, which is replaced whenever it changes.
 
     If showing it fails once, it is not shown any more: what a run shows never makes it fail.
@@ -89,7 +89,7 @@ class NotebookDisplay:
     """Shows the headline, the bar and the curve of a run in the output of a cell; a context manager around the run."""
 
     def __init__(self, experiment: Experiment) -> None:
-        self._experiment, self._cell = experiment, Cell()
+        self._experiment, self._cell = experiment, CellOutput()
         self._history: list[RoundRecord] = []
         self._lines: list[str] = []
         self._done, self._step = 0, ""
