@@ -88,7 +88,7 @@ def test_the_page_has_the_question_the_command_the_figure_and_the_table(small):
 def test_without_stored_results_the_page_says_so(small):
     page = gallery.filled("small", "# small\n")
     assert "fedsim compare small\n" in page
-    assert "No result of this experiment is stored." in page
+    assert "The records of this experiment are not stored" in page
 
 
 @pytest.mark.parametrize(

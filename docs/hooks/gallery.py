@@ -244,7 +244,7 @@ def filled(name: str, markdown: str) -> str:
     parts = [title, f"**{first}**", rest]
     if results(name) is None:
         parts.append(f"```bash\n{command(name)}\n```")
-        parts.append("No result of this experiment is stored.")
+        parts.append("The records of this experiment are not stored, so there is no figure from them.")
     else:
         known = about(name)
         parts.append(f"```bash\n{command(name, known['words'])}\n```")

@@ -15,7 +15,7 @@ from fedsim.core.confidence import fixed
 from fedsim.core.plotting import SCREEN, FigureStyle
 from fedsim.records.best import best_of
 from fedsim.records.combinations import SEED, Combination, canonical, groups_of
-from fedsim.records.formatting import comparison_title, key_name
+from fedsim.records.formatting import MISSING, comparison_title, key_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +62,7 @@ def draw_heatmap(grid: AnyGrid, runs: Sequence[AnyRun], style: FigureStyle = SCR
     best = [] if others else [found.combination for group in groups_of(combined) if (found := best_of(group))]
     size = (2.2 + width, 1.5 + height)
     if style.widths:
-        size = (style.widths[len(across) > FEW_COLUMNS], 0.36 * len(down) + 0.9)
+        size = (style.widths[len(across) > FEW_COLUMNS], max(2.4, 0.36 * len(down) + 0.9))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     places = [[(canonical(a), canonical(b)) for b in across] for a in down]
@@ -108,6 +108,8 @@ def _cell(combined: Sequence[Combination], best: Sequence[Combination]) -> HeatC
         return NO_CELL  # an invalid combination
     if not finished:
         return HeatCell(mean, "failed")
+    if not means:
+        return HeatCell(mean, MISSING)
     of = f" ({finished} of {runs})" if finished < runs else ""
     only = combined[0].score if len(combined) == 1 else None
     spread = only.spread() if only else ""
