@@ -165,6 +165,33 @@ def test_list_imports_a_plug_by_its_path(cli):
     assert missing.stderr.startswith('error: "tests.plugs:absent": cannot be imported: ')
 
 
+def test_list_searches_names_and_documentation(cli):
+    done = cli("list", "--search", "median CLIPPED").stdout
+    assert "signguard" in done
+    assert "krum" not in done
+    assert "partitions" not in done, "kinds without such a plug are left out"
+    found = cli("list", "--search", "stuck").stdout.splitlines()
+    assert any(line.startswith("  timeout = ") for line in found)
+    assert cli("list", "attacks", "--search", "median").stdout.startswith("attacks (attack.name)")
+    assert "  staleness " in cli("list", "experiments", "--search", "staleness").stdout
+
+
+@pytest.mark.parametrize("words", [["--search", "xyzxyz"], ["krum", "--search", "mean"], ["absent.py"], ["broken.py"]])
+def test_a_list_that_has_nothing_to_show_is_one_line(cli, tmp_path, words):
+    (tmp_path / "broken.py").write_text("def (:\n")
+    done = cli("list", *words)
+    assert (done.exit_code in (1, 2), done.stdout, done.stderr.count("\n")) == (True, "", 1)
+    assert any(word in done.stderr for word in words[:2])
+
+
+def test_list_shows_the_functions_and_classes_of_a_file_without_running_it(cli, tmp_path):
+    text = 'raise SystemExit\ndef rule(x):\n    """One.\n\n    More."""\nclass Attack: pass\ndef _own(): pass\n'
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "plugs.py").write_text(text)
+    expected = ["mine/plugs.py", "  mine.plugs:rule   One.", "  mine.plugs:Attack no docstring"]
+    assert cli("list", "mine/plugs.py").stdout.splitlines() == expected
+
+
 def test_all_entry_points_are_one_program(tmp_path):
     installed = tmp_path / "fedsim"  # as pip writes it
     installed.write_text("from fedsim_main import main\nmain()\n")

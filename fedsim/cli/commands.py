@@ -12,9 +12,9 @@ from fedsim.cli.completion import complete_plugs
 from fedsim.cli.program import errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, Words, source_and_overrides
 from fedsim.config.catalog import list_experiments
-from fedsim.config.plugs import PLUGS, describe_plug, list_plugs
+from fedsim.config.plugs import PLUGS, describe_plug, list_module, list_plugs
 from fedsim.core.text_wrapping import terminal_columns
-from fedsim.errors import ExperimentError, plural
+from fedsim.errors import ExperimentError, plural, show
 
 EXPERIMENTS, KEYS = "experiments", "keys"
 KINDS = (*PLUGS, EXPERIMENTS, KEYS)
@@ -138,25 +138,34 @@ def list_command(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="KIND|NAME|MODULE:NAME",
-            help=f"A kind ({', '.join(KINDS)}), or a plug to describe, such as krum or my_rules:clipped_mean.",
+            metavar="KIND|NAME|MODULE:NAME|FILE.py",
+            help=f"A kind ({', '.join(KINDS)}), a plug to describe, such as krum or my_rules:clipped_mean, or a Python "
+            "file whose functions and classes to list.",
             show_default="all",
             autocompletion=complete_plugs,
         ),
     ] = None,
+    search: Annotated[
+        str, typer.Option(help="Only what has these words in its name or documentation.", show_default=False)
+    ] = "",
 ) -> None:
     """List all plugs with their parameters and defaults, the built-in experiments, or the keys of an experiment."""
     with errors_as_lines(quick=True):
-        if what == KEYS:
+        columns = terminal_columns()
+        if what is not None and what not in KINDS:
+            if search:
+                raise ExperimentError(f"--search: searches all, or a kind: {', '.join(KINDS)}; {show(what)} is none")
+            print(list_module(Path(what), columns) if what.endswith(".py") else describe_plug(what, KINDS))
+            return
+        blocks = []
+        if plugs := [each for each in PLUGS if what in (None, each)]:
+            blocks.append(list_plugs(plugs, columns, search))
+        if what in (None, EXPERIMENTS):
+            blocks.append(list_experiments(columns, search))
+        if what == KEYS or (what is None and search):  # they are many
             from fedsim.config.keys import list_keys
 
-            print(list_keys(terminal_columns()))
-            return
-        if what is not None and what not in KINDS:
-            print(describe_plug(what, KINDS))
-            return
-        plugs = [each for each in PLUGS if what in (None, each)]
-        blocks = [list_plugs(plugs, terminal_columns())] if plugs else []
-        if what in (None, EXPERIMENTS):
-            blocks.append(list_experiments(terminal_columns()))
-        print("\n\n".join(blocks))
+            blocks.append(list_keys(columns, search))
+        if not any(blocks):
+            raise ExperimentError(f"--search {show(search)}: nothing has these words; fedsim list shows all")
+        print("\n\n".join(filter(None, blocks)))

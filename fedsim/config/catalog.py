@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedsim.core.suggestions import nearest
+from fedsim.core.suggestions import has_words, nearest
 from fedsim.core.text_wrapping import hang
 from fedsim.system.files import is_file
 
@@ -33,12 +33,17 @@ def hint(path: Path) -> str:
     return ""
 
 
-def list_experiments(columns: int | None = None) -> str:
-    """For each experiment its name, the command that runs it and the first line of its file, wrapped to `columns`."""
+def list_experiments(columns: int | None = None, search: str = "") -> str:
+    """For each experiment its name, the command that runs it and the first line of its file, wrapped to `columns`.
+
+    Only those that have all words of `search` in their name or file; "" if there are none.
+    """
     lines = ["experiments (fedsim run NAME, fedsim compare NAME)"]
     for name, path in experiments().items():
         text = path.read_text(encoding="utf-8")
+        if not has_words(search, name, text):
+            continue
         command = "compare" if "\n[grid]" in text else "run"
         summary = text.partition("\n")[0].removeprefix("# ")
         lines.append(hang(f"  {name:<{NAME_COLUMNS}} ", f"{command}: {summary}", columns))
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 1 else ""

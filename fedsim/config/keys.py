@@ -14,6 +14,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.plugs import PLUGS
 from fedsim.core.attribute_docstrings import attribute_docstrings
 from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.suggestions import has_words
 from fedsim.core.type_text import type_text
 from fedsim.errors import show
 
@@ -94,20 +95,26 @@ def _default(value: Any) -> str:
     return "unset" if value is None else show(value)
 
 
-def list_keys(columns: int | None = None) -> str:
-    """All keys of an experiment as text, wrapped to the columns of a terminal."""
+def list_keys(columns: int | None = None, search: str = "") -> str:
+    """The keys of an experiment as text, wrapped to the columns of a terminal.
+
+    Only those that have all words of `search` in their path or description; "" if there are none.
+    """
     width = columns or COLUMNS
     blocks = ["keys of an experiment (key=value on the command line)"]
     for table in key_tables():
+        keys = [key for key in table.keys if has_words(search, key.path, key.description)]
+        if not keys:
+            continue
         lines = [f"[{table.path}]"] if table.path else []
         lines += _wrapped(" ".join(table.description.split()), width, "")
-        for key in table.keys:
+        for key in keys:
             lines += _wrapped(f"{key.path} = {key.default}  ({key.type.replace('`', '')})", width, "  ")
             lines += _wrapped(key.description, width, "      ")
         if table.plugs:
             lines += _wrapped(f"and the parameters of what is named: fedsim list {table.plugs}", width, "  ")
         blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+    return "\n\n".join(blocks) if len(blocks) > 1 else ""
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedsim.core.suggestions import nearest
+from fedsim.core.suggestions import has_words, nearest
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, one_line, show
 
@@ -96,16 +98,42 @@ def _configuration(plug: Plug) -> inspect.Signature:
     return inspect.Signature([p for p in parameters if p.name in plug.parameters.model_fields])
 
 
-def list_plugs(kinds: Iterable[str], columns: int | None = None) -> str:
-    """The plugs of these kinds with their parameters, wrapped to the columns of a terminal."""
+def list_plugs(kinds: Iterable[str], columns: int | None = None, search: str = "") -> str:
+    """The plugs of these kinds with their parameters, wrapped to the columns of a terminal.
+
+    Only those that have all words of `search` in their name or documentation; "" if there are none.
+    """
     blocks = []
     for kind in kinds:
+        plugs = [plug for plug in registry_of(kind) if has_words(search, plug.name, inspect.getdoc(plug.target) or "")]
+        if not plugs:
+            continue
         lines = [f"{kind} ({PLUGS[kind][0]})"]
-        for plug in registry_of(kind):
+        for plug in plugs:
             lines.append(hang(f"  {plug.name:<{NAME_COLUMNS}} ", plug.summary, columns))
             lines += [f"{'':<{NAME_COLUMNS + 3}}{line}" for line in _parameter_lines(plug)]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+def list_module(path: Path, columns: int | None = None) -> str:
+    """The functions and classes that a Python file defines, by import path, found without running it.
+
+    Raises ExperimentError if the file is no Python.
+    """
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError) as error:
+        raise ExperimentError(f"{path}: cannot be read as Python: {one_line(error)}") from None
+    module = ".".join(path.with_suffix("").parts)
+    found = {
+        f"{module}:{node.name}": ast.get_docstring(node) or "no docstring"
+        for node in body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+    }
+    width = max(map(len, found), default=0)
+    lines = [hang(f"  {name:<{width}} ", text.partition("\n")[0], columns) for name, text in found.items()]
+    return "\n".join([str(path), *lines])
 
 
 def describe_plug(name: str, kinds: Iterable[str] = PLUGS) -> str:

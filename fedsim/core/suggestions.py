@@ -85,6 +85,11 @@ def closest(name: str, allowed: Iterable[str]) -> list[str]:
     return [forms[each] for each in found]
 
 
+def has_words(search: str, *texts: str) -> bool:
+    """Whether each word of `search` is in one of the texts, in upper or lower case; True for no words."""
+    return all(word in "\n".join(texts).lower() for word in search.lower().split())
+
+
 def normalized(name: str) -> str:
     """A name in lower case with underscores, for comparison."""
     return re.sub(r"[\s-]", "_", name.strip().lower())
