@@ -170,7 +170,7 @@ def test_list_searches_names_and_documentation(cli):
     assert "signguard" in done
     assert "krum" not in done
     assert "partitions" not in done, "kinds without such a plug are left out"
-    found = cli("list", "--search", "stuck").stdout.splitlines()
+    found = cli("list", "--search", "counts as lost").stdout.splitlines()
     assert any(line.startswith("  timeout = ") for line in found)
     assert cli("list", "attacks", "--search", "median").stdout.startswith("attacks (attack.name)")
     assert "  staleness " in cli("list", "experiments", "--search", "staleness").stdout
