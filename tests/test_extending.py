@@ -117,9 +117,7 @@ def test_the_objects_of_the_document_run(tmp_path, capsys):
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_the_scaffold_of_the_document_is_the_built_in_one(engine, tmp_path, monkeypatch, tiny_experiment):
     """To the bit, if rows are trained one by one; also with workers who take different numbers of steps."""
-    (text,) = (
-        block for block in blocks("docs/tutorials/client-algorithm.md", "python") if "class MyScaffold" in block
-    )
+    (text,) = (block for block in blocks("docs/tutorials/client-algorithm.md", "python") if "class MyScaffold" in block)
     assert len([line for line in text.splitlines() if line]) <= 25
     (tmp_path / "my_algorithms.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
