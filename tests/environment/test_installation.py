@@ -1,0 +1,107 @@
+"""What pip installs: the wheel, outside of the checkout, with the packages of the core alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.commands import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ABSENT = """
+import sys
+
+class Absent:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent)
+"""
+
+
+def test_all_installs_every_extra_except_those_of_developers():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (every,) = extras["all"]
+    assert Requirement(every).extras == extras.keys() - {"all", "docs", "test"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with the content of the wheel, which is built from the source distribution."""
+    built, folder = tmp_path_factory.mktemp("built"), tmp_path_factory.mktemp("installed")
+    words = [sys.executable, "-m", "build", "--no-isolation", "--outdir", built, ROOT]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(built.glob("*.tar.gz"))) == 1
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder)
+    (information,) = folder.glob("*.dist-info")
+    core = _requirements(metadata.Distribution.at(information))
+    absent = {
+        module
+        for module, distributions in metadata.packages_distributions().items()
+        if module != "fedsim" and not core & set(map(_normal, distributions))
+    }
+    assert {"torch", "matplotlib", "pydantic"}.isdisjoint(absent)
+    assert {"pytest", "scipy", "plotly"} <= absent
+    (folder / "sitecustomize.py").write_text(ABSENT.format(names=absent))
+    return folder
+
+
+def _requirements(distribution):
+    """The names of what a distribution requires without extras, and of what those require."""
+    found, waiting = set(), [distribution]
+    while waiting:
+        for line in waiting.pop().requires or ():
+            requirement = Requirement(line)
+            name = _normal(requirement.name)
+            if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+                found.add(name)
+                try:
+                    waiting.append(metadata.distribution(name))
+                except metadata.PackageNotFoundError:  # a CPU build of PyTorch is there without the libraries of CUDA
+                    continue
+    return found
+
+
+def _normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.slow
+def test_the_core_runs_compares_and_draws_without_an_extra_or_the_checkout(installed, tmp_path):
+    def fedsim(*words):
+        environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "fedsim", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=environment)
+
+    for words in (
+        ["list"],
+        ["run", "rounds=2", "--out", "default"],
+        ["run", "mnist_sync_sgd", "data=mnist5k", "rounds=1", "engine=spawn", "processes=2", "--out", "spawned"],
+        ["run", "aggregate=signguard", "rounds=1", "--out", "clustered"],
+        ["compare", "which_rule", "rounds=1", "seed=0", "workers=5", "--jobs", "1", "--out", "compared"],
+        ["plot", "compared"],
+        ["doctor"],
+        ["new", "project"],
+    ):
+        done = fedsim(*words)
+        assert (done.returncode, done.stderr) == (0, ""), words
+    for name in ("default/curve.png", "default/model.safetensors", "compared/results.csv", "compared/heatmap.png"):
+        assert (tmp_path / name).is_file(), name
+    refused = fedsim("report", "default")
+    line = "error: a report needs the package plotly, which is not installed: pip install 'fedsim[report]'\n"
+    assert (refused.returncode, refused.stderr) == (2, line)
