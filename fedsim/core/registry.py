@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -304,8 +304,9 @@ def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[Bas
     is_instance = is_dataclass and not isinstance(target, type)
     parameters = [] if is_instance else inspect.signature(target, eval_str=not is_dataclass).parameters.values()
     hints: dict[str, Any] = {}
-    if is_dataclass and not is_instance:
-        hints = get_type_hints(target, include_extras=True)  # evaluates annotations of a base class in its own module
+    if isinstance(target, type) and is_dataclass:
+        for each in reversed(target.__mro__):  # annotations of a base class are evaluated in its own module
+            hints |= inspect.get_annotations(each, eval_str=True)  # get_type_hints fails at KW_ONLY in Python 3.10
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             extra = "allow"
