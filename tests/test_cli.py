@@ -43,15 +43,22 @@ def test_quiet_prints_the_folder_alone(cli):
     assert done.stderr == ""
 
 
-def test_help_and_version_import_no_heavy_package(tmp_path):
+def test_quick_commands_import_no_heavy_package(tmp_path):
     code = (
-        "import sys; sys.argv = ['fedsim', sys.argv[1]]\n"
+        "import sys; sys.argv[0] = 'fedsim'\n"
         "from fedsim_main import main\n"
         "try:\n    main()\n"
         "finally:\n    print([m for m in ('torch', 'matplotlib', 'numpy') if m in sys.modules])"
     )
-    for option, expected in (("--help", "Usage: fedsim"), ("--version", f"fedsim {fedsim.__version__}")):
-        out, error = start_python("-c", code, option, cwd=tmp_path).communicate(timeout=60)
+    outputs = {
+        "--help": "Usage: fedsim",
+        "--version": f"fedsim {fedsim.__version__}",
+        "list experiments": "mnist_sync_sgd",
+        "new my_study": "next: cd my_study",
+        "list my_study/my_study.py": "softmedian",
+    }
+    for words, expected in outputs.items():
+        out, error = start_python("-c", code, *words.split(), cwd=tmp_path).communicate(timeout=60)
         assert expected in out, error
         assert out.endswith("\n[]\n")
 
