@@ -22,9 +22,9 @@ FETCHED = re.compile(
 sys.path.append(str(DOCS / "hooks"))  # as mkdocs does
 blocks = importlib.import_module("blocks")
 PAGES = {
-    page: text
+    path.relative_to(DOCS).as_posix(): text
     for path in sorted(DOCS.rglob("*.md"))
-    if blocks.is_run(page := path.relative_to(DOCS).as_posix(), text := path.read_text())
+    if blocks.is_run(text := path.read_text())
 }
 
 

@@ -25,57 +25,73 @@ def blocks(document, language):
     return re.findall(rf"```{language}[^\n]*\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
+PLUGS = "model=my_models:perceptron model.inputs=64 data=my_data:digits workers=5 rounds=20"
+
+
 @pytest.fixture
 def my_plugs(tmp_path, monkeypatch):
-    (tmp_path / "my_plugs.py").write_text(blocks("docs/how-to/own-plugs.md", "python")[0])
+    for page in (ROOT / "docs/how-to").glob("own-*.md"):
+        for name, code in re.findall(r'```python title="(\w+\.py)"\n(.*?)```', page.read_text(), re.DOTALL):
+            (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def commands():
-    text, *_ = blocks("docs/how-to/own-plugs.md", "bash")
-    lines = text.replace("\\\n", " ").replace("seed=0,1", "seed=0").splitlines()
-    return [shlex.split(line)[1:] for line in lines]
+def fedsim_command(words):
+    return CliRunner().invoke(app, shlex.split(words))
 
 
-def test_the_command_of_the_document_runs_and_learns(my_plugs):
-    done = CliRunner().invoke(app, [*commands()[0], "--out", "run"])
+RUN = f"""run {PLUGS} model.hidden=64 partition=my_partitions:by_label aggregate.rule=my_rules:clipped_mean
+    aggregate.c=0.5
+    data.augment='[{{name="my_augmentations:speckled",share=0.2}}]' processors='["my_processors:halved"]'"""
+
+
+def test_the_plugs_of_the_documents_run_together_and_learn(my_plugs):
+    done = fedsim_command(f"{RUN} --out run")
     assert done.exit_code == 0, done.output
     experiment = fedsim.load_experiment("run/experiment.toml", allow_imports=True)
     assert experiment.aggregate.params == {"c": 0.5}
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 
 
-def test_the_comparison_of_the_document_shows_the_robust_rule(my_plugs):
-    done = CliRunner().invoke(app, [*commands()[1], "--jobs", "1", "engine=serial", "--out", "grid"])
+def test_the_robust_rule_of_the_document_withstands_the_attack_of_the_document(my_plugs):
+    done = fedsim_command(
+        f"compare {PLUGS} attack=my_attacks:shouting attack.volume=20 attack.workers=[0] seed=0 --jobs 1 engine=serial "
+        "aggregate.rule=mean,median,my_rules:nearest_pair --out grid"
+    )
     assert done.exit_code == 0, done.output
     with Path("grid/summary.csv").open() as file:
         accuracy = {row["aggregate.rule"]: float(row["accuracy"]) for row in csv.DictReader(file)}
-    assert accuracy["my_plugs:nearest_pair"] > accuracy["mean"] + 0.2
+    assert accuracy["my_rules:nearest_pair"] > accuracy["mean"] + 0.2
 
 
 def test_the_virtual_partition_of_the_document_has_a_million_workers_and_learns(my_plugs):
-    done = CliRunner().invoke(app, [*commands()[2], "engine=serial", "--out", "run"])
+    done = fedsim_command(
+        f"run {PLUGS} partition=my_partitions:favourite partition.samples=40 workers=1000000 cohort=10 engine=serial"
+    )
     assert done.exit_code == 0, done.output
     assert (
-        "1,000,000 workers, 10 per round, 40 samples each (my_plugs:favourite, estimated from 1,000 workers)"
+        "1,000,000 workers, 10 per round, 40 samples each (my_partitions:favourite, estimated from 1,000 workers)"
         in done.stdout
     )
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 
 
 def test_the_policy_of_the_document_runs_beside_others_on_the_clock(my_plugs):
-    done = CliRunner().invoke(app, [*commands()[3], "--jobs", "1", "engine=serial", "--out", "grid"])
+    done = fedsim_command(
+        f"compare {PLUGS} rounds=5 mode=clock clock.speed=geometric clock.noise=lognormal seed=0 --target 0.5 "
+        "'policy=asgd,{name=\"my_policies:Fresh\",limit=1}' --jobs 1 engine=serial --out grid"
+    )
     assert done.exit_code == 0, done.output
     with Path("grid/summary.csv").open() as file:
         asgd, fresh = csv.DictReader(file)
-    assert fresh["policy"] == "my_plugs:Fresh,limit=1"
+    assert fresh["policy"] == "my_policies:Fresh,limit=1"
     assert 0 < float(fresh["updates"]) < float(fresh["arrivals"]) == float(asgd["arrivals"])
     assert float(asgd["accuracy"]) > 0.5
 
 
 def test_parameters_of_own_plugs_are_checked(my_plugs):
-    done = CliRunner().invoke(app, [*commands()[0], "aggregate.c=-1", "model.hiden=3"])
+    done = fedsim_command(f"{RUN} aggregate.c=-1 model.hiden=3")
     assert done.exit_code == 2
     assert "aggregate.c = -1: must be greater than 0" in done.stderr
     assert 'did you mean "hidden"?' in done.stderr

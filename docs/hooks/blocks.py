@@ -42,8 +42,6 @@ ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 OWN_ATTRIBUTES = {"output", "picture", "run"}
 SLOW = re.compile(r"\A---\n(?:.*\n)*?slow: true\n(?:.*\n)*?---\n")
 
-NOT_YET = {"how-to/own-plugs.md"}  # an older page, whose blocks do not follow the convention yet
-
 log = logging.getLogger("mkdocs.hooks.blocks")
 
 
@@ -79,9 +77,9 @@ def _block(match: re.Match[str], markdown: str) -> Block:
     return Block(match["language"], attributes, textwrap.dedent(match["code"]), line)
 
 
-def is_run(page: str, markdown: str) -> bool:
+def is_run(markdown: str) -> bool:
     """Whether a page has blocks that are saved or run."""
-    return page not in NOT_YET and any(block.action for block in blocks_of(markdown))
+    return any(block.action for block in blocks_of(markdown))
 
 
 def is_slow(markdown: str) -> bool:
@@ -188,7 +186,7 @@ def on_files(files: Any, config: Any) -> None:
         return
     pool = ThreadPoolExecutor(os.cpu_count())
     for file in files.documentation_pages():
-        if file.abs_src_path and is_run(file.src_uri, file.content_string):
+        if file.abs_src_path and is_run(file.content_string):
             pages[file.src_uri] = pool.submit(cached, file.content_string)
     pool.shutdown(wait=False)
 
