@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.comparison.axes import Axes
-from fedsim.comparison.grid import Grid, PlannedRun, common_tables, groups_tuned
+from fedsim.comparison.grid import Grid, PlannedRun, common_tables, groups_tuned, keys_set_in
 from fedsim.config.toml import read_toml
+from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.combinations import canonical
@@ -27,7 +28,7 @@ from fedsim.records.history import read_history
 from fedsim.records.reader import GRID, MOST_ERROR_BYTES, GridFile, read_grid_file
 from fedsim.records.run_folder import ERROR, EXPERIMENT, MODEL
 from fedsim.runs.checkpoints import FOLDER as CHECKPOINTS
-from fedsim.runs.differences import differences_of
+from fedsim.runs.differences import NO_EFFECT, differences_of
 from fedsim.system.files import is_file, locked, read_bounded, remedy, require_inside, to_json, write_atomically
 
 RUNS, SHARDS = "runs", "shards"
@@ -168,7 +169,8 @@ class GridFolder(GridRecords):
         if not lines:
             points = {canonical(run.point) for run in stored.runs}
             shared = [run for run in self.grid.runs if canonical(run.point) in points]
-            lines = differences_of(stored.base, common_tables(shared, self.grid.axes))
+            later = keys_set_in(shared) - dict(leaves_of(stored.base)).keys()  # earlier versions left these out
+            lines = differences_of(stored.base, common_tables(shared), {*NO_EFFECT, *later})
             for run in shared:
                 if not lines and self.is_finished(run):
                     there = read_toml(self.run_folder(run) / EXPERIMENT, self.run_folder(run))

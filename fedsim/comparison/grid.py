@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fedsim.config.experiment import Experiment, default_name
 from fedsim.config.load import GRID, describe, drop_default_name, experiment_of, file_of
 from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word, plug_table
 from fedsim.core.import_policy import untrusted_config
+from fedsim.core.input_limits import leaves_of
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.records.combinations import SEED, canonical
 from fedsim.records.comparison_settings import NO_SETTINGS, SETTINGS, ComparisonSettings
@@ -70,8 +71,8 @@ class Grid:
 
     @property
     def base(self) -> dict[str, Any]:
-        """The settings that all runs share, as nested tables, without the axes."""
-        return common_tables(self.runs, self.axes)
+        """The settings that the axes change, as nested tables."""
+        return common_tables(self.runs)
 
     @property
     def shape(self) -> str:
@@ -149,22 +150,44 @@ def groups_tuned(grid: Grid) -> list[list[PlannedRun]]:
     return list(groups.values())
 
 
-def common_tables(runs: Iterable[PlannedRun], axes: Axes) -> dict[str, Any]:
-    """Return the settings that runs share, as nested tables, without the keys that `axes` set.
+def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
+    """Return the settings from which `plan_grid` makes these runs, as nested tables.
 
-    An axis of plugs, such as `attack`, also sets their parameters, but not the other keys of its table.
+    The value of a key is that of the runs whose point does not set it, if all of these have the same.
     """
-    common = functools.reduce(_common, (run.experiment.resolved() for run in runs))
-    for axis, values in axes.items():
-        keys = {key_changed(*change) for value in values for change in changes_of(axis, value)}
-        plugs, within = plug_table(axis.split("."))
-        if plugs and not within:
-            table = functools.reduce(lambda outer, name: outer.get(name, {}), axis.split("."), common)
-            keys |= {f"{axis}.{key}" for key in table if key not in plugs.model_fields}
-        for key in keys:
+    settings = [dict(leaves_of(run.experiment.resolved())) for run in runs]
+    keys = dict.fromkeys(key for leaves in settings for key in leaves)
+    own = [_keys_set_by(run, keys) for run in runs]
+    tables: dict[str, Any] = {}
+    for key in keys:
+        values = [leaves.get(key) for leaves, changed in zip(settings, own, strict=True) if key not in changed]
+        if values and values[0] is not None and all(value == values[0] for value in values):
             *outer, last = key.split(".")
-            functools.reduce(lambda table, name: table.get(name, {}), outer, common).pop(last, None)
-    return common
+            functools.reduce(lambda table, name: table.setdefault(name, {}), outer, tables)[last] = values[0]
+    return tables
+
+
+def keys_set_in(runs: Sequence[PlannedRun]) -> set[str]:
+    """Return the keys that the points of these runs set."""
+    keys = {key for run in runs for key, _ in leaves_of(run.experiment.resolved())}
+    return {key for run in runs for key in _keys_set_by(run, keys)}
+
+
+def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
+    """Return which of these keys the point of a run sets.
+
+    A value that names a plug, such as an attack, also sets its parameters, but not the other keys of its table.
+    """
+    changed = {key_changed(*change) for axis, value in run.point.items() for change in changes_of(axis, value)}
+    found = set()
+    for key in keys:
+        table, within = plug_table(key.split("."))
+        place = key.removesuffix("." + ".".join(within))
+        named = table is not None and f"{place}.{table.named_by}" in changed
+        parameter = table is not None and within[0] not in table.model_fields
+        if any(key == each or key.startswith(f"{each}.") for each in changed) or (named and parameter):
+            found.add(key)
+    return found
 
 
 def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
@@ -282,14 +305,3 @@ def _ids(points: list[dict[str, Any]]) -> list[str]:
         else f"{name[:LONGEST_ID]}-{hashlib.blake2b(canonical(point).encode(), digest_size=4).hexdigest()}"
         for name, point in zip(names, points, strict=True)
     ]
-
-
-def _common(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of nested tables that have the same value in both."""
-    common = {}
-    for key, value in a.items():
-        if isinstance(value, dict) and isinstance(b.get(key), dict):
-            common[key] = _common(value, b[key])
-        elif key in b and value == b[key]:
-            common[key] = value
-    return common

@@ -262,3 +262,24 @@ def test_dotted_keys_beside_a_grid_are_kept_and_dotted_keys_of_a_grid_are_added_
 def test_an_axis_can_be_a_tuple_of_objects():
     rules = (lambda updates: updates.mean(0), lambda updates: updates.median(0).values)
     assert len(plan_grid({"workers": 3, "grid": {"aggregate.rule": rules}}).runs) == 2
+
+
+@pytest.mark.parametrize(
+    "variants",
+    [
+        [{"label": "a"}, {"label": "b", "local.lr": 0.3}],
+        [{"label": "a"}, {"label": "b", "local": {"lr": 0.3, "momentum": 0.5}}],
+        [{"label": "a", "local.steps": 3}, {"label": "b"}],
+        [{"label": "a", "model": "logistic"}, {"label": "b", "model": {"name": "2nn", "hidden": 8}}, {"label": "c"}],
+        [{"label": "a", "attack": {"name": "alie", "z": 2.0}}, {"label": "b", "attack": "ipm"}, {"label": "c"}],
+        [{"label": "a", "server.optimizer": "adam"}, {"label": "b"}],
+    ],
+)
+def test_a_grid_is_planned_again_from_its_base_and_axes(variants):
+    """Also if only some values of an axis set a key, or name another plug."""
+    tables = {"local": {"lr": 0.123}, "model": {"name": "2nn", "hidden": 16}, "server": {"optimizer": "momentum"}}
+    tables |= {"attack": {"name": "sign_flipping", "scale": 3.0, "workers": [0]}, "data": "tests.plugs:tiny"}
+    grid = plan_grid(tables, {"variant": variants, "seed": [0, 1]})
+    again = plan_grid(grid.base, grid.axes)
+    assert [run.experiment for run in again.runs] == [run.experiment for run in grid.runs]
+    assert again.base == grid.base
