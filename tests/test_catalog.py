@@ -60,3 +60,11 @@ def test_the_wheel_carries_the_experiments_where_they_are_looked_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     assert ROOT / included["experiments"] == catalog.FOLDERS[0]
+
+
+def test_a_folder_that_holds_no_comparison_does_not_hide_an_experiment(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "which_rule").mkdir()
+    assert cli("compare", "which_rule", "--dry-run").exit_code == 0
+    (tmp_path / "which_rule" / "grid.json").touch()
+    assert "to merge folders" in cli("compare", "which_rule", "--dry-run").stderr

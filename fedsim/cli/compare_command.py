@@ -139,7 +139,7 @@ def compare(
             rounds_by_halving=rounds_by_halving or None,
         )
         given = [*(words or []), *([tune] if tune and values else [])]
-        folders = [Path(word) for word in given if is_folder(word)]
+        folders = [Path(word) for word in given if _is_comparison(word)]
         if folders:
             if len(folders) < len(given) or shard or dry_run:
                 raise ExperimentError(
@@ -173,3 +173,14 @@ def compare(
             print(f"error: {failed.id}: {failed.error}", file=sys.stderr)
         if comparison.failed:
             raise typer.Exit(FAILED)
+
+
+def _is_comparison(word: str) -> bool:
+    """Whether a word is the path of a folder; one with the name of an experiment of fedsim must hold a comparison."""
+    from fedsim.comparison.folder import SHARDS
+    from fedsim.config.catalog import experiments
+    from fedsim.records.reader import GRID
+
+    return is_folder(word) and (
+        word not in experiments() or any((Path(word) / name).exists() for name in (GRID, SHARDS))
+    )

@@ -61,7 +61,7 @@ def headline(prepared: PreparedRun) -> str:
     return (
         f"{experiment.name}: {experiment.data.dataset} ({samples}), "
         f"{experiment.model.name} ({prepared.parameters:,} parameters)\n"
-        f"{experiment.workers:,} workers{attackers}{cohort}, {shards} samples each "
+        f"{experiment.workers:,} worker{'s' * (experiment.workers > 1)}{attackers}{cohort}, {shards} samples each "
         f"({experiment.partition.strategy}{seen}); "
         f"{_algorithm(experiment)}; "
         f"{prepared.how.get('engine', experiment.engine)}{processes}{width} "
