@@ -296,7 +296,7 @@ def test_root_samples_are_drawn_by_the_seed_and_bounded(tables):
         ({"aggregate": {"rule": []}}, r"aggregate.rule = \[\]: needs a rule"),
         ({"aggregate": {"rule": ["nnm", "mean"], "s": 2}}, r"\(the rule is nnm \+ mean\); s goes with bucketing$"),
         ({"aggregate": {"rule": "krum", "m": 2}}, r"unknown key \(the rule is krum\); m goes with multi_krum$"),
-        ({"partition": ["iid"]}, r'^partition = \["iid"\]: must be a table'),
+        ({"partition": ["iid"]}, r'^partition = \["iid"\]: must be a name or a table'),
     ],
 )
 def test_a_wrong_attack_or_rule_is_one_line(change, message, tables):

@@ -179,15 +179,17 @@ def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
     A value that names a plug, such as an attack, also sets its parameters, but not the other keys of its table.
     """
     changed = {key_changed(*change) for axis, value in run.point.items() for change in changes_of(axis, value)}
-    found = set()
-    for key in keys:
-        table, within = plug_table(key.split("."))
-        place = key.removesuffix("." + ".".join(within))
-        named = table is not None and f"{place}.{table.named_by}" in changed
-        parameter = table is not None and within[0] not in table.model_fields
-        if any(key == each or key.startswith(f"{each}.") for each in changed) or (named and parameter):
-            found.add(key)
-    return found
+    tables = (*(f"{key}." for key in changed),)
+    return {key for key in keys if key in changed or key.startswith(tables) or _naming_key(key) in changed}
+
+
+@functools.cache
+def _naming_key(key: str) -> str | None:
+    """The key that names the plug of which `key` is a parameter; None if it is none."""
+    table, within = plug_table(key.split("."))
+    if table is None or within[0] in table.model_fields:
+        return None
+    return f"{key.removesuffix('.' + '.'.join(within))}.{table.named_by}"
 
 
 def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
