@@ -33,6 +33,19 @@ PAGES = {
 )
 def test_the_blocks_of_the_page_run(page, tmp_path):
     assert blocks.error_of(PAGES[page], blocks.run(PAGES[page], tmp_path), tmp_path) is None
+    if missing := blocks.missing_packages(PAGES[page]):
+        pytest.skip(f"the blocks that need {', '.join(missing)} were not run; the others were")
+
+
+def test_quoted_experiments_are_those_of_the_files():
+    experiments = [path.read_text() for path in (ROOT / "experiments").glob("*.toml")]
+    texts = [path.read_text() for path in DOCS.rglob("*.md")]
+    quoted = [
+        each.code for text in texts for each in blocks.blocks_of(text) if each.language == "toml" and not each.action
+    ]
+    assert quoted
+    for code in quoted:
+        assert any(code in experiment for experiment in experiments), code
 
 
 PAGE = """
@@ -61,6 +74,10 @@ print(FACTOR)
 1 / 0
 ```
 
+```python needs="os no_such_package"
+1 / 0
+```
+
 ```text
 not run
 ```
@@ -70,12 +87,13 @@ not run
 def test_blocks_run_in_order_in_one_namespace_and_folder(tmp_path):
     results = blocks.run(PAGE, tmp_path)
     assert blocks.error_of(PAGE, results, tmp_path) is None
-    assert [result["output"] for result in results] == ["", "it is 2\n", "1\n", "2\n", "", ""]
+    assert [result["output"] for result in results] == ["", "it is 2\n", "1\n", "2\n", "", "", ""]
+    assert blocks.missing_packages(PAGE) == ["no_such_package"]
     page = blocks.shown(PAGE, results, lambda picture: f"page-{Path(picture).name}")
     assert '    <div class="result" markdown>\n\n    ```text\n    it is 2\n    ```\n\n    </div>' in page
     assert "![made](page-made.png)" in page
     assert '```python title="my_rules.py"\n' in page
-    assert not re.search(r"output=|picture=|run=", page)
+    assert not re.search(r"output=|picture=|needs=|run=", page)
     assert "\n2\n" not in page  # printed by a block without output="yes"
 
 

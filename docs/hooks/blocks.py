@@ -7,8 +7,9 @@ All blocks of a page run in order in one empty folder:
     ```bash                         is run, command by command
     ```text, or another language    is not run
 
-`output="yes"` shows what the block printed, `picture="PATH"` a picture that it made, and `run="no: REASON"`
-leaves a block out. Results are cached by the blocks and the code of fedsim. FEDSIM_DOCS_RUN=no builds without running.
+`output="yes"` shows what the block printed, `picture="PATH"` a picture that it made, `needs="PACKAGE..."` runs the
+block where these packages are installed, and `run="no: REASON"` leaves it out. Results are cached by the blocks and the
+code of fedsim. FEDSIM_DOCS_RUN=no builds without running.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import textwrap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
-OWN_ATTRIBUTES = {"output", "picture", "run"}
+OWN_ATTRIBUTES = {"output", "picture", "needs", "run"}
 SLOW = re.compile(r"\A---\n(?:.*\n)*?slow: true\n(?:.*\n)*?---\n")
 
 log = logging.getLogger("mkdocs.hooks.blocks")
@@ -55,9 +57,14 @@ class Block:
     line: int
 
     @property
+    def missing(self) -> list[str]:
+        """The packages that it needs and that are not installed."""
+        return [name for name in self.attributes.get("needs", "").split() if find_spec(name) is None]
+
+    @property
     def action(self) -> str | None:
         """What is done with it: "save", "python", "bash", or None for nothing."""
-        if self.attributes.get("run", "").startswith("no"):
+        if self.attributes.get("run", "").startswith("no") or self.missing:
             return None
         if "title" in self.attributes:
             return "save"
@@ -80,6 +87,11 @@ def _block(match: re.Match[str], markdown: str) -> Block:
 def is_run(markdown: str) -> bool:
     """Whether a page has blocks that are saved or run."""
     return any(block.action for block in blocks_of(markdown))
+
+
+def missing_packages(markdown: str) -> list[str]:
+    """The packages that are not installed, so that blocks of the page are left out."""
+    return sorted({name for block in blocks_of(markdown) for name in block.missing})
 
 
 def is_slow(markdown: str) -> bool:
@@ -164,7 +176,8 @@ def code_digest() -> str:
 
 def cached(markdown: str) -> tuple[list[dict[str, Any]], Path]:
     """The results of a page and its folder, from an earlier build if neither the blocks nor fedsim have changed."""
-    digest = hashlib.sha256(json.dumps([code_digest(), *map(asdict, blocks_of(markdown))]).encode())
+    steps = [{**asdict(block), "action": block.action} for block in blocks_of(markdown)]
+    digest = hashlib.sha256(json.dumps([code_digest(), *steps]).encode())
     folder = CACHE / digest.hexdigest()[:24]
     if not (folder / "results.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
@@ -187,6 +200,8 @@ def on_files(files: Any, config: Any) -> None:
     pool = ThreadPoolExecutor(os.cpu_count())
     for file in files.documentation_pages():
         if file.abs_src_path and is_run(file.content_string):
+            if missing := missing_packages(file.content_string):
+                log.info("%s: some blocks are not run: %s is not installed", file.src_uri, ", ".join(missing))
             pages[file.src_uri] = pool.submit(cached, file.content_string)
     pool.shutdown(wait=False)
 

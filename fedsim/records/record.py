@@ -133,7 +133,7 @@ class RaceRecord(Record):
     """Measurements of a round of a race. Lists have one number per run; counts are sums over the runs.
 
     Without a lock, torn coordinates and lost updates cannot be seen. The counts are of observable substitutes; see
-    docs/explanation/architecture.md.
+    docs/explanation/asynchronous.md.
     """
 
     runs: Count | None = None
@@ -148,6 +148,7 @@ class RaceRecord(Record):
     updates_lost: Number = None
     """Updates that another process overwrote, estimated by a counter beside the model; 0 under a lock."""
     lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", share=True)] = None
+    """`updates_lost` / `updates`."""
     torn_reads: Annotated[Number, Metric("Torn reads (fraction)", share=True)] = None
     """Fraction of the gradients during whose computation another process wrote the model."""
     locks_taken: Count | None = None
