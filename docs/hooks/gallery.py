@@ -104,8 +104,9 @@ def packed(folder: Path, experiments: dict[str, Any]) -> bytes:
         for run in grid["runs"]:
             path, inside = folder / run["folder"], run["folder"]
             _put(archive, f"{inside}/experiment.toml", to_toml(experiments[canonical_point(run["point"])]))
-            lines = (path / "metrics.jsonl").read_text().splitlines()
-            _put(archive, f"{inside}/metrics.jsonl", "".join(map(_kept, lines)))
+            if (path / "metrics.jsonl").is_file():  # a run may have failed in its first round
+                lines = (path / "metrics.jsonl").read_text().splitlines()
+                _put(archive, f"{inside}/metrics.jsonl", "".join(map(_kept, lines)))
             if (path / "error.txt").is_file():
                 _put(archive, f"{inside}/error.txt", (path / "error.txt").read_text())
     return buffer.getvalue()

@@ -37,6 +37,7 @@ class HeatCell:
     bold: bool = False
 
 
+CHARACTER = 0.09  # inches of width, about
 NO_CELL = HeatCell(math.nan, "")
 
 
@@ -67,7 +68,9 @@ def draw_heatmap(grid: AnyGrid, runs: Sequence[AnyRun], style: FigureStyle = SCR
     axes = figure.subplots()
     places = [[(canonical(a), canonical(b)) for b in across] for a in down]
     image = draw_cells(axes, [[_cell(cells.get(place, []), best) for place in line] for line in places])
-    axes.set_xticks(range(len(across)), [label(value) for value in across], rotation=30, ha="right")
+    names = [label(value) for value in across]
+    fits = max(map(len, names)) * CHARACTER < 0.7 * size[0] / len(names)
+    axes.set_xticks(range(len(names)), names, rotation=0 if fits else 30, ha="center" if fits else "right")
     axes.set_yticks(range(len(down)), [label(value) for value in down])
     axes.set(xlabel=key_name(second), ylabel=key_name(first))
     figure.colorbar(image, ax=axes, label=score.label.lower())
