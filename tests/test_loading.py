@@ -200,14 +200,23 @@ def test_parameters_that_toml_has_no_type_for_survive_it(file):
     assert load_experiment(file, allow_imports=True) == experiment
 
 
+EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))
+LARGE = "byzantine_mnist"  # 15,300 runs
+
+
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[1] / "experiments").glob("*.toml")), ids=lambda p: p.name
+    "path", [pytest.param(path, id=path.name, marks=[pytest.mark.slow] * (path.stem == LARGE)) for path in EXPERIMENTS]
 )
 def test_every_experiment_of_the_project_loads(path):
     if "grid" in read_toml(path):
         assert plan_grid(path).name == path.stem
     else:
         assert load_experiment(path).name == path.stem
+
+
+def test_a_part_of_a_large_grid_loads():
+    part = plan_grid(LARGE, words=["partition=iid", "attack.fraction=0.24"])
+    assert (part.name, part.shape) == (LARGE, "31 aggregate.rule x 5 attack.name x 3 local.lr x 3 seed")
 
 
 def test_a_grid_is_no_single_experiment():

@@ -218,6 +218,8 @@ def _experiments(
 ) -> tuple[list[Experiment], list[dict[str, Any]], bool, list[str]]:
     """Make the experiment of every point, all with one default name.
 
+    Points that differ in the seed alone are checked once, and each seed once, since no check depends on both.
+
     Returns the experiments and their points, whether any of them sets its engine, and a line for each problem of the
     points that are left out.
     """
@@ -225,7 +227,14 @@ def _experiments(
     problems: dict[str, list[dict[str, Any]]] = {}  # by line: the points that have it
     models: dict[str, tuple[str, ...]] = {}
     varied = set()
+    checked: dict[str, Experiment] = {}  # by the values of the point but the seed
+    seeds = set()  # that an experiment has had
     for point in points:
+        combination, seed = canonical(point | {SEED: None}), canonical(point.get(SEED))
+        if combination in checked and seed in seeds:
+            experiments.append(checked[combination].model_copy(update={SEED: point[SEED]}))
+            valid.append(point)
+            continue
         own = [change for key, value in point.items() for change in changes_of(key, value)]
         varied |= {key_changed(*change) for change in own}
         tables = copy.deepcopy(description)
@@ -239,6 +248,8 @@ def _experiments(
         if not lines:
             experiments.append(experiment)
             valid.append(point)
+            checked[combination] = experiment
+            seeds.add(seed)
         for line in lines:
             problems.setdefault(line, []).append(point)
         engine_chosen |= not {"engine", "processes"}.isdisjoint(tables) or tables.get("mode") == "race"

@@ -98,6 +98,8 @@ def plain(value: Any) -> Any:
     >>> plain({"seed": np.int64(3), "weights": torch.ones(2)})
     {'seed': 3, 'weights': [1.0, 1.0]}
     """
+    if type(value) in (str, int, float, bool):  # the usual case, many times for each run of a comparison
+        return value
     if isinstance(value, (np.generic, np.ndarray, Tensor)):
         return value.tolist()
     if isinstance(value, Mapping):

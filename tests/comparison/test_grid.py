@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedsim import Experiment, ExperimentError
+from fedsim import Experiment, ExperimentError, load_experiment
 from fedsim.comparison import ComparisonSettings, plan_grid
 from fedsim.core.input_limits import leaves_of
 
@@ -141,6 +141,22 @@ def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
     assert any(": local.lr = -1.0: must be greater than" in line for line in lines)
     assert any(': aggregate.rule = "krumm": no such aggregation rule' in line for line in lines)
     assert all(line.endswith("more of 16 runs)") for line in lines)
+
+
+def test_each_run_is_the_experiment_that_its_point_describes():
+    """Although the runs of a combination are checked once."""
+    base = {"data": "tests.plugs:tiny", "records": {"model": False, "curve": False}}
+    for run in plan_grid(base, {"seed": [3, 1, 2], "local.lr": [0.1, 0.2], "aggregate.rule": ["mean", "krum"]}).runs:
+        alone = Experiment(
+            **base, seed=run.point["seed"], local={"lr": run.point["local.lr"]}, name=run.experiment.name
+        )
+        alone = load_experiment(alone, [f"aggregate.rule={run.point['aggregate.rule']}"])
+        assert run.experiment == alone
+
+
+def test_a_wrong_seed_is_a_problem_of_all_combinations():
+    with pytest.raises(ExperimentError, match=r"^local.lr=0.1 seed=-1: seed = -1: .* \(and 1 more of 4 runs\)$"):
+        plan_grid({"data": "tests.plugs:tiny"}, {"local.lr": [0.1, 0.2], "seed": [0, -1]})
 
 
 @pytest.mark.parametrize(
