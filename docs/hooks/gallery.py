@@ -5,7 +5,8 @@
 
 WORDS are those of the command that made the folder, `fedsim compare NAME WORDS`. docs/gallery/results/NAME/ holds
 
-    about.json      the words, the machine, the time, and the arguments of `fedsim.plot` for each figure, to be edited
+    about.json      the words, the machine, the time, and, to be edited, the arguments of `fedsim.plot` for each figure,
+                    and for a table of other metrics than the compared one their names by heading
     records.tar.xz  the comparison without models: grid.json, and of each run experiment.toml and metrics.jsonl
     summary.txt     the table, as the comparison printed it
 
@@ -27,6 +28,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,7 @@ def add(name: str, folder: Path, words: list[str]) -> None:
         "figures": [{"kind": "heatmap"}] if len(grid.compared) > 1 else [{}],
     }
     if results(name):
-        found["figures"] = about(name)["figures"]
+        found |= {key: value for key, value in about(name).items() if key in ("figures", "table")}
     (target / "records.tar.xz").write_bytes(packed(folder, now))
     (target / "summary.txt").write_text((folder / "summary.txt").read_text())
     (target / "about.json").write_text(json.dumps(found, indent=2) + "\n")
@@ -259,7 +261,9 @@ def filled(name: str, markdown: str) -> str:
                 caption = figures(name)[f"{stem}.txt"].decode()
                 parts.append(f"![{caption}]({file})\n\n{caption} [SVG]({stem}.svg)")
         table = GALLERY / "results" / name / "summary.txt"
-        if table.is_file():  # it is too wide for a page, if an experiment has many metrics
+        if "table" in known:
+            parts.append(metrics_table(name, known["table"]))
+        elif table.is_file():
             parts.append(f"```text\n{table.read_text().rstrip()}\n```")
         parts.append(
             f"{known['runs']} runs, {_hours(known['core_hours'])} of one core in all ({known['processor']}, "
@@ -267,6 +271,24 @@ def filled(name: str, markdown: str) -> str:
         )
     parts.append(f"The file: `experiments/{name}.toml`")
     return "\n\n".join([*parts, notes.strip()]) + "\n"
+
+
+def metrics_table(name: str, metrics: dict[str, str]) -> str:
+    """A table of the last round: metrics by heading, means over the seeds. FEDSIM_DOCS_RUN=no builds without it."""
+    if os.environ.get("FEDSIM_DOCS_RUN") == "no":
+        return ""
+    from fedsim.comparison.axes import label
+    from fedsim.records.reader import read_grid
+
+    with unpacked(name) as folder:
+        grid = read_grid(folder)
+    columns = [replace(grid.settings, by=metric).combined(grid.runs, list(grid.axes)) for metric in metrics.values()]
+    rows = ["| " + " | ".join([*grid.compared, *metrics]) + " |", "|---" * (len(grid.compared) + len(metrics)) + "|"]
+    for cells in zip(*columns, strict=True):
+        values = [label(cells[0].runs[0].point[key]) for key in grid.compared]
+        means = ["" if each.score is None else f"{each.score.mean:.4f}" for each in cells]
+        rows.append("| " + " | ".join([*values, *means]) + " |")
+    return "\n".join(rows)
 
 
 def _hours(hours: float) -> str:

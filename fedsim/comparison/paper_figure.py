@@ -125,7 +125,9 @@ def _heatmap(grid: StoredGrid, style: str) -> Figure:
     look = STYLES[style]
     figure = draw_panels(grid, grid.runs, over, look) if over else draw_heatmap(grid, grid.runs, look)
     if figure is None:
-        raise ExperimentError('kind = "heatmap": needs a comparison of two keys or more, with finished runs')
+        raise ExperimentError(
+            'kind = "heatmap": needs a comparison of two keys or more beside worst and tune, with finished runs'
+        )
     return figure
 
 
