@@ -44,6 +44,8 @@ ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 OWN_ATTRIBUTES = {"output", "picture", "needs", "run"}
 SLOW = re.compile(r"\A---\n(?:.*\n)*?slow: true\n(?:.*\n)*?---\n")
 
+RunPython = Callable[[list[str], Path, dict[str, str]], tuple[int, str]]
+
 log = logging.getLogger("mkdocs.hooks.blocks")
 
 
@@ -99,8 +101,16 @@ def is_slow(markdown: str) -> bool:
     return SLOW.match(markdown) is not None
 
 
-def run(markdown: str, folder: Path) -> list[dict[str, Any]]:
-    """Run the blocks of a page in a folder.
+def run_python(words: list[str], folder: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """Run `python *words` in a folder: its exit code, and what it printed to standard error."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, text=True, capture_output=True, timeout=MOST_SECONDS
+    )
+    return done.returncode, done.stderr
+
+
+def run(markdown: str, folder: Path, run_python: RunPython = run_python) -> list[dict[str, Any]]:
+    """Run the blocks of a page in a folder, by `run_python`.
 
     Returns one {"output": str, "error": str or None} for each block. After the first error nothing more is run.
     """
@@ -109,22 +119,14 @@ def run(markdown: str, folder: Path) -> list[dict[str, Any]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "110", "NO_COLOR": "1"}
     environment |= {"MPLBACKEND": "agg", "TTY_COMPATIBLE": "0", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory() as own:
-        results = Path(own) / "results.json"
-        command = [sys.executable, str(RUN_BLOCKS), str(results)]
+        given, results = Path(own) / "steps.json", Path(own) / "results.json"
+        given.write_text(json.dumps(steps))
         try:
-            done = subprocess.run(
-                command,
-                cwd=folder,
-                env=environment,
-                input=json.dumps(steps),
-                text=True,
-                capture_output=True,
-                timeout=MOST_SECONDS,
-            )
+            code, error = run_python([str(RUN_BLOCKS), str(given), str(results)], folder, environment)
         except subprocess.TimeoutExpired:
             return [{"output": "", "error": f"takes more than {MOST_SECONDS} seconds"} for _ in steps]
         if not results.is_file():
-            return [{"output": "", "error": f"the process ended with code {done.returncode}\n{done.stderr}"}]
+            return [{"output": "", "error": f"the process ended with code {code}\n{error}"}]
         return json.loads(results.read_text())
 
 

@@ -1,6 +1,6 @@
-"""The process that runs the blocks of one page in its working directory: python run_blocks.py RESULTS < STEPS.
+"""The process that runs the blocks of one page in its working directory: python run_blocks.py STEPS RESULTS.
 
-Steps are JSON, a list of {action, code, attributes}. The results are written as JSON, a list of {output, error}.
+Both files are JSON: the steps a list of {action, code, attributes}, the results a list of {output, error}.
 """
 
 from __future__ import annotations
@@ -111,4 +111,4 @@ def main(results: Path, steps: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.load(sys.stdin))
+    main(Path(sys.argv[2]), json.loads(Path(sys.argv[1]).read_text()))
