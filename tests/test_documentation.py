@@ -30,18 +30,18 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * blocks.is_slow(text)) for page, text in PAGES.items()]
-)
-def test_the_blocks_of_the_page_run(page, tmp_path):
-    assert blocks.error_of(PAGES[page], blocks.run(PAGES[page], tmp_path, run_forked), tmp_path) is None
-
-
 def run_forked(words, folder, environment):
     """`python *words` in a fork of the process that has imported fedsim, which saves each page two seconds."""
     program = Program(words, cwd=folder, environment=environment)
     _, error = program.communicate(timeout=blocks.MOST_SECONDS)
     return program.returncode, error
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * blocks.is_slow(text)) for page, text in PAGES.items()]
+)
+def test_the_blocks_of_the_page_run(page, tmp_path):
+    assert blocks.error_of(PAGES[page], blocks.run(PAGES[page], tmp_path, run_forked), tmp_path) is None
     if missing := blocks.missing_packages(PAGES[page]):
         pytest.skip(f"the blocks that need {', '.join(missing)} were not run; the others were")
 
