@@ -101,7 +101,7 @@ def draw_panels(
         if count - columns <= index < count:
             panel.set_xlabel(x)
     if lines is not None:
-        place = "outside upper center" if style.widths else "center" if free else "outside right upper"
+        place = "outside upper center" if style.widths else "center" if free else "outside right center"
         handles = [Line2D([], [], label=name, **line_style(index)) for index, name in enumerate(names)]
         sizes: dict[str, Any] = {"fontsize": "small", "title_fontsize": "small", "handlelength": 3}
         where: Any = panels[-1] if free else figure

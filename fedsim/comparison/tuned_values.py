@@ -78,5 +78,5 @@ def draw_tuning(grid: Grid, tuned: Sequence[Choice]) -> Figure | None:
     axes.grid(alpha=0.3)
     figure.suptitle(f"Tuning of the {key_name(grid.settings.tune)}\n{grid.name}", fontsize="small")
     columns = math.ceil(len(tuned) / 20)
-    figure.legend(loc="outside right upper", fontsize="x-small", ncols=columns, handlelength=3)
+    figure.legend(loc="outside right center", fontsize="x-small", ncols=columns, handlelength=3)
     return figure
