@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import compileall
 import multiprocessing
+import os
 import random
 import re
 import signal
@@ -25,6 +26,7 @@ sys.dont_write_bytecode = False
 for folder in (Path(fedsim.__file__).parent, Path(__file__).parent):
     compileall.compile_dir(folder, quiet=2, rx=re.compile(r"/test_\w+\.py$"))
 fork_workers()
+os.fsync = lambda file: None  # waits for the disk for milliseconds, thousands of times; no test cuts the power
 torch.set_num_threads(1)  # tests that compute in several processes must not fight for the cores
 
 

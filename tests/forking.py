@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from multiprocessing import forkserver, process
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -147,7 +148,7 @@ def _work(surroundings, target, *args):
 
 
 def _run(surroundings, words, cwd, stdout, stderr):
-    """Run a script, or a module after `-m`, as the interpreter would."""
+    """Run a script, a module after `-m`, or code after `-c`, as the interpreter would."""
     _begin(surroundings)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number, descriptor in ((1, stdout), (2, stderr)):
@@ -163,6 +164,10 @@ def _run(surroundings, words, cwd, stdout, stderr):
         if words[0] == "-m":
             sys.path.insert(0, cwd)
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.path.insert(0, cwd)
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(words[1], vars(sys.modules["__main__"]))
         else:
             sys.path.insert(0, str(Path(words[0]).parent))
             runpy.run_path(words[0], run_name="__main__")

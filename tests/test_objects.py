@@ -26,7 +26,7 @@ from fedsim.config.toml import to_toml
 from fedsim.core.objects import name_of
 from fedsim.errors import DataError, ExperimentError, FedsimWarning
 from fedsim.server import ServerStep
-from tests.commands import run_python
+from tests.commands import ended, start
 from tests.plugs import tiny
 
 
@@ -340,6 +340,6 @@ print("done")
 """
 
 
-def test_objects_of_a_program_without_a_file_go_to_processes():
-    done = run_python("-c", NOTEBOOK)
-    assert done.stdout == "done\n", done.stderr
+def test_objects_of_a_program_without_a_file_go_to_processes(tmp_path):
+    (code,), outs, errors = ended([start("-c", NOTEBOOK, cwd=tmp_path)])
+    assert (code, outs) == (0, ["done\n"]), errors
