@@ -25,6 +25,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 sys.dont_write_bytecode = False
 for folder in (Path(fedsim.__file__).parent, Path(__file__).parent):
     compileall.compile_dir(folder, quiet=2, rx=re.compile(r"/test_\w+\.py$"))
+for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):  # with these, typer and rich write colours into pipes
+    os.environ.pop(name, None)
 fork_workers()
 os.fsync = lambda file: None  # waits for the disk for milliseconds, thousands of times; no test cuts the power
 torch.set_num_threads(1)  # tests that compute in several processes must not fight for the cores
