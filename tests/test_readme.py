@@ -44,6 +44,7 @@ def test_the_first_two_commands_of_the_readme():
     assert test == "python -m pip install -e '.[test]' && python -m pytest"
 
 
+@pytest.mark.slow
 def test_the_first_run_shows_what_the_readme_shows(tmp_path):
     """To three decimals; times differ."""
     done = CliRunner().invoke(app, ["run", "engine=serial", "--out", str(tmp_path / "run")])

@@ -92,7 +92,9 @@ def test_many_signals_are_one_word(seed, tmp_path):
         if moment == "training":
             read_until(process, "    2")
         else:
-            time.sleep(rng.uniform(2, 6))
+            while not (tmp_path / words[-1]).exists():
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 1))
         while process.poll() is None:
             os.kill(process.pid, rng.choice([signal.SIGINT, signal.SIGTERM]))
             time.sleep(rng.choice([0.001, 0.01, 0.1]))
