@@ -45,6 +45,12 @@ def plot(
     ] = "paper",
     width: Annotated[float | None, typer.Option(help="Inches.", show_default="3.35; several panels 6.9")] = None,
     height: Annotated[float | None, typer.Option(help="Inches.", show_default="by content")] = None,
+    x_range: Annotated[
+        tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="The ends of the x axis: --x-range 0 50.")
+    ] = None,
+    y_range: Annotated[
+        tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="The ends of the y axis: --y-range 0.9 1.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="The file: .pdf, .svg or .png.")] = Path("figure.pdf"),
 ) -> None:
     """Draw a figure for a paper of runs or of a comparison, and print a caption for it."""
@@ -70,6 +76,8 @@ def plot(
             style=style,  # type: ignore[arg-type]
             width=width,
             height=height,
+            x_range=x_range,
+            y_range=y_range,
             out=out,
         )
         print(figure.get_label())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,8 @@ def plot(
     style: Literal["paper", "screen"] = "paper",
     width: float | None = None,
     height: float | None = None,
+    x_range: tuple[float, float] | None = None,
+    y_range: tuple[float, float] | None = None,
     out: str | Path | None = None,
 ) -> Figure:
     """Draw the runs in some folders, or a comparison.
@@ -62,6 +65,8 @@ def plot(
             inches; no title. "screen": with a title, and with matplotlib's own settings.
         width: of the figure, in inches.
         height: of the figure, in inches.
+        x_range: the ends of the x axes of curves, such as (0, 50).
+        y_range: the ends of their y axes, such as (0.9, 1.0).
         out: a file to write, whose name ends in .png, .svg or .pdf.
 
     Returns the figure; `get_label()` is a caption for it. Raises RecordError if a folder holds no finished round or
@@ -85,6 +90,8 @@ def plot(
     look = STYLES[style]
     with look.applied():
         figure = _heatmap(grid, style) if kind == "heatmap" else _curves(grid, x, style)
+        _set_range(figure, kind, "x", x_range)
+        _set_range(figure, kind, "y", y_range)
         if width or height:
             own_width, own_height = figure.get_size_inches()
             figure.set_size_inches(width or own_width, height or own_height)
@@ -118,6 +125,19 @@ def _curves(grid: StoredGrid, x: str, style: str) -> Figure:
     if not any(panel.lines for panel in figure.axes):
         raise ExperimentError(f"x = {show(x)}: no run has recorded that together with the metric")
     return figure
+
+
+def _set_range(figure: Figure, kind: Kind, axis: Literal["x", "y"], ends: tuple[float, float] | None) -> None:
+    if ends is None:
+        return
+    if kind == "heatmap":
+        raise ExperimentError(f"{axis}_range = {show(list(ends))}: is for curves; a heat map has none")
+    if not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
+        raise ExperimentError(f"{axis}_range = {show(list(ends))}: must be two numbers, the smaller one first")
+    for panel in figure.axes:
+        if getattr(panel, f"get_{axis}scale")() == "log" and ends[0] <= 0:
+            raise ExperimentError(f"{axis}_range = {show(list(ends))}: must be above 0, since the axis is logarithmic")
+        panel.set(**{f"{axis}lim": ends})
 
 
 def _heatmap(grid: StoredGrid, style: str) -> Figure:

@@ -33,7 +33,7 @@ def strengths(tmp_path_factory):
     """A comparison over an axis of three numbers."""
     folder = tmp_path_factory.mktemp("figures") / "strengths"
     return write_points(
-        folder, {"attack.scale": [1, 2, 5]}, lambda path, point: invent_run(path, [0.9 - 0.1 * point["attack.scale"]])
+        folder, {"attack.scale": [0.5, 1, 5]}, lambda path, point: invent_run(path, [0.9 - 0.1 * point["attack.scale"]])
     )
 
 
@@ -91,7 +91,7 @@ def test_a_heat_map_has_a_cell_for_each_rule_and_attack(comparison):
 
 def test_against_an_axis_of_numbers_the_last_round_is_drawn(strengths):
     (panel,) = fedsim.plot(strengths, x="attack.scale").axes
-    assert panel.lines[0].get_xydata().tolist() == [[1, 0.8], [2, 0.7], [5, 0.4]]
+    assert panel.lines[0].get_xydata().tolist() == [[0.5, 0.85], [1, 0.8], [5, 0.4]]
 
 
 def test_runs_are_named_by_what_distinguishes_them_and_seeds_are_averaged(tmp_path):
@@ -156,6 +156,12 @@ def test_the_size_may_be_given_and_a_pdf_embeds_truetype_fonts(comparison, tmp_p
     assert b"/Type3" not in document.read_bytes()
 
 
+def test_ranges_are_those_of_all_panels(comparison):
+    figure = fedsim.plot(comparison, x_range=(0, 3), y_range=(0.25, 0.5))
+    assert len(figure.axes) > 1
+    assert {(panel.get_xlim(), panel.get_ylim()) for panel in figure.axes} == {((0, 3), (0.25, 0.5))}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -166,12 +172,21 @@ def test_the_size_may_be_given_and_a_pdf_embeds_truetype_fonts(comparison, tmp_p
         ({"style": "papers"}, 'did you mean "paper"'),
         ({"out": "figure.jpg"}, r"must end in \.png, \.svg, \.pdf"),
         ({"only": {"attack": "ipm"}}, 'attack = "ipm": is not in the comparison'),
+        ({"y_range": (1, 0)}, r"y_range = \[1, 0\]: must be two numbers, the smaller one first"),
+        ({"x_range": (0, float("nan"))}, "x_range = .*: must be two numbers"),
+        ({"x_range": (0, 1), "kind": "heatmap"}, "is for curves"),
         ({"only": {"attak": "none"}}, 'did you mean "attack"'),
     ],
 )
 def test_a_wrong_argument_is_refused_with_what_is_allowed(comparison, arguments, message):
     with pytest.raises(ExperimentError, match=message):
         fedsim.plot(comparison, **arguments)
+
+
+def test_a_logarithmic_axis_begins_above_0(strengths):
+    assert fedsim.plot(strengths, x="attack.scale", x_range=(0.5, 3)).axes[0].get_xscale() == "log"
+    with pytest.raises(ExperimentError, match="must be above 0"):
+        fedsim.plot(strengths, x="attack.scale", x_range=(0, 3))
 
 
 def test_folders_that_cannot_be_drawn_together_are_refused(comparison, tmp_path):
