@@ -22,7 +22,10 @@ OPTIMIZERS = {
     "adam": (torch.optim.Adam, {"lr": 0.01, "beta1": 0.8, "amsgrad": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1}),
 }
-TABLES = {"rounds": 4, "workers": 5, "cohort": 2, "model": "logistic", "data": "tests.plugs:tiny", "engine": "serial"}
+TABLES = {
+    **{"rounds": 4, "workers": 5, "cohort": 2, "model": "logistic", "data": "tests.plugs:tiny", "engine": "serial"},
+    "records": {"curve": False},
+}
 KEPT = {"batch_size": 16, "steps": 3, "keep_state": True}
 
 

@@ -17,7 +17,10 @@ from tests.textbook import Federation
 
 AT_WORKER = {"momentum_at": "worker", "momentum": 0.9, "dampening": 0.9}
 LOCAL = {"batch_size": 16, "lr": 0.5, "steps": 3}
-TABLES = {"rounds": 3, "workers": 5, "model": "logistic", "data": "tests.plugs:tiny", "sync": "gradients"}
+TABLES = {
+    **{"rounds": 3, "workers": 5, "model": "logistic", "data": "tests.plugs:tiny", "sync": "gradients"},
+    "records": {"curve": False},
+}
 EXCLUDES = {"aggregate": {"rule": "median", "nonfinite": "exclude"}, "attack": {"name": "nan", "workers": [1]}}
 CASES = {
     "partial cohorts of uneven shards": {"workers": 7, "cohort": 3, "partition": "tests.plugs:uneven", "rounds": 4},

@@ -23,7 +23,8 @@ SETTINGS = ComparisonSettings(tune="local.lr", rounds_by_halving=True)
 def tables(serial):
     """An experiment of 8 rounds whose learning rate depends on the number of rounds, and whose rows have momentum."""
     local = {"batch_size": 16, "momentum": 0.9, "schedule": "cosine"}
-    return {**serial, "rounds": 8, "data": {"dataset": "tests.plugs:tiny", "validation": 0.2}, "local": local}
+    data = {"dataset": "tests.plugs:tiny", "validation": 0.2}
+    return {**serial, "rounds": 8, "data": data, "local": local, "records": {"figures": []}}
 
 
 def halved(tables, axes, out, **settings):

@@ -9,6 +9,8 @@ from fedsim.errors import MissingPackageError
 from fedsim.records.record import AsyncRecord, RoundRecord
 from fedsim.runs.run_loggers import scalars
 
+LOGGED = {"tensorboard": True, "curve": False}
+
 
 def read_back(folder):
     """Every scalar of the event file in a folder: tag to [(step, value)]."""
@@ -20,7 +22,7 @@ def read_back(folder):
 
 
 def test_the_event_file_holds_the_history(tiny_experiment, tmp_path):
-    result = fedsim.run({**tiny_experiment, "records": {"tensorboard": True}}, tmp_path / "run")
+    result = fedsim.run({**tiny_experiment, "records": LOGGED}, tmp_path / "run")
     found = read_back(tmp_path / "run")
     tags = ["test/accuracy", "test/loss", "train/loss", "bytes/up", "bytes/down"]
     assert set(found) == {*tags, *(f"seconds/{phase}" for phase in ("pull_down", "train", "aggregate", "test"))}
@@ -37,7 +39,7 @@ def test_the_settings_of_a_run_are_hyperparameters(tiny_experiment, tmp_path):
     from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
     rule = ["nnm", "median"]
-    fedsim.run({**tiny_experiment, "aggregate": {"rule": rule}, "records": {"tensorboard": True}}, tmp_path / "run")
+    fedsim.run({**tiny_experiment, "aggregate": {"rule": rule}, "records": LOGGED}, tmp_path / "run")
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
     content = events.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
@@ -52,7 +54,7 @@ def test_a_run_that_is_resumed_in_the_same_second_has_a_file_of_its_own(tiny_exp
     def stop(record):
         raise fedsim.StopRun
 
-    tables = {**tiny_experiment, "records": {"tensorboard": True}}
+    tables = {**tiny_experiment, "records": LOGGED}
     monkeypatch.setattr("time.time", lambda: 1_000_000_000.0)
     fedsim.run(tables, tmp_path / "run", on_round=stop)
     fedsim.run(tables, tmp_path / "run", resume=True)
@@ -62,7 +64,7 @@ def test_a_run_that_is_resumed_in_the_same_second_has_a_file_of_its_own(tiny_exp
 def test_each_round_is_flushed(tiny_experiment, tmp_path):
     seen = []
     fedsim.run(
-        {**tiny_experiment, "records": {"tensorboard": True}},
+        {**tiny_experiment, "records": LOGGED},
         tmp_path / "run",
         on_round=lambda _: seen.append(len(read_back(tmp_path / "run")["test/loss"])),
     )
@@ -72,7 +74,7 @@ def test_each_round_is_flushed(tiny_experiment, tmp_path):
 def test_tensorboard_is_off_by_default_and_needs_a_folder(tiny_experiment, tmp_path):
     fedsim.run(tiny_experiment, tmp_path / "run")
     assert not list((tmp_path / "run").glob("events*"))
-    fedsim.run({**tiny_experiment, "records": {"tensorboard": True}})
+    fedsim.run({**tiny_experiment, "records": LOGGED})
 
 
 def test_scalars_has_the_numbers_of_a_record():
@@ -93,5 +95,5 @@ def test_a_missing_package_ends_the_run_at_once(tiny_experiment, tmp_path, monke
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingPackageError, match=r"the logger .tensorboard. needs .*\[tensorboard\]'$"):
-        fedsim.run({**tiny_experiment, "records": {"tensorboard": True}}, tmp_path / "run")
+        fedsim.run({**tiny_experiment, "records": LOGGED}, tmp_path / "run")
     assert not (tmp_path / "run").exists()
