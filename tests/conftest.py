@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import compileall
+import gc
 import multiprocessing
 import os
 import random
@@ -30,6 +31,12 @@ for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):  # with these, typer
 fork_workers()
 os.fsync = lambda file: None  # waits for the disk for milliseconds, thousands of times; no test cuts the power
 torch.set_num_threads(1)  # tests that compute in several processes must not fight for the cores
+
+
+def pytest_collection_finish():
+    """Let garbage collections pass over what has been imported, a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

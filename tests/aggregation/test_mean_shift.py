@@ -19,7 +19,7 @@ def shares(seed):
 
 
 @pytest.mark.filterwarnings("ignore:Binning data failed")
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (100, 200, 300))])
 def test_bandwidth_and_labels_are_those_of_scikit_learn(first):
     several = 0
     for seed in range(first, first + 100):
