@@ -54,6 +54,7 @@ def test_the_plugs_of_the_documents_run_together_and_learn(my_plugs):
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 
 
+@pytest.mark.slow
 def test_the_robust_rule_of_the_document_withstands_the_attack_of_the_document(my_plugs):
     done = fedsim_command(
         f"compare {PLUGS} attack=my_attacks:shouting attack.volume=20 attack.workers=[0] seed=0 --jobs 1 engine=serial "
@@ -65,6 +66,7 @@ def test_the_robust_rule_of_the_document_withstands_the_attack_of_the_document(m
     assert accuracy["my_rules:nearest_pair"] > accuracy["mean"] + 0.2
 
 
+@pytest.mark.slow  # its page, own-partition.md, runs by default
 def test_the_virtual_partition_of_the_document_has_a_million_workers_and_learns(my_plugs):
     done = fedsim_command(
         f"run {PLUGS} partition=my_partitions:favourite partition.samples=40 workers=1000000 cohort=10 engine=serial"
@@ -77,6 +79,7 @@ def test_the_virtual_partition_of_the_document_has_a_million_workers_and_learns(
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 
 
+@pytest.mark.slow
 def test_the_policy_of_the_document_runs_beside_others_on_the_clock(my_plugs):
     done = fedsim_command(
         f"compare {PLUGS} rounds=5 mode=clock clock.speed=geometric clock.noise=lognormal seed=0 --target 0.5 "

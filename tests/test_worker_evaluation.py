@@ -41,7 +41,8 @@ class KeepsItsRow(SGD):
 def tables(tiny_experiment):
     local = {"batch_size": 16, "lr": 0.05}
     data = {"dataset": "tests.plugs:tiny", "worker_test": 0.25}
-    return {**tiny_experiment, "local": local, "data": data, "partition": "dirichlet", "precision": "float64"}
+    tables = {**tiny_experiment, "local": local, "data": data, "partition": "dirichlet", "precision": "float64"}
+    return {**tables, "records": {"curve": False}}
 
 
 def test_the_test_samples_of_a_worker_are_not_trained_on():

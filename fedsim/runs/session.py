@@ -24,7 +24,7 @@ class Session:
 
     >>> import fedsim
     >>> with fedsim.Session() as session:
-    ...     results = [fedsim.run({"seed": seed}, session=session, rounds=1, engine="serial") for seed in range(2)]
+    ...     results = [fedsim.run(seed=seed, rounds=1, model="logistic", session=session) for seed in range(2)]
     """
 
     def __init__(self) -> None:
