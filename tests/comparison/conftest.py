@@ -3,9 +3,7 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.fixture
-def quick():
-    """A quick experiment that leaves open with which engine it runs, as nested tables."""
+def quick_tables():
     return {
         "name": "quick",
         "rounds": 2,
@@ -14,6 +12,12 @@ def quick():
         "data": "tests.plugs:tiny",
         "local": {"batch_size": 16, "lr": 0.05},
     }
+
+
+@pytest.fixture
+def quick():
+    """A quick experiment that leaves open with which engine it runs, as nested tables."""
+    return quick_tables()
 
 
 @pytest.fixture

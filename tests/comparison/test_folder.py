@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -8,6 +9,7 @@ import fedsim
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import plan_grid
 from fedsim.errors import RecordError
+from tests.comparison.conftest import quick_tables
 
 AXES = {"aggregate.rule": ["mean", "weighted_mean"], "seed": [0, 1]}
 
@@ -19,10 +21,17 @@ def grid(serial):
     return plan_grid(serial, AXES)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder of a comparison that is finished, which `finished` copies."""
+    tables = {**quick_tables(), "engine": "serial"}
+    return fedsim.compare(tables, AXES, tmp_path_factory.mktemp("made") / "grid").folder
+
+
 @pytest.fixture
-def finished(serial, tmp_path):
+def finished(made, tmp_path):
     """The folder of a comparison that is finished."""
-    return fedsim.compare(serial, AXES, tmp_path / "grid").folder
+    return shutil.copytree(made, tmp_path / "grid")
 
 
 def test_grid_json_holds_the_axes_and_the_folder_of_each_run(finished):
