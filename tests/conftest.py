@@ -85,6 +85,7 @@ def tiny_experiment():
         "model": {"name": "2nn", "hidden": 20},
         "data": "tests.plugs:tiny",
         "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
+        "records": {"curve": False},  # a tenth of a second
     }
 
 

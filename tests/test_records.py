@@ -26,8 +26,14 @@ def finished(tiny_experiment, tmp_path):
     return fedsim.run({**tiny_experiment, "cohort": 2}, tmp_path / "a" / "run")
 
 
-def test_the_files_of_a_run_folder(finished):
-    names = {path.name for path in finished.folder.iterdir()}
+@pytest.fixture
+def drawn(tiny_experiment, tmp_path):
+    """The folder of a run with all that a run keeps by default."""
+    return fedsim.run({**tiny_experiment, "records": {}}, tmp_path / "run").folder
+
+
+def test_the_files_of_a_run_folder(drawn):
+    names = {path.name for path in drawn.iterdir()}
     assert names == {*ALWAYS, "model.safetensors", "curve.png"}
 
 
@@ -71,8 +77,8 @@ def test_the_model_is_the_global_model(finished):
     assert all(torch.equal(value, state[name]) for name, value in finished.model.state_dict().items())
 
 
-def test_the_curve_is_a_picture(finished):
-    with Image.open(finished.folder / "curve.png") as picture:
+def test_the_curve_is_a_picture(drawn):
+    with Image.open(drawn / "curve.png") as picture:
         assert picture.size > (600, 300)
         assert len(picture.convert("L").getcolors()) > 10
 

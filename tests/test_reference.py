@@ -77,7 +77,7 @@ def test_the_command_line_has_every_option():
 
 def test_all_files_of_a_run_folder_are_described(tmp_path, tiny_experiment):
     tables = {**tiny_experiment, "rounds": 2, "data.worker_test": 0.2, "evaluation.every": 2, "checkpoint.every": 1}
-    tables |= {"records.updates": [1], "records.figures": ["png"], "records.model": True, "records.curve": True}
+    tables |= {"records": {"updates": [1], "figures": ["png"], "model": True, "curve": True}}
     fedsim.run(tables, tmp_path / "run")
     files = [path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(files) > 8

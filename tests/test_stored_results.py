@@ -25,7 +25,7 @@ def normalised():
 
 @pytest.fixture
 def run_folder(tiny_experiment, tmp_path):
-    fedsim.run({**tiny_experiment, "records.curve": False}, tmp_path / "run")
+    fedsim.run(tiny_experiment, tmp_path / "run")
     return tmp_path / "run"
 
 
