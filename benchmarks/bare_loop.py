@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import CPU
+from common import CPU, of_torch
 from torch import Tensor, nn
 
 from fedsim import Experiment, load_experiment
@@ -74,7 +74,7 @@ def bare_loop(
             batches = [batch for order in orders for batch in shard[order].to(device).split(local.batch_size)]
             seed_everything(device, seed, "forward", round, worker)
             model.load_state_dict(state)
-            _train(model, loss, torch.optim.SGD(model.parameters(), **local.params), inputs, targets, batches)
+            _train(model, loss, torch.optim.SGD(model.parameters(), **of_torch(local.params)), inputs, targets, batches)
             for name, value in model.state_dict().items():
                 average[name].add_(value, alpha=weight / sum(weights))
         state = average

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import CPU
+from common import CPU, of_torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -129,7 +129,7 @@ def round_cost(experiment: Experiment, sample_shape: tuple[int, ...], train_samp
     model = experiment.model.bind()()
     inputs, targets = torch.randn(local.batch_size, *sample_shape), torch.zeros(local.batch_size, dtype=torch.long)
     steps = local.epochs * cohort * train_samples / experiment.workers / local.batch_size
-    training = step_cost(model, inputs, targets, **local.params).times(steps)
+    training = step_cost(model, inputs, targets, **of_torch(local.params)).times(steps)
     testing = test_cost(model, torch.randn(TEST_BATCH, *sample_shape)).times(test_samples / TEST_BATCH)
     aggregator = average_cost(cohort, sum(parameter.numel() for parameter in model.parameters()))
     return training.plus(testing).plus(aggregator)

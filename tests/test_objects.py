@@ -115,6 +115,15 @@ def test_a_pair_of_datasets_is_a_data_set(short, pair):
     assert (len(train), len(test)) == (60, 30)
 
 
+def test_a_data_set_may_have_parameters_train_and_test(short):
+    def part(root, *, train: int, test: int):
+        parts = zip(tiny(root), (train, test), strict=True)
+        return tuple(fedsim.TensorData(data.inputs[:count], data.targets[:count]) for data, count in parts)
+
+    result = fedsim.run({**short, "data": {"dataset": part, "train": 90, "test": 30}})
+    assert result.experiment.data.params == {"train": 90, "test": 30}
+
+
 def test_loaders_and_streams_are_refused_as_data_sets(pair):
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):

@@ -8,10 +8,8 @@ from typing import Any
 from benchmarks.gpu.cases import Case, Context, NotApplicableError
 from benchmarks.gpu.comparing import STACKED, TINY, compared, run
 from fedsim import ExperimentError, Result
-from tests.engines.test_contract import CASES, REFUSED
+from tests.engines.test_contract import CASES, REFUSED, syncs_of
 
-SYNCS = ("parameters", "gradients")
-WITH_LOCAL_STEPS = {"fedprox", "worker state and messages", "worker state of rows left out"}  # not for gradients
 ENGINES = {
     "serial": {"engine": "serial"},
     "batched": {**STACKED, "batched": {"width": 3}},  # so that some cohorts are more than one stack
@@ -22,9 +20,8 @@ ENGINES = {
 def contract() -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and tables of each case, in float64 unless it is about another precision."""
     for case, extra in CASES.items():
-        for sync in SYNCS:
-            if sync == "parameters" or not ("server" in extra or case in WITH_LOCAL_STEPS):
-                yield f"{case}, {sync}", {**TINY, "sync": sync, **extra}
+        for sync in syncs_of((case,)):
+            yield f"{case}, {sync}", {**TINY, "sync": sync, **extra}
 
 
 def cases(context: Context) -> list[Case]:

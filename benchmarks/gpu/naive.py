@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from common import of_torch
 from torch import Tensor, nn
 
 import fedsim
@@ -73,7 +74,7 @@ def _worker(
     model.to(device)
     x, y = torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
     loss = F.nll_loss if _gives_log_probabilities(model, x[:8]) else F.cross_entropy
-    optimizer = torch.optim.SGD(model.parameters(), **experiment.local.params)
+    optimizer = torch.optim.SGD(model.parameters(), **of_torch(experiment.local.params))
     model.train()
     steps = 0
     for _ in range(experiment.local.epochs):

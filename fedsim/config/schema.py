@@ -82,7 +82,8 @@ class Data(PlugTable):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_pairs(cls, value: Any) -> Any:
-        if isinstance(value, list) or (isinstance(value, dict) and {"train", "test"} <= value.keys()):
+        pair = isinstance(value, dict) and {"train", "test"} <= value.keys() and "dataset" not in value
+        if pair or isinstance(value, list):
             raise ExperimentError(
                 "data: must be a name, a table, or a tuple (train, test) of two data sets, not a list or a dict; "
                 "of tensors make data sets by fedsim.TensorData(inputs, targets)"
