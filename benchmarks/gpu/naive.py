@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import of_torch
 from torch import Tensor, nn
 
 import fedsim
+from benchmarks.common import of_torch
 from fedsim.core.randomness import sample_cohort
 
 TEST_BATCH = 1000

@@ -37,7 +37,7 @@ GALLERY = ROOT / "docs" / "gallery"
 EXPERIMENTS = ROOT / "experiments"
 MOST_BYTES = 300_000  # of the records of an experiment
 NOT_COMPARED = ("data.root", "records.", "engine", "processes")  # keys that change no result, or are of a machine
-NOT_KEPT = ("coefficients", "samples")  # large, and on no figure
+NOT_KEPT = ("coefficients", "samples", "seconds")  # large, and on no figure
 DIGITS = 6  # of the numbers of a round
 
 
