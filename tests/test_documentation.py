@@ -128,7 +128,7 @@ def test_a_block_is_left_out_with_a_reason_only():
 def site(tmp_path_factory):
     """The built site, with pages whose blocks have not been run."""
     if find_spec("mkdocs") is None:
-        pytest.skip("needs mkdocs: pip install 'fedsim[docs]'")
+        pytest.skip("needs mkdocs: pip install 'fedsim-sgd[docs]'")
     return built(tmp_path_factory.mktemp("site"), run="no")
 
 
@@ -154,5 +154,5 @@ def test_the_site_fetches_nothing(site):
 
 @pytest.mark.slow
 def test_the_site_is_built_with_the_outputs_of_its_blocks(tmp_path):
-    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'fedsim[docs]'")
+    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'fedsim-sgd[docs]'")
     assert '<div class="result">' in "".join(page.read_text() for page in built(tmp_path, run="yes").rglob("*.html"))

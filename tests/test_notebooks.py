@@ -14,7 +14,7 @@ from fedsim.runs.notebook import in_notebook
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
 needs_kernel = pytest.mark.skipif(
-    find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs fedsim[notebook]"
+    find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs fedsim-sgd[notebook]"
 )
 # of the kernel: ports without encryption, and files that it leaves open
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

@@ -142,7 +142,7 @@ def test_files_that_are_too_large_or_missing_are_refused(write, tmp_path):
 
 def test_a_yaml_file_without_pyyaml_is_one_line(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(MissingPackageError, match=r"experiment\.yaml needs the package yaml, .*'fedsim\[yaml\]'$"):
+    with pytest.raises(MissingPackageError, match=r"experiment\.yaml needs the package yaml, .*'fedsim-sgd\[yaml\]'$"):
         fedsim.load_experiment(write("rounds: 1"))
 
 

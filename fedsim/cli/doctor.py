@@ -52,7 +52,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in ("torch", "torchvision", "numpy"))
     for missing, about in ((False, "extras"), (True, "not installed")):
         extras = [name for name, packages in EXTRAS.items() if missing != all(map(_version, packages))]
-        how = ": pip install 'fedsim[NAME]'" if missing else ""
+        how = ": pip install 'fedsim-sgd[NAME]'" if missing else ""
         if extras:
             yield about, ", ".join(extras) + how
 

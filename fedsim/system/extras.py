@@ -1,4 +1,4 @@
-"""Optional packages, which the extras install: `pip install 'fedsim[report]'`."""
+"""Optional packages, which the extras install: `pip install 'fedsim-sgd[report]'`."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
         if (error.name or "").partition(".")[0] != package:  # a dependency of it is missing
             raise
         raise MissingPackageError(
-            f"{purpose} needs the package {package}, which is not installed: pip install 'fedsim[{extra}]'"
+            f"{purpose} needs the package {package}, which is not installed: pip install 'fedsim-sgd[{extra}]'"
         ) from None

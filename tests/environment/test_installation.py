@@ -32,10 +32,24 @@ sys.meta_path.insert(0, Absent)
 """
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 def test_all_installs_every_extra_except_those_of_developers():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = PROJECT["optional-dependencies"]
     (every,) = extras["all"]
     assert Requirement(every).extras == extras.keys() - {"all", "docs", "test"}
+
+
+def test_every_hint_installs_this_project_and_not_another_one():
+    """`fedsim` on PyPI is another project, so no hint, page or extra may name `fedsim[...]`."""
+    files = [ROOT / "pyproject.toml", ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    files += [
+        path for folder in ("fedsim", "docs", "benchmarks", "project_template") for path in (ROOT / folder).rglob("*")
+    ]
+    texts = [path.read_text() for path in files if path.suffix in {".md", ".py", ".toml", ".ipynb"}]
+    named = {name for text in texts for name in re.findall(r"(fedsim[\w-]*)\[[a-z]+[,\]]", text)}
+    assert named == {PROJECT["name"]} == {"fedsim-sgd"}
 
 
 @pytest.fixture(scope="module")
@@ -103,5 +117,5 @@ def test_the_core_runs_compares_and_draws_without_an_extra_or_the_checkout(insta
     for name in ("default/curve.png", "default/model.safetensors", "compared/results.csv", "compared/heatmap.png"):
         assert (tmp_path / name).is_file(), name
     refused = fedsim("report", "default")
-    line = "error: a report needs the package plotly, which is not installed: pip install 'fedsim[report]'\n"
+    line = "error: a report needs the package plotly, which is not installed: pip install 'fedsim-sgd[report]'\n"
     assert (refused.returncode, refused.stderr) == (2, line)

@@ -20,6 +20,6 @@ def test_a_module_says_what_to_install(module, package, extra, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)  # then its import fails
     with pytest.raises(
-        MissingPackageError, match=rf"needs the package {package}, .*: pip install 'fedsim\[{extra}\]'$"
+        MissingPackageError, match=rf"needs the package {package}, .*: pip install 'fedsim-sgd\[{extra}\]'$"
     ):
         importlib.import_module(f"fedsim.integrations.{module}")

@@ -169,7 +169,7 @@ def test_a_missing_package_raises_an_error_with_the_command_to_install_it(fresh_
     with pytest.raises(MissingPackageError) as caught:
         write_report(fresh_run)
     assert str(caught.value) == (
-        f"a report needs the package {package}, which is not installed: pip install 'fedsim[report]'"
+        f"a report needs the package {package}, which is not installed: pip install 'fedsim-sgd[report]'"
     )
     assert not (fresh_run / "report.html").exists()
 
