@@ -107,16 +107,15 @@ class ClientAlgorithm:
     Attributes:
         element_wise: whether `step` works on any columns of rows. If not, `step_rows` is called, with whole rows.
         uses_start_row: whether the steps use the row that the worker was sent.
-
-    A personal model is declared by `personal_rows` and these attributes. The engine trains, keeps, sends and tests
-    parameters and buffers (such as BatchNorm statistics) accordingly:
-
         personal_columns: columns of the rows that are not sent either way. The updates must be 0 there.
-        personal_buffers: columns of the buffers that are not sent either way: each worker continues with its own.
+        personal_buffers: columns of the buffers, such as BatchNorm statistics, that are not sent either way.
         personal_beside: whether the personal model is trained beside the row, by `gradient_at`. Each worker then keeps
             all buffers of its personal model, which only the forward passes of `gradient_at` change.
-        starts_from_current: whether a worker that has not taken part has the `worker_state` of the current global
-            model, not of the first one.
+        starts_from_current: whether a worker that has not taken part has the `worker_state` and the personal buffers of
+            the current global model, not of the first one. Needs synchronous rounds.
+
+    The last four attributes and `personal_rows` declare the personal model. The engine trains, keeps, sends and tests
+    its parameters and buffers accordingly.
 
     Cost: each row that `worker_state` names takes d numbers for each worker that has taken part.
 
