@@ -13,6 +13,7 @@ needs whole rows, or more gradients in a step, sets `element_wise = False` and d
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -107,7 +108,14 @@ class ClientAlgorithm:
         element_wise: whether `step` works on any columns of rows. If not, `step_rows` is called, with whole rows.
         uses_start_row: whether the steps use the row that the worker was sent.
         personal_columns: columns of the rows that are not sent either way. The updates must be 0 there.
-        needs_local_buffers: whether buffers, such as BatchNorm statistics, must be personal too: `buffers = "local"`.
+        personal_buffers: columns of the buffers, such as BatchNorm statistics, that are not sent either way.
+        personal_beside: whether the personal model is trained beside the row, by `gradient_at`. Each worker then keeps
+            all buffers of its personal model, which only the forward passes of `gradient_at` change.
+        starts_from_current: whether a worker that has not taken part has the `worker_state` and the personal buffers of
+            the current global model, not of the first one. Needs synchronous rounds.
+
+    The last four attributes and `personal_rows` declare the personal model. The engine trains, keeps, sends and tests
+    its parameters and buffers accordingly.
 
     Cost: each row that `worker_state` names takes d numbers for each worker that has taken part.
 
@@ -119,7 +127,9 @@ class ClientAlgorithm:
     element_wise: ClassVar[bool] = True
     uses_start_row: ClassVar[bool] = False
     personal_columns: ClassVar[ColumnSpans] = ColumnSpans()
-    needs_local_buffers: ClassVar[bool] = False
+    personal_buffers: ClassVar[ColumnSpans] = ColumnSpans()
+    personal_beside: ClassVar[bool] = False
+    starts_from_current: ClassVar[bool] = False
 
     @property
     def setting(self) -> str:
@@ -137,16 +147,26 @@ class ClientAlgorithm:
     def check_work(self, epochs: int | None, steps: int | None) -> None:
         """Raise ExperimentError if rounds are too short; they have at least so many epochs, or else so many steps."""
 
+    def check_steps(self, worker: int, steps: int) -> None:
+        """Raise ExperimentError if a round of so many local steps is too short for the algorithm."""
+
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
         """The algorithm for a model: itself, or a copy that knows, for example, which columns are personal."""
         return self
+
+    def buffers_kept(self, b: int) -> ColumnSpans:
+        """The columns of the buffers [b] of a personal model that a worker keeps."""
+        return ColumnSpans(((0, b),)) if self.personal_beside else self.personal_buffers
 
     def with_lr(self, lr: float) -> ClientAlgorithm:
         """A copy with another learning rate `lr`, for learning-rate schedules."""
         return replace(self, lr=lr)  # type: ignore[type-var]
 
     def worker_state(self, row: Tensor) -> State:
-        """What a worker keeps, before its first round: tensors [w]. `row` [d] is the first global model."""
+        """What a worker keeps, before its first round: tensors [w].
+
+        `row` [d] is the first global model, or the current one if the algorithm declares `starts_from_current`.
+        """
         return {}
 
     def server_state(self, row: Tensor) -> State:
@@ -183,7 +203,8 @@ class ClientAlgorithm:
         Args:
             rows, gradients: [..., d].
             state: is changed in place.
-            gradient_at: the gradients [..., d] of the same batches at other points [..., d], with the same masks.
+            gradient_at: the gradients [..., d] of the same batches at other points [..., d], with the same masks. Its
+                forward passes change the buffers of the personal model if that is `personal_beside`, and no others.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `step_rows`")
 
@@ -231,8 +252,17 @@ class ClientAlgorithm:
         """Change what workers send at a step of a round of gradients, [..., d], and what they keep, in place."""
 
     def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
-        """The personal models [..., d] of workers, from the global model `rows` [..., d] and what they keep."""
+        """The personal models [..., d] of workers, from the global model `rows` [..., d] and what they keep.
+
+        They are tested with the buffers that the workers keep for them, and else with those of the global model.
+        """
         return rows
+
+    def _copy(self, **changes: Any) -> ClientAlgorithm:
+        """A copy with other attributes. `dataclasses.replace` would lose those that are no fields."""
+        copied = copy.copy(self)
+        vars(copied).update(changes)
+        return copied
 
     def has(self, method: str) -> bool:
         """Whether the algorithm defines a method itself, so that it has to be called."""

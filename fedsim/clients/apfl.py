@@ -21,7 +21,8 @@ class APFL(LocalSGD):
 
     The row x takes the steps of `sgd`. The worker's own v, which it keeps, is trained within the mixture
     u = alpha v + (1 - alpha) x: at each step v -= lr alpha (gradient at u). The personal model is the
-    mixture of v and the global model.
+    mixture of v and the global model. Its BatchNorm statistics and other buffers stay with the worker, and follow the
+    forward passes at u alone.
 
     Args:
         alpha: share of v, 0 <= alpha <= 1. With 0 the row moves as under `sgd`, and v does not move.
@@ -41,6 +42,7 @@ class APFL(LocalSGD):
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     adaptive: bool = False
     element_wise: ClassVar[bool] = False
+    personal_beside: ClassVar[bool] = True
 
     def worker_state(self, row: Tensor) -> State:
         return self._personal(row)

@@ -20,7 +20,8 @@ class Ditto(LocalSGD):
     """Federated averaging, and a personal model that is pulled to the global one. Li et al. 2021.
 
     The row takes the steps of `sgd`. At each step the worker's personal model v, which it keeps, takes a step on the
-    same batch: v -= lr (gradient at v + lam (v - w)), with the row w that the worker was sent. v is evaluated.
+    same batch: v -= lr (gradient at v + lam (v - w)), with the row w that the worker was sent. v is evaluated. Its
+    BatchNorm statistics and other buffers stay with the worker too, and follow the forward passes at v alone.
 
     Args:
         lam: the paper's lambda, >= 0: 0 trains v on the worker's samples alone.
@@ -39,6 +40,7 @@ class Ditto(LocalSGD):
     lam: NonNegative = 0.1
     personal_steps: Annotated[int, Field(gt=0)] | None = None
     element_wise: ClassVar[bool] = False
+    personal_beside: ClassVar[bool] = True
     uses_start_row: ClassVar[bool] = True
 
     def worker_state(self, row: Tensor) -> State:

@@ -23,7 +23,8 @@ class FedNova(LocalSGD):
     y - x = -lr times the sum over the steps s of a_k[s] gradient[s]; |a_k| = sum of a_k[s]. It is K without momentum,
     A = (K - r (1 - r^K) / (1 - r)) / (1 - r) with momentum r, and K + r A with Nesterov's. With equal K it is FedAvg.
     The weights p_k are those of the aggregation, for example the numbers of samples; rules without weights give equal
-    ones.
+    ones. With weights by inverse probability, the aggregate is unbiased, but not its product with tau_eff, which is a
+    ratio of sums over the same cohort.
 
     Args:
         lr, momentum, weight_decay, nesterov: see `SGD`; weight decay counts as a part of the gradient.

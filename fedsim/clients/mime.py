@@ -70,7 +70,9 @@ class Mime(MimeLite):
     """MimeLite with gradients corrected as in SVRG. Karimireddy et al. 2020, with SGD with momentum.
 
     It replaces the gradient of a batch at x by gradient at x - gradient at w + c. w is the row that the worker was
-    sent; c, which the server sends too, is the mean of the cohort's full gradients at w.
+    sent; c, which the server sends too, is the mean of the cohort's full gradients at w. Workers that drop out
+    (`worker_dropout`) do not report, so c is the mean over the others. Local training for an evaluation has no cohort
+    but the worker itself: w is the row that it begins with, and c the worker's own full gradient at w.
 
     Args:
         lr: learning rate, >= 0.
@@ -105,8 +107,11 @@ class Mime(MimeLite):
         return {"momentum": torch.zeros_like(rows), "mean_gradient": torch.zeros_like(rows), "start": rows.clone()}
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        received = {name: tensor.expand_as(rows).clone() for name, tensor in worker.received.items()}
-        return {**received, "start": rows.clone()}
+        state = {name: tensor.expand_as(rows).clone() for name, tensor in worker.received.items()}
+        if worker.only_tested:  # the mean gradient of the last cohort is of an earlier row
+            assert worker.full_gradient is not None
+            state["mean_gradient"] = worker.full_gradient.clone()
+        return {**state, "start": rows.clone()}
 
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
         gradients.sub_(gradient_at(state["start"])).add_(state["mean_gradient"])

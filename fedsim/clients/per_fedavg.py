@@ -47,13 +47,16 @@ class PerFedAvg(ClientAlgorithm):
     def start(self, rows: Tensor) -> State:
         return {"x": rows.clone(), "is_inner": torch.zeros_like(rows[..., :1], dtype=torch.bool)}
 
+    def check_steps(self, worker: int, steps: int) -> None:
+        if steps < 2:
+            raise ExperimentError(
+                'local.solver = "per_fedavg": needs two local steps in a round, each on a batch, and worker '
+                f"{worker} has {steps}; use local.steps = 2 or more, or a smaller local.batch_size"
+            )
+
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        for fact in worker.facts:
-            if fact.steps < 2 and not worker.only_tested:
-                raise ExperimentError(
-                    'local.solver = "per_fedavg": needs two local steps in a round, and '
-                    f"worker {fact.worker} has one; use local.steps or a smaller local.batch_size"
-                )
+        for fact in worker.facts if not worker.only_tested else ():
+            self.check_steps(fact.worker, fact.steps)
         return self.start(rows)
 
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:

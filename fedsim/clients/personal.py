@@ -1,15 +1,16 @@
 """SGD with personal parameters, which stay with the workers: fedper, fedrep, lg_fedavg, fedbn, local_only.
 
 A worker keeps the columns of its personal parameters between its rounds. They replace those of the row that it was
-sent, and before the update is computed the values of the server return, so that the update is 0 there.
+sent, and before the update is computed the values of the server return, so that the update is 0 there. The buffers of
+layers with personal parameters, such as BatchNorm statistics, are personal too, whatever the key `buffers` says.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -35,24 +36,22 @@ class PersonalSGD(LocalSGD):
     """SGD of rows with personal columns, which stay with the worker. Subclasses define `personal_names`."""
 
     def personal_names(self, module: nn.Module) -> Collection[str]:
-        """The names of the personal parameters of a model."""
+        """The names of the personal parameters of a model, and of personal buffers in layers without parameters."""
         raise NotImplementedError(f"{type(self).__name__} must define `personal_names`")
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
-        names = self.personal_names(module)
-        columns = ColumnSpans.of_entries(entry for entry in Layout.of(module).parameters if entry.name in names)
-        if not columns.width:
+        names, layout = self.personal_names(module), Layout.of(module)
+        parameters = [entry for entry in layout.parameters if entry.name in names]
+        layers = {_layer(entry.name) for entry in parameters}
+        buffers = [entry for entry in layout.buffers if entry.name in names or _layer(entry.name) in layers]
+        if not parameters and not buffers:
             return LocalSGD(self.lr, self.momentum, self.weight_decay, self.nesterov, dampening=self.dampening)
-        return self._copy(personal_columns=columns)
+        return self._copy(
+            personal_columns=ColumnSpans.of_entries(parameters), personal_buffers=ColumnSpans.of_entries(buffers)
+        )
 
     def with_lr(self, lr: float) -> ClientAlgorithm:
         return self._copy(lr=lr)
-
-    def _copy(self, **changes: Any) -> ClientAlgorithm:
-        """A copy with other attributes. `dataclasses.replace` would lose the personal columns, which are no field."""
-        copied = copy.copy(self)
-        vars(copied).update(changes)
-        return copied
 
     def worker_state(self, row: Tensor) -> State:
         return {"personal": self.personal_columns.of(row)}
@@ -85,7 +84,8 @@ class FedPer(PersonalSGD):
     """SGD of all parameters, of which the personal ones stay with the worker. Arivazhagan et al. 2019.
 
     The server averages the other parameters only. The personal parameters of the global model remain as at the start,
-    so `personal_rows` are the models to test.
+    so `personal_rows` are the models to test. Buffers of layers with personal parameters, such as BatchNorm statistics,
+    are personal too.
 
     Args:
         personal: patterns of parameter names, such as `["fc2.*"]`, as in a shell.
@@ -106,12 +106,15 @@ class FedPer(PersonalSGD):
             if not any(fnmatchcase(name, pattern) for name in names):
                 place = f"local.personal = {show(self.personal)}"
                 raise ExperimentError(f"{place}: no parameter matches {show(pattern)}; {_nearest(pattern, names)}")
-        found = {name for name in names if any(fnmatchcase(name, pattern) for pattern in self.personal)}
+        found = set(self._matching(names))
         if len(found) in (0, len(names)):
             all_or_none, instead = ("all", "local_only") if found else ("none", "sgd")
             place = f"local.personal = {show(self.personal)}"
             raise ExperimentError(f"{place}: {all_or_none} of the parameters are personal; use local.solver={instead}")
-        return found
+        return found.union(self._matching(entry.name for entry in Layout.of(module).buffers))
+
+    def _matching(self, names: Iterable[str]) -> Iterator[str]:
+        return (name for name in names if any(fnmatchcase(name, pattern) for pattern in self.personal))
 
 
 @solver("lg_fedavg")
@@ -199,8 +202,8 @@ class FedRep(FedPer):
 class FedBN(PersonalSGD):
     """SGD of all parameters, of which those of normalisation layers stay with the worker. Li et al. 2021.
 
-    These are PyTorch's batch, group, layer, instance and RMS normalisation. Their statistics stay there too, so a model
-    with statistics needs `buffers = "local"`. The paper keeps batch normalisation only.
+    These are PyTorch's batch, group, layer, instance and RMS normalisation. Their running statistics stay there too.
+    The paper keeps batch normalisation only.
 
     Args:
         lr, momentum, weight_decay, nesterov: see `SGD`.
@@ -212,14 +215,13 @@ class FedBN(PersonalSGD):
     ColumnSpans(spans=((8, 12),))
     """
 
-    needs_local_buffers: ClassVar[bool] = True
-
     def personal_names(self, module: nn.Module) -> Collection[str]:
         layers = [part for part in module.modules() if isinstance(part, NORMALISATION_LAYERS)]
         if not layers:
             raise ExperimentError('local.solver = "fedbn": the model has no normalisation layers; use local.solver=sgd')
-        of_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        return {name for name, parameter in module.named_parameters() if id(parameter) in of_layers}
+        of_layers = {id(tensor) for layer in layers for tensor in chain(layer.parameters(), layer.buffers())}
+        named = chain(module.named_parameters(), module.named_buffers())
+        return {name for name, tensor in named if id(tensor) in of_layers}
 
 
 @solver("local_only")
@@ -227,8 +229,8 @@ class FedBN(PersonalSGD):
 class LocalOnly(PersonalSGD):
     """SGD of each worker on its own model. The server averages nothing, and the workers send nothing.
 
-    The baseline of personalised learning, as in Dinh et al. 2020. The global model remains as at the start. A model
-    with buffers, such as BatchNorm statistics, needs `buffers = "local"`.
+    The baseline of personalised learning, as in Dinh et al. 2020. The parameters of the global model remain as at the
+    start. All buffers, such as BatchNorm statistics, are each worker's own.
 
     Args:
         lr, momentum, weight_decay, nesterov: see `SGD`.
@@ -239,15 +241,19 @@ class LocalOnly(PersonalSGD):
     ColumnSpans(spans=((0, 8),))
     """
 
-    needs_local_buffers: ClassVar[bool] = True
-
     def personal_names(self, module: nn.Module) -> Collection[str]:
-        return {entry.name for entry in Layout.of(module).parameters}
+        layout = Layout.of(module)
+        return {entry.name for entry in (*layout.parameters, *layout.buffers)}
+
+
+def _layer(name: str) -> str:
+    """The name of the module that a parameter or buffer belongs to."""
+    return name.rpartition(".")[0]
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
     """The hint for a pattern that matches no parameter."""
     if closest(pattern, names):
         return nearest(pattern, names)
-    modules = dict.fromkeys(f"{name.rpartition('.')[0]}.*" if "." in name else name for name in names)
+    modules = dict.fromkeys(f"{_layer(name)}.*" if "." in name else name for name in names)
     return nearest(pattern, modules)

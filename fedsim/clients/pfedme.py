@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
 from fedsim.clients.solver import NonNegative, State, solver
+from fedsim.core.rows import Layout
 
 
 @solver("pfedme")
@@ -19,7 +20,8 @@ class PFedMe(ClientAlgorithm):
 
     theta = x, then `inner_steps` times theta -= lr (gradient at theta + lam (theta - x)), on one batch;
     x -= eta lam (x - theta). The server averages: w = (1 - beta) w + beta (mean of the x). The last theta of a round is
-    the personal model.
+    the personal model; of a worker that has not taken part it is w. BatchNorm statistics and other buffers of theta
+    stay with the worker, and follow the forward passes at theta, of which the first one is at x.
 
     Args:
         lr: learning rate of theta, >= 0.
@@ -28,7 +30,8 @@ class PFedMe(ClientAlgorithm):
         inner_steps: steps of theta for each local step, > 0.
         beta: >= 0; 1 is the plain average.
 
-    Cost: `inner_steps` gradients a step; a state of [d], and theta [d] for each worker that has taken part.
+    Cost: `inner_steps` gradients a step, and another one if the model has buffers; a state of [d], and theta [d] for
+    each worker that has taken part.
 
     >>> row, solver = torch.tensor([2.0]), fedsim.clients.PFedMe(lr=0.5, eta=0.5, lam=1.0, inner_steps=2)
     >>> state = solver.start(row)
@@ -43,6 +46,15 @@ class PFedMe(ClientAlgorithm):
     inner_steps: Annotated[int, Field(gt=0)] = 5
     beta: NonNegative = 1.0
     element_wise: ClassVar[bool] = False
+    personal_beside: ClassVar[bool] = True
+    starts_from_current: ClassVar[bool] = True
+    has_buffers: ClassVar[bool] = False  # of the model
+
+    def for_model(self, module: nn.Module) -> ClientAlgorithm:
+        return self._copy(has_buffers=bool(Layout.of(module).buffers))
+
+    def with_lr(self, lr: float) -> ClientAlgorithm:
+        return self._copy(lr=lr)
 
     def worker_state(self, row: Tensor) -> State:
         return {"theta": row.clone()}
@@ -53,7 +65,7 @@ class PFedMe(ClientAlgorithm):
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
         theta = state["theta"].copy_(rows)
         for inner_step in range(self.inner_steps):
-            slope = gradient_at(theta) if inner_step else gradients
+            slope = gradient_at(theta) if inner_step or self.has_buffers else gradients
             theta.sub_(slope.add_(theta - rows, alpha=self.lam), alpha=self.lr)
         rows.add_(theta - rows, alpha=self.eta * self.lam)
 

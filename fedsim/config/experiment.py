@@ -126,7 +126,8 @@ class Experiment(Table):
     """With `sync = "post_local"`: the rounds before parameters are averaged."""
     buffers: Literal["average", "local", "server", "error"] = "average"
     """BatchNorm statistics and other buffers. `average`: the server averages them. `local`: each worker keeps its own,
-    and their average is tested. `server`: they are never updated. `error`: a model with buffers is refused."""
+    and their average is tested. `server`: they are never updated. `error`: a model with buffers is refused.
+    Those of personal models stay with the workers in any case."""
     worker_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a chosen worker does not report: its update is lost."""
     processors: Annotated[list[Processor], Field(max_length=100)] = Field(default=[])

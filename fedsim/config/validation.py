@@ -311,7 +311,7 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
     if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
         yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers work; omit it"
     algorithm = experiment.client_algorithm
-    if algorithm.has("correct") or algorithm.has("receive_gradients"):
+    if algorithm.has("correct") or algorithm.has("receive_gradients") or algorithm.starts_from_current:
         solver = f"local.solver = {show(experiment.local.solver)}"
         yield f"{solver}: needs rounds in which a cohort is aggregated, and {where} has none; use policy=sync"
     elif policy.work == "gradient" and experiment.needs_local_steps:

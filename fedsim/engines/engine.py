@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.clients.personal_buffers import state_at_first
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines.backend import Backend
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor, MakeTrainer
-from fedsim.engines.footprint import personal_bytes
+from fedsim.engines.footprint import buffer_bytes, personal_bytes
 from fedsim.engines.round_stats import AggregationStats, SentUpdates
-from fedsim.engines.task import SharedState, TaskSpec, buffer_bytes, message_bytes
+from fedsim.engines.task import SharedState, TaskSpec, message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.traits import EngineTraits
 from fedsim.engines.worker_evaluation import Tested
@@ -123,9 +124,15 @@ class Engine:
 
     def pull_down(self, cohort: Sequence[int], round: int) -> int:
         """Copy the global model, and the state that workers keep, to the rows of the cohort; the bytes sent."""
-        self.worker_states.load_cohort(cohort, self.shared.worker_rows)
+        self._load_worker_states(cohort)
         self._backend.run(Executor.pull_down, cohort, round)
         return len(cohort) * self.received_bytes(round)
+
+    def _load_worker_states(self, workers: Sequence[int]) -> None:
+        if self._task.solver.starts_from_current:
+            shared, initial = self.shared, self.worker_states.initial
+            initial |= state_at_first(self._task.solver, shared.global_row, shared.global_buffers)
+        self.worker_states.load_cohort(workers, self.shared.worker_rows)
 
     def full_gradients(self, cohort: Sequence[int], round: int) -> None:
         """Compute the gradients of the cohort over all samples, for client algorithms that ask for them."""
@@ -227,7 +234,7 @@ class Engine:
         for start in range(0, len(workers), at_once):
             some = list(workers[start : start + at_once])
             self._backend.run(Executor.place, some, round)
-            self.worker_states.load_cohort(some, self.shared.worker_rows)
+            self._load_worker_states(some)
             for part in self._backend.run(Executor.evaluate_workers, some, round, fine_tune):
                 tested |= part
         return tested

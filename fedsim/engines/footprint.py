@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from fedsim.clients import State
-from fedsim.engines.task import TaskSpec
+from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.processing import initial_residuals
 
 
@@ -75,6 +75,12 @@ def memory_needed(
 
 def _bytes(state: State) -> int:
     return sum(tensor.nbytes for tensor in state.values())
+
+
+def buffer_bytes(task: TaskSpec, shared: SharedState) -> int:
+    """Bytes of the buffers that are sent with a model; 0 unless buffers are averaged."""
+    sent = shared.global_buffers.numel() - task.solver.personal_buffers.width
+    return sent * task.dtype.itemsize if task.buffers == "average" else 0
 
 
 def personal_bytes(task: TaskSpec) -> int:

@@ -73,6 +73,10 @@ class Schedule:
         """The schedule of the longest round that a worker can have."""
         return self._with(max(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
 
+    def shortest(self, worker: int) -> Schedule:
+        """The schedule of the shortest one."""
+        return self._with(min(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
+
     def _with(self, amount: int) -> Schedule:
         return replace(self, epochs=amount) if self.steps is None else replace(self, steps=amount)
 

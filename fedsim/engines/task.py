@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedsim.aggregation import Pipeline
 from fedsim.byzantine import Attackers, BoundAttack
 from fedsim.clients import ClientAlgorithm, LRSchedule, State
+from fedsim.clients.personal_buffers import state_at_first
 from fedsim.core.learning_task import LearningTask
 from fedsim.core.metrics import BoundMetric
 from fedsim.core.randomness import preserve_random_state, seed_everything
@@ -251,7 +252,7 @@ class SharedState:
             rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, layout.d, task),
             global_buffers=global_buffers,
             buffers=new_rows(n_rows, layout.n_buffer_values, wide, task.device),
-            kept=for_each(task.solver.worker_state(global_row)),
+            kept=for_each(state_at_first(task.solver, global_row, global_buffers)),
             residuals=for_each(initial_residuals(task.processors, global_row)),
             messages=for_each(task.solver.message(global_row)),
             full_gradients=new_rows(n_rows if task.solver.full_gradient else 0, layout.d, task.dtype, task.device),
@@ -333,11 +334,6 @@ def _outputs_of_batches(data: TensorData, task: TaskSpec, module: nn.Module) -> 
     with torch.no_grad(), preserve_random_state(task.device):
         sample = module.eval()(data.gather(torch.arange(1))[0])
     return sample.new_zeros(len(_sums_of_batches(data, task)), test_batch_size(task.device), *sample.shape[1:])
-
-
-def buffer_bytes(task: TaskSpec, shared: SharedState) -> int:
-    """Bytes of the buffers that are sent with a model; 0 unless buffers are averaged."""
-    return shared.global_buffers.numel() * task.dtype.itemsize if task.buffers == "average" else 0
 
 
 def message_bytes(task: TaskSpec, shared: SharedState) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.clients.personal_buffers import personal_model
 from fedsim.core.learning_task import correct_of, counts_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import test
@@ -105,17 +106,17 @@ class WorkerTests:
         tested = {GLOBAL: self._test(shared.global_row, shared.global_buffers, member)}
         if self._task.solver.has("personal_rows"):
             buffers = shared.buffers[member.slot] if self._task.buffers == "local" else shared.global_buffers
-            tested[PERSONAL] = self._test(self._personal(shared.global_row, member), buffers, member)
+            tested[PERSONAL] = self._test(*self._personal(shared.global_row, buffers, member), member)
         return tested
 
     def after_training(self, member: WorkItem) -> Tested:
         """Test the model that local training has made of the worker's row."""
-        row = self._personal(self._shared.rows[member.slot], member)
-        return {FINE_TUNED: self._test(row, self._shared.buffers[member.slot], member)}
+        personal = self._personal(self._shared.rows[member.slot], self._shared.buffers[member.slot], member)
+        return {FINE_TUNED: self._test(*personal, member)}
 
-    def _personal(self, row: Tensor, member: WorkItem) -> Tensor:
+    def _personal(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[Tensor, Tensor]:
         kept = {name: rows[member.slot] for name, rows in self._shared.kept.items()}
-        return self._task.solver.personal_rows(row, kept)
+        return personal_model(self._task.solver, row, buffers, kept)
 
     def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float | None]:
         task = self._task

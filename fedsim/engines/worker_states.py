@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedsim.clients import State
+from fedsim.clients.personal_buffers import state_at_first
 from fedsim.core.rows import new_rows
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.errors import ExperimentError, RecordError, show_bytes
@@ -160,7 +161,7 @@ def initial_worker_state(task: TaskSpec, shared: SharedState) -> State:
     own_buffers = task.buffers == "local" and shared.global_buffers.numel()
     buffers = {"buffers": shared.global_buffers.clone()} if own_buffers else {}
     residuals = initial_residuals(task.processors, shared.global_row)
-    return buffers | residuals | task.solver.worker_state(shared.global_row)
+    return buffers | residuals | state_at_first(task.solver, shared.global_row, shared.global_buffers)
 
 
 def _room(n: int, row: Tensor) -> Tensor:

@@ -64,11 +64,6 @@ def check_client_algorithm(experiment: Experiment, task: TaskSpec) -> None:
     """Check settings against what the client algorithm needs, and what it keeps at the workers."""
     task.solver.check_work(*task.schedule.least)
     solver, layout = f"local.solver = {show(experiment.local.solver)}", Layout.of(task.new_module())
-    if task.solver.needs_local_buffers and layout.buffers and task.buffers != "local":
-        raise ExperimentError(
-            f"buffers = {show(task.buffers)}: with {solver} buffers such as BatchNorm statistics stay with the "
-            "workers; use buffers=local"
-        )
     sampling = experiment.sampling.bind()
     if "losses" in sampling.accepts and task.solver.personal_columns.width:
         raise ExperimentError(
@@ -170,7 +165,14 @@ def _check_autocast(experiment: Experiment, task: TaskSpec, inputs: Tensor, targ
         task.objective(task.new_module().train(), inputs, targets).backward()
 
 
-def check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorData, sizes: Mapping[int, int]) -> None:
+def check_local_work(experiment: Experiment, task: TaskSpec, train: TensorData, sizes: Mapping[int, int]) -> None:
+    """Check the rounds of workers with shards of these sizes: their batches, their steps, and their learning rates."""
+    _check_smallest_batch(experiment, task, train, sizes)
+    _check_steps(task, sizes)
+    _check_lr_schedules(experiment, task, sizes)
+
+
+def _check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorData, sizes: Mapping[int, int]) -> None:
     """Check that the model can be trained on one sample if a worker has such a batch; `sizes` of shards by worker."""
     schedule = task.schedule
     epoch = replace(schedule, epochs=1, steps=None)  # of local training before a test of workers
@@ -200,7 +202,14 @@ def check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorDa
         task.objective(task.new_module().train(), *sample)
 
 
-def check_lr_schedules(experiment: Experiment, task: TaskSpec, sizes: Mapping[int, int]) -> None:
+def _check_steps(task: TaskSpec, sizes: Mapping[int, int]) -> None:
+    """Check that the shortest round of each worker has enough steps for the client algorithm."""
+    for worker, size in sizes.items() if task.solver.has("check_steps") else ():
+        steps = task.schedule.shortest(worker).steps_for(size)
+        task.solver.check_steps(worker, task.schedule.solver_steps(steps))
+
+
+def _check_lr_schedules(experiment: Experiment, task: TaskSpec, sizes: Mapping[int, int]) -> None:
     """Check that the schedules of learning rates last to the end of the run, and of the longest round."""
     tuned = experiment.evaluation.fine_tune
     schedules = [(task.schedule.longest(worker), size) for worker, size in sizes.items()]

@@ -25,11 +25,12 @@ from fedsim.data.sources import default_root, lacks_files
 from fedsim.data.validation_split import split_validation
 from fedsim.engines import Engine, Schedule, TaskSpec
 from fedsim.engines import engine as engines
+from fedsim.engines.footprint import buffer_bytes
 from fedsim.engines.named import RACING
 from fedsim.engines.out_of_memory import explain_oom
 from fedsim.engines.pool.retry import Note, announce, retried
 from fedsim.engines.schedule import Amount, DrawnAmount
-from fedsim.engines.task import SharedState, buffer_bytes
+from fedsim.engines.task import SharedState
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.runs import checks
 from fedsim.runs.samples import attackers_of, cohorts_of, server_samples, shards_of, workers_to_describe
@@ -206,8 +207,7 @@ def _with_data(
     task = replace(task, byzantine=attackers_of(experiment, train, shards))
     sampled = workers_to_describe(shards, experiment.seed)
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}
-    checks.check_smallest_batch(experiment, task, train, sizes)
-    checks.check_lr_schedules(experiment, task, sizes)
+    checks.check_local_work(experiment, task, train, sizes)
     checks.check_cohorts(experiment, task, cohorts_of(experiment, shards))
     return task, train, test, validation, shards, worker_tests, sampled
 

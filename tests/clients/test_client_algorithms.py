@@ -7,8 +7,10 @@ import torch
 
 import fedsim
 from fedsim.clients import solver
+from fedsim.core.randomness import sample_cohort
+from fedsim.records.reader import read_run
 from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import check_run, prepare
 from tests.clients import plain_loops, quadratics
 from tests.clients.plain_loops import BATCH, TABLES, WORKERS, Workers
 from tests.matrix import in_turn
@@ -103,6 +105,18 @@ def test_mime_of_one_worker_is_gradient_descent():
     torch.testing.assert_close(*rows, rtol=0, atol=1e-12)
 
 
+def test_fine_tuning_by_mime_of_one_worker_is_gradient_descent(tmp_path):
+    """On whole batches and without momentum: its mean gradient is of the row that is fine-tuned."""
+    one = {"workers": 1, "cohort": None, "partition": "iid", "rounds": 2, "engine": "serial"}
+    one |= {"data": {"dataset": "tests.plugs:tiny", "worker_test": 0.25}, "evaluation": {"fine_tune": 3}}
+    losses = []
+    for local in ({"solver": "mime", "beta": 0.0}, {"solver": "sgd"}):
+        out = tmp_path / local["solver"]
+        fedsim.run({**TABLES, **one, "local": {"lr": 0.5, "batch_size": 1000, **local}}, out)
+        losses.append(read_run(out).workers.loss["fine_tuned"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
 def test_one_inner_step_of_pfedme_is_sgd():
     """With one inner step theta = x - lr g, so x -= eta lam lr g."""
     params = {"lr": 0.1, "eta": 0.5, "lam": 2.0, "inner_steps": 1}
@@ -180,6 +194,16 @@ def test_an_algorithm_without_a_cohort_runs_on_the_virtual_clock(name):
 def test_per_fedavg_refuses_a_round_of_one_step():
     with pytest.raises(fedsim.ExperimentError, match="needs two local steps"):
         fedsim.run({**TABLES, "engine": "serial", "local": {"solver": "per_fedavg", "steps": 1}})
+
+
+@pytest.mark.parametrize("work", [{"epochs": 1}, {"steps": {"uniform": [1, 3]}, "epochs": None}])
+def test_per_fedavg_refuses_a_worker_with_short_rounds_before_the_first_one(work):
+    """Worker 0 has 13 samples, and is not in the first cohort."""
+    tables = {**TABLES, "engine": "serial", "cohort": 1, "seed": 1}
+    assert sample_cohort(1, 1, WORKERS, 1).tolist() != [0]
+    with pytest.raises(fedsim.ExperimentError, match="worker 0 has 1;") as caught:
+        check_run(fedsim.Experiment(**tables, local={"solver": "per_fedavg", "batch_size": 20, **work}))
+    assert len(caught.value.lines) == 1
 
 
 def distance_from_optimum(rounds, **local):

@@ -14,6 +14,7 @@ from fedsim.core.rows import ColumnSpans, Layout
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import prepare
 from tests import models, plugs
+from tests.matrix import in_turn
 
 WORKERS, COHORT, ROUNDS, BATCH = 5, 3, 4, 16
 SGD = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.01}
@@ -123,15 +124,32 @@ def test_fedrep_by_steps_is_fedrep_by_epochs_of_as_many_steps(tables):
     assert torch.equal(*rows)
 
 
-def test_fedbn_keeps_the_parameters_and_statistics_of_normalisation(tables):
-    by_hand = reference(models.Normalised, lambda name: name.startswith("layers.2"))
-    tables |= {"model": "tests.models:Normalised", "buffers": "local"}
-    tables["local"] |= {"solver": "fedbn"}
+NORMALISED = {  # what is personal; the first two have the same meaning
+    "fedbn": ({"solver": "fedbn"}, ("layers.2.",)),
+    "fedper": ({"solver": "fedper", "personal": ["layers.2.weight", "layers.2.bias"]}, ("layers.2.",)),
+    "lg_fedavg": ({"solver": "lg_fedavg", "personal": ["layers.[12].*"]}, ("layers.1.", "layers.2.")),
+}
+
+
+@in_turn(("name", "buffers"), NORMALISED, ["average", "local", "server"])
+def test_the_statistics_of_personal_normalisation_layers_are_personal(name, buffers, tables):
+    local, layers = NORMALISED[name]
+    by_hand = reference(models.Normalised, lambda name: name.startswith(layers))
+    tables |= {"model": "tests.models:Normalised", "buffers": buffers}
+    tables["local"] |= local
     assert_is(by_hand, tables)
-    _, _, states, *_ = finished(tables)
+    records, row, states, _, columns, _ = finished(tables)
+    assert {record.bytes_up for record in records} == {COHORT * 8 * columns.others(len(row)).width}
     for worker, own in by_hand[2].items():
         buffers = [own[f"layers.2.{name}"].flatten().double() for name in ("running_mean", "running_var")]
-        assert torch.allclose(states[worker]["rows.buffers"][:32], torch.cat(buffers), rtol=0, atol=1e-12)
+        assert torch.allclose(states[worker]["rows.personal.buffers"][:32], torch.cat(buffers), rtol=0, atol=1e-12)
+
+
+def test_the_statistics_of_a_layer_without_parameters_are_personal_too():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2, affine=False), torch.nn.Linear(2, 1))
+    for solver in (fedsim.clients.FedBN(), fedsim.clients.LGFedAvg(personal=["[01].*"]), fedsim.clients.LocalOnly()):
+        assert solver.for_model(model).personal_buffers.width == 5
+    assert fedsim.clients.FedPer(personal=["2.*"]).for_model(model).personal_buffers.width == 0
 
 
 def test_local_only_averages_nothing_and_sends_nothing(tables):
@@ -221,7 +239,6 @@ def test_impossible_personal_parameters_are_an_error_in_one_line(changes, line, 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"model": "tests.models:Normalised"}, "buffers"),
         ({"processors": ["sign"]}, "processors"),
         ({"attack": {"name": "gaussian", "fraction": 0.4}}, "attack"),
         ({"aggregate": {"rule": "krum", "f": 0}}, "aggregate"),

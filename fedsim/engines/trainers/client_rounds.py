@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fedsim.clients import State, WorkerFacts, WorkerRound
+from fedsim.clients.personal_buffers import PERSONAL_BUFFERS
 from fedsim.engines.aggregator import weights_of
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
@@ -21,13 +22,21 @@ class ClientRounds:
         self._task, self._algorithm, self._shared, self._batch_source = task, task.solver, shared, batch_source
 
     def start(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> State:
-        """The state of the steps; `rows` are as they were sent."""
+        """The state of the steps; `rows` are as they were sent. Loads personal buffers into those of the rows."""
+        shared, columns = self._shared, self._algorithm.personal_buffers
+        if columns.width:
+            buffers = shared.buffers[index]
+            columns.write(buffers, shared.kept[PERSONAL_BUFFERS][index])
+            shared.buffers[index] = buffers
         return self._task.solver_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
-        """Store what the workers keep and their messages; may change the rows."""
+        """Store what the workers keep and their messages; may change the rows. The buffers are stored already."""
         if not members[0].ends:
             return
+        columns = self._algorithm.personal_buffers
+        if columns.width:
+            self._shared.kept[PERSONAL_BUFFERS][index] = columns.of(self._shared.buffers[index])
         worker = self._round_of(rows, index, members)
         for name, message in self._task.solver_at(members[0].round).finish(rows, state, worker).items():
             self._shared.messages[name][index] = message.to(self._shared.messages[name].dtype)
@@ -35,6 +44,10 @@ class ClientRounds:
         for kept in worker.kept.values():
             self._spoil(rows, kept)
         self._keep(worker.kept, index)
+
+    def buffers_beside(self) -> Tensor | None:
+        """The buffers [cohort, b] of personal models that are trained beside the rows; None if there are none."""
+        return self._shared.kept.get(PERSONAL_BUFFERS) if self._algorithm.personal_beside else None
 
     def _spoil(self, rows: Tensor, of_workers: Tensor) -> None:
         """Set rows to NaN whose workers send or keep NaN or infinity, so that these workers are excluded too."""
@@ -52,7 +65,7 @@ class ClientRounds:
             self._shared.rows[index] = rows
 
     def _kept(self, index: Index) -> State:
-        return {name: kept[index] for name, kept in self._shared.kept.items()}
+        return {name: kept[index] for name, kept in self._shared.kept.items() if name != PERSONAL_BUFFERS}
 
     def _keep(self, kept: State, index: Index) -> None:
         for name, tensor in kept.items():

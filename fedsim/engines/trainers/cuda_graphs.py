@@ -136,8 +136,8 @@ class CapturedSteps:
         for graph in dict.fromkeys(graph for graphs in self._plan(stack) for graph in graphs):
             self._capture(graph)
 
-    def train(self, stack: Stack, heartbeat: Callable[[], None]) -> Tensor:
-        """Train the members of a stack for a round; returns their buffers afterwards, as rows [k, b]."""
+    def train(self, stack: Stack, heartbeat: Callable[[], None]) -> None:
+        """Train the members of a stack for a round."""
         self._start(stack)
         for graphs, block in zip(self._plan(stack), stack.blocks(self._steps), strict=True):
             stack.count_samples(block)
@@ -146,10 +146,11 @@ class CapturedSteps:
                 heartbeat()
                 self._graphs[graph]()
         stack.add_losses(self._loss_sums[: len(stack)])
-        state = self._state.of(slice(0, len(stack)))
+        state, shared = self._state.of(slice(0, len(stack))), self._shared
+        buffers = torch.empty_like(shared.buffers[: len(stack)])
+        shared.buffers[stack.index] = self._module.pack_buffers(state.buffers, buffers)
         self._client_rounds.finish(state.rows, state.solver_state, stack.index, stack.members)
-        self._shared.rows[stack.index] = state.rows
-        return self._module.pack_buffers(state.buffers, torch.empty_like(self._shared.buffers[: len(stack)]))
+        shared.rows[stack.index] = state.rows
 
     def _plan(self, stack: Stack) -> list[list[Graph]]:
         """The graphs that each block of steps needs, in the order of the blocks."""
@@ -238,12 +239,15 @@ class CUDAGraphCache:
                 self._steps = make()
                 self._steps.prepare(usual)
 
-    def train(self, stack: Stack, heartbeat: Callable[[], None]) -> Tensor | None:
-        """As `CapturedSteps.train`; None, with nothing done, if steps are not captured."""
+    def train(self, stack: Stack, heartbeat: Callable[[], None]) -> bool:
+        """As `CapturedSteps.train`; False, with nothing done, if steps are not captured."""
         if self._steps is not None:
             with self._refusing_after_failures():
                 self._steps.prepare_for(stack)
-        return None if self._steps is None else self._steps.train(stack, heartbeat)
+        if self._steps is None:
+            return False
+        self._steps.train(stack, heartbeat)
+        return True
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:

@@ -35,13 +35,16 @@ class FurtherGradients:
         backward: Callable[[int, nn.Module, Tensor, Tensor], Tensor],
         round: int,
         first: int,
+        buffers: Tensor | None,
     ) -> FurtherGradients:
         """Begin a member's work at step number `first` of a round.
 
         Args:
             row, gradient: the tensors that `module` is bound to.
             backward: adds the gradient of a batch, with the dropout masks of a step.
+            buffers: [b], of the model at the other points, changed in place; None: copies of those of `module`.
         """
+        self._own_buffers = buffers
         self._row, self._row_gradient, self._state = row, gradient, state
         self._of_row, self._backward, self._round, self._step = module, backward, round, first
         return self
@@ -61,12 +64,15 @@ class FurtherGradients:
         self._step += 1
 
     def _gradient_at(self, point: Tensor) -> Tensor:
-        """The gradient [d] at another point [d]; what this changes in the buffers is dropped."""
-        self._of_row.layout.read_buffers(self._of_row.module, out=self._buffers)
-        self._module.load(self._point, self._gradient, self._buffers)
+        """The gradient [d] at another point [d]; what this changes in the buffers of the row is dropped."""
+        buffers = self._own_buffers
+        if buffers is None:
+            buffers = self._of_row.layout.read_buffers(self._of_row.module, out=self._buffers)
+        self._module.load(self._point, self._gradient, buffers)
         with torch.no_grad():
             self._point.copy_(point)
         self._gradient.zero_()
         self._backward(self._step, self._module.module, *self._batch)
+        self._module.layout.read_buffers(self._module.module, out=buffers)
         clip_rows(self._gradient, self._task.clip_norm)
         return self._gradient.clone()

@@ -86,6 +86,7 @@ class RowTrainer:
         self._rows = list(shared.rows)
         self._gradient = new_rows(1, shared.rows.shape[1], task.dtype, task.device)[0]
         self._client_rounds = ClientRounds(task, shared, batch_source)
+        self._buffers_beside = self._client_rounds.buffers_beside()
         self._objective = task.objective
         self._dropout = RowDropout(task, shared, batch_source)
         self._modules = [RowModule(self._dropout.new_module)]  # where gradients are aggregated, one for each member
@@ -101,9 +102,9 @@ class RowTrainer:
         for member in members:
             slot = member.slot
             with self._process.working_on(member.worker, member.round):
-                module.load(self._rows[slot], self._gradient, shared.buffers[slot])
                 self._seed_layers(member, *member.moment)
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
+                module.load(self._rows[slot], self._gradient, shared.buffers[slot])
                 row, gradient = self._rows[slot], self._gradient
                 batches = self._batch_source.steps_of(member)
                 optimizer: Optimizer = LocalOptimizer(task, member.round, batches, row, gradient, state)
@@ -111,13 +112,16 @@ class RowTrainer:
                 backward: Backward = partial(self._backward, dropout, count(first))
                 if self._further is not None:
                     backward_at = partial(self._backward_at, dropout)
-                    optimizer = self._further.begin(row, gradient, state, module, backward_at, member.round, first)
+                    beside = None if self._buffers_beside is None else self._buffers_beside[slot]
+                    optimizer = self._further.begin(
+                        row, gradient, state, module, backward_at, member.round, first, beside
+                    )
                     backward = self._further.backward
                 data = with_heartbeats(self._process, self._batch_source.batches_of(member))
                 with self._feature_losses.of(module, state):
                     tallies[slot] = train_epoch(module.module, data, optimizer, backward=backward)
-                self._client_rounds.finish(self._rows[slot], state, slot, [member])
                 module.store(shared.buffers[slot])
+                self._client_rounds.finish(self._rows[slot], state, slot, [member])
         for slot, tally in tallies.items():  # only now, because reading a number waits for the device
             shared.train_loss[slot] = tally.loss
 

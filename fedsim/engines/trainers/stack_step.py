@@ -40,13 +40,14 @@ class Batch(NamedTuple):
 
 
 class StackState:
-    """What a step of a stack changes in place: rows, the solver's state and buffers.
+    """What a step of a stack changes in place: rows, the solver's state, and buffers, also those of personal models.
 
     Args:
         module: computes the rows.
         rows: [k, d].
         solver_state: as `solver.start(rows)` gives it, [k, d] each.
         buffers: [k, ...] each.
+        buffers_beside: of personal models that are trained beside the rows, [k, ...] each.
         places: which rows of the whole stack these are: a slice, or an index on the device if they do not lie side by
             side.
     """
@@ -57,10 +58,12 @@ class StackState:
         rows: Tensor,
         solver_state: State,
         buffers: Sequence[Tensor],
+        buffers_beside: Sequence[Tensor] = (),
         places: slice | Tensor = slice(None),
     ) -> None:
         self._module = module
         self.rows, self.solver_state, self.buffers = rows, solver_state, list(buffers)
+        self.buffers_beside = list(buffers_beside)
         self.places = places
         self.parameters = module.views(rows)
         self._parts: dict[Entry, tuple[Tensor, State]] = {}
@@ -78,8 +81,8 @@ class StackState:
 
     def _at(self, places: slice | Tensor) -> StackState:
         state = {name: tensor[places] for name, tensor in self.solver_state.items()}
-        buffers = [buffer[places] for buffer in self.buffers]
-        return StackState(self._module, self.rows[places], state, buffers, places)
+        buffers, beside = ([buffer[places] for buffer in of_all] for of_all in (self.buffers, self.buffers_beside))
+        return StackState(self._module, self.rows[places], state, buffers, beside, places)
 
     def take_back(self, theirs: StackState) -> None:
         """Copy the state of the members at some places back, as far as it does not share memory."""
@@ -94,8 +97,9 @@ class StackState:
     def take_back_buffers(self, theirs: StackState) -> None:
         """The same of the buffers alone."""
         if isinstance(theirs.places, Tensor):
-            for ours, new in zip(self.buffers, theirs.buffers, strict=True):
-                ours[theirs.places] = new
+            ours, new = self.buffers + self.buffers_beside, theirs.buffers + theirs.buffers_beside
+            for buffer, values in zip(ours, new, strict=True):
+                buffer[theirs.places] = values
 
     def part(self, entry: Entry) -> tuple[Tensor, State]:
         """Views of some columns of the rows and of the solver's state; the dictionary may be written to."""
@@ -162,8 +166,10 @@ class StackStep:
 
         def gradient_at(points: Tensor) -> Tensor:
             at = self._module.views(points)
-            buffers = [buffer.clone() for buffer in state.buffers]  # some layers change them in place
+            buffers = [buffer.clone() for buffer in state.buffers_beside or state.buffers]  # layers may change them
             _, found = self._module.gradients(at, buffers, *batch, term=self._feature_term(state))
+            for ours, new in zip(state.buffers_beside, buffers, strict=False):
+                ours.copy_(new)
             gradients = side_by_side(cast(list[Tensor], found))
             clip_rows(gradients, self._task.clip_norm)
             return gradients

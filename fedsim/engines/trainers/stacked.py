@@ -136,21 +136,24 @@ class StackTrainer:
 
     def _train(self, stack: Stack) -> None:
         shared, rounds = self._shared, self._client_rounds
-        if (buffers := self.replays.train(stack, self._process.heartbeat)) is not None:
-            shared.buffers[stack.index] = buffers
+        if self.replays.train(stack, self._process.heartbeat):
             return
         in_place = isinstance(stack.index, slice)
         rows = shared.rows[stack.index] if in_place else self._copies(stack)
         solver_state = rounds.start(rows, stack.index, stack.members)
-        state = StackState(self._module, rows, solver_state, self._buffers(stack))
+        beside = rounds.buffers_beside()
+        of_stack = [] if beside is None else self._module.unpack_buffers(beside[stack.index])
+        state = StackState(self._module, rows, solver_state, self._buffers(stack), of_stack)
         if self._task.schedule.accumulate > 1:
             self._accumulate(stack, state)
         else:
             self._step_by_batch(stack, state)
+        self._give_buffers(stack, state)
+        if beside is not None:
+            beside[stack.index] = self._module.pack_buffers(of_stack, torch.empty_like(beside[: len(stack)]))
         rounds.finish(rows, state.solver_state, stack.index, stack.members)
         if not in_place:
             shared.rows[stack.index] = rows
-        self._give_buffers(stack, state)
 
     def _step_by_batch(self, stack: Stack, state: StackState) -> None:
         ahead = stack.dropout_factors(self._probe.dropouts)
