@@ -90,14 +90,6 @@ Heatmap = Annotated[
         show_default="the first two",
     ),
 ]
-Halving = Annotated[
-    bool,
-    typer.Option(
-        "--rounds-by-halving",
-        help="With --tune: run all values for a part of the rounds, the better half by validation result for twice as "
-        "many, and so on, until one value has all rounds.",
-    ),
-]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")]
 
 
@@ -113,7 +105,6 @@ def compare(
     by: By = None,
     skip_invalid: SkipInvalid = False,
     heatmap: Heatmap = None,
-    rounds_by_halving: Halving = False,
     dry_run: DryRun = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
@@ -136,7 +127,6 @@ def compare(
             by=by,
             skip_invalid=skip_invalid or None,
             heatmap=heatmap,
-            rounds_by_halving=rounds_by_halving or None,
         )
         given = [*(words or []), *([tune] if tune and values else [])]
         folders = [Path(word) for word in given if _is_comparison(word)]

@@ -142,14 +142,6 @@ def plan_grid(
     return Grid(experiments[0].name, axes, runs, engine_chosen, settings, left_out)
 
 
-def groups_tuned(grid: Grid) -> list[list[PlannedRun]]:
-    """Return the runs that compete for one choice along the axis `tune`: of all its values, cases and seeds."""
-    groups: dict[str, list[PlannedRun]] = {}
-    for run in grid.runs:
-        groups.setdefault(canonical([run.point[key] for key in grid.compared]), []).append(run)
-    return list(groups.values())
-
-
 def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
     """Return the settings from which `plan_grid` makes these runs, as nested tables.
 

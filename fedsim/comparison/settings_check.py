@@ -21,8 +21,6 @@ def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequen
     if settings.target is not None:
         _check_target(settings.target, experiments)
     _check_choices(settings, axes, experiments)
-    if settings.rounds_by_halving is not None:
-        _check_halving(settings, experiments)
     if settings.by is not None:
         check_number(settings.by, experiments)
     _check_heatmap(settings, axes)
@@ -54,16 +52,6 @@ def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
             raise ExperimentError(f"{where}: {key} is the first axis, of which a cell has the best; name another")
         if key not in others:
             raise ExperimentError(f"{where}: {show(key)} is not an axis that varies; {nearest(key, others[:-1])}")
-
-
-def _check_halving(settings: ComparisonSettings, experiments: Iterable[Experiment]) -> None:
-    where = f"rounds_by_halving = {show(settings.rounds_by_halving)}"
-    if not isinstance(settings.rounds_by_halving, bool):
-        raise ExperimentError(f"{where}: must be true or false")
-    if settings.rounds_by_halving and settings.tune is None:
-        raise ExperimentError(f"{where}: needs tune, the axis whose values get fewer rounds")
-    if settings.rounds_by_halving and any(each.checkpoint.every == 0 for each in experiments):
-        raise ExperimentError(f"{where}: continues runs from checkpoints; omit checkpoint.every = 0")
 
 
 def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:

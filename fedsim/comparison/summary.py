@@ -11,7 +11,6 @@ from typing import Any
 from fedsim.comparison.axes import describe_point, label
 from fedsim.comparison.breaking_points import breaking_lines, breaking_points
 from fedsim.comparison.grid import Grid
-from fedsim.comparison.halving import rounds_saved
 from fedsim.comparison.results import RunResult, names_in, to_csv
 from fedsim.core.confidence import Estimate, fixed
 from fedsim.core.text_wrapping import note
@@ -242,9 +241,6 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
     if tune is not None:
         case = f", in its worst case of {worst}" if worst else ""
         notes.append(f"{tune}: the value with the best result on validation samples{case}; tuning.csv has all")
-        if grid.settings.rounds_by_halving:
-            total = sum(run.experiment.rounds for run in runs)
-            notes.append(f"successive halving of {tune}: {rounds_saved(runs)} of {total} rounds were not run")
     if worst is not None:
         notes.append(f"{worst}: the worst case by {score.label.lower()}; results.csv has all")
     if grid.settings.target is not None:

@@ -46,7 +46,6 @@ class ComparisonSettings:
         by: this number, see `metric_called`; None: the test accuracy, or the test loss of a task without accuracy.
         skip_invalid: leave out the combinations that are invalid experiments; None and false: refuse the comparison.
         heatmap: the two axes of the heat map, "down,across"; None: the first two.
-        rounds_by_halving: run all values of `tune` for a part of the rounds, and only the better half for more.
     """
 
     target: Number = None
@@ -55,7 +54,6 @@ class ComparisonSettings:
     by: str | None = None
     skip_invalid: StrictBool | None = None
     heatmap: str | None = None
-    rounds_by_halving: StrictBool | None = None
 
     @property
     def given(self) -> dict[str, Any]:

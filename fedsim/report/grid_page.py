@@ -148,10 +148,9 @@ def run_name(run: GridRun, labels: dict[str, list[str]]) -> str:
 def notes(grid: StoredGrid) -> list[str]:
     """Warnings: runs that are not finished."""
     missing = sum(not run.finished for run in grid.runs)
-    if not missing:
-        return []
-    stopped = "Stopped by successive halving, or not" if grid.settings.rounds_by_halving else "Not"
-    return [f"{stopped} finished: {missing} of {len(grid.runs)} runs. The table counts only finished runs."]
+    return (
+        [f"Not finished: {missing} of {len(grid.runs)} runs. The table counts only finished runs."] if missing else []
+    )
 
 
 def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
