@@ -68,8 +68,8 @@ By = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Compare this number of the last round, such as test_loss or metrics.r2. A higher one is better, "
-        "except of losses, errors, perplexity, seconds and bytes, and of a name that begins with -.",
+        help="Compare this number of the last round, such as test_loss or metrics.r2. The table says whether a higher "
+        "or a lower one is better; -NAME makes a lower one better, +NAME a higher one.",
         show_default="test accuracy",
     ),
 ]

@@ -136,7 +136,7 @@ def plan_grid(
     if left_out:
         used = {key: {canonical(point[key]) for point in points} for key in axes}
         axes = {key: [value for value in values if canonical(value) in used[key]] for key, values in axes.items()}
-    check_settings(settings, axes, experiments)
+    settings = check_settings(settings, axes, experiments)
     _refuse_equal_runs(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
     return Grid(experiments[0].name, axes, runs, engine_chosen, settings, left_out)

@@ -120,11 +120,11 @@ def _value(grid: AnyGrid, combination: Combination) -> str:
 
 
 def _cell(combination: Combination) -> HeatCell:
-    score, done, runs = combination.score, len(combination.finished), len(combination.runs)
+    score, runs = combination.score, len(combination.runs)
     if score is None:
-        return HeatCell(math.nan, "no finite value" if done else "failed")
+        return HeatCell(math.nan, "no finite value" if combination.finished else "failed")
     decimals = combination.metric.decimals_for(score.mean)
-    missing = f" ({done} of {runs})" if done < runs else ""
+    missing = f" ({score.n} of {runs})" if score.n < runs else ""
     return HeatCell(score.mean, fixed(score.mean, decimals) + missing, score.spread(decimals))
 
 

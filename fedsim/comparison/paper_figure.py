@@ -20,7 +20,7 @@ from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.combinations import SEED
 from fedsim.records.progress import SCALES
 from fedsim.records.reader import GridRun, Run, StoredGrid, read_records
-from fedsim.records.record import metrics_in
+from fedsim.records.record import metric_called, metrics_in
 from fedsim.records.value_curves import numeric_axes
 from fedsim.system.files import write_atomically
 
@@ -85,7 +85,7 @@ def plot(
     grid = _only(_grid_in(paths), only or {})
     if metric is not None:
         known = [each.key for each in metrics_in(record for run in grid.runs for record in run.history)]
-        _require(metric.removeprefix("-"), "metric", known)
+        _require(metric_called(metric).key, "metric", known)
         grid = replace(grid, settings=replace(grid.settings, by=metric))
     look = STYLES[style]
     with look.applied():

@@ -142,8 +142,10 @@ def compare(
             several attacks, of an axis `worst`, the worst result counts. It needs `data.validation`.
         worst: an axis, such as "attack.name": the value with the worst result is reported.
         by: the number of the last round that is compared, in place of the test accuracy: "test_loss",
-            "metrics.personal_worker_accuracy_mean", ... A higher one is better, except of losses,
-            errors, perplexity, seconds and bytes, and of a name that begins with `-`: "-metrics.drift".
+            "metrics.personal_worker_accuracy_mean", ... A higher one is better, except of losses, errors, perplexity,
+            attack success, inequality (`..._std`, `..._gini`), seconds, bytes, staleness, discarded results, and
+            metrics with `higher_is_better = False`. A sign says which is better: "-metrics.drift" a lower one, "+..." a
+            higher one.
         skip_invalid: leave out the combinations that are invalid experiments, such as krum with more Byzantine workers
             than it allows, and say so; else they are an error.
         heatmap: two axes besides the first, such as "partition.alpha,attack.fraction", down and across: the heat maps

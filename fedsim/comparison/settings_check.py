@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fedsim.comparison.axes import Axes
@@ -16,14 +17,13 @@ from fedsim.records.combinations import SEED
 from fedsim.records.comparison_settings import ComparisonSettings
 
 
-def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> None:
-    """Raise ExperimentError if the settings do not fit these axes and experiments."""
+def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> ComparisonSettings:
+    """Return the settings, see `check_number`. Raises ExperimentError if they do not fit these axes and experiments."""
     if settings.target is not None:
         _check_target(settings.target, experiments)
     _check_choices(settings, axes, experiments)
-    if settings.by is not None:
-        check_number(settings.by, experiments)
     _check_heatmap(settings, axes)
+    return settings if settings.by is None else replace(settings, by=check_number(settings.by, experiments))
 
 
 def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterable[Experiment]) -> None:

@@ -33,14 +33,14 @@ def tuning_csv(grid: Grid, tuned: Sequence[Choice]) -> str:
             cells: list[Any] = [label(point[key]) for key in (*grid.compared, *settings.headings)]
             cells += [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]
             failed = sum(not run.finished for run in each.runs)
-            rows.append([*cells, failed, "yes" if each is choice.chosen else ""])
+            rows.append([*cells, failed, "yes" if each is choice.chosen and choice.decided else ""])
     return to_csv(rows)
 
 
 def draw_tuning(grid: Grid, tuned: Sequence[Choice]) -> Figure | None:
     """Draw the validation result against the tuned value, a line for each combination; None without results.
 
-    Larger marks are the chosen values. A value of which a run failed has no mark.
+    Larger marks are the chosen values. A value of which a run failed, diverged or has no result has no mark.
     """
     from matplotlib.figure import Figure
 
@@ -54,8 +54,8 @@ def draw_tuning(grid: Grid, tuned: Sequence[Choice]) -> Figure | None:
         points = []
         for each in choice.candidates:
             counted = grid.settings.validated(each)
-            value = validation_result(counted) if len(counted.finished) == len(counted.runs) else None
-            if value is None:
+            value = validation_result(counted)
+            if value is None or not counted.is_complete(value):
                 continue
             metric = each.metric
             x = places[label(counted.runs[0].point[grid.settings.tune])]

@@ -30,7 +30,7 @@ class EarlyStopping:
     """
 
     def __init__(self, stop: Stop) -> None:
-        self._stop, self._metric = stop, Metric("", path=tuple(stop.metric.split(".", 1)))
+        self._stop, self._metric = stop, Metric("", None, path=tuple(stop.metric.split(".", 1)))
         self._best, self._best_round, self._without = math.nan, 0, 0
 
     def update(self, record: RoundRecord) -> str | None:

@@ -45,10 +45,10 @@ class ValueCurve:
     combinations: list[Combination]
 
     def results(self, estimate_of: Callable[[Combination], Estimate | None]) -> list[tuple[float, Estimate | None]]:
-        """The values, each with an estimate over all seeds; None if that of a seed is missing."""
-        seeds = max(len(each.runs) for each in self.combinations)
-        found = zip(self.values, map(estimate_of, self.combinations), strict=True)
-        return [(value, each if each and each.n == seeds else None) for value, each in found]
+        """The values, each with an estimate over all seeds; None if a seed failed, diverged or has no result."""
+        found = [(each, estimate_of(each)) for each in self.combinations]
+        known = [mean if each.is_complete(mean) else None for each, mean in found]
+        return list(zip(self.values, known, strict=True))
 
     @property
     def mean(self) -> MeanCurve | None:
@@ -105,8 +105,8 @@ class BreakingPoint(NamedTuple):
 def breaking_point(curve: ValueCurve, test: Metric, target: float) -> BreakingPoint:
     """The breaking point of a curve for a test accuracy to reach, or a test loss of a task without accuracy."""
     results = curve.results(lambda each: each.metrics.get(test.key))
-    reached = [value for value, each in results if each and test.sign * each.mean >= test.sign * target]
-    missed = [value for value, each in results if each and test.sign * each.mean < test.sign * target]
+    reached = [value for value, each in results if each and test.reaches(each.mean, target)]
+    missed = [value for value, each in results if each and not test.reaches(each.mean, target)]
     reached_at = max(reached, default=None)
     return BreakingPoint(
         breaks_at=min((value for value in missed if reached_at is None or value > reached_at), default=None),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_METRICS = 4  # of plugs in the table; the files have all
-ROUND = Metric("Round", decimals=0, column="round", path=("round",))
+ROUND = Metric("Round", None, decimals=0, column="round", path=("round",))
 
 
 def columns_of(record: RoundRecord) -> list[Metric]:

@@ -63,6 +63,14 @@ def test_a_loss_reaches_the_target_from_below():
     assert point.text == "5"
 
 
+def test_a_value_of_which_a_run_diverged_has_no_result():
+    grid = grid_of({"attack.scale": [1, 2, 5]}, target=0.6)
+    runs = results_of(grid, lambda point: [0.9])
+    runs[1].history[-1] = replace(runs[1].history[-1], diverged="NaN")
+    ((_, point),) = breaking_points(grid, runs)["attack.scale"]
+    assert point.text == "none up to 5; no result at 2"
+
+
 def test_of_failed_runs_alone_nothing_is_known():
     grid = grid_of({"attack.scale": [1, 2, 5]}, target=0.6)
     ((_, point),) = breaking_points(grid, results_of(grid, lambda point: None))["attack.scale"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from dataclasses import replace
 
 import pytest
@@ -120,6 +121,47 @@ def test_losses_are_tuned_to_the_lowest_and_the_worst_is_the_highest():
     assert rows_of(grid, runs) == {("none",): (0.2, 1.0), ("ipm",): (0.1, 3.0)}
     worst = replace(grid, settings=ComparisonSettings(worst="attack.name"))
     assert rows_of(worst, runs) == {(0.1,): ("ipm", 3.0), (0.2,): ("ipm", 4.0)}
+
+
+LOSSES = {0.1: 2.0, 0.05: 1.0}  # of the seeds that have one; 0.05 is better where it does not fail
+
+
+def incomplete(how, settings):
+    """Runs of two learning rates and seeds, of which that of 0.05 and seed 1 failed, diverged or has no finite loss."""
+    grid = replace(grid_of({"local.lr": [0.05, 0.1], "seed": [0, 1]}), settings=settings)
+    runs = results_of(grid, lambda point: [0.5])
+    for index, run in enumerate(runs):
+        loss = LOSSES[run.point["local.lr"]]
+        if (run.point["local.lr"], run.point["seed"]) == (0.05, 1):
+            if how == "failed":
+                runs[index] = replace(run, error="no")
+            loss = math.nan if how == "not finite" else loss
+        diverged = "NaN" if run.point == {"local.lr": 0.05, "seed": 1} and how == "diverged" else None
+        numbers = {"test_accuracy": None, "test_loss": loss, "validation_loss": loss, "diverged": diverged}
+        run.history[-1] = replace(run.history[-1], **numbers)
+    return grid, runs
+
+
+@pytest.mark.parametrize("how", ["failed", "diverged", "not finite"])
+def test_a_value_without_a_result_of_every_seed_is_never_the_best_and_always_the_worst(how):
+    grid, runs = incomplete(how, ComparisonSettings(tune="local.lr"))
+    assert rows_of(grid, runs) == {(): (0.1, 2.0)}
+    grid, runs = incomplete(how, ComparisonSettings(worst="local.lr"))
+    assert rows_of(grid, runs) == {(): (0.05, 1.0)}
+    grid, runs = incomplete(how, ComparisonSettings())
+    rows = summarise(grid, runs)
+    assert {row.point["local.lr"]: row.mark for row in rows} == {0.05: "", 0.1: "*"}
+    (line,) = [line for line in summary_table(grid, rows, runs).splitlines() if line.startswith("0.05 ")]
+    assert line.endswith("2, 1 diverged" if how == "diverged" else "1 of 2")
+
+
+@pytest.mark.parametrize("how", ["failed", "diverged", "not finite"])
+def test_without_a_complete_value_none_is_chosen(how):
+    grid, runs = incomplete(how, ComparisonSettings(tune="local.lr"))
+    runs = [run for run in runs if run.point["local.lr"] == 0.05]
+    _, tuned = grid.settings.of(runs, list(grid.axes))
+    assert [row["chosen"] for row in csv.DictReader(io.StringIO(tuning_csv(grid, tuned)))] == [""]
+    assert "no value was chosen" in " ".join(summary_table(grid, summarise(grid, runs), runs).split())
 
 
 def test_tuning_does_not_see_the_test_set(serial):
