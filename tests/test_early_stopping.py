@@ -101,6 +101,31 @@ def test_a_wrong_table_is_refused(stop, words, tiny_experiment):
         fedsim.run({**tiny_experiment, **SMALL, "stop": stop})
 
 
+PERSONAL = {"local": {"lr": 0.1, "solver": "local_only"}, "data": {"dataset": "tests.plugs:tiny", "worker_test": 0.25}}
+BY_PERSONAL = {"metric": "metrics.personal_worker_accuracy_mean", "mode": "max", "target": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("stop", "changes"),
+    [
+        ({"metric": "test_loss", "patience": 2}, {}),
+        ({"patience": 2}, {"data.validation": 0.2}),
+        ({"metric": "metrics.top_k", "mode": "max", "patience": 2}, {"metrics": ["top_k"]}),
+        ({"metric": "metrics.global_worker_loss_mean", "mode": "min", "patience": 2}, {}),
+        ({"metric": "test_loss", "patience": 2}, {"local": {"solver": "fedper", "personal": ["*.weight"]}}),
+    ],
+)
+def test_a_global_model_of_which_a_part_is_never_trained_ends_no_run(stop, changes, tiny_experiment):
+    with pytest.raises(ExperimentError, match=r"^stop.metric = .* workers keep a part of it; use stop.metric=metrics"):
+        fedsim.run({**tiny_experiment, **SMALL, **PERSONAL, "stop": stop, **changes})
+
+
+def test_personal_models_and_the_train_loss_end_runs_with_personal_parameters(tiny_experiment):
+    tables = {**tiny_experiment, **SMALL, **PERSONAL, "evaluation.every": 2}
+    assert len(fedsim.run({**tables, "stop": BY_PERSONAL}).history) == 2
+    assert len(fedsim.run({**tables, "stop": {"metric": "train_loss", "target": 1e9}}).history) == 1
+
+
 def test_a_race_does_not_stop_early():
     with pytest.raises(ExperimentError, match="stop: does not work with mode=race"):
         fedsim.Experiment(mode="race", policy="hogwild", stop={"metric": "test_loss", "target": 1.0})

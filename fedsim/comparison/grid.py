@@ -262,7 +262,8 @@ def _renamed(experiment: Experiment, name: str) -> Experiment:
 
 def _problems_here(experiment: Experiment, models: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Return why a valid experiment cannot run on this machine; `models` caches the problems of models."""
-    key = canonical([experiment.resolved()["model"], experiment.buffers])
+    tables = experiment.resolved()
+    key = canonical([experiment.buffers, *(tables[name] for name in ("model", "local", "sampling", "stop"))])
     try:
         resolve_device(experiment.device)
         if key not in models:

@@ -7,14 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from fedsim.comparison.axes import Axes
 from fedsim.comparison.compared_number import check_number
 from fedsim.config.experiment import Experiment
 from fedsim.core.learning_task import correct_of
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
-from fedsim.records.combinations import SEED
+from fedsim.records.combinations import SEED, canonical
 from fedsim.records.comparison_settings import ComparisonSettings
+from fedsim.runs.setup import task_of
 
 
 def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> ComparisonSettings:
@@ -37,6 +40,27 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
         raise ExperimentError(
             f"tune = {show(settings.tune)}: values are chosen by validation results; add data.validation=0.1"
         )
+    if settings.tune is not None:
+        _check_tested_model(settings.tune, experiments)
+
+
+def _check_tested_model(tune: str, experiments: Iterable[Experiment]) -> None:
+    """Raise ExperimentError if the validation result is that of a global model of which a part is never trained."""
+    seen = set()
+    for each in experiments:
+        tables = each.resolved()
+        key = canonical([tables["model"], tables["local"]])
+        if key in seen or not each.client_algorithm.has("for_model"):
+            continue
+        seen.add(key)
+        if task_of(each, torch.device("cpu")).solver.personal_columns.width:
+            score = "accuracy" if correct_of(each.task.bind()) else "loss"
+            personal = f"metrics.personal_worker_{score}_mean and data.worker_test=0.2"
+            raise ExperimentError(
+                f"tune = {show(tune)}: values are chosen by validation results of the global model, and with "
+                f"local.solver = {show(each.local.solver)} workers keep a part of it; compare all values of {tune}, "
+                f"without tune, with by={personal if each.policy.bind().in_rounds else 'train_loss'}"
+            )
 
 
 def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:

@@ -17,7 +17,7 @@ from fedsim.core.text_wrapping import note
 from fedsim.errors import plural
 from fedsim.records.best import answer, best_of
 from fedsim.records.combinations import Combination, canonical, groups_of, score_of, time_to_target
-from fedsim.records.record import Metric
+from fedsim.records.metric import Metric
 
 BEST, TIE = "*", "~"
 MARK_WORDS = {BEST: "best", TIE: "tie", "": ""}

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from fedsim.core.confidence import Estimate, estimate, mean_and_half_width, on_common_grid
+from fedsim.records.metric import Metric
 from fedsim.records.progress import places_on
-from fedsim.records.record import Metric, metric_called, score_in
+from fedsim.records.record import metric_called, score_in
 
 SEED = "seed"  # the axis over which results are averaged
 

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from fedsim.config.task_tables import Stop
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, plural, show
-from fedsim.records.record import Metric, RoundRecord
+from fedsim.records.metric import Metric
+from fedsim.records.record import RoundRecord
 
 
 class EarlyStopping:

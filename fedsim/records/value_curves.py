@@ -11,7 +11,7 @@ import numpy as np
 
 from fedsim.core.confidence import Estimate, mean_and_half_width
 from fedsim.records.combinations import Combination, MeanCurve
-from fedsim.records.record import Metric
+from fedsim.records.metric import Metric
 
 FEWEST_VALUES = 3  # from which there is a curve
 

@@ -12,8 +12,8 @@ from fedsim.records import formatting as fmt
 from fedsim.records.best import answer, best_of
 from fedsim.records.combinations import SEED, Combination, groups_of, score_of, time_to_target
 from fedsim.records.leaderboard import leaderboard, leaderboard_notes
+from fedsim.records.metric import Metric
 from fedsim.records.reader import GridRun, Run, StoredGrid, StoredPartition
-from fedsim.records.record import Metric
 from fedsim.records.run_metrics import mean_or_none
 from fedsim.records.value_curves import numeric_axes
 from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices

@@ -176,6 +176,19 @@ def test_tuning_does_not_see_the_test_set(serial):
     assert chosen[0][1] != chosen[1][1]
 
 
+@pytest.mark.parametrize("solver", [{"solver": "local_only"}, {"solver": "fedper", "personal": ["*.weight"]}])
+def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(solver, serial):
+    """Its validation result is the same for all learning rates; what the error names compares them."""
+    tables = {**serial, "rounds": 4, "data": {"dataset": "tests.plugs:tiny", "validation": 0.2, "worker_test": 0.2}}
+    solvers, rates, tuned = [{"solver": "sgd"}, solver], [1e-5, 0.05], ComparisonSettings(tune="local.lr")
+    with pytest.raises(ExperimentError, match=r'tune = "local.lr": .* with by=metrics.personal_worker_accuracy_mean'):
+        plan_grid(tables, {"local": solvers, "local.lr": rates}, (), tuned)
+    assert plan_grid(tables, {"local": solvers[:1], "local.lr": rates}, (), tuned)
+    by = "metrics.personal_worker_accuracy_mean"
+    result = fedsim.compare({**tables, "local": solver}, {"local.lr": rates}, by=by, jobs=1)
+    assert [row.mark for row in result.summary] == ["", "*"]
+
+
 def test_choices_are_stored_and_merged_from_shards(cli, serial, tmp_path):
     words = ["rounds=1", "workers=5", "model=logistic", "data=tests.plugs:tiny", "data.validation=0.2"]
     words += ["engine=serial", "attack.workers=[0]", "attack.name=none,inf", "aggregate.nonfinite=exclude"]
