@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -39,6 +40,15 @@ def test_a_run_ends_after_the_round_that_decides_it(settings, losses, ends):
     stop, history = Stop(metric="test_loss", **settings), history_of(*losses)
     rounds = [record.round for record in history if stop_reason(history[: record.round], stop)]
     assert rounds == ([] if ends is None else [ends])
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan])
+def test_rounds_without_a_cohort_have_no_train_loss_and_do_not_count(nothing):
+    """A round with a cohort counts, though its loss is not finite: a file has null for NaN."""
+    rounds = [(1.0, [0]), (nothing, []), (nothing, []), (1.0, [0]), (nothing, []), (nothing, [0])]
+    history = [RoundRecord(round=k, train_loss=loss, cohort=cohort) for k, (loss, cohort) in enumerate(rounds, start=1)]
+    stop = Stop(metric="train_loss", patience=2)
+    assert [len(history[:k]) for k in range(1, 7) if stop_reason(history[:k], stop)] == [6]
 
 
 @pytest.mark.parametrize("mode", [{}, {"mode": "clock"}, {"mode": "clock", "policy": "asgd"}])
