@@ -12,7 +12,7 @@ import typer
 from fedsim.cli.completion import complete_words
 from fedsim.cli.program import FAILED, errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, is_folder, source_and_overrides
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
 
 Words = Annotated[
     list[str] | None,
@@ -120,6 +120,8 @@ def compare(
         from fedsim.records.run_folder import new_folder
 
         key, values = (tune or "").partition("=")[::2]
+        if tune is not None and not key.strip():
+            raise ExperimentError(f"--tune {show(tune)}: must be a key and its values, such as local.lr=0.03,0.1")
         settings = ComparisonSettings(
             target=target,
             tune=key or None,

@@ -44,7 +44,7 @@ class Shard:
     @classmethod
     def parse(cls, text: str) -> Shard:
         """Parse `2/8`. Raises ExperimentError for anything else."""
-        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if not found or not int(found[1]) < int(found[2]):
             raise ExperimentError(f"--shard {show(text)}: must be i/n, from 0/n to n-1/n")
         return cls(int(found[1]), int(found[2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -270,7 +271,7 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("curves.csv", curves_csv(grid, runs).encode())
     folder.write("summary.csv", summary_csv(grid, summary).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
-    what = score_of(runs, grid.settings.by).path[-1].removeprefix("test_")
+    what = re.sub(r"[^A-Za-z0-9._=+-]+", "_", score_of(runs, grid.settings.by).path[-1].removeprefix("test_"))
     figures = {what: draw_curves(grid, runs)}
     if (over := grid.settings.heat_axes(list(grid.axes))) is None:
         figures["heatmap"] = draw_heatmap(grid, runs)
