@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -63,12 +64,14 @@ def test_a_loss_reaches_the_target_from_below():
     assert point.text == "5"
 
 
-def test_a_value_of_which_a_run_diverged_has_no_result():
-    grid = grid_of({"attack.scale": [1, 2, 5]}, target=0.6)
+@pytest.mark.parametrize("change", [{"diverged": "NaN"}, {"test_accuracy": math.nan}])
+def test_a_value_of_which_a_run_diverged_misses_the_target(change):
+    """Though the last finite model reaches it, as that of the other seed."""
+    grid = grid_of({"attack.scale": [1, 2, 5], "seed": [0, 1]}, target=0.6)
     runs = results_of(grid, lambda point: [0.9])
-    runs[1].history[-1] = replace(runs[1].history[-1], diverged="NaN")
+    runs[-1].history[-1] = replace(runs[-1].history[-1], **change)
     ((_, point),) = breaking_points(grid, runs)["attack.scale"]
-    assert point.text == "none up to 5; no result at 2"
+    assert point.text == "5"
 
 
 def test_of_failed_runs_alone_nothing_is_known():
