@@ -64,7 +64,7 @@ def test_the_rounds_that_a_failed_run_has_left_are_not_counted_as_done(monkeypat
     with display:
         display.on_start(grid, runs, 1)
         display.on_round(runs[0], {})
-        display.on_end(SimpleNamespace(id="a", error="failed", stopped_at=None))
+        display.on_end(SimpleNamespace(id="a", error="failed"))
         assert (display._bar.n, display._bar.total) == (1, 11)
 
 

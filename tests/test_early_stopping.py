@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -39,6 +40,15 @@ def test_a_run_ends_after_the_round_that_decides_it(settings, losses, ends):
     stop, history = Stop(metric="test_loss", **settings), history_of(*losses)
     rounds = [record.round for record in history if stop_reason(history[: record.round], stop)]
     assert rounds == ([] if ends is None else [ends])
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan])
+def test_rounds_without_a_cohort_have_no_train_loss_and_do_not_count(nothing):
+    """A round with a cohort counts, though its loss is not finite: a file has null for NaN."""
+    rounds = [(1.0, [0]), (nothing, []), (nothing, []), (1.0, [0]), (nothing, []), (nothing, [0])]
+    history = [RoundRecord(round=k, train_loss=loss, cohort=cohort) for k, (loss, cohort) in enumerate(rounds, start=1)]
+    stop = Stop(metric="train_loss", patience=2)
+    assert [len(history[:k]) for k in range(1, 7) if stop_reason(history[:k], stop)] == [6]
 
 
 @pytest.mark.parametrize("mode", [{}, {"mode": "clock"}, {"mode": "clock", "policy": "asgd"}])
@@ -99,6 +109,31 @@ def test_a_run_can_stop_on_a_metric(tiny_experiment):
 def test_a_wrong_table_is_refused(stop, words, tiny_experiment):
     with pytest.raises(ExperimentError, match=words):
         fedsim.run({**tiny_experiment, **SMALL, "stop": stop})
+
+
+PERSONAL = {"local": {"lr": 0.1, "solver": "local_only"}, "data": {"dataset": "tests.plugs:tiny", "worker_test": 0.25}}
+BY_PERSONAL = {"metric": "metrics.personal_worker_accuracy_mean", "mode": "max", "target": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("stop", "changes"),
+    [
+        ({"metric": "test_loss", "patience": 2}, {}),
+        ({"patience": 2}, {"data.validation": 0.2}),
+        ({"metric": "metrics.top_k", "mode": "max", "patience": 2}, {"metrics": ["top_k"]}),
+        ({"metric": "metrics.global_worker_loss_mean", "mode": "min", "patience": 2}, {}),
+        ({"metric": "test_loss", "patience": 2}, {"local": {"solver": "fedper", "personal": ["*.weight"]}}),
+    ],
+)
+def test_a_global_model_of_which_a_part_is_never_trained_ends_no_run(stop, changes, tiny_experiment):
+    with pytest.raises(ExperimentError, match=r"^stop.metric = .* workers keep a part of it; use stop.metric=metrics"):
+        fedsim.run({**tiny_experiment, **SMALL, **PERSONAL, "stop": stop, **changes})
+
+
+def test_personal_models_and_the_train_loss_end_runs_with_personal_parameters(tiny_experiment):
+    tables = {**tiny_experiment, **SMALL, **PERSONAL, "evaluation.every": 2}
+    assert len(fedsim.run({**tables, "stop": BY_PERSONAL}).history) == 2
+    assert len(fedsim.run({**tables, "stop": {"metric": "train_loss", "target": 1e9}}).history) == 1
 
 
 def test_a_race_does_not_stop_early():

@@ -12,7 +12,7 @@ import typer
 from fedsim.cli.completion import complete_words
 from fedsim.cli.program import FAILED, errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, is_folder, source_and_overrides
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
 
 Words = Annotated[
     list[str] | None,
@@ -68,8 +68,8 @@ By = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Compare this number of the last round, such as test_loss or metrics.r2. A higher one is better, "
-        "except of losses, errors, perplexity, seconds and bytes, and of a name that begins with -.",
+        help="Compare this number of the last round, such as test_loss or metrics.r2. The table says whether a higher "
+        "or a lower one is better; -NAME makes a lower one better, +NAME a higher one.",
         show_default="test accuracy",
     ),
 ]
@@ -90,14 +90,6 @@ Heatmap = Annotated[
         show_default="the first two",
     ),
 ]
-Halving = Annotated[
-    bool,
-    typer.Option(
-        "--rounds-by-halving",
-        help="With --tune: run all values for a part of the rounds, the better half by validation result for twice as "
-        "many, and so on, until one value has all rounds.",
-    ),
-]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")]
 
 
@@ -113,7 +105,6 @@ def compare(
     by: By = None,
     skip_invalid: SkipInvalid = False,
     heatmap: Heatmap = None,
-    rounds_by_halving: Halving = False,
     dry_run: DryRun = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
@@ -129,6 +120,8 @@ def compare(
         from fedsim.records.run_folder import new_folder
 
         key, values = (tune or "").partition("=")[::2]
+        if tune is not None and not key.strip():
+            raise ExperimentError(f"--tune {show(tune)}: must be a key and its values, such as local.lr=0.03,0.1")
         settings = ComparisonSettings(
             target=target,
             tune=key or None,
@@ -136,7 +129,6 @@ def compare(
             by=by,
             skip_invalid=skip_invalid or None,
             heatmap=heatmap,
-            rounds_by_halving=rounds_by_halving or None,
         )
         given = [*(words or []), *([tune] if tune and values else [])]
         folders = [Path(word) for word in given if _is_comparison(word)]

@@ -15,12 +15,16 @@ BY_NAME = tuple(f"{metric.key}." for metric in METRICS if "{}" in metric.label) 
 KEYS = [metric.key for metric in METRICS if "{}" not in metric.label]
 
 
-def check_number(by: Any, experiments: Sequence[Experiment]) -> None:
-    """Raise ExperimentError if these experiments cannot record the number `by`, such as "-metrics.drift"."""
+def check_number(by: Any, experiments: Sequence[Experiment]) -> str:
+    """Return the number `by`, such as "-metrics.drift", with the sign that a metric of the experiments declares.
+
+    Raises ExperimentError if these experiments cannot record the number, or no value of it is better than another.
+    """
     where = f"by = {show(by)}"
     if not isinstance(by, str):
         raise ExperimentError(f"{where}: must be the name of a number of a round, such as test_loss")
-    key = by.removeprefix("-")
+    metric = metric_called(by)
+    key = metric.key
     if key not in KEYS and not key.startswith(BY_NAME):
         own = [f"metrics.{each.bind().label}" for experiment in experiments for each in experiment.metrics]
         raise ExperimentError(f"{where}: no such number of a round; {nearest(key, dict.fromkeys([*KEYS, *own]))}")
@@ -30,6 +34,15 @@ def check_number(by: Any, experiments: Sequence[Experiment]) -> None:
         for each in experiments:
             if correct_of(each.task.bind()) is None:
                 raise ExperimentError(f"{where}: the task {each.task.name} has no accuracy; use a loss or a metric")
+    if metric.better is None:
+        raise ExperimentError(
+            f"{where}: neither a higher nor a lower one is better; write +{key} if a higher one is better for you, or "
+            f"-{key}"
+        )
+    label = key.removeprefix("metrics.").removeprefix("validation_")
+    found = [each.bind() for experiment in experiments for each in experiment.metrics]
+    declared = next((each.higher_is_better for each in found if each.label == label), None)
+    return by if declared is None or by != key else f"{'+' if declared else '-'}{key}"
 
 
 def require_number(by: str, last: Sequence[RoundRecord]) -> None:

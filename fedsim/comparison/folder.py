@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.comparison.axes import Axes
-from fedsim.comparison.grid import Grid, PlannedRun, common_tables, groups_tuned, keys_set_in
+from fedsim.comparison.grid import Grid, PlannedRun, common_tables, keys_set_in
 from fedsim.config.toml import read_toml
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
@@ -36,10 +36,7 @@ RUNS, SHARDS = "runs", "shards"
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count` of a grid: run k, counted from 0, belongs to part k mod count.
-
-    With `rounds_by_halving`, k counts the groups of runs that compete with each other.
-    """
+    """Part `index` of `count` of a grid: run k, counted from 0, belongs to part k mod count."""
 
     index: int
     count: int
@@ -47,15 +44,13 @@ class Shard:
     @classmethod
     def parse(cls, text: str) -> Shard:
         """Parse `2/8`. Raises ExperimentError for anything else."""
-        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if not found or not int(found[1]) < int(found[2]):
             raise ExperimentError(f"--shard {show(text)}: must be i/n, from 0/n to n-1/n")
         return cls(int(found[1]), int(found[2]))
 
     def of(self, grid: Grid) -> list[PlannedRun]:
         """Return the runs of this part."""
-        if grid.settings.rounds_by_halving:
-            return [run for group in groups_tuned(grid)[self.index :: self.count] for run in group]
         return grid.runs[self.index :: self.count]
 
     def folder(self, whole: Path) -> Path:

@@ -136,18 +136,10 @@ def plan_grid(
     if left_out:
         used = {key: {canonical(point[key]) for point in points} for key in axes}
         axes = {key: [value for value in values if canonical(value) in used[key]] for key, values in axes.items()}
-    check_settings(settings, axes, experiments)
+    settings = check_settings(settings, axes, experiments)
     _refuse_equal_runs(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
     return Grid(experiments[0].name, axes, runs, engine_chosen, settings, left_out)
-
-
-def groups_tuned(grid: Grid) -> list[list[PlannedRun]]:
-    """Return the runs that compete for one choice along the axis `tune`: of all its values, cases and seeds."""
-    groups: dict[str, list[PlannedRun]] = {}
-    for run in grid.runs:
-        groups.setdefault(canonical([run.point[key] for key in grid.compared]), []).append(run)
-    return list(groups.values())
 
 
 def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
@@ -270,7 +262,8 @@ def _renamed(experiment: Experiment, name: str) -> Experiment:
 
 def _problems_here(experiment: Experiment, models: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Return why a valid experiment cannot run on this machine; `models` caches the problems of models."""
-    key = canonical([experiment.resolved()["model"], experiment.buffers])
+    tables = experiment.resolved()
+    key = canonical([experiment.buffers, *(tables[name] for name in ("model", "local", "sampling", "stop"))])
     try:
         resolve_device(experiment.device)
         if key not in models:

@@ -28,7 +28,7 @@ class Callback:
         """Before a run starts again because its process was lost."""
 
     def on_end(self, run: RunResult) -> None:
-        """After a run: finished, failed, or stopped by successive halving."""
+        """After a run: finished or failed."""
 
 
 class GridDisplay(Callback):
@@ -55,8 +55,7 @@ class GridDisplay(Callback):
         for line in grid.left_out:
             self._print(f"left out: {line}")
         if len(todo) < len(grid.runs):
-            stopped = " or stopped by halving" if grid.settings.rounds_by_halving else ""
-            self._print(f"{len(grid.runs) - len(todo)} of them already finished{stopped}")
+            self._print(f"{len(grid.runs) - len(todo)} of them already finished")
 
     def on_round(self, run: PlannedRun, record: RoundRecord) -> None:
         self._remaining[run.id] -= 1
@@ -68,12 +67,10 @@ class GridDisplay(Callback):
         self._remaining[run.id] = run.experiment.rounds
 
     def on_end(self, run: RunResult) -> None:
-        self._bar.total -= self._remaining.pop(run.id)  # rounds that a failed or stopped run will not do
+        self._bar.total -= self._remaining.pop(run.id)  # rounds that a run which failed or stopped early will not do
         self._ended += 1
         self._failed += run.error is not None
         score = f"{score_text(run.history[-1]).removeprefix('test ')}, {run.seconds:.1f} s" if run.error is None else ""
-        if run.stopped_at is not None:
-            score = f"stopped by halving after {run.stopped_at} of {run.experiment.rounds} rounds, {run.seconds:.1f} s"
         self._seconds = time.perf_counter() - self._begun
         number = f"{self._ended:>{len(str(self._total))}}/{self._total}"
         self._print(f"[{number}] {run.id}: {score or f'failed: {run.error}'}")

@@ -76,7 +76,7 @@ def draw_heatmap(grid: AnyGrid, runs: Sequence[AnyRun], style: FigureStyle = SCR
     figure.colorbar(image, ax=axes, label=score.label.lower())
     over = "".join(f" and {key_name(key)}" for key in others)
     remark = f"{grid.name}: mean over seeds{over}" if SEED in grid.axes or others else grid.name
-    remark += "" if others else "; bold: best of its column"
+    remark += "" if others or score.better is None else f"; bold: best of its column ({score.better} is better)"
     remark += f"\n{grid.settings.remark}" if grid.settings.remark else ""
     style.describe(figure, comparison_title([first, second], score.label), remark, fontsize="small")
     return figure
@@ -103,8 +103,9 @@ def draw_cells(
 
 
 def _cell(combined: Sequence[Combination], best: Sequence[Combination]) -> HeatCell:
-    """The mean of combinations, with the number of finished runs if some failed, and the spread of a single one."""
+    """The mean of combinations, with the number of runs that count if not all do, and the spread of a single one."""
     runs, finished = sum(len(each.runs) for each in combined), sum(len(each.finished) for each in combined)
+    counted = sum(each.counted for each in combined)
     means = [each.score.mean for each in combined if each.score]
     mean = sum(means) / len(means) if means else math.nan
     if not runs:
@@ -113,7 +114,7 @@ def _cell(combined: Sequence[Combination], best: Sequence[Combination]) -> HeatC
         return HeatCell(mean, "failed")
     if not means:
         return HeatCell(mean, MISSING)
-    of = f" ({finished} of {runs})" if finished < runs else ""
+    of = f" ({counted} of {runs})" if counted < runs else ""
     only = combined[0].score if len(combined) == 1 else None
     spread = only.spread() if only else ""
     return HeatCell(mean, fixed(mean) + of, spread, bold=any(each in best for each in combined))

@@ -12,7 +12,7 @@ from fedsim.comparison.heat_map import NO_CELL, HeatCell, draw_cells
 from fedsim.comparison.plots import AnyGrid, AnyRun
 from fedsim.comparison.results import RunResult, to_csv
 from fedsim.core.confidence import fixed
-from fedsim.core.plotting import SCREEN, FigureStyle
+from fedsim.core.plotting import SCREEN, FigureStyle, grid_shape
 from fedsim.records.best import Best, best_of
 from fedsim.records.combinations import SEED, Combination, canonical, groups_of
 from fedsim.records.formatting import comparison_title, key_name
@@ -47,8 +47,10 @@ def draw_panels(
     down, across = (grid.axes[axis][:MOST_VALUES] for axis in over)
     longest = max(len(line) for cell in cells for line in (cell.text, *cell.below.splitlines()))
     width, height = max(1.0, CHARACTER * longest + 0.2) * len(across) + 0.3, HEIGHT * len(down) + 0.5
-    columns = max(1, min(len(panels), len(grid.axes[grid.compared[0]]) + 1, int(MOST_INCHES[0] / width)))
-    if columns <= len(grid.axes[grid.compared[0]]):  # a combination needs several rows: first all panels of the best
+    fitting, of_each = max(1, int(MOST_INCHES[0] / width)), len(grid.axes[grid.compared[0]]) + 1
+    in_rows = of_each < len(panels) and of_each <= fitting  # a row for each combination of the axes on no panel
+    columns = of_each if in_rows else grid_shape(len(panels), fitting)[1]
+    if not in_rows:  # first all panels of the best
         panels = dict(sorted(panels.items(), key=lambda item: not item[0].startswith(BEST)))
     shown = list(panels.items())[: min(MOST_PANELS, columns * max(1, int(MOST_INCHES[1] / height)))]
     rows = math.ceil(len(shown) / columns)
@@ -120,11 +122,11 @@ def _value(grid: AnyGrid, combination: Combination) -> str:
 
 
 def _cell(combination: Combination) -> HeatCell:
-    score, done, runs = combination.score, len(combination.finished), len(combination.runs)
+    score, runs = combination.score, len(combination.runs)
     if score is None:
-        return HeatCell(math.nan, "no finite value" if done else "failed")
+        return HeatCell(math.nan, "no finite value" if combination.finished else "failed")
     decimals = combination.metric.decimals_for(score.mean)
-    missing = f" ({done} of {runs})" if done < runs else ""
+    missing = f" ({score.n} of {runs})" if score.n < runs else ""
     return HeatCell(score.mean, fixed(score.mean, decimals) + missing, score.spread(decimals))
 
 

@@ -25,7 +25,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.engines.pool.barrier import HeartbeatTable
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.pool.worker_process import WorkerProcess
-from fedsim.errors import FedsimError, FedsimWarning, SettingWarning, StopRun, WorkerError, one_line, plural
+from fedsim.errors import FedsimError, FedsimWarning, SettingWarning, WorkerError, one_line, plural
 from fedsim.records.record import RoundRecord
 from fedsim.runs.run import run
 from fedsim.runs.session import Session
@@ -41,19 +41,18 @@ OnRetry = Callable[[PlannedRun], object]
 
 
 class Work(NamedTuple):
-    """A run, the experiment that a job executes for it, the folder of its records, and how far it goes."""
+    """A run, the experiment that a job executes for it, and the folder of its records."""
 
     run: PlannedRun
     experiment: Experiment
     folder: Path
-    rounds: int  # after which it is paused, if the experiment has more
 
 
 def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
     """Do the runs one after another in this process."""
     with Session() as session:
-        for planned, experiment, folder, rounds in work:
-            on_end(planned, attempt(experiment, folder, rounds, session, partial(on_round, planned)))
+        for planned, experiment, folder in work:
+            on_end(planned, attempt(experiment, folder, session, partial(on_round, planned)))
 
 
 def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd, on_retry: OnRetry) -> None:
@@ -95,21 +94,11 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
 def attempt(
     experiment: Experiment,
     folder: Path,
-    rounds: int,
     session: Session,
     on_round: Callable[[RoundRecord], object],
     on_start: Callable[[PreparedRun], object] | None = None,
 ) -> str | None:
-    """Run or resume an experiment, and pause it after `rounds` if it has more.
-
-    Returns None, or the reason of the failure: one line, then details.
-    """
-
-    def after_round(record: RoundRecord) -> None:
-        on_round(record)
-        if rounds <= record.round < experiment.rounds:
-            raise StopRun("paused by successive halving")
-
+    """Run or resume an experiment; return None, or the reason of the failure: one line, then details."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SettingWarning)  # a comparison shows each once, before its first run
@@ -118,7 +107,7 @@ def attempt(
                 folder,
                 resume=True,
                 on_start=on_start,
-                on_round=after_round,
+                on_round=on_round,
                 session=session,
                 progress=False,
             )
@@ -173,7 +162,7 @@ class Job(WorkerProcess):
         self.work = work
         self.expect_heartbeats(math.inf)  # there are none before the first round
         with contextlib.suppress(OSError):  # the process is dead; `events` says so
-            self.pipe.send((work.experiment, work.folder, work.rounds))
+            self.pipe.send((work.experiment, work.folder))
 
     def events(self) -> Iterator[tuple[str, Work, Any]]:
         """Yield ("round", work, record), ("end", work, None or error) or ("lost", work, reason).
@@ -222,10 +211,10 @@ def _serve(pipe: Connection, table: HeartbeatTable) -> None:
         while (message := channel.receive()) is not None:
             table.begin_work(0)
             try:
-                experiment, folder, rounds = message.load()
+                experiment, folder = message.load()
             except Exception as error:  # the experiment names something that cannot be imported here
                 channel.send(("end", f"{one_line(error)}\n{traceback.format_exc()}"))
                 continue
             prepared = lambda _: channel.send(("prepared", None))  # noqa: E731
             on_round = lambda record: channel.send(("round", record))  # noqa: E731
-            channel.send(("end", attempt(experiment, folder, rounds, session, on_round, prepared)))
+            channel.send(("end", attempt(experiment, folder, session, on_round, prepared)))

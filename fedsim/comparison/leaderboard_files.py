@@ -24,7 +24,7 @@ def leaderboard_text(board: Leaderboard, first: str) -> str:
             f"{each.mean_rank:.2f}",
             f"{each.best} of {board.cells}",
             f"{each.tied} of {board.cells}",
-            f"{each.worst_cell}: {each.worst.text() if each.worst else 'failed'}",
+            f"{each.worst_cell}: {each.worst.text() if each.worst else 'no result'}",
         ]
         for each in board.standings
     ]

@@ -20,7 +20,6 @@ from fedsim.comparison.runner import Comparison, summarised
 from fedsim.errors import RecordError, one_line
 from fedsim.records.combinations import canonical
 from fedsim.records.comparison_settings import NO_SETTINGS, ComparisonSettings
-from fedsim.records.history import read_history
 from fedsim.records.reader import GRID, GridFile, read_grid_file
 
 
@@ -52,8 +51,7 @@ def merge(
     grid = plan_grid(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports)
     with GridFolder(out, grid) as folder:
         for run in folder.grid.runs:
-            paused = bool(settings.rounds_by_halving) and folder.error(run) is None
-            if not folder.is_finished(run) and (found := _find(run, grids, folder.run_folder(run), paused=paused)):
+            if not folder.is_finished(run) and (found := _find(run, grids, folder.run_folder(run))):
                 folder.clear(run)
                 _copy(found, folder.run_folder(run))
         return summarised(folder)
@@ -67,17 +65,15 @@ def _sources(folder: Path) -> list[Path]:
     return found
 
 
-def _find(run: PlannedRun, grids: dict[Path, GridFile], besides: Path, *, paused: bool) -> Path | None:
-    """Return the folder where a run is finished; else one where it failed; else, if `paused`, has more rounds."""
+def _find(run: PlannedRun, grids: dict[Path, GridFile], besides: Path) -> Path | None:
+    """Return the folder where a run is finished; else one where it failed."""
     point = canonical(run.point)
     stored = [(source, each) for source, grid in grids.items() for each in grid.runs if canonical(each.point) == point]
     folders = [inner_folder(source, each.id) for source, each in stored]
     folders = [folder for folder in folders if folder.is_dir() and folder != besides]
     complete = (folder for folder in folders if is_complete(folder, run))
     failed = (folder for folder in folders if (folder / ERROR).is_file())
-    rounds = len(read_history(besides))
-    longer = (folder for folder in folders if paused and len(read_history(folder)) > rounds)
-    return next(itertools.chain(complete, failed, longer), None)
+    return next(itertools.chain(complete, failed), None)
 
 
 def _copy(source: Path, to: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,13 @@ from fedsim.comparison.heat_panels import draw_panels
 from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.run_names import run_names
 from fedsim.comparison.value_figure import draw_values
-from fedsim.core.plotting import STYLES, UNDATED, encode
+from fedsim.core.plotting import STYLES, UNDATED, encode, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.combinations import SEED
 from fedsim.records.progress import SCALES
 from fedsim.records.reader import GridRun, Run, StoredGrid, read_records
-from fedsim.records.record import metrics_in
+from fedsim.records.record import LARGEST, metric_called, metrics_in
 from fedsim.records.value_curves import numeric_axes
 from fedsim.system.files import write_atomically
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Kind = Literal["curves", "heatmap"]
+LEAST_INCHES, MOST_INCHES = 1, 30  # of a side of a figure; 30 are 9,000 pixels at the 300 of "paper"
 RUN = "run"  # the axis of runs that are no comparison
 
 
@@ -63,8 +63,8 @@ def plot(
         only: for keys of a comparison, the values that are drawn, or one value: {"attack": ["none", "alie"]}.
         style: "paper": 8 points, TrueType fonts, 3.35 inches wide (a column of two) or, with several panels, 6.9
             inches; no title. "screen": with a title, and with matplotlib's own settings.
-        width: of the figure, in inches.
-        height: of the figure, in inches.
+        width: of the figure, in inches, from 1 to 30.
+        height: of the figure, in inches, from 1 to 30.
         x_range: the ends of the x axes of curves, such as (0, 50).
         y_range: the ends of their y axes, such as (0.9, 1.0).
         out: a file to write, whose name ends in .png, .svg or .pdf.
@@ -80,21 +80,24 @@ def plot(
     """
     _require(kind, "kind", get_args(Kind))
     _require(style, "style", STYLES)
+    for name, inches in (("width", width), ("height", height)):
+        if inches is not None and not LEAST_INCHES <= inches <= MOST_INCHES:
+            raise ExperimentError(f"{name} = {show(inches)}: must be from {LEAST_INCHES} to {MOST_INCHES} inches")
     format = _format_of(Path(out)) if out is not None else None
     paths = [Path(each) for each in ([folders] if isinstance(folders, (str, Path)) else folders)]
     grid = _only(_grid_in(paths), only or {})
     if metric is not None:
         known = [each.key for each in metrics_in(record for run in grid.runs for record in run.history)]
-        _require(metric.removeprefix("-"), "metric", known)
+        _require(metric_called(metric).key, "metric", known)
         grid = replace(grid, settings=replace(grid.settings, by=metric))
     look = STYLES[style]
     with look.applied():
         figure = _heatmap(grid, style) if kind == "heatmap" else _curves(grid, x, style)
         _set_range(figure, kind, "x", x_range)
         _set_range(figure, kind, "y", y_range)
-        if width or height:
-            own_width, own_height = figure.get_size_inches()
-            figure.set_size_inches(width or own_width, height or own_height)
+        own_width, own_height = figure.get_size_inches()
+        figure.set_size_inches(own_width if width is None else width, own_height if height is None else height)
+        show_dollars(figure)
         figure.draw_without_rendering()  # makes the ticks, in the fonts of the style
         if out is not None and format is not None:
             write_atomically(Path(out), encode(figure, format, look.dpi))
@@ -132,8 +135,10 @@ def _set_range(figure: Figure, kind: Kind, axis: Literal["x", "y"], ends: tuple[
         return
     if kind == "heatmap":
         raise ExperimentError(f"{axis}_range = {show(list(ends))}: is for curves; a heat map has none")
-    if not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
-        raise ExperimentError(f"{axis}_range = {show(list(ends))}: must be two numbers, the smaller one first")
+    if not -LARGEST <= ends[0] < ends[1] <= LARGEST:
+        raise ExperimentError(
+            f"{axis}_range = {show(list(ends))}: must be two numbers, the smaller one first, of at most {LARGEST:g}"
+        )
     for panel in figure.axes:
         if getattr(panel, f"get_{axis}scale")() == "log" and ends[0] <= 0:
             raise ExperimentError(f"{axis}_range = {show(list(ends))}: must be above 0, since the axis is logarithmic")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from fedsim.comparison.axes import label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
-from fedsim.core.plotting import SCREEN, FigureStyle, line_style, prepare_axes
+from fedsim.core.plotting import SCREEN, FigureStyle, grid_shape, line_style, prepare_axes
 from fedsim.records.combinations import SEED, Combination, MeanCurve, canonical, groups_of, mean_curve
 from fedsim.records.formatting import comparison_title, key_name
 from fedsim.records.progress import SCALES
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_PANELS = 30
+MOST_PANELS, MOST_COLUMNS = 30, 6
+COINCIDE = 0.01  # of the height of a panel: curves that are closer hide each other
 NARROWEST = 1.6  # inches, of a panel in a figure of a given width
 LETTER, HANDLE = 0.058, 0.55  # inches, of a letter of a legend and of the line beside it
 
@@ -86,8 +87,7 @@ def draw_panels(
         above = 0.16 * (1 + math.ceil(len(names) / in_legend)) if names else 0.0
         height = rows * (0.68 if count == 1 else 0.9) * width / columns + above
     else:
-        columns = min(count, 3 if count <= 9 else 4 if count <= 16 else 5)
-        rows = math.ceil(count / columns)
+        rows, columns = grid_shape(count, MOST_COLUMNS)
         width, height = (6.4, 4.2) if count == 1 else (3.5 * columns, 2.7 * rows + 0.5)
         free, in_legend = rows * columns > count, 1  # `free`: a place for the legend
         width = width if free else width + 1.6
@@ -112,27 +112,46 @@ def draw_panels(
 def _draw_panel(panel: Axes, grid: AnyGrid, group: list[Combination], scale: str) -> None:
     from matplotlib.ticker import EngFormatter
 
-    failures, ends = [], []
+    failures, ends, curves = [], [], {}
     point = group[0].runs[0].point
     values = [canonical(value) for value in grid.axes[grid.compared[0]]] if grid.compared else []
     for each in group:
         index = values.index(canonical(each.runs[0].point[grid.compared[0]])) if values else 0
         runs, failed = len(each.runs), len(each.runs) - len(each.finished)
+        name = label(each.runs[0].point[grid.compared[0]]) if grid.compared else grid.name
         if failed:
-            name = label(each.runs[0].point[grid.compared[0]]) if grid.compared else grid.name
             failures.append(f"{name} ({failed} of {runs})")
         if mean := mean_curve(each.finished, each.metric, scale):
             draw_line(panel, mean, index, limits=(0, 1) if each.metric.share else None)
             ends.append(mean.x[-1])
+            curves[name] = mean
     panel.set_title(", ".join(f"{key_name(key)}: {label(point[key])}" for key in grid.compared[1:]), fontsize="small")
-    if failures:
-        text = "failed: " + ", ".join(failures)
-        panel.text(0.02, 0.02, text, transform=panel.transAxes, fontsize="xx-small", wrap=True)
+    write_remarks(panel, curves, ["failed: " + ", ".join(failures)] if failures else [])
     prepare_axes(panel, whole_numbers=scale not in ("virtual_seconds", "seconds"))
     if scale == "bytes":
         panel.xaxis.set_major_formatter(EngFormatter("B"))
     if scale != "round" and ends and max(ends) >= LOG_FROM * min(ends) > 0:
         panel.set_xscale("log")
+
+
+def write_remarks(panel: Axes, curves: Mapping[str, MeanCurve], remarks: Sequence[str] = ()) -> None:
+    """Write into a corner of a panel which of its curves coincide, so that one hides the others, and the remarks."""
+    bottom, top = panel.get_ylim()
+    near = COINCIDE * (top - bottom)
+    groups: list[list[str]] = []
+    for name, curve in curves.items():
+        for group in groups:
+            first = curves[group[0]]
+            if np.array_equal(first.x, curve.x) and np.abs(first.means - curve.means).max() <= near:
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    lines = [f"coincide: {', '.join(group)}" for group in groups if len(group) > 1]
+    text = "\n".join([*lines, *remarks])
+    if text:
+        box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
+        panel.text(0.02, 0.02, text, transform=panel.transAxes, fontsize="xx-small", wrap=True, bbox=box)
 
 
 def draw_line(panel: Axes, mean: MeanCurve, index: int, limits: tuple[float, float] | None) -> None:

@@ -32,7 +32,6 @@ class RunResult:
         error: why the run failed, in one line; None if it did not fail.
         folder: of the records, if they are kept.
         target: the test accuracy whose time is reported, as of the grid.
-        stopped_at: the rounds after which successive halving stopped it; None if it did not.
     """
 
     id: str
@@ -42,24 +41,21 @@ class RunResult:
     error: str | None
     folder: Path | None
     target: float | None = None
-    stopped_at: int | None = None
 
     @classmethod
-    def read(cls, run: PlannedRun, folder: GridRecords, kept: bool = True, *, stopped: bool = False) -> RunResult:
-        """Read the result of a run from the folder of its comparison; `stopped`: by successive halving."""
+    def read(cls, run: PlannedRun, folder: GridRecords, kept: bool = True) -> RunResult:
+        """Read the result of a run from the folder of its comparison."""
         error, history = folder.error(run), read_history(folder.run_folder(run))
-        stopped = stopped and error is None and not folder.is_finished(run)
-        if error is None and not stopped and not folder.is_finished(run):
+        if error is None and not folder.is_finished(run):
             error = "its records are not complete"
         line = error.strip().partition("\n")[0] if error is not None else None
         path, target = folder.run_folder(run), folder.grid.settings.target
-        stopped_at = len(history) if stopped else None
-        return cls(run.id, run.point, run.experiment, history, line, path if kept else None, target, stopped_at)
+        return cls(run.id, run.point, run.experiment, history, line, path if kept else None, target)
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended, and neither failed nor was stopped by successive halving."""
-        return self.error is None and self.stopped_at is None
+        """Whether it has ended, and did not fail."""
+        return self.error is None
 
     @property
     def place(self) -> dict[str, str]:
@@ -100,11 +96,8 @@ def names_in(metrics: Iterable[Mapping[str, Any]]) -> list[str]:
 def results_csv(grid: Grid, runs: Sequence[RunResult]) -> str:
     """Return one row per run: its point and its metrics; cells are empty if the run has no such number."""
     names = names_in(run.metrics for run in runs)
-    halved = ["stopped_at"] if grid.settings.rounds_by_halving else []
-    rows: list[list[Any]] = [["id", *grid.axes, *names, *halved, "error"]]
-    for run in runs:
-        stopped = [run.stopped_at] if halved else []
-        rows.append([run.id, *map(label, run.point.values()), *map(run.metrics.get, names), *stopped, run.error])
+    rows: list[list[Any]] = [["id", *grid.axes, *names, "error"]]
+    rows += [[run.id, *map(label, run.point.values()), *map(run.metrics.get, names), run.error] for run in runs]
     return to_csv(rows)
 
 
@@ -128,11 +121,7 @@ def tidy_rows(runs: Sequence[RunResult]) -> list[dict[str, Any]]:
 
 def run_rows(runs: Sequence[RunResult]) -> list[dict[str, Any]]:
     """Return one row per run: its point, its metrics as in `results.csv`, and its error."""
-    halved = any(run.stopped_at is not None for run in runs)
-    return [
-        {**_cells(run), **run.metrics, **({"stopped_at": run.stopped_at} if halved else {}), "error": run.error}
-        for run in runs
-    ]
+    return [{**_cells(run), **run.metrics, "error": run.error} for run in runs]
 
 
 def _cells(run: RunResult) -> dict[str, Any]:

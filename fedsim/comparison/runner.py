@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,6 @@ from fedsim.comparison.folder import GridFolder, GridRecords, Shard
 from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
 from fedsim.comparison.grid_notebook import comparison_html, display_of
 from fedsim.comparison.grid_terminal import Callback
-from fedsim.comparison.halving import allotments, is_ready
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.heat_panels import draw_panels, heatmap_csv
 from fedsim.comparison.job_count import default_jobs, distinct, in_one_process, why_runs_unsendable
@@ -119,7 +119,6 @@ def compare(
     by: str | None = None,
     skip_invalid: bool = False,
     heatmap: str | None = None,
-    rounds_by_halving: bool = False,
     *,
     progress: bool | None = None,
     allow_imports: bool = False,
@@ -144,15 +143,14 @@ def compare(
             several attacks, of an axis `worst`, the worst result counts. It needs `data.validation`.
         worst: an axis, such as "attack.name": the value with the worst result is reported.
         by: the number of the last round that is compared, in place of the test accuracy: "test_loss",
-            "metrics.personal_worker_accuracy_mean", ... A higher one is better, except of losses,
-            errors, perplexity, seconds and bytes, and of a name that begins with `-`: "-metrics.drift".
+            "metrics.personal_worker_accuracy_mean", ... A higher one is better, except of losses, errors, perplexity,
+            attack success, inequality (`..._std`, `..._gini`), seconds, bytes, staleness, discarded results, and
+            metrics with `higher_is_better = False`. A sign says which is better: "-metrics.drift" a lower one, "+..." a
+            higher one.
         skip_invalid: leave out the combinations that are invalid experiments, such as krum with more Byzantine workers
             than it allows, and say so; else they are an error.
         heatmap: two axes besides the first, such as "partition.alpha,attack.fraction", down and across: the heat maps
             are over these, with the best value of the first axis in each cell. By default the first two axes.
-        rounds_by_halving: successive halving (Jamieson and Talwalkar 2016) along the axis `tune`: all n values run for
-            `rounds` / 2^k rounds, k = log2(n) rounded up; the better half by validation result runs for twice as many,
-            and so on, until one value has all rounds. A continued run has the bits of a run without a pause.
         progress: print a line for each run, as the command line does; None: show a bar in a notebook, else nothing.
         allow_imports: allow a file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
@@ -168,13 +166,7 @@ def compare(
     (['mean', 'median'], 2, [])
     """
     settings = ComparisonSettings(
-        target=target,
-        tune=tune,
-        worst=worst,
-        by=by,
-        skip_invalid=skip_invalid or None,
-        heatmap=heatmap,
-        rounds_by_halving=rounds_by_halving or None,
+        target=target, tune=tune, worst=worst, by=by, skip_invalid=skip_invalid or None, heatmap=heatmap
     )
     planned = plan_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
     with contextlib.ExitStack() as stack:
@@ -215,17 +207,12 @@ def run_grid(
         todo = [run for run in runs if not folder.is_finished(run)]
         for data in (run.experiment.data for run in distinct(todo, lambda experiment: experiment.resolved()["data"])):
             load_dataset(data.dataset, data.root, **data.params)  # now: else every run would fail of missing data
-        for run in todo:
-            if folder.error(run) is not None:
-                folder.clear(run)  # it is run again
-        given = allotments(folder)
-        todo = [run for run in todo if not given[run.id].stopped]
         jobs = min(jobs or default_jobs(grid, todo), max(1, len(todo)))
         _warn(todo)
         callback.on_start(grid, todo, jobs)
         _run(todo, jobs, folder, callback, one_process=jobs > 1 and not grid.engine_chosen)
         if shard is not None:
-            return Comparison(grid, _results(runs, folder), [], path)
+            return Comparison(grid, [RunResult.read(run, folder) for run in runs], [], path)
         return summarised(folder, kept=kept)
 
 
@@ -240,15 +227,10 @@ def summarised(folder: GridFolder, *, kept: bool = True) -> Comparison:
 def comparison_in(folder: GridRecords, *, kept: bool = True) -> Comparison:
     """Compare the runs in a folder; nothing is written. `kept` is False if the folder is temporary."""
     grid = folder.grid
-    runs = _results(grid.runs, folder, kept=kept)
+    runs = [RunResult.read(run, folder, kept) for run in grid.runs]
     if grid.settings.by is not None:
         require_number(grid.settings.by, [run.history[-1] for run in runs if run.finished])
     return Comparison(grid, runs, summarise(grid, runs), folder.path if kept else None)
-
-
-def _results(runs: Sequence[PlannedRun], folder: GridRecords, *, kept: bool = True) -> list[RunResult]:
-    given = allotments(folder)
-    return [RunResult.read(run, folder, kept, stopped=given[run.id].stopped) for run in runs]
 
 
 def _warn(runs: Sequence[PlannedRun]) -> None:
@@ -264,42 +246,10 @@ def _warn(runs: Sequence[PlannedRun]) -> None:
 
 
 def _run(runs: Sequence[PlannedRun], jobs: int, folder: GridFolder, callback: Callback, *, one_process: bool) -> None:
-    """Do the runs; with halving, all go as far as they can be compared, then those that remain, and so on."""
-    told, done = set[str](), set[tuple[str, int]]()  # `done`: what has been done once is not done again
-    while True:
-        given = allotments(folder)
-        for run in runs:
-            if given[run.id].stopped and run.id not in told and not _has_ended(run, folder):
-                told.add(run.id)
-                callback.on_end(RunResult.read(run, folder, stopped=True))
-        rounds = {run.id: given[run.id].rounds for run in runs}
-        todo = [run for run in runs if not is_ready(run, rounds[run.id], folder)]
-        todo = [run for run in todo if (run.id, rounds[run.id]) not in done]
-        if not todo:
-            return
-        _run_for(todo, rounds, jobs, folder, callback, one_process)
-        done.update((run.id, rounds[run.id]) for run in todo)
-
-
-def _has_ended(run: PlannedRun, folder: GridFolder) -> bool:
-    return folder.error(run) is not None or folder.is_finished(run)
-
-
-def _run_for(
-    runs: Sequence[PlannedRun],
-    rounds: Mapping[str, int],
-    jobs: int,
-    folder: GridFolder,
-    callback: Callback,
-    one_process: bool,
-) -> None:
-    """Do so many rounds of the runs."""
-
     def on_end(run: PlannedRun, error: str | None) -> None:
         if error is not None:
             folder.note_failure(run, error)
-        if rounds[run.id] == run.experiment.rounds or _has_ended(run, folder):
-            callback.on_end(RunResult.read(run, folder))
+        callback.on_end(RunResult.read(run, folder))
 
     def on_retry(run: PlannedRun) -> None:
         folder.make_ready(run)
@@ -308,9 +258,7 @@ def _run_for(
     for run in runs:
         folder.make_ready(run)
     experiments = [in_one_process(run.experiment) if one_process else run.experiment for run in runs]
-    work = [
-        Work(run, each, folder.run_folder(run), rounds[run.id]) for run, each in zip(runs, experiments, strict=True)
-    ]
+    work = [Work(run, each, folder.run_folder(run)) for run, each in zip(runs, experiments, strict=True)]
     if jobs == 1:
         run_here(work, callback.on_round, on_end)
     else:
@@ -323,7 +271,7 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("curves.csv", curves_csv(grid, runs).encode())
     folder.write("summary.csv", summary_csv(grid, summary).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
-    what = score_of(runs, grid.settings.by).path[-1].removeprefix("test_")
+    what = re.sub(r"[^A-Za-z0-9._=+-]+", "_", score_of(runs, grid.settings.by).path[-1].removeprefix("test_"))
     figures = {what: draw_curves(grid, runs)}
     if (over := grid.settings.heat_axes(list(grid.axes))) is None:
         figures["heatmap"] = draw_heatmap(grid, runs)

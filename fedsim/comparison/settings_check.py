@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from fedsim.comparison.axes import Axes
 from fedsim.comparison.compared_number import check_number
@@ -12,20 +15,18 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.learning_task import correct_of
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
-from fedsim.records.combinations import SEED
+from fedsim.records.combinations import SEED, canonical
 from fedsim.records.comparison_settings import ComparisonSettings
+from fedsim.runs.setup import task_of
 
 
-def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> None:
-    """Raise ExperimentError if the settings do not fit these axes and experiments."""
+def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> ComparisonSettings:
+    """Return the settings, see `check_number`. Raises ExperimentError if they do not fit these axes and experiments."""
     if settings.target is not None:
         _check_target(settings.target, experiments)
     _check_choices(settings, axes, experiments)
-    if settings.rounds_by_halving is not None:
-        _check_halving(settings, experiments)
-    if settings.by is not None:
-        check_number(settings.by, experiments)
     _check_heatmap(settings, axes)
+    return settings if settings.by is None else replace(settings, by=check_number(settings.by, experiments))
 
 
 def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterable[Experiment]) -> None:
@@ -39,6 +40,27 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
         raise ExperimentError(
             f"tune = {show(settings.tune)}: values are chosen by validation results; add data.validation=0.1"
         )
+    if settings.tune is not None:
+        _check_tested_model(settings.tune, experiments)
+
+
+def _check_tested_model(tune: str, experiments: Iterable[Experiment]) -> None:
+    """Raise ExperimentError if the validation result is that of a global model of which a part is never trained."""
+    seen = set()
+    for each in experiments:
+        tables = each.resolved()
+        key = canonical([tables["model"], tables["local"]])
+        if key in seen or not each.client_algorithm.has("for_model"):
+            continue
+        seen.add(key)
+        if task_of(each, torch.device("cpu")).solver.personal_columns.width:
+            score = "accuracy" if correct_of(each.task.bind()) else "loss"
+            personal = f"metrics.personal_worker_{score}_mean and data.worker_test=0.2"
+            raise ExperimentError(
+                f"tune = {show(tune)}: values are chosen by validation results of the global model, and with "
+                f"local.solver = {show(each.local.solver)} workers keep a part of it; compare all values of {tune}, "
+                f"without tune, with by={personal if each.policy.bind().in_rounds else 'train_loss'}"
+            )
 
 
 def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
@@ -54,16 +76,6 @@ def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
             raise ExperimentError(f"{where}: {key} is the first axis, of which a cell has the best; name another")
         if key not in others:
             raise ExperimentError(f"{where}: {show(key)} is not an axis that varies; {nearest(key, others[:-1])}")
-
-
-def _check_halving(settings: ComparisonSettings, experiments: Iterable[Experiment]) -> None:
-    where = f"rounds_by_halving = {show(settings.rounds_by_halving)}"
-    if not isinstance(settings.rounds_by_halving, bool):
-        raise ExperimentError(f"{where}: must be true or false")
-    if settings.rounds_by_halving and settings.tune is None:
-        raise ExperimentError(f"{where}: needs tune, the axis whose values get fewer rounds")
-    if settings.rounds_by_halving and any(each.checkpoint.every == 0 for each in experiments):
-        raise ExperimentError(f"{where}: continues runs from checkpoints; omit checkpoint.every = 0")
 
 
 def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:

@@ -11,14 +11,13 @@ from typing import Any
 from fedsim.comparison.axes import describe_point, label
 from fedsim.comparison.breaking_points import breaking_lines, breaking_points
 from fedsim.comparison.grid import Grid
-from fedsim.comparison.halving import rounds_saved
 from fedsim.comparison.results import RunResult, names_in, to_csv
 from fedsim.core.confidence import Estimate, fixed
 from fedsim.core.text_wrapping import note
 from fedsim.errors import plural
 from fedsim.records.best import answer, best_of
 from fedsim.records.combinations import Combination, canonical, groups_of, score_of, time_to_target
-from fedsim.records.record import Metric
+from fedsim.records.metric import Metric
 
 BEST, TIE = "*", "~"
 MARK_WORDS = {BEST: "best", TIE: "tie", "": ""}
@@ -39,12 +38,13 @@ class SummaryRow:
         chosen: the values that were chosen along these axes.
         runs: how many runs it has.
         failed: how many of them failed; failed runs count in no mean.
+        diverged: how many of them diverged; they count with the results of their last finite model.
         metric: the number that is compared.
         score: its mean over seeds; None if all runs failed, or the number is not finite.
         difference: mean over seeds of the paired difference to the first value of the first axis; None for that value
             itself, and if no seed has both.
         mark: "*" for the best mean of its group; "~" if not significantly different from the best (the interval of
-            the paired difference includes 0); "" otherwise, and if a run failed.
+            the paired difference includes 0); "" otherwise, and if a run failed, diverged or has no finite number.
         metrics: mean over seeds of each of the runs' metrics, by name; None if no run has it. See `RunResult.metrics`.
     """
 
@@ -52,6 +52,7 @@ class SummaryRow:
     chosen: dict[str, Any]
     runs: int
     failed: int
+    diverged: int
     metric: Metric
     score: Estimate | None
     difference: Estimate | None
@@ -86,6 +87,7 @@ def summarise(grid: Grid, runs: Sequence[RunResult]) -> list[SummaryRow]:
                     chosen={key: each.runs[0].point[key] for key in grid.settings.headings},
                     runs=len(each.runs),
                     failed=len(each.runs) - len(each.finished),
+                    diverged=each.diverged,
                     metric=each.metric,
                     score=each.score,
                     difference=each.difference_to(baseline) if baseline and each is not baseline else None,
@@ -177,7 +179,7 @@ def _columns(grid: Grid, summary: Sequence[SummaryRow]) -> list[Column]:
     if grid.compared:
         first = label(grid.axes[grid.compared[0]][0])
         columns.append((f"difference to {first}", _difference_text))
-    return [*columns, ("runs", lambda row: f"{row.runs - row.failed} of {row.runs}" if row.failed else str(row.runs))]
+    return [*columns, ("runs", _runs_text)]
 
 
 def _further(grid: Grid, summary: Sequence[SummaryRow], test: Metric) -> list[Column]:
@@ -218,6 +220,13 @@ def _score_text(row: SummaryRow) -> str:
     return row.score.text(row.metric.decimals_for(row.score.mean))
 
 
+def _runs_text(row: SummaryRow) -> str:
+    """How many runs count in the mean, and how many of these diverged: `3`, `2 of 3`, `3, 1 diverged`."""
+    counted = row.score.n if row.score else 0
+    text = str(row.runs) if counted == row.runs else f"{counted} of {row.runs}"
+    return f"{text}, {row.diverged} diverged" if row.diverged else text
+
+
 def _difference_text(row: SummaryRow) -> str:
     return row.difference.text(row.metric.decimals_for(row.difference.mean), sign=True) if row.difference else ""
 
@@ -233,7 +242,8 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
     else:
         means = "of one run each: with one seed there are no intervals, and a difference may be chance"
     paired = "; differences are paired by seed" if seeds > 1 else ""
-    notes = [f"{score.label.lower()} after the last round, {means}{paired}"]
+    better = f" ({score.better} is better)" if grid.settings.by is not None and score.better else ""
+    notes = [f"{score.label.lower()} after the last round{better}, {means}{paired}"]
     if any(row.mark for row in summary):
         within = f" among equal {', '.join(grid.compared[1:])}" if len(grid.compared) > 1 else ""
         tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
@@ -242,9 +252,7 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
     if tune is not None:
         case = f", in its worst case of {worst}" if worst else ""
         notes.append(f"{tune}: the value with the best result on validation samples{case}; tuning.csv has all")
-        if grid.settings.rounds_by_halving:
-            total = sum(run.experiment.rounds for run in runs)
-            notes.append(f"successive halving of {tune}: {rounds_saved(runs)} of {total} rounds were not run")
+        notes += grid.settings.undecided(grid.settings.of(runs, list(grid.axes))[1])
     if worst is not None:
         notes.append(f"{worst}: the worst case by {score.label.lower()}; results.csv has all")
     if grid.settings.target is not None:
@@ -258,7 +266,10 @@ def _notes(grid: Grid, summary: Sequence[SummaryRow], runs: Sequence[RunResult])
         notes += _breaking_notes(grid, runs, _target_text(test, grid.settings.target))
     notes += [f"left out: {line}" for line in grid.left_out]
     if diverged := sum(run.finished and run.history[-1].diverged is not None for run in runs):
-        notes.append(f"{diverged} of {len(runs)} runs diverged: their results are those of the last finite model")
+        notes.append(
+            f"{diverged} of {len(runs)} runs diverged: their results are those of the last finite model, and rows with "
+            "one have no mark"
+        )
     failed = [run for run in runs if run.error is not None]
     if failed:
         notes.append(f"{len(failed)} of {len(runs)} runs failed: they count in no mean, and rows with one have no mark")

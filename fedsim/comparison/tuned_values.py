@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fedsim.comparison.axes import label
@@ -22,30 +21,26 @@ if TYPE_CHECKING:
 def tuning_csv(grid: Grid, tuned: Sequence[Choice]) -> str:
     """Return one row per combination and value: the validation result, and whether the value was chosen.
 
-    With an axis `worst`, the validation result is that of the worst case, which is named. With `rounds_by_halving`, it
-    is that after the rounds of the value, which the column `rounds` has: the fewest of its runs.
+    With an axis `worst`, the validation result is that of the worst case, which is named.
     """
     settings = grid.settings
-    halved = ["rounds"] if settings.rounds_by_halving else []
-    head = [*grid.compared, *settings.headings, "validation", "validation_ci95", *halved, "failed", "chosen"]
+    head = [*grid.compared, *settings.headings, "validation", "validation_ci95", "failed", "chosen"]
     rows: list[list[Any]] = [head]
     for choice in tuned:
         for each in choice.candidates:
-            runs = [replace(run, stopped_at=None) for run in each.runs]  # the results at the stop
-            counted = settings.validated(replace(each, runs=runs))
+            counted = settings.validated(each)
             value, point = validation_result(counted), counted.runs[0].point
             cells: list[Any] = [label(point[key]) for key in (*grid.compared, *settings.headings)]
             cells += [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]
-            cells += [min(len(run.history) for run in runs)] if halved else []
-            failed = sum(not run.finished for run in runs)
-            rows.append([*cells, failed, "yes" if each is choice.chosen else ""])
+            failed = sum(not run.finished for run in each.runs)
+            rows.append([*cells, failed, "yes" if each is choice.chosen and choice.decided else ""])
     return to_csv(rows)
 
 
 def draw_tuning(grid: Grid, tuned: Sequence[Choice]) -> Figure | None:
     """Draw the validation result against the tuned value, a line for each combination; None without results.
 
-    Larger marks are the chosen values. A value of which a run failed, or was stopped by halving, has no mark.
+    Larger marks are the chosen values. A value of which a run failed, diverged or has no result has no mark.
     """
     from matplotlib.figure import Figure
 
@@ -59,8 +54,8 @@ def draw_tuning(grid: Grid, tuned: Sequence[Choice]) -> Figure | None:
         points = []
         for each in choice.candidates:
             counted = grid.settings.validated(each)
-            value = validation_result(counted) if len(counted.finished) == len(counted.runs) else None
-            if value is None:
+            value = validation_result(counted)
+            if value is None or not counted.is_complete(value):
                 continue
             metric = each.metric
             x = places[label(counted.runs[0].point[grid.settings.tune])]

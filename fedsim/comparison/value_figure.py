@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedsim.comparison.axes import label
-from fedsim.comparison.plots import MOST_PANELS, AnyGrid, AnyRun, draw_line, draw_panels, remark_on_seeds
+from fedsim.comparison.plots import MOST_PANELS, AnyGrid, AnyRun, draw_line, draw_panels, remark_on_seeds, write_remarks
 from fedsim.core.plotting import SCREEN, FigureStyle, mark_values
 from fedsim.records.combinations import SEED, canonical
 from fedsim.records.formatting import comparison_title, key_name
@@ -43,10 +43,13 @@ def draw_values(grid: AnyGrid, runs: Sequence[AnyRun], key: str, style: FigureSt
     metric = shown[0][1][0].combinations[0].metric
     figure, places = draw_panels(len(shown), key_name(key), metric.label.lower(), grid, lines, style)
     for panel, (title, curves) in zip(places, shown, strict=True):
+        drawn = {}
         for curve in curves:
             if mean := curve.mean:
-                index = index_of[canonical(curve.combinations[0].runs[0].point[lines])] if lines else 0
-                draw_line(panel, mean, index, limits=(0, 1) if metric.share else None)
+                value = curve.combinations[0].runs[0].point[lines] if lines else grid.name
+                draw_line(panel, mean, index_of.get(canonical(value), 0), limits=(0, 1) if metric.share else None)
+                drawn[label(value)] = mean
+        write_remarks(panel, drawn)
         panel.set_title(title, fontsize="small")
         panel.grid(alpha=0.3)
         mark_values(panel, {label(value): value for value in grid.axes[key]})

@@ -7,6 +7,8 @@ a metric too; the arguments of its constructor are its configuration.
     outputs  [n, ...], in the precision of rows; [n] for [n, 1] if targets are [n]
     targets  [n] or [n, ...], as the data set has them
 
+A metric of which a lower number is better has the attribute `higher_is_better = False`: comparisons by it need no sign.
+
 One process computes the metric, on the device of the outputs. These are kept for all test samples, n times the numbers
 of an output: 400 kB for 10,000 samples of 10 classes in float32.
 """
@@ -26,7 +28,17 @@ from fedsim.errors import ExperimentError, first_line, show
 
 
 class MetricRegistry(Registry):
-    """A registry that also accepts classes with `update` and `compute`."""
+    """A registry that also accepts classes with `update` and `compute`. Its decorator accepts `higher_is_better`."""
+
+    def __call__(self, name: str, *, higher_is_better: bool = True) -> Callable[[Callable[..., Any]], Any]:
+        """Decorator that registers a metric; `higher_is_better`: whether a higher number is better."""
+        register = super().__call__(name)
+
+        def register_with_direction(target: Any) -> Any:
+            target.higher_is_better = higher_is_better
+            return register(target)
+
+        return register_with_direction
 
     def _plug(self, name: str, target: Any) -> Plug:
         return Plug(self.kind, name, target, {}, self) if _accumulates(target) else super()._plug(name, target)
@@ -48,11 +60,14 @@ class BoundMetric:
     Attributes:
         label: its name in the records.
         accumulates: whether `function` makes an object with `update` and `compute`.
+        higher_is_better: the attribute of this name of the function or class, as metrics of torchmetrics have it; None
+            if it has none.
     """
 
     function: Callable[..., Any]
     label: str
     accumulates: bool
+    higher_is_better: bool | None = None
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
         """The metric of all samples. Raises ExperimentError if it fails, or returns anything but one number."""
@@ -77,7 +92,8 @@ class BoundMetric:
 
 def bind_metric(plug: Plug, params: dict[str, Any], label: str | None = None) -> BoundMetric:
     """The metric `plug` with checked parameters; by default its label is its name."""
-    return BoundMetric(plug.bind(params), label or plug.name.rpartition(":")[2], _accumulates(plug.target))
+    direction = getattr(plug.target, "higher_is_better", None)
+    return BoundMetric(plug.bind(params), label or plug.name.rpartition(":")[2], _accumulates(plug.target), direction)
 
 
 @metric("top_k")
@@ -128,7 +144,7 @@ def macro_f1(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
     return (2 * right / seen)[seen > 0].mean().float()
 
 
-@metric("perplexity")
+@metric("perplexity", higher_is_better=False)
 def perplexity(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
     """The exponential of the mean cross entropy (Jelinek et al. 1977).
 
@@ -143,7 +159,7 @@ def perplexity(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tenso
     return F.cross_entropy(*_counted(outputs, targets, ignore)).exp()
 
 
-@metric("mse")
+@metric("mse", higher_is_better=False)
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean squared error, over all numbers of all samples.
 
@@ -156,7 +172,7 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     return _differences(outputs, targets).square().mean()
 
 
-@metric("mae")
+@metric("mae", higher_is_better=False)
 def mae(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean absolute error, over all numbers of all samples.
 

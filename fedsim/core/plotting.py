@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,10 +106,40 @@ def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
     axes.minorticks_off()
 
 
+def grid_shape(count: int, most: int) -> tuple[int, int]:
+    """Rows and columns, at most `most`, of a nearly square grid for `count` panels that leaves few places empty.
+
+    >>> [grid_shape(count, 5) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
+    [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 3), (2, 4), (2, 4)]
+    """
+    square = math.ceil(math.sqrt(count))
+    columns = min((min(square, most), min(square + 1, count, most)), key=lambda columns: -count % columns)
+    return math.ceil(count / columns), columns
+
+
+def show_dollars(figure: Figure) -> None:
+    """Let the texts of a figure show dollar signs, between which matplotlib would read a formula.
+
+    Labels and names are the user's, and matplotlib raises an error for what is no formula, such as `$x^{$`.
+    """
+    from matplotlib.axis import Axis
+    from matplotlib.text import Text
+    from matplotlib.ticker import FuncFormatter
+
+    for text in figure.findobj(Text):
+        if re.search(r"(?<!\\)\$", text.get_text()):  # those of ticks are made again
+            text.set_text(re.sub(r"(?<!\\)\$", r"\$", text.get_text()))
+    for axis in figure.findobj(Axis):
+        if isinstance(axis.get_major_formatter(), FuncFormatter):  # given labels, no numbers such as 10^3
+            for tick in axis.get_majorticklabels():
+                tick.set_parse_math(False)
+
+
 def encode(figure: Figure, format: str, dpi: int = DPI) -> bytes:
     """A figure as the bytes of a file: "png", "svg" or "pdf"."""
     import matplotlib
 
+    show_dollars(figure)
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "fedsim"}):  # else the ids in an SVG are drawn at random
         figure.savefig(buffer, format=format, dpi=dpi, metadata=UNDATED[format])

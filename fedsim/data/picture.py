@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedsim.core.plotting import encode
 from fedsim.data.heterogeneity import Heterogeneity, heterogeneity
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def draw_partition(counts: np.ndarray, title: str) -> bytes:
         _draw_bars(figure.subplots(), counts)
     else:
         _draw_heat_map(figure, counts)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
+    return encode(figure, "png", 120)
 
 
 def _caption(figures: Heterogeneity, n_classes: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ LabelOf = Callable[[Combination, str], str]  # of a combination's value on an ax
 
 @dataclass(frozen=True)
 class Best:
-    """The best of a group: of the combinations that differ in the first axis only. Only those without failures count.
+    """The best of a group: of the combinations that differ in the first axis only; see `Combination.quality`.
 
     Attributes:
         combination: the one with the best mean score, the first of equals.
@@ -42,12 +43,12 @@ class Best:
 
 
 def best_of(group: Sequence[Combination]) -> Best | None:
-    """The best of a group; None if each of its combinations has a run without a result."""
-    complete = [(each, score) for each in group if (score := each.score) and score.n == len(each.runs)]
-    if not complete:
+    """The best of a group; None if each of its combinations has a run that failed, diverged or has no result."""
+    ranked = [(each, score) for each in group if (score := each.score) and each.quality(score) > -math.inf]
+    if not ranked:
         return None
-    complete.sort(key=lambda pair: -pair[0].metric.sign * pair[1].mean)  # stable: the first of equals stays in front
-    (best, score), *others = complete
+    ranked.sort(key=lambda pair: -pair[0].quality(pair[1]))  # stable: the first of equals stays in front
+    (best, score), *others = ranked
     gaps = {each: each.difference_to(best) for each, _ in others}
     tied = [each for each, gap in gaps.items() if gap and gap.includes(0.0)]
     return Best(best, score, tied, next((each for each in gaps if each not in tied), None))
@@ -136,9 +137,13 @@ def _remarks(combined: Sequence[Combination]) -> list[str]:
     remarks = []
     if max(len(each.runs) for each in combined) == 1:
         remarks.append("With one seed there is no interval, and a difference may be chance.")
-    if missing := sum(not each.score or each.score.n < len(each.runs) for each in combined):
-        runs = sum(not run.finished for each in combined for run in each.runs)
-        why = f"{plural(runs, 'run')} of theirs failed or did not finish" if runs else "they have no finite value"
+    if missing := sum(not each.is_complete(each.score) for each in combined):
+        runs = sum(len(each.runs) - len(each.finished) + each.diverged for each in combined)
+        why = (
+            f"{plural(runs, 'run')} of theirs failed, did not finish or diverged"
+            if runs
+            else "a run has no finite value"
+        )
         are = "is" if missing == 1 else "are"
         remarks.append(f"{missing} of {plural(len(combined), 'combination')} {are} not ranked: {why}.")
     return remarks

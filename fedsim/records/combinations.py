@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from fedsim.core.confidence import Estimate, estimate, mean_and_half_width, on_common_grid
+from fedsim.records.metric import Metric
 from fedsim.records.progress import places_on
-from fedsim.records.record import Metric, metric_called, score_in
+from fedsim.records.record import metric_called, score_in
 
 SEED = "seed"  # the axis over which results are averaged
 
@@ -51,6 +53,30 @@ class Combination:
     def score(self) -> Estimate | None:
         """The mean over the seeds of the compared number in the last round; None if no run has it."""
         return estimate(list(self._scores.values()))
+
+    @property
+    def diverged(self) -> int:
+        """How many of the finished runs diverged: their results are those of an earlier model."""
+        return sum(run.history[-1].diverged is not None for run in self.finished)
+
+    @property
+    def counted(self) -> int:
+        """How many runs count in the score."""
+        return self.score.n if self.score else 0
+
+    def is_complete(self, mean: Estimate | None) -> bool:
+        """Whether each run counts in this mean over the seeds, and none of them failed or diverged."""
+        return mean is not None and math.isfinite(mean.mean) and mean.n == len(self.runs) and not self.diverged
+
+    def quality(self, mean: Estimate | None) -> float:
+        """Return how good the combination is by a mean over the seeds of its metric, or of the validation's.
+
+        The higher, the better. It is -inf, worse than any other, unless the mean is complete, and if no value of the
+        metric is better than another. All that ranks, chooses or marks combinations goes by this number.
+        """
+        if mean is None or not self.is_complete(mean) or self.metric.better is None:
+            return -math.inf
+        return self.metric.sign * mean.mean
 
     def difference_to(self, other: Combination) -> Estimate | None:
         """The mean over seeds of the score minus that of another combination, over the seeds that both have.

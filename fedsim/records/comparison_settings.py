@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import StrictBool
 
 from fedsim.core.confidence import Estimate
+from fedsim.errors import plural
 from fedsim.records.combinations import SEED, Combination, combinations
 from fedsim.records.record import Number
 
@@ -27,10 +28,12 @@ class Choice:
     Attributes:
         candidates: one combination for each value, in the order of the runs.
         chosen: the one whose runs remain.
+        decided: whether any value has a result of every seed; if not, the runs of the first value remain.
     """
 
     candidates: list[Combination]
     chosen: Combination
+    decided: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +43,14 @@ class ComparisonSettings:
     Attributes:
         target: the test accuracy, or test loss of a task without accuracy, the time until which is reported, and from
             which value of an axis of numbers on it is missed.
-        tune: the value with the best mean validation result over the seeds is chosen; of each value the worst result
-            along the axis `worst` counts, if there is one.
-        worst: then the value with the worst mean is chosen, of the number that runs are compared by.
-        by: this number, see `metric_called`; None: the test accuracy, or the test loss of a task without accuracy.
+        tune: the value with the best mean validation result over the seeds is chosen, among those that have a result of
+            every seed; of each value the worst result along the axis `worst` counts, if there is one.
+        worst: then the value with the worst mean is chosen, of the number that runs are compared by. A value with a run
+            that failed, diverged or has no result is the worst.
+        by: this number, see `metric_called`, perhaps with a sign that says which value is better; None: the test
+            accuracy, or the test loss of a task without accuracy.
         skip_invalid: leave out the combinations that are invalid experiments; None and false: refuse the comparison.
         heatmap: the two axes of the heat map, "down,across"; None: the first two.
-        rounds_by_halving: run all values of `tune` for a part of the rounds, and only the better half for more.
     """
 
     target: Number = None
@@ -55,7 +59,6 @@ class ComparisonSettings:
     by: str | None = None
     skip_invalid: StrictBool | None = None
     heatmap: str | None = None
-    rounds_by_halving: StrictBool | None = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -95,12 +98,21 @@ class ComparisonSettings:
         """The runs that remain, and the choices along the axis `tune`, one for each combination of the others."""
         compared, left, tuned = self.compared(axes), list(runs), list[Choice]()
         if self.tune is not None:
-            tuned = _choices(left, compared, self.tune, lambda each: _order_of_values(self.validated(each)))
+            tuned = _choices(left, compared, self.tune, lambda each: validated_quality(self.validated(each)))
             left = [run for choice in tuned for run in choice.chosen.runs]
         if self.worst is not None:
-            worst = _choices(left, compared, self.worst, lambda each: -_quality(each, each.score), self.by)
+            worst = _choices(left, compared, self.worst, lambda each: -each.quality(each.score), self.by)
             left = [run for choice in worst for run in choice.chosen.runs]
         return left, tuned
+
+    def undecided(self, tuned: Sequence[Choice]) -> list[str]:
+        """A sentence if for some combinations no value of the axis `tune` could be chosen."""
+        if not (count := sum(not choice.decided for choice in tuned)):
+            return []
+        return [
+            f"{self.tune}: for {count} of {plural(len(tuned), 'combination')} no value was chosen, since none has a "
+            "validation result of every seed; the first value is shown"
+        ]
 
     def validated(self, candidate: Combination) -> Combination:
         """Of the runs of one value of the axis `tune`, those whose validation result counts: all, or the worst case."""
@@ -118,33 +130,21 @@ def validation_result(combination: Combination) -> Estimate | None:
 
 
 def validated_quality(combination: Combination) -> float:
-    """The higher, the better the validation result; -inf if a run failed."""
-    return _quality(combination, validation_result(combination))
-
-
-def _order_of_values(combination: Combination) -> tuple[float, int]:
-    """The quality; if no value has one, the value with the most rounds is chosen."""
-    quality = validated_quality(combination)
-    return quality, sum(len(run.history) for run in combination.runs) if quality == -math.inf else 0
-
-
-def _quality(combination: Combination, value: Estimate | None) -> float:
-    """The higher, the better: a mean accuracy, or minus a mean loss; -inf if a run failed."""
-    if len(combination.finished) < len(combination.runs):
-        return -math.inf
-    return combination.metric.sign * value.mean if value and math.isfinite(value.mean) else -math.inf
+    """The higher, the better the validation result; see `Combination.quality`."""
+    return combination.quality(validation_result(combination))
 
 
 def _choices(
     runs: Sequence[Any],
     compared: Sequence[str],
     axis: str,
-    value: Callable[[Combination], Any],
+    value: Callable[[Combination], float],
     by: str | None = None,
 ) -> list[Choice]:
     """For each combination of the compared axes, the value of `axis` with the highest `value`, the first of equals."""
     found = []
     for each in combinations(runs, compared):
         candidates = combinations(each.runs, [axis], by)
-        found.append(Choice(candidates, max(candidates, key=value)))
+        chosen = max(candidates, key=value)
+        found.append(Choice(candidates, chosen, value(chosen) > -math.inf))
     return found

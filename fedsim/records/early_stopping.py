@@ -11,15 +11,16 @@ from pydantic import ValidationError
 from fedsim.config.task_tables import Stop
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, plural, show
-from fedsim.records.record import Metric, RoundRecord
+from fedsim.records.metric import Metric
+from fedsim.records.record import RoundRecord
 
 
 class EarlyStopping:
     """Looks at the records of a run in order.
 
     The run ends if the metric has reached the target, or has not improved by more than `min_delta` for `patience`
-    rounds; rounds after which it is not measured do not count. A number that is not finite is no improvement (Prechelt
-    1998).
+    rounds; rounds after which it is not measured, such as the train loss of a round without a cohort, do not count. A
+    number that is not finite is no improvement (Prechelt 1998).
 
     >>> from fedsim.config.task_tables import Stop
     >>> stopping = EarlyStopping(Stop(metric="test_accuracy", patience=2))
@@ -30,14 +31,16 @@ class EarlyStopping:
     """
 
     def __init__(self, stop: Stop) -> None:
-        self._stop, self._metric = stop, Metric("", path=tuple(stop.metric.split(".", 1)))
+        self._stop, self._metric = stop, Metric("", None, path=tuple(stop.metric.split(".", 1)))
         self._best, self._best_round, self._without = math.nan, 0, 0
 
     def update(self, record: RoundRecord) -> str | None:
         """Why the run ends after this round; None if it does not."""
         stop, sign = self._stop, 1 if self._stop.direction == "max" else -1
         first, *name = self._metric.path
-        if name and not record[first].keys() & set(name):  # it is not measured after each round
+        # A file has null for NaN, which is measured: so only the cohort tells whether there was a train loss.
+        measured = record[first].keys() & set(name) if name else first != "train_loss" or record.cohort
+        if not measured:
             return None
         value = self._metric.read(record)
         self._without += 1

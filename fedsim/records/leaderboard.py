@@ -33,11 +33,11 @@ class Standing:
     Attributes:
         name: the label of the value.
         mean_rank: over the cells, 1 the best; equal candidates of a cell share the mean of their ranks, and all that
-            failed share the last ranks.
+            failed, diverged or lack a result share the last ranks.
         best: the number of cells in which it is the best, or equal to the best.
         tied: the number of cells in which it is the best, or not significantly different from the best.
-        worst_cell: the labels of the cell in which it has the worst result, or has failed.
-        worst: its mean result there; None if it failed.
+        worst_cell: the labels of the cell in which it has the worst result, or a run failed, diverged or has no result.
+        worst: its mean result there; None without a result of every run.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Leaderboard:
     Attributes:
         standings: the best first.
         cells: the number of cells that were ranked.
-        left_out: the number of cells that were not, since they lack a candidate.
+        left_out: the number of cells that were not, since they lack a candidate, or all candidates failed there.
         chi_square, p: of the Friedman test, with its correction for equal ranks.
         f, p_of_f: of Iman and Davenport, which rejects more often, and rightly so, with few cells.
         critical_difference: of two mean ranks, by Nemenyi, at a level of 5 percent.
@@ -100,10 +100,11 @@ def leaderboard(
     names = list(dict.fromkeys(label_of(each, first) for each in combined))
     groups = groups_of(combined)
     in_order = [sorted(group, key=lambda each: names.index(label_of(each, first))) for group in groups]
-    cells = [group for group in in_order if len(group) == len(names)]
+    ranked = [any(each.quality(each.score) > -math.inf for each in group) for group in in_order]
+    cells = [group for group, some in zip(in_order, ranked, strict=True) if some and len(group) == len(names)]
     if len(names) < FEWEST_CANDIDATES or len(cells) < FEWEST_CELLS:
         return None
-    qualities = np.array([[_quality(each) for each in cell] for cell in cells])
+    qualities = np.array([[each.quality(each.score) for each in cell] for cell in cells])
     ranks = ranks_of(qualities)
     is_best = np.isfinite(qualities) & (qualities == qualities.max(axis=1, keepdims=True))
     bests = [found for cell in cells if (found := best_of(cell))]
@@ -137,7 +138,7 @@ def leaderboard_notes(board: Leaderboard) -> list[str]:
     if board.cells < ENOUGH_CELLS:
         notes.append(f"with fewer than {ENOUGH_CELLS} cells these p are approximate")
     if board.left_out:
-        notes.append(f"cells that lack a value, and are not ranked: {board.left_out}")
+        notes.append(f"cells that lack a value or in which every value failed, and are not ranked: {board.left_out}")
     return notes
 
 
@@ -177,10 +178,3 @@ def nemenyi(cells: int, candidates: int) -> float:
     """
     q = studentized_range_quantile(candidates, 1 - LEVEL) / math.sqrt(2)
     return q * math.sqrt(candidates * (candidates + 1) / (6 * cells))
-
-
-def _quality(each: Combination) -> float:
-    """The higher, the better; -inf if a run failed or has no finite result."""
-    score = each.score
-    complete = score is not None and score.n == len(each.runs) and math.isfinite(score.mean)
-    return each.metric.sign * score.mean if score is not None and complete else -math.inf

@@ -150,7 +150,7 @@ class GridRun(Run):
 
     @cached_property
     def stopped(self) -> str | None:
-        """As of `Run`, but a pause by successive halving is no end."""
+        """As of `Run`, except that a run which `StopRun` ended is not finished: a comparison continues it."""
         return stop_reason(self.history, stored_stop(self.experiment))
 
     @cached_property

@@ -6,14 +6,15 @@ A number that is to be shown is declared once, as a field with a `Metric`. A plu
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
+
+from fedsim.records.metric import Metric
 
 LARGEST = 1e145  # of a number that is read: the sum of squares of such numbers is finite
 MOST_NAMES = 50  # of phases and of metrics, in a round
@@ -27,62 +28,6 @@ def _drop_huge(value: float | None, info: ValidationInfo) -> float | None:
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float | None, AfterValidator(_drop_huge)]
 Named = Annotated[dict[str, Number], Field(max_length=MOST_NAMES)]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """How a number of a round is named and shown.
-
-    Attributes:
-        label: its name in charts; `{}` stands for the key where the field is a dict of numbers.
-        unit: "s" (seconds), "B" (bytes), or "" for a plain number.
-        share: whether it lies between 0 and 1.
-        decimals: of the value in the terminal's table.
-        column: its head in the terminal's table; "" leaves it out of the table.
-        tag: its tag in TensorBoard; "" leaves it out there.
-        chart: whether the report has a chart of it.
-        lower_is_better: if runs are compared by it.
-        path: the fields that lead to it; `metrics_in` fills it in.
-    """
-
-    label: str
-    unit: Literal["", "s", "B"] = ""
-    share: bool = False
-    decimals: int = 4
-    column: str = ""
-    tag: str = ""
-    chart: bool = True
-    lower_is_better: bool = False
-    path: tuple[str, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """The dotted path of the number in a line of `metrics.jsonl`: `asynchronous.updates`."""
-        return ".".join(self.path)
-
-    @property
-    def sign(self) -> int:
-        """1 if a higher number is better; -1 if a lower one is."""
-        return -1 if self.lower_is_better else 1
-
-    def decimals_for(self, value: float) -> int:
-        """`decimals`, or more for four digits of a small number without bounds, such as a squared error."""
-        if self.unit == "B":
-            return 0
-        small = not self.share and 0 < abs(value) < 1e-3
-        return 3 - math.floor(math.log10(abs(value))) if small else self.decimals
-
-    def read(self, record: RoundRecord) -> float | None:
-        """The number in a record; None if the record has no finite one."""
-        value: Any = record
-        for name in self.path:
-            value = value.get(name) if type(value) is dict else getattr(value, name, None)
-        return value if value is not None and math.isfinite(value) else None
-
-    def named(self, name: str) -> Metric:
-        """The metric of one key of a dict of numbers."""
-        words = {part: getattr(self, part).format(name) for part in ("label", "column", "tag")}
-        return replace(self, **words, path=(*self.path, name))
 
 
 class Record(dict[str, Any]):
@@ -112,19 +57,23 @@ record_class = validated_dataclass(config=ConfigDict(extra="ignore"), eq=False, 
 class AsyncRecord(Record):
     """Asynchronous work of a round."""
 
-    updates: Annotated[Count | None, Metric("Updates", decimals=0, column="updates", tag="asynchronous/updates")] = None
+    updates: Annotated[
+        Count | None, Metric("Updates", None, decimals=0, column="updates", tag="asynchronous/updates")
+    ] = None
     """Updates of the global row since the start."""
     arrivals: Annotated[
-        Count | None, Metric("Arrivals", tag="asynchronous/arrivals", chart=False), _renamed("trips")
+        Count | None, Metric("Arrivals", None, tag="asynchronous/arrivals", chart=False), _renamed("trips")
     ] = None
     """Results of workers that the server has taken since the start."""
     staleness: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,18}$")], Count] = field(default_factory=dict)
     """How many results of each staleness were applied in the round."""
     buffered: Annotated[
-        Count | None, Metric("Buffered", tag="asynchronous/buffered", chart=False), _renamed("held")
+        Count | None, Metric("Buffered", None, tag="asynchronous/buffered", chart=False), _renamed("held")
     ] = None
     """Results that the server has taken and no update has used yet."""
-    discarded: Annotated[Count | None, Metric("Discarded", tag="asynchronous/discarded"), _renamed("wasted")] = None
+    discarded: Annotated[
+        Count | None, Metric("Discarded", "lower", tag="asynchronous/discarded"), _renamed("wasted")
+    ] = None
     """Results of the round that were cancelled, or too stale on arrival."""
 
 
@@ -147,12 +96,12 @@ class RaceRecord(Record):
     updates: Count | None = None
     updates_lost: Number = None
     """Updates that another process overwrote, estimated by a counter beside the model; 0 under a lock."""
-    lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", share=True)] = None
+    lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", "lower", share=True)] = None
     """`updates_lost` / `updates`."""
-    torn_reads: Annotated[Number, Metric("Torn reads (fraction)", share=True)] = None
+    torn_reads: Annotated[Number, Metric("Torn reads (fraction)", "lower", share=True)] = None
     """Fraction of the gradients during whose computation another process wrote the model."""
     locks_taken: Count | None = None
-    lock_contention: Annotated[Number, Metric("Contended locks (fraction)", share=True)] = None
+    lock_contention: Annotated[Number, Metric("Contended locks (fraction)", "lower", share=True)] = None
     """Fraction of the locks that another process held."""
     lock_seconds: Number = None
     """Time that processes waited for locks, summed over them."""
@@ -176,27 +125,28 @@ class RoundRecord(Record):
 
     round: Count
     """From 1."""
-    test_accuracy: Annotated[Number, Metric("Test accuracy", share=True, column="accuracy", tag="test/accuracy")] = None
+    test_accuracy: Annotated[
+        Number, Metric("Test accuracy", "higher", share=True, column="accuracy", tag="test/accuracy")
+    ] = None
     """Of the global model after the round, as a fraction."""
-    test_loss: Annotated[Number, Metric("Test loss", column="test loss", tag="test/loss", lower_is_better=True)] = None
+    test_loss: Annotated[Number, Metric("Test loss", "lower", column="test loss", tag="test/loss")] = None
     """Of the global model after the round, mean per test sample."""
     validation_accuracy: Annotated[
         Number,
-        Metric("Validation accuracy", share=True, column="val accuracy", tag="validation/accuracy"),
+        Metric("Validation accuracy", "higher", share=True, column="val accuracy", tag="validation/accuracy"),
     ] = None
     """As `test_accuracy`, of the samples that `data.validation` holds out; None without such samples."""
-    validation_loss: Annotated[
-        Number, Metric("Validation loss", column="val loss", tag="validation/loss", lower_is_better=True)
-    ] = None
-    """As `test_loss`, of these samples."""
-    train_loss: Annotated[Number, Metric("Train loss", column="train loss", tag="train/loss", lower_is_better=True)] = (
+    validation_loss: Annotated[Number, Metric("Validation loss", "lower", column="val loss", tag="validation/loss")] = (
         None
     )
+    """As `test_loss`, of these samples."""
+    train_loss: Annotated[Number, Metric("Train loss", "lower", column="train loss", tag="train/loss")] = None
     """Mean per training sample, while the cohort trained, without excluded workers."""
-    attack_success: Annotated[Number, Metric("Attack success", share=True, tag="attack/success")] = None
-    """Fraction of the attacker's goal that the global model does; None if the attack has no such goal."""
-    seconds: Annotated[Named, Metric("{}", "s", decimals=3, column="{} s", tag="seconds/{}", chart=False)] = field(
-        default_factory=dict
+    attack_success: Annotated[Number, Metric("Attack success", "lower", share=True, tag="attack/success")] = None
+    """Fraction of the attacker's goal that the global model does, so that a lower one is a better defence; None if the
+    attack has no such goal."""
+    seconds: Annotated[Named, Metric("{}", "lower", "s", decimals=3, column="{} s", tag="seconds/{}", chart=False)] = (
+        field(default_factory=dict)
     )
     """By phase: pull_down, train, aggregate, test."""
     cohort: list[Count] = field(default_factory=list)
@@ -211,21 +161,21 @@ class RoundRecord(Record):
     lost: list[Count] = field(default_factory=list)
     """Workers that were chosen and did not report: by `worker_dropout`, or because their process was lost
     (`on_worker_failure = "drop"`)."""
-    bytes_up: Annotated[Count | None, Metric("Bytes up", "B", tag="bytes/up", chart=False)] = None
+    bytes_up: Annotated[Count | None, Metric("Bytes up", "lower", "B", tag="bytes/up", chart=False)] = None
     """Bytes that a real network would carry from workers to server."""
-    bytes_down: Annotated[Count | None, Metric("Bytes down", "B", tag="bytes/down", chart=False)] = None
+    bytes_down: Annotated[Count | None, Metric("Bytes down", "lower", "B", tag="bytes/down", chart=False)] = None
     """Bytes that a real network would carry from server to workers."""
     samples: list[Count] = field(default_factory=list)
     """Training samples of each worker of the cohort, repetitions counted."""
     virtual_seconds: Annotated[
-        Number, Metric("Virtual seconds", "s", decimals=1, column="virtual s", tag="clock/virtual_seconds")
+        Number, Metric("Virtual seconds", "lower", "s", decimals=1, column="virtual s", tag="clock/virtual_seconds")
     ] = None
     """Since the start, on the virtual clock; None without a clock."""
     asynchronous: AsyncRecord | None = None
     """None of a synchronous round."""
     race: RaceRecord | None = None
     """None if the mode is no race."""
-    metrics: Annotated[Named, Metric("{}", column="{}", tag="metrics/{}")] = field(default_factory=dict)
+    metrics: Annotated[Named, Metric("{}", "by name", column="{}", tag="metrics/{}")] = field(default_factory=dict)
     """Numbers of plugs, by name."""
 
     def __post_init__(self) -> None:
@@ -287,9 +237,11 @@ def _declared(record_type: Declared, path: tuple[str, ...] = ()) -> list[Metric]
 
 
 DERIVED = (
-    Metric("Seconds", "s", path=("total_seconds",)),
-    Metric("Bytes", "B", path=("total_bytes",)),
-    Metric("Mean staleness", decimals=2, column="staleness", tag="asynchronous/staleness", path=("staleness",)),
+    Metric("Seconds", "lower", "s", path=("total_seconds",)),
+    Metric("Bytes", "lower", "B", path=("total_bytes",)),
+    Metric(
+        "Mean staleness", "lower", decimals=2, column="staleness", tag="asynchronous/staleness", path=("staleness",)
+    ),
 )
 METRICS = (
     *_declared(RoundRecord),
@@ -314,24 +266,20 @@ def score_in(records: Iterable[RoundRecord]) -> Metric:
     )
 
 
-LOWER_IS_BETTER = "loss", "error", "mse", "mae", "perplexity"
+SIGNS: dict[str, Literal["higher", "lower"]] = {"+": "higher", "-": "lower"}
 
 
 def metric_called(name: str) -> Metric:
-    """The metric with this key, known or not.
+    """Return the metric with this key, known or not; a name that begins with + or - says which value is better.
 
-    A higher number is better, except of losses and other errors (`LOWER_IS_BETTER` has the words), seconds and bytes,
-    and of a name that begins with `-`.
-
-    >>> metric_called("-metrics.drift").key, metric_called("-metrics.drift").sign, metric_called("test_loss").sign
-    ('metrics.drift', -1, -1)
+    >>> metric_called("-metrics.drift").key, metric_called("-metrics.drift").better, metric_called("test_loss").better
+    ('metrics.drift', 'lower', 'lower')
     """
-    key = name.removeprefix("-")
+    key = name.removeprefix(name[:1]) if name[:1] in SIGNS else name
     path = tuple(key.split(".", 1))
     declared = [metric.named(path[-1]) if "{}" in metric.label else metric for metric in METRICS]
-    metric = next((each for each in declared if each.key == key), Metric(key, path=path))
-    costs = bool(metric.unit) or any(word in key for word in LOWER_IS_BETTER)
-    return replace(metric, lower_is_better=name != key or costs)
+    metric = next((each for each in declared if each.key == key), Metric(key, None, path=path))
+    return replace(metric, better=SIGNS.get(name[:1], metric.better))
 
 
 def metrics_in(records: Iterable[RoundRecord]) -> list[Metric]:

@@ -33,9 +33,7 @@ def run_metrics(
     found = {name: value for name, value in found.items() if value is not None}
     if target is not None:
         pairs = [(at, score.read(record)) for record, at in zip(history, progress, strict=True)]
-        there = next(
-            (at for at, value in pairs if value is not None and score.sign * value >= score.sign * target), None
-        )
+        there = next((at for at, value in pairs if value is not None and score.reaches(value, target)), None)
         for place, name in enumerate(["rounds", *Progress._fields[1:]]):
             found[f"{name}_to_target"] = there[place] if there else None
     return found

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedsim.core.confidence import Estimate, mean_and_half_width
+from fedsim.core.confidence import mean_and_half_width
 from fedsim.records.combinations import Combination, MeanCurve
-from fedsim.records.record import Metric
+from fedsim.records.metric import Metric
 
 FEWEST_VALUES = 3  # from which there is a curve
 
@@ -44,16 +44,11 @@ class ValueCurve:
     values: list[float]
     combinations: list[Combination]
 
-    def results(self, estimate_of: Callable[[Combination], Estimate | None]) -> list[tuple[float, Estimate | None]]:
-        """The values, each with an estimate over all seeds; None if that of a seed is missing."""
-        seeds = max(len(each.runs) for each in self.combinations)
-        found = zip(self.values, map(estimate_of, self.combinations), strict=True)
-        return [(value, each if each and each.n == seeds else None) for value, each in found]
-
     @property
     def mean(self) -> MeanCurve | None:
-        """The mean of the compared number in the last round, at the values of which all runs have it; None if none."""
-        known = [(value, score.values) for value, score in self.results(lambda each: each.score) if score]
+        """The mean of the compared number in the last round, at the values where it is complete; None without any."""
+        found = zip(self.values, self.combinations, strict=True)
+        known = [(value, score.values) for value, each in found if (score := each.score) and each.is_complete(score)]
         if not known:
             return None
         x, values = np.array([float(value) for value, _ in known]), np.array([scores for _, scores in known]).T
@@ -78,11 +73,13 @@ def value_curves(combined: Sequence[Combination], axis: int, values: Mapping[Any
 class BreakingPoint(NamedTuple):
     """Where the mean test result of the last round misses a target, along the values of an axis.
 
+    With a run that diverged, or whose result is not finite, a value misses it.
+
     Attributes:
         breaks_at: the smallest value from which on all means miss the target; None if that of the largest reaches it.
         reached_at: the largest value whose mean reaches the target; None if none does.
         missed_below: the values below `reached_at` whose means miss it: with any, the curve is not monotone.
-        no_result: the values of which a run has no result; they count in none of the others.
+        no_result: the values of which a run failed; they count in none of the others.
     """
 
     breaks_at: float | None
@@ -104,15 +101,17 @@ class BreakingPoint(NamedTuple):
 
 def breaking_point(curve: ValueCurve, test: Metric, target: float) -> BreakingPoint:
     """The breaking point of a curve for a test accuracy to reach, or a test loss of a task without accuracy."""
-    results = curve.results(lambda each: each.metrics.get(test.key))
-    reached = [value for value, each in results if each and test.sign * each.mean >= test.sign * target]
-    missed = [value for value, each in results if each and test.sign * each.mean < test.sign * target]
+    reached, missed, unknown = list[float](), list[float](), list[float]()
+    for value, each in zip(curve.values, curve.combinations, strict=True):
+        mean = each.metrics.get(test.key)
+        reaches = mean is not None and each.is_complete(mean) and test.reaches(mean.mean, target)
+        (reached if reaches else missed if len(each.finished) == len(each.runs) else unknown).append(value)
     reached_at = max(reached, default=None)
     return BreakingPoint(
         breaks_at=min((value for value in missed if reached_at is None or value > reached_at), default=None),
         reached_at=reached_at,
         missed_below=[value for value in missed if reached_at is not None and value < reached_at],
-        no_result=[value for value, each in results if each is None],
+        no_result=unknown,
     )
 
 

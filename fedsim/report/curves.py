@@ -10,8 +10,9 @@ import numpy as np
 
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
 from fedsim.records.combinations import Combination, MeanCurve, mean_curve
+from fedsim.records.metric import Metric
 from fedsim.records.reader import Run
-from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
+from fedsim.records.record import METRICS, RoundRecord, metrics_in
 from fedsim.records.run_metrics import mean_or_none
 from fedsim.report.figure import FEW_ROUNDS, figure, label_axis, plain, round_axis, rounded, value_axis
 

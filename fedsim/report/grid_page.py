@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,11 +9,11 @@ from typing import Any
 
 from fedsim.core.confidence import FEWEST_FOR_BAND, Estimate, fixed
 from fedsim.records import formatting as fmt
-from fedsim.records.best import answer
+from fedsim.records.best import answer, best_of
 from fedsim.records.combinations import SEED, Combination, groups_of, score_of, time_to_target
 from fedsim.records.leaderboard import leaderboard, leaderboard_notes
+from fedsim.records.metric import Metric
 from fedsim.records.reader import GridRun, Run, StoredGrid, StoredPartition
-from fedsim.records.record import Metric
 from fedsim.records.run_metrics import mean_or_none
 from fedsim.records.value_curves import numeric_axes
 from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices
@@ -64,6 +63,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "name": grid.name,
         "title": fmt.comparison_title(compared, score.label),
         "score": score.label.lower(),
+        "better": score.better,
         "answer": answer(combined, compared, grid.settings, label_of, fmt.key_name),
         "bound": "at least that accuracy" if test.share else "at most that loss",
         "axes": axes,
@@ -146,12 +146,12 @@ def run_name(run: GridRun, labels: dict[str, list[str]]) -> str:
 
 
 def notes(grid: StoredGrid) -> list[str]:
-    """Warnings: runs that are not finished."""
-    missing = sum(not run.finished for run in grid.runs)
-    if not missing:
-        return []
-    stopped = "Stopped by successive halving, or not" if grid.settings.rounds_by_halving else "Not"
-    return [f"{stopped} finished: {missing} of {len(grid.runs)} runs. The table counts only finished runs."]
+    """Warnings: runs that are not finished or diverged, and values that could not be chosen."""
+    total, missing = len(grid.runs), sum(not run.finished for run in grid.runs)
+    lines = [f"Not finished: {missing} of {total} runs. The table counts only finished runs."] if missing else []
+    if diverged := sum(run.finished and run.history[-1].diverged is not None for run in grid.runs):
+        lines.append(f"Diverged: {diverged} of {total} runs. Their results are those of the last finite model.")
+    return [*lines, *grid.settings.undecided(grid.settings.of(grid.runs, list(grid.axes))[1])]
 
 
 def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
@@ -181,15 +181,14 @@ class ComparedCombination:
 
 
 def compare(group: Sequence[Combination]) -> list[ComparedCombination]:
-    """Return the combinations of a group, each compared with the best; not compared if only one has a finished run."""
-    means = [each.metric.sign * each.score.mean if each.score else -math.inf for each in group]
-    highest = max(means)
-    if sum(mean > -math.inf for mean in means) < 2:
+    """Return the combinations of a group, each compared with the best; not compared if it is alone or none is best."""
+    found = best_of(group)
+    if found is None or len(group) < 2:
         return list(map(ComparedCombination, group))
-    leader = group[means.index(highest)]
+    best = [each.quality(each.score) == found.combination.quality(found.score) for each in group]
     return [
-        ComparedCombination(each, mean == highest, None if mean == highest else each.difference_to(leader))
-        for each, mean in zip(group, means, strict=True)
+        ComparedCombination(each, equal, None if equal else each.difference_to(found.combination))
+        for each, equal in zip(group, best, strict=True)
     ]
 
 
@@ -325,5 +324,5 @@ def _to_target(compared: ComparedCombination, timed: bool) -> Cell:
 
 
 def _seeds(compared: ComparedCombination) -> Cell:
-    finished, planned = len(compared.combination.finished), len(compared.combination.runs)
-    return Cell(str(finished) if finished == planned else f"{finished} of {planned}", finished)
+    counted, planned = compared.combination.counted, len(compared.combination.runs)
+    return Cell(str(counted) if counted == planned else f"{counted} of {planned}", counted)

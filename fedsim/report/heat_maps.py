@@ -12,8 +12,9 @@ from typing import Any
 from fedsim.core.confidence import Estimate, decimals_of, estimate, fixed
 from fedsim.records.best import Best, best_of
 from fedsim.records.combinations import Combination, groups_of, score_of
+from fedsim.records.metric import Metric
 from fedsim.records.reader import Run, StoredPartition
-from fedsim.records.record import Metric, RoundRecord, metrics_in
+from fedsim.records.record import RoundRecord, metrics_in
 from fedsim.records.run_metrics import best_score, mean_or_none
 from fedsim.report.figure import FEW_ROUNDS, PALETTE, axis, figure, label_axis, plain, round_axis, tick_text
 

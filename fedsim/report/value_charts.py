@@ -8,7 +8,7 @@ from typing import Any
 from fedsim.core.plotting import far_apart
 from fedsim.records import formatting as fmt
 from fedsim.records.combinations import Combination
-from fedsim.records.record import Metric
+from fedsim.records.metric import Metric
 from fedsim.records.value_curves import ValueCurve, breaking_point, numeric_axes, value_curves
 from fedsim.report.curves import line_figure, mean_traces
 from fedsim.report.figure import plain, value_axis

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedsim.config.experiment import Experiment
 from fedsim.config.schema import Server
-from fedsim.core.learning_task import described
+from fedsim.core.learning_task import correct_of, described
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.registry import Imported
@@ -69,11 +69,26 @@ def check_client_algorithm(experiment: Experiment, task: TaskSpec) -> None:
         raise ExperimentError(
             f"{sampling.place}: computes losses of the global model, and with {solver} workers keep a part of it"
         )
+    if task.solver.personal_columns.width and _stops_by_global_model(experiment):
+        score, mode = ("accuracy", "max") if correct_of(task.learning_task) else ("loss", "min")
+        personal = f"metrics.personal_worker_{score}_mean with stop.mode={mode} and data.worker_test=0.2"
+        raise ExperimentError(
+            f"stop.metric = {show(experiment.stop.metric)}: tests the global model, and with {solver} workers keep a "
+            f"part of it; use stop.metric={personal if task.in_rounds else 'train_loss'}"
+        )
     if task.solver.personal_columns.width == layout.d:
         aggregated = {"server": experiment.server != Server(), "aggregate.rule": not task.rule.linear_by_weights}
         for key, value in {"processors": experiment.processors, "attack": task.byzantine, **aggregated}.items():
             if value:
                 raise ExperimentError(f"{key}: with {solver} the workers send no parameters; omit it")
+
+
+def _stops_by_global_model(experiment: Experiment) -> bool:
+    """Whether a test of the global model ends a run early, alone or on the samples of single workers."""
+    name = experiment.stop.metric.removeprefix("metrics.")
+    of_tests = {each.bind().label for each in experiment.metrics}
+    by_global = name.startswith(("test_", "validation_", "global_worker_")) or name in of_tests
+    return experiment.stop.active and by_global
 
 
 def _check_parameters(place: str, task: TaskSpec) -> None:

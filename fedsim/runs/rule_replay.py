@@ -291,9 +291,12 @@ def _described(result: Replayed) -> str:
     if not result.chosen:
         return "none"
     values = [result.shares[worker] for worker in result.chosen]
+    if len(values) == 1:
+        return f"worker {result.chosen[0]}"
     if max(values) - min(values) <= CHOSEN * abs(max(values)):
-        return ("all" if len(values) == len(result.shares) else ", ".join(map(str, result.chosen))) + ", equally"
-    return ", ".join(f"{worker} ({result.shares[worker]:.3f})" for worker in result.chosen)
+        every = len(values) == len(result.shares)
+        return f"{'all' if every else 'workers ' + ', '.join(map(str, result.chosen))}, equally"
+    return "workers " + ", ".join(f"{worker} ({result.shares[worker]:.3f})" for worker in result.chosen)
 
 
 def kept_updates(prepared: PreparedRun, engine: Engine, record: RoundRecord) -> dict[str, Tensor]:

@@ -10,14 +10,15 @@ from fedsim.core.confidence import fixed
 from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.errors import plural, show
 from fedsim.records.formatting import score_text
-from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in, score_in
+from fedsim.records.metric import Metric
+from fedsim.records.record import METRICS, RoundRecord, metrics_in, score_in
 from fedsim.runs.setup import PreparedRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_METRICS = 4  # of plugs in the table; the files have all
-ROUND = Metric("Round", decimals=0, column="round", path=("round",))
+ROUND = Metric("Round", None, decimals=0, column="round", path=("round",))
 
 
 def columns_of(record: RoundRecord) -> list[Metric]:

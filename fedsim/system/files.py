@@ -31,6 +31,8 @@ PART = ".{}.part"  # the name of a file while it is written
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file whole or not at all. Raises RecordError if it cannot be written."""
+    if not path.name:  # as of "", which stands for the current folder
+        raise RecordError(f"{path}: is a folder; name a file")
     temporary = path.with_name(PART.format(path.name))
     try:
         temporary.unlink(missing_ok=True)  # left by a killed process, or a link that leads elsewhere

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -59,6 +60,16 @@ def test_a_loss_reaches_the_target_from_below():
     runs = results_of(grid, lambda point: [point["attack.scale"] / 5])
     for run in runs:
         run.history[-1] = replace(run.history[-1], test_accuracy=None, test_loss=run.point["attack.scale"] / 5)
+    ((_, point),) = breaking_points(grid, runs)["attack.scale"]
+    assert point.text == "5"
+
+
+@pytest.mark.parametrize("change", [{"diverged": "NaN"}, {"test_accuracy": math.nan}])
+def test_a_value_of_which_a_run_diverged_misses_the_target(change):
+    """Though the last finite model reaches it, as that of the other seed."""
+    grid = grid_of({"attack.scale": [1, 2, 5], "seed": [0, 1]}, target=0.6)
+    runs = results_of(grid, lambda point: [0.9])
+    runs[-1].history[-1] = replace(runs[-1].history[-1], **change)
     ((_, point),) = breaking_points(grid, runs)["attack.scale"]
     assert point.text == "5"
 

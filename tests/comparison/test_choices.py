@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from dataclasses import replace
 
 import pytest
@@ -122,19 +123,70 @@ def test_losses_are_tuned_to_the_lowest_and_the_worst_is_the_highest():
     assert rows_of(worst, runs) == {(0.1,): ("ipm", 3.0), (0.2,): ("ipm", 4.0)}
 
 
-@pytest.mark.parametrize("halving", [False, True])
-def test_tuning_does_not_see_the_test_set(halving, serial):
+LOSSES = {0.1: 2.0, 0.05: 1.0}  # of the seeds that have one; 0.05 is better where it does not fail
+
+
+def incomplete(how, settings):
+    """Runs of two learning rates and seeds, of which that of 0.05 and seed 1 failed, diverged or has no finite loss."""
+    grid = replace(grid_of({"local.lr": [0.05, 0.1], "seed": [0, 1]}), settings=settings)
+    runs = results_of(grid, lambda point: [0.5])
+    for index, run in enumerate(runs):
+        loss = LOSSES[run.point["local.lr"]]
+        if (run.point["local.lr"], run.point["seed"]) == (0.05, 1):
+            if how == "failed":
+                runs[index] = replace(run, error="no")
+            loss = math.nan if how == "not finite" else loss
+        diverged = "NaN" if run.point == {"local.lr": 0.05, "seed": 1} and how == "diverged" else None
+        numbers = {"test_accuracy": None, "test_loss": loss, "validation_loss": loss, "diverged": diverged}
+        run.history[-1] = replace(run.history[-1], **numbers)
+    return grid, runs
+
+
+@pytest.mark.parametrize("how", ["failed", "diverged", "not finite"])
+def test_a_value_without_a_result_of_every_seed_is_never_the_best_and_always_the_worst(how):
+    grid, runs = incomplete(how, ComparisonSettings(tune="local.lr"))
+    assert rows_of(grid, runs) == {(): (0.1, 2.0)}
+    grid, runs = incomplete(how, ComparisonSettings(worst="local.lr"))
+    assert rows_of(grid, runs) == {(): (0.05, 1.0)}
+    grid, runs = incomplete(how, ComparisonSettings())
+    rows = summarise(grid, runs)
+    assert {row.point["local.lr"]: row.mark for row in rows} == {0.05: "", 0.1: "*"}
+    (line,) = [line for line in summary_table(grid, rows, runs).splitlines() if line.startswith("0.05 ")]
+    assert line.endswith("2, 1 diverged" if how == "diverged" else "1 of 2")
+
+
+@pytest.mark.parametrize("how", ["failed", "diverged", "not finite"])
+def test_without_a_complete_value_none_is_chosen(how):
+    grid, runs = incomplete(how, ComparisonSettings(tune="local.lr"))
+    runs = [run for run in runs if run.point["local.lr"] == 0.05]
+    _, tuned = grid.settings.of(runs, list(grid.axes))
+    assert [row["chosen"] for row in csv.DictReader(io.StringIO(tuning_csv(grid, tuned)))] == [""]
+    assert "no value was chosen" in " ".join(summary_table(grid, summarise(grid, runs), runs).split())
+
+
+def test_tuning_does_not_see_the_test_set(serial):
     """With other test labels the same values are chosen."""
-    chosen, rounds = [], []
+    chosen = []
     for data in ("tests.plugs:tiny", "tests.plugs:tiny_with_other_test_labels"):
-        tables = {**serial, "rounds": 8 if halving else 2, "data": {"dataset": data, "validation": 0.2}}
+        tables = {**serial, "rounds": 2, "data": {"dataset": data, "validation": 0.2}}
         axes = {"local.lr": [0.001, 0.1, 30.0], "seed": [0, 1]}
-        result = fedsim.compare(tables, axes, tune="local.lr", rounds_by_halving=halving)
+        result = fedsim.compare(tables, axes, tune="local.lr")
         chosen.append(([row.chosen for row in result.summary], result.summary[0].score.mean))
-        rounds.append([len(run.history) for run in result.runs])
     assert chosen[0][0] == chosen[1][0] == [{"local.lr": 0.1}]
     assert chosen[0][1] != chosen[1][1]
-    assert rounds[0] == rounds[1]
+
+
+@pytest.mark.parametrize("solver", [{"solver": "local_only"}, {"solver": "fedper", "personal": ["*.weight"]}])
+def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(solver, serial):
+    """Its validation result is the same for all learning rates; what the error names compares them."""
+    tables = {**serial, "rounds": 4, "data": {"dataset": "tests.plugs:tiny", "validation": 0.2, "worker_test": 0.2}}
+    solvers, rates, tuned = [{"solver": "sgd"}, solver], [1e-5, 0.05], ComparisonSettings(tune="local.lr")
+    with pytest.raises(ExperimentError, match=r'tune = "local.lr": .* with by=metrics.personal_worker_accuracy_mean'):
+        plan_grid(tables, {"local": solvers, "local.lr": rates}, (), tuned)
+    assert plan_grid(tables, {"local": solvers[:1], "local.lr": rates}, (), tuned)
+    by = "metrics.personal_worker_accuracy_mean"
+    result = fedsim.compare({**tables, "local": solver}, {"local.lr": rates}, by=by, jobs=1)
+    assert [row.mark for row in result.summary] == ["", "*"]
 
 
 def test_choices_are_stored_and_merged_from_shards(cli, serial, tmp_path):

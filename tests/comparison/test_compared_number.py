@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +17,12 @@ from fedsim.comparison.grid import plan_grid
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
+from fedsim.config.task_tables import DIRECTIONS
+from fedsim.core.metrics import metric
+from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError
 from fedsim.records.reader import read_records
-from fedsim.records.record import metric_called
+from fedsim.records.record import METRICS, metric_called
 from fedsim.report.grid_page import grid_page
 from tests.comparison.made_up import grid_of, results_of
 
@@ -99,10 +104,121 @@ def test_a_number_of_no_run_is_refused_with_the_nearest(serial):
         fedsim.compare(tables, {"seed": [0, 1]}, by="metrics.macro_f2", jobs=1)
 
 
+BETTER = {  # of every number of a round
+    "test_accuracy": "higher",
+    "test_loss": "lower",
+    "validation_accuracy": "higher",
+    "validation_loss": "lower",
+    "train_loss": "lower",
+    "attack_success": "lower",  # a defence is compared
+    "seconds.train": "lower",
+    "bytes_up": "lower",
+    "bytes_down": "lower",
+    "virtual_seconds": "lower",
+    "asynchronous.updates": None,
+    "asynchronous.arrivals": None,
+    "asynchronous.buffered": None,
+    "asynchronous.discarded": "lower",
+    "total_seconds": "lower",
+    "total_bytes": "lower",
+    "staleness": "lower",
+    "race.lost_fraction": "lower",
+    "race.torn_reads": "lower",
+    "race.lock_contention": "lower",
+}
+BETTER_OF_PLUGS = {  # of every number that plugs of fedsim record
+    "available_workers": None,
+    "clipped_share": None,
+    "kept_energy": "higher",
+    "weiszfeld_iterations": None,
+}
+BETTER_OF_METRICS = {
+    "top_k": "higher",
+    "macro_f1": "higher",
+    "perplexity": "lower",
+    "mse": "lower",
+    "mae": "lower",
+    "r2": "higher",
+}
+
+
+def test_every_number_of_a_round_says_which_value_is_better():
+    declared = {metric.key.replace("seconds.{}", "seconds.train") for metric in METRICS} - {"metrics", "seconds"}
+    assert declared | {"seconds.train"} == BETTER.keys()
+    assert {key: metric_called(key).better for key in BETTER} == BETTER
+    stops = {key: {"max": "higher", "min": "lower"}[mode] for key, mode in DIRECTIONS.items()}
+    assert stops == {key: BETTER[key] for key in DIRECTIONS}
+
+
+def test_every_number_of_a_plug_says_which_value_is_better():
+    sources = [path.read_text() for path in Path(fedsim.__file__).parent.rglob("*.py")]
+    recorded = {name for text in sources for name in re.findall(r'metrics\["(\w+)"\] = ', text)}
+    assert recorded == BETTER_OF_PLUGS.keys()
+    assert {name: metric_called(f"metrics.{name}").better for name in recorded} == BETTER_OF_PLUGS
+
+
+def test_every_metric_of_fedsim_says_which_value_is_better():
+    assert {plug.name: plug.target.higher_is_better for plug in metric} == {
+        name: better == "higher" for name, better in BETTER_OF_METRICS.items()
+    }
+    for prefix in ("", "validation_"):  # the same without the experiment, as for a figure
+        found = {name: metric_called(f"metrics.{prefix}{name}").better for name in BETTER_OF_METRICS}
+        assert found == BETTER_OF_METRICS
+
+
+@pytest.mark.parametrize("score", ["accuracy", "loss"])
+def test_every_number_of_single_workers_says_which_value_is_better(score):
+    tested = {0: {"personal": (0.5, 0.9 if score == "accuracy" else None)}}
+    names = WorkerResults.of(1, {0: 3}, tested).metrics()
+    better = {name.rpartition("_")[2]: metric_called(f"metrics.{name}").better for name in names}
+    of_score = {"accuracy": "higher", "loss": "lower"}[score]
+    assert better == {"mean": of_score, "worst10": of_score, "std": "lower", "gini": "lower"}
+
+
+@pytest.mark.parametrize("key", [key for key, better in BETTER.items() if better is None])
+def test_a_number_without_a_better_value_needs_a_sign(key, serial):
+    with pytest.raises(ExperimentError, match=rf'by = "{key}": neither .* write \+{key} .* or -{key}'):
+        plan_grid(serial, {"seed": [0, 1], "by": key})
+    for sign in "+-":
+        assert plan_grid(serial, {"seed": [0, 1], "by": f"{sign}{key}"}).settings.by == f"{sign}{key}"
+    grid, runs = made_up(by=key)  # of a folder that somebody else has written
+    assert {row.mark for row in summarise(grid, runs)} == {""}
+
+
+def test_the_best_defence_is_that_against_which_the_attack_succeeds_least():
+    grid, runs = made_up(by="attack_success", worst="attack.name")
+    for run in runs:
+        success = {"mean": 0.9, "median": 0.2}[run.point["aggregate.rule"]] - 0.1 * (run.point["attack.name"] == "none")
+        run.history[-1] = replace(run.history[-1], attack_success=success)
+    rows = summarise(grid, runs)
+    assert {row.point["aggregate.rule"]: row.mark for row in rows} == {"mean": "", "median": "*"}
+    assert [row.chosen["attack.name"] for row in rows] == ["ipm", "ipm"]
+    assert "attack success after the last round (lower is better)" in summary_table(grid, rows, runs)
+
+
+def distance(outputs, targets):
+    return 0.0
+
+
+distance.higher_is_better = False
+
+
+def undeclared(outputs, targets):
+    return 0.0
+
+
 @pytest.mark.parametrize(
-    ("name", "sign"),
-    [("test_accuracy", 1), ("metrics.r2", 1), ("metrics.mae", -1), ("validation_loss", -1), ("bytes_up", -1)],
+    ("metrics", "by", "stored"),
+    [
+        ([{"name": "perplexity", "label": "ppl"}], "metrics.ppl", "-metrics.ppl"),
+        ([{"name": "perplexity", "label": "ppl"}], "metrics.validation_ppl", "-metrics.validation_ppl"),
+        ([{"name": "perplexity", "label": "ppl"}], "+metrics.ppl", "+metrics.ppl"),
+        ([{"name": "macro_f1", "label": "lossless"}], "metrics.lossless", "+metrics.lossless"),
+        ([distance], "metrics.distance", "-metrics.distance"),
+        ([undeclared], "metrics.undeclared", "metrics.undeclared"),
+    ],
 )
-def test_the_direction_of_a_number_is_known(name, sign):
-    assert metric_called(name).sign == sign
-    assert metric_called(f"-{name}").sign == -1
+def test_a_metric_declares_which_value_is_better(metrics, by, stored, serial):
+    """The grid keeps it, so that the folder is read without the metric."""
+    tables = {**serial, "metrics": metrics, "data": {"dataset": "tests.plugs:tiny", "validation": 0.2}}
+    assert plan_grid(tables, {"seed": [0, 1], "by": by}).settings.by == stored

@@ -55,6 +55,15 @@ def panels_of(figure):
     return {axes.get_title(): [text.get_text() for text in axes.texts if text.get_text()] for axes in panels}
 
 
+def test_three_values_and_the_best_are_a_square_and_further_axes_have_a_row_for_each_combination():
+    shapes = []
+    for axes in ({key: values for key, values in AXES.items() if key != "attack.name"}, AXES):
+        grid = replace(grid_of(axes), settings=ComparisonSettings(heatmap=",".join(OVER)))
+        figure = draw_panels(grid, results_of(grid, lambda point: [0.5]), OVER)
+        shapes.append(figure.axes[0].get_subplotspec().get_gridspec().get_geometry())
+    assert shapes == [(2, 2), (2, 4)]
+
+
 def test_a_row_of_the_file_has_the_best_of_a_cell_and_those_that_are_tied():
     rows = rows_of(*made_up())
     assert list(rows[0]) == ["attack.name", *OVER, "best aggregate.rule", "accuracy", "accuracy_ci95", "tied"]

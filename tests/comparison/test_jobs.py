@@ -132,7 +132,7 @@ def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp
 def test_a_process_that_hangs_while_it_starts_does_not_block_the_parent(tmp_path):
     """The run is larger than the buffer of a pipe."""
     started = []
-    work = jobs.Work(SimpleNamespace(experiment=SimpleNamespace(timeout=1.0)), bytes(2**24), tmp_path, 1)
+    work = jobs.Work(SimpleNamespace(experiment=SimpleNamespace(timeout=1.0)), bytes(2**24), tmp_path)
 
     def create():
         started.append(jobs.Job(work))

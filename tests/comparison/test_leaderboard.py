@@ -98,6 +98,16 @@ def test_the_order_of_the_runs_does_not_matter():
     assert {each.name: each.mean_rank for each in board.standings} == pytest.approx(expected)
 
 
+def test_a_cell_in_which_every_candidate_failed_is_no_tie_and_is_left_out():
+    board = comparison_of({**ACCURACY, "inf": [None, None, None]}).leaderboard
+    without = comparison_of().leaderboard
+    assert (board.cells, board.left_out) == (5, 1)
+    assert (board.standings, board.p) == (without.standings, without.p)
+    assert "not ranked: 1" in leaderboard_text(board, "aggregate.rule")
+    four = {attack: ACCURACY[attack] for attack in CELLS[:4]}
+    assert comparison_of({**four, "inf": [None, None, None]}).leaderboard is None
+
+
 def test_there_is_none_with_few_candidates_or_cells():
     assert comparison_of(rules=RULES[:2]).leaderboard is None
     assert comparison_of({attack: ACCURACY[attack] for attack in CELLS[:4]}).leaderboard is None

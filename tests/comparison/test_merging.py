@@ -103,13 +103,15 @@ def test_shards_of_different_grids_are_not_merged(cli, tmp_path):
     [
         *(
             (["--out", "x", f"--shard={text}"], "must be i/n, from 0/n to n-1/n")
-            for text in ("2/2", "1", "a/b", "-1/2")
+            for text in ("2/2", "1", "a/b", "-1/2", f"0/{'9' * 5000}")
         ),
         (["--shard", "0/2"], "needs --out FOLDER"),
+        (["--tune", "="], '--tune "=": must be a key and its values'),
+        (["--tune", ""], '--tune "": must be a key and its values'),
         (["engine=distributed"], "--shard i/n"),
     ],
 )
-def test_a_wrong_shard_or_a_group_of_ranks_is_refused(cli, words, message):
+def test_a_wrong_shard_or_option_or_a_group_of_ranks_is_refused(cli, words, message):
     result = cli("compare", *WORDS, "seed=0,1", *words)
     assert result.exit_code == 2
     assert message in result.stderr

@@ -174,13 +174,31 @@ def test_ranges_are_those_of_all_panels(comparison):
         ({"only": {"attack": "ipm"}}, 'attack = "ipm": is not in the comparison'),
         ({"y_range": (1, 0)}, r"y_range = \[1, 0\]: must be two numbers, the smaller one first"),
         ({"x_range": (0, float("nan"))}, "x_range = .*: must be two numbers"),
+        ({"x_range": (-1e308, 1e308)}, "x_range = .*: must be two numbers"),
         ({"x_range": (0, 1), "kind": "heatmap"}, "is for curves"),
+        ({"width": float("nan")}, "width = nan: must be from 1 to 30 inches"),
+        ({"width": -1}, "width = -1: must be"),
+        ({"width": 0}, "width = 0: must be"),
+        ({"width": 300, "height": 300}, "width = 300: must be"),
+        ({"height": float("inf")}, "height = inf: must be"),
         ({"only": {"attak": "none"}}, 'did you mean "attack"'),
     ],
 )
 def test_a_wrong_argument_is_refused_with_what_is_allowed(comparison, arguments, message):
     with pytest.raises(ExperimentError, match=message):
         fedsim.plot(comparison, **arguments)
+
+
+def test_the_widest_range_and_the_largest_size_are_drawn(comparison, tmp_path):
+    fedsim.plot(comparison, x_range=(-1e145, 1e145), y_range=(0, 1e-9), width=30, height=3, out=tmp_path / "a.pdf")
+
+
+def test_labels_of_a_stored_comparison_are_no_formulas(tmp_path):
+    axes = {"aggregate.rule": ["$x^{$", "b"], "attack.scale": [1, 2, 3]}
+    folder = write_points(tmp_path / "dollars", axes, lambda path, point: invent_run(path, [0.5]))
+    for arguments in ({}, {"x": "attack.scale"}, {"kind": "heatmap"}, {"style": "screen"}):
+        assert fedsim.plot(folder, out=tmp_path / "figure.svg", **arguments)
+        assert "$x^{$" in (tmp_path / "figure.svg").read_text()
 
 
 def test_a_logarithmic_axis_begins_above_0(strengths):

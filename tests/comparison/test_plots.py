@@ -1,16 +1,27 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
+from fedsim.comparison import Comparison, ComparisonSettings
 from fedsim.comparison.heat_map import draw_heatmap
+from fedsim.comparison.heat_panels import draw_panels
+from fedsim.comparison.leaderboard_files import draw_leaderboard
 from fedsim.comparison.plots import MOST_PANELS, draw_curves
 from fedsim.comparison.summary import summarise, summary_table
+from fedsim.comparison.tuned_values import draw_tuning
+from fedsim.comparison.value_figure import draw_values
 from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import COLOURS, encode
+from fedsim.data.picture import draw_partition
+from fedsim.engines.worker_evaluation import WorkerResults
+from fedsim.records.worker_results import draw_workers
+from fedsim.runs.text_table import draw_curve
 from tests.comparison.made_up import grid_of, on_the_clock, results_of
 
 RULES, ATTACKS = ["mean", "median", "krum"], ["none", "alie"]
@@ -63,6 +74,62 @@ def test_panels_grow_with_the_grid_up_to_a_limit():
     assert sizes[0][0] < sizes[1][0]
     assert sizes[1][1] < sizes[2][1]
     assert max(sizes[3]) < 30
+
+
+DOLLARS = ["$x^{$", "$5 and $6", r"\alpha$"]
+
+
+def test_labels_and_names_are_no_formulas():
+    """Matplotlib raises an error for the first, and shows the second as one."""
+    grid = grid_of({"aggregate.rule": DOLLARS, "attack.name": DOLLARS, "local.lr": [0.1, 0.2, 0.3], "seed": [0, 1]})
+    settings = ComparisonSettings(by="metrics.$x^{$", tune="local.lr")
+    grid = replace(grid, name="$x^{$")
+    runs = results_of(grid, lambda point: [0.5])
+    for run in runs:
+        run.history[-1] = replace(run.history[-1], metrics={"$x^{$": 1.0}, validation_accuracy=0.5)
+    tuned = replace(grid, settings=settings)
+    panels = replace(grid, settings=ComparisonSettings(heatmap="attack.name,local.lr"))
+    figures = [
+        draw_curves(tuned, runs),
+        draw_heatmap(tuned, runs),
+        draw_panels(panels, runs, ("attack.name", "local.lr")),
+        draw_values(grid, runs, "local.lr"),
+        draw_tuning(grid=tuned, tuned=tuned.settings.of(runs, list(tuned.axes))[1]),
+        draw_leaderboard(Comparison(grid, runs, [], None).leaderboard, grid.name),
+        draw_curve(runs[0].history, grid.name),
+        draw_workers(WorkerResults(1, [0], [3], {"global": [0.5]}, {}), grid.name),
+    ]
+    assert all(encode(figure, "png") for figure in figures)
+    shown = encode(figures[0], "svg").decode()
+    assert all(f"<!-- {text} -->" in shown for text in DOLLARS)
+    assert draw_partition(np.array([[5, 0], [0, 3]]), "$x^{$").startswith(b"\x89PNG")
+
+
+def test_numbers_at_ticks_stay_formulas():
+    figure = Figure()
+    axes = figure.subplots()
+    axes.plot([1, 1e9], [1, 1e9])
+    axes.set(xscale="log", xlabel="$x$")
+    shown = encode(figure, "svg").decode()
+    assert "<!-- $x$ -->" in shown
+    assert r"$\mathdefault{10^{4}}$" in shown
+
+
+@pytest.mark.parametrize(("count", "shape"), [(3, (1, 3)), (4, (2, 2)), (5, (2, 3)), (6, (2, 3)), (9, (3, 3))])
+def test_panels_fill_a_nearly_square_grid(count, shape):
+    grid = grid_of({"aggregate.rule": ["mean"], "local.lr": [k / 100 for k in range(1, count + 1)]})
+    panel = draw_curves(grid, results_of(grid, rising)).axes[0]
+    assert panel.get_subplotspec().get_gridspec().get_geometry() == shape
+
+
+def test_curves_that_hide_each_other_are_named():
+    grid = grid_of({"aggregate.rule": RULES, "attack.name": ATTACKS, "local.lr": [0.1, 0.2, 0.3]})
+    accuracy = {"mean": 0.5, "median": 0.8, "krum": 0.5}
+    runs = results_of(grid, lambda point: [0.1, accuracy[point["aggregate.rule"]]])
+    for figure in (draw_curves(grid, runs), draw_values(grid, runs, "local.lr")):
+        assert texts_of(figure) == ["coincide: mean, krum"]
+    apart = results_of(grid, lambda point: [0.1, 0.1 * len(point["aggregate.rule"])])
+    assert texts_of(draw_curves(grid, [run for run in apart if run.point["aggregate.rule"] != "krum"])) == []
 
 
 def test_a_run_that_failed_or_has_no_clock_has_no_line():

@@ -5,7 +5,7 @@ import pytest
 from fedsim.core.confidence import estimate
 from fedsim.records.combinations import SEED, combinations, groups_of
 from fedsim.records.reader import read_records
-from fedsim.report.grid_page import compare
+from fedsim.report.grid_page import compare, grid_page
 from tests.report.folders import add_to_rounds, invent_run, write_points
 
 # The final accuracies of each (rule, attack), one for each seed; None for a run that has not begun.
@@ -50,13 +50,33 @@ def test_each_combination_has_statistics_over_the_seeds_of_its_runs(summaries):
 
 
 def test_the_best_of_each_group_is_marked_and_so_are_its_equals(summaries):
-    assert {place for place, summary in summaries.items() if summary.best} == {(0, 0), (2, 0), (1, 1)}
+    """Under alie the mean alone has all its runs."""
+    assert {place for place, summary in summaries.items() if summary.best} == {(0, 0), (2, 0), (0, 1)}
+
+
+@pytest.mark.parametrize("how", ["failed", "diverged", "not finite"])
+def test_a_combination_without_a_result_of_every_seed_has_no_star(how, tmp_path):
+    def make(path, point):
+        bad = point == {"aggregate.rule": "mean", "seed": 1}
+        invent_run(path, [0.5, 0.9 if point["aggregate.rule"] == "mean" else 0.6])
+        if bad and how == "failed":
+            (path / "error.txt").write_text("no")
+        if bad and how == "diverged":
+            add_to_rounds(path, lambda record: {"diverged": "NaN"} if record["round"] == 2 else {})
+        if bad and how == "not finite":
+            add_to_rounds(path, lambda record: {"test_accuracy": None, "test_loss": None})
+
+    axes = {"aggregate.rule": ["mean", "median"], "seed": [0, 1]}
+    folder = write_points(tmp_path / "grid", axes, make)
+    assert {place for place, summary in summaries_of(folder).items() if summary.best} == {(1,)}
+    context, _ = grid_page(read_records(folder))
+    assert [(row["labels"], row["best"]) for row in context["table"]["rows"]] == [(["mean"], False), (["median"], True)]
 
 
 def test_differences_from_the_best_are_paired_by_seed(summaries):
     assert summaries[1, 0].difference.mean == pytest.approx(-0.02)
-    shared = summaries[0, 1].difference  # two seeds have both
-    assert (shared.n, shared.mean) == (2, pytest.approx((0.1 - 0.6 + 0.2 - 0.5) / 2))
+    shared = summaries[1, 1].difference  # two seeds have both
+    assert (shared.n, shared.mean) == (2, pytest.approx((0.6 - 0.1 + 0.5 - 0.2) / 2))
     assert summaries[0, 0].difference is None
     assert summaries[2, 1].difference is None
 

@@ -72,6 +72,8 @@ def test_distance_angle_and_shares_by_hand(run):
     (krum,) = replay(stored, ["krum"])
     assert len(krum.chosen) == 1
     assert krum.byzantine_share == 0
+    line, _ = (line.partition("  worker")[2] for line in replay_table(stored, [krum, mean]).splitlines()[2:])
+    assert line == f" {krum.chosen[0]}"  # a number alone would be read as how many
 
 
 def test_rules_that_use_distances_share_one_gram_matrix(run, monkeypatch):
