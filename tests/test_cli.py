@@ -53,6 +53,7 @@ def test_quick_commands_import_no_heavy_package(tmp_path):
     outputs = {
         "--help": "Usage: fedsim",
         "--version": f"fedsim {fedsim.__version__}",
+        "list": "krum",
         "list experiments": "mnist_sync_sgd",
         "new my_study": "next: cd my_study",
         "list my_study/my_study.py": "softmedian",
@@ -126,10 +127,19 @@ def test_a_failed_worker_is_exit_code_1_with_its_traceback(cli):
     assert "models.py" in done.stderr
 
 
-def test_list_shows_every_plug_with_parameters_and_description(cli):
-    done = cli("list")
-    assert done.exit_code == 0
+def test_list_has_a_line_for_each_kind_with_its_names(cli):
+    lines = cli("list").stdout.splitlines()
+    for kind in PLUGS:
+        (line,) = [line for line in lines if line.startswith(f"{kind} ")]
+        assert sorted(line.removeprefix(kind).strip().split(", ")) == sorted(registry_of(kind).names())
+    assert any(line.startswith("experiments ") and "which_rule" in line for line in lines)
+    assert len(lines) <= len(PLUGS) + 3
+
+
+def test_list_shows_every_plug_of_a_kind_with_parameters_and_description(cli):
     for kind, (key, _) in PLUGS.items():
+        done = cli("list", kind)
+        assert done.exit_code == 0
         assert f"{kind} ({key})" in done.stdout
         for plug in registry_of(kind):
             assert plug.summary, f"{plug.name} has no description"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.main import app
 from fedsim.comparison import plan_grid
-from fedsim.comparison.axes import label
+from fedsim.records.axes import label
 from fedsim.records.history import read_history
 
 ROOT = Path(__file__).parents[1]

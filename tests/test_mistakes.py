@@ -36,7 +36,7 @@ WORDS = [
     ("partition=noniid", 'did you mean "dirichlet"?'),
     ("partition=lda", 'did you mean "dirichlet"?'),
     ("model=mlp", 'did you mean "2nn"?'),
-    ("model=MyNet", f'{ALLOWED}net, cnn, 2nn, 2nn_bn, logistic, or your own as "package.module:name"'),
+    ("model=MyNet", f'{ALLOWED}2nn, 2nn_bn, cnn, logistic, net, or your own as "package.module:name"'),
     ("data=emnist", 'write a function that returns it, data="package.module:function"'),
     # options that are keys
     ("--rounds 3", "--rounds: no such option; did you mean rounds=3?"),

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fedsim.comparison.axes import Axes
 from fedsim.comparison.compared_number import check_number
 from fedsim.config.experiment import Experiment
 from fedsim.core.learning_task import correct_of
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
+from fedsim.records.axes import Axes
 from fedsim.records.combinations import SEED
 from fedsim.records.comparison_settings import ComparisonSettings
 

@@ -19,7 +19,7 @@ KeyFinder = Callable[[str], list[str]]  # from a name to dotted keys of experime
 
 @dataclass
 class Vocabulary:
-    """The keys and plugs of experiments, for hints; `fedsim.config.experiment`, which knows them, sets both functions.
+    """The keys and plugs of experiments, for hints; `fedsim.config.source_catalog` sets both functions.
 
     Attributes:
         keys_called: the dotted keys that a name may mean.
