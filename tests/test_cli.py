@@ -34,7 +34,7 @@ def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
     assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
     assert lines[2].split()[0] == "round"
     assert re.match(r"final test accuracy 0\.\d{4} after 2 rounds in \d", lines[-2])
-    assert "tests.plugs:tiny (203 train, 90 test), 2nn (199,210 parameters)" in lines[0]
+    assert "tests.plugs:tiny (203 train, 90 test), 2nn (199,210 parameters)" in lines[1]
 
 
 def test_quiet_prints_the_folder_alone(cli):

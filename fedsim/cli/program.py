@@ -31,8 +31,7 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
     try:
         with warnings_as_lines(), contextlib.ExitStack() as stack:
             if not quick:
-                import fedsim.comparison  # noqa: F401  # not earlier: `--help` is fast
-
+                _import_everything()
                 stack.enter_context(signals_as_exceptions())
             yield
     except FedsimError as error:
@@ -54,6 +53,17 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
     except Terminated:
         print("terminated", file=sys.stderr)
         raise typer.Exit(TERMINATED) from None
+
+
+def _import_everything() -> None:
+    """Import what commands need; a terminal shows a line meanwhile."""
+    watched = "torch" not in sys.modules and sys.stderr.isatty()
+    if watched:
+        print("importing PyTorch", end="\r", file=sys.stderr, flush=True)
+    import fedsim.comparison  # noqa: F401  # not earlier: `--help` is fast
+
+    if watched:
+        print("\x1b[K", end="", file=sys.stderr, flush=True)  # erases the line
 
 
 def _print_error(line: str) -> None:

@@ -16,7 +16,7 @@ from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import workers_line
 from fedsim.runs.terminal import Display
-from fedsim.runs.text_table import draw_curve, headline
+from fedsim.runs.text_table import announcement, draw_curve, headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,12 +86,12 @@ class CellOutput:
 
 
 class NotebookDisplay:
-    """Shows the headline, the bar and the curve of a run in the output of a cell; a context manager around the run."""
+    """Shows what is run, the bar and the curve of a run in the output of a cell; a context manager around the run."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment, self._cell = experiment, CellOutput()
         self._history: list[RoundRecord] = []
-        self._lines: list[str] = []
+        self._lines = [announcement(experiment)]
         self._done, self._step = 0, ""
 
     def setup(self, step: str) -> None:
@@ -126,7 +126,7 @@ class NotebookDisplay:
     def _page(self, *, curve: bool = False, bar: bool = True) -> str:
         score = f", {score_text(self._history[-1])}" if self._history else ""
         text = self._step or f"{self._done} of {plural(self._experiment.rounds, 'round')}{score}"
-        parts = [text_html("\n".join(self._lines))] if self._lines else []
+        parts = [text_html("\n".join(self._lines))]
         parts += [progress_html(self._done, self._experiment.rounds, text)] if bar else []
         parts += [figure_html(draw_curve(self._history, self._experiment.name), "curves of the run")] if curve else []
         return "".join(parts)

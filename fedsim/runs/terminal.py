@@ -19,7 +19,7 @@ from fedsim.records.worker_results import workers_line
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.loops.race_loop import caveat
 from fedsim.runs.setup import PreparedRun
-from fedsim.runs.text_table import columns_of, headline, table_header, table_line
+from fedsim.runs.text_table import announcement, columns_of, headline, table_header, table_line
 
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
 
@@ -40,7 +40,7 @@ def progress_bar(rounds: int, *, quiet: bool) -> ProgressBar:
 
 
 class Display:
-    """Prints a headline, a line of a table per round, and a progress bar; a context manager around the run.
+    """Prints what is run, a line of a table per round, and a progress bar; a context manager around the run.
 
     Args:
         experiment: what is run.
@@ -114,6 +114,7 @@ class Display:
                 print(line, flush=True)
 
     def __enter__(self) -> Display:
+        self._print(announcement(self._experiment))  # the first line, since the preparation may take long
         if self._experiment.mode == "race":
             self._print(caveat(self._experiment.race.runs))
         return self
