@@ -209,6 +209,13 @@ def test_list_shows_the_functions_and_classes_of_a_file_without_running_it(cli, 
     assert cli("list", "mine/plugs.py").stdout.splitlines() == expected
 
 
+@pytest.mark.parametrize("command", ["", "run", "compare", "tune", "replay", "report", "plot", "list", "doctor", "new"])
+def test_every_command_has_a_short_option_for_help(cli, command):
+    short, long = cli(*command.split(), "-h"), cli(*command.split(), "--help")
+    assert (short.exit_code, short.stdout) == (0, long.stdout)
+    assert "Usage:" in short.stdout
+
+
 def test_all_entry_points_are_one_program(tmp_path):
     installed = tmp_path / "fedsim"  # as pip writes it
     installed.write_text("from fedsim_main import main\nmain()\n")

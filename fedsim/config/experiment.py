@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from fedsim.aggregation import Pipeline
+from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.attackers import draw_attackers
 from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
 from fedsim.config.clock_schema import AsyncPolicy, Clock, Race
@@ -164,6 +165,16 @@ class Experiment(Table):
         if not (isinstance(target, type) and issubclass(target, Engine)):
             raise ExperimentError(f"engine = {show(name)}: must be a subclass of fedsim.engines.Engine")
         return name
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _mode_is_no_policy(cls, mode: Any) -> Any:
+        if mode in policy.names():
+            raise ExperimentError(
+                f"mode = {show(mode)}: is a policy; write mode=race policy={mode} for processes that race, or "
+                f"mode=clock policy={mode} for virtual time"
+            )
+        return mode
 
     @model_validator(mode="after")
     def _name_by_content(self) -> Experiment:

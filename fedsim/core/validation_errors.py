@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from fedsim.core.name_errors import unknown_key_error
-from fedsim.core.suggestions import as_list, nearest_key
+from fedsim.core.suggestions import as_list, as_range, nearest_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, plural, show
 
 
@@ -64,6 +64,8 @@ def _hint(value: Any, wanted: Sequence[str]) -> str:
     has_comma = isinstance(value, str) and "," in value
     if wanted == ["a list"] or (has_comma and "a list" in wanted):
         return f"; write {cut(as_list(str(value)))}" if isinstance(value, (str, int)) else ""
+    if isinstance(value, str) and (numbers := as_range(value)):
+        return f"; with fedsim compare write {numbers}"
     return "; for several values use fedsim compare" if has_comma else ""
 
 

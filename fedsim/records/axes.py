@@ -10,6 +10,7 @@ from fedsim.config.overrides import Change, split_word
 from fedsim.config.source_catalog import plug_tables
 from fedsim.config.toml import parse_value
 from fedsim.core.input_limits import leaves_of
+from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.records.combinations import canonical
 
@@ -45,6 +46,8 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
         key, pieces = ".".join(keys), split_at_commas(text)
         axes.pop(key, None)
         others.pop(key, None)
+        if numbers := as_range(text):
+            raise ExperimentError(f"{show(word)}: {text} is not a number; write {key}={numbers}")
         if len(pieces) == 1:
             others[key] = word
             continue

@@ -91,8 +91,12 @@ class NotebookDisplay:
     def __init__(self, experiment: Experiment) -> None:
         self._experiment, self._cell = experiment, CellOutput()
         self._history: list[RoundRecord] = []
-        self._lines = [announcement(experiment)]
+        self._lines: list[str] = []
         self._done, self._step = 0, ""
+
+    def announce(self) -> None:
+        """Show what is run."""
+        self._lines.append(announcement(self._experiment))
 
     def setup(self, step: str) -> None:
         """Show the step of the preparation that begins."""
@@ -126,7 +130,7 @@ class NotebookDisplay:
     def _page(self, *, curve: bool = False, bar: bool = True) -> str:
         score = f", {score_text(self._history[-1])}" if self._history else ""
         text = self._step or f"{self._done} of {plural(self._experiment.rounds, 'round')}{score}"
-        parts = [text_html("\n".join(self._lines))]
+        parts = [text_html("\n".join(self._lines))] if self._lines else []
         parts += [progress_html(self._done, self._experiment.rounds, text)] if bar else []
         parts += [figure_html(draw_curve(self._history, self._experiment.name), "curves of the run")] if curve else []
         return "".join(parts)

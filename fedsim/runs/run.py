@@ -152,6 +152,7 @@ def run(
         if folder:
             stack.enter_context(folder)
         past = ResumeState(folder, experiment)
+        display.announce()
         session = session or stack.enter_context(Session())
         note = folder.event if folder else None
 

@@ -56,6 +56,12 @@ class Display:
         self._begun = time.perf_counter()
         self._bar = progress_bar(experiment.rounds, quiet=quiet)
 
+    def announce(self) -> None:
+        """Print what is run, before the preparation, which may take long."""
+        self._print(announcement(self._experiment))
+        if self._experiment.mode == "race":
+            self._print(caveat(self._experiment.race.runs))
+
     def setup(self, step: str) -> None:
         """Show the step of the preparation that begins."""
         self._bar.set_description(step)
@@ -114,9 +120,6 @@ class Display:
                 print(line, flush=True)
 
     def __enter__(self) -> Display:
-        self._print(announcement(self._experiment))  # the first line, since the preparation may take long
-        if self._experiment.mode == "race":
-            self._print(caveat(self._experiment.race.runs))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
