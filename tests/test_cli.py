@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -124,7 +125,23 @@ def test_a_failed_worker_is_exit_code_1_with_its_traceback(cli):
     done = cli("run", *QUICK, "model=tests.models:Fails", "--out", "x")
     assert done.exit_code == 1
     assert done.stderr.startswith("error: worker 0 in round 1 failed: ZeroDivisionError: this model divides by zero")
-    assert "models.py" in done.stderr
+    files = re.findall(r'^  File "(.+)", line', done.stderr, re.M)
+    assert files
+    assert all(file.endswith("/tests/models.py") for file in files), "frames of fedsim and PyTorch are left out"
+
+
+@pytest.mark.parametrize("words", ["aggregate=mine:fail", "attack=mine:fail attack.workers=[0]", "partition=mine:fail"])
+def test_an_error_in_a_users_function_shows_the_users_lines_alone(cli, tmp_path, monkeypatch, words):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (tmp_path / "mine.py").write_text("def fail():\n    return inner()\n\n\ndef inner():\n    raise KeyError('x')\n")
+    done = cli("run", *QUICK, *words.split())
+    assert done.exit_code == 1
+    first, *lines = done.stderr.splitlines()
+    assert first.startswith("error: ")
+    assert first.endswith("KeyError: 'x'")
+    assert [line.split()[3] for line in lines if line.startswith("  File")] == ["2,", "6,"]
+    assert lines[-1].startswith("KeyError") or lines[-2].startswith("KeyError")
 
 
 def test_list_has_a_line_for_each_kind_with_its_names(cli):

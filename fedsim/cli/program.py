@@ -13,7 +13,7 @@ import typer
 
 from fedsim.errors import FedsimError, WorkerError, printable, warnings_as_lines
 from fedsim.system.interrupts import Terminated, signals_as_exceptions
-from fedsim.system.limits import describe_os_error
+from fedsim.system.limits import describe_os_error, format_failure, frames_of_user
 
 if TYPE_CHECKING:
     from fedsim.engines.distributed.process_group import RankGroup
@@ -41,8 +41,8 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
         raise typer.Exit(FAILED if is_worker_error else BAD_INPUT) from None
     except BrokenPipeError:
         raise  # typer ends the program without a message
-    except (OSError, MemoryError, RuntimeError) as error:
-        described = describe_os_error(error)
+    except Exception as error:
+        described = describe_os_error(error) or (format_failure(error) if frames_of_user(error) else None)
         if described is None:
             raise
         _print_error(described)

@@ -176,7 +176,10 @@ def compare(
         heatmap=heatmap,
         rounds_by_halving=rounds_by_halving or None,
     )
-    planned = plan_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
+    try:
+        planned = plan_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
+    except ExperimentError as error:
+        raise error.with_traceback(None) from error.__cause__  # frames within fedsim are of no help
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(display_of(None if out is None else folder, progress))

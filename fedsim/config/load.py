@@ -59,7 +59,7 @@ def load_experiment(
             return experiment_of(description)
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
-            raise
+            raise error.with_traceback(None) from error.__cause__  # frames within fedsim are of no help
         raise ExperimentError(*error.lines, source=source) from None
 
 
