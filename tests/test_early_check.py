@@ -11,6 +11,7 @@ import fedsim
 from fedsim.cli.early_check import check_names_of_comparison, check_names_of_run, problems_with_names
 from fedsim.comparison import plan_grid
 from fedsim.config.catalog import experiments
+from fedsim.errors import MAX_PROBLEMS
 from tests import test_frozen_numbers
 from tests.commands import start_python
 
@@ -127,6 +128,10 @@ def test_what_is_right_or_cannot_be_decided_passes(words):
     assert lines_of(check_names_of_run, None, words.split()) == set()
 
 
+def test_of_very_many_wrong_keys_the_first_are_reported():
+    assert len(problems_with_names({f"key{number}": 1 for number in range(50_000)}, [])) == MAX_PROBLEMS
+
+
 @pytest.mark.parametrize("name", experiments())
 def test_all_experiments_of_fedsim_pass(name):
     check_names_of_comparison(name, [], skip_invalid=False)
@@ -154,7 +159,7 @@ def test_pytorch_is_not_imported_before_a_wrong_key_or_name_is_reported(tmp_path
         "tune roundz=1",
     ]
     mistakes += ["run absent.toml", "run broken.toml", "compare broken.toml", "run wrong.toml", "run --rounds 3"]
-    mistakes += ["run rounds 3", "run local.lr"]
+    mistakes += ["run rounds 3", "run local.lr", "run --resume absent"]
     code = (
         "import sys\n"
         "from typer.testing import CliRunner\n"

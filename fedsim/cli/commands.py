@@ -17,6 +17,7 @@ from fedsim.config.plugs import PLUGS, describe_plug, list_module, list_plugs
 from fedsim.config.source_catalog import source_plugs
 from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import ExperimentError, plural, show
+from fedsim.records.file_descriptions import experiment_of_run
 
 EXPERIMENTS, KEYS = "experiments", "keys"
 KINDS = (*PLUGS, EXPERIMENTS, KEYS)
@@ -49,19 +50,18 @@ def run(
         if resume and out:
             raise ExperimentError("--resume and --out: --resume already names the output folder; omit --out")
         source, overrides = source_and_overrides(words or [], context)
-        if source or not resume:
-            check_names_of_run(source, overrides)
+        if resume and not source:
+            source = str(experiment_of_run(resume))
+        check_names_of_run(source, overrides)
     with errors_as_lines(), contextlib.ExitStack() as stack:
         import fedsim
         from fedsim.config.load import load_experiment
         from fedsim.config.toml import to_toml
         from fedsim.engines import engine as engines
-        from fedsim.records.run_folder import experiment_of_run, new_folder
+        from fedsim.records.run_folder import new_folder
         from fedsim.runs.setup import check_run
 
-        experiment = load_experiment(
-            source or (resume and experiment_of_run(resume)), overrides, allow_imports=allow_imports
-        )
+        experiment = load_experiment(source, overrides, allow_imports=allow_imports)
         if dry_run:
             check_run(experiment)
             print(to_toml(experiment), end="")

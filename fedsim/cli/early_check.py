@@ -25,7 +25,7 @@ from fedsim.config.source_catalog import (
 )
 from fedsim.core.name_errors import parameter_errors, plug_name_error, unknown_key_error
 from fedsim.core.suggestions import nearest_key
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import MAX_PROBLEMS, ExperimentError, show
 
 REMOVED = ("compile", "data.verify")  # keys of earlier versions, which experiments may still have
 MOST_POINTS = 2000  # of a comparison; larger ones are left to the later check
@@ -76,8 +76,8 @@ def problems_with_names(description: dict[str, Any], changes: list[Change]) -> l
     if merge(description, changes):
         for key in SETTINGS - {keys[0] for keys, _ in changes}:  # the later check removes some of these
             description.pop(key, None)
-    findings = list(_in_table(experiment_table(), description, "", description))
-    imports = any(line is None for line, _ in findings)
+    findings = list(itertools.islice(_in_table(experiment_table(), description, "", description), MAX_PROBLEMS))
+    imports = len(findings) == MAX_PROBLEMS or any(line is None for line, _ in findings)  # or may import
     return [line for line, of_plug in findings if line is not None and not (of_plug and imports)]
 
 
@@ -107,8 +107,8 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
     if table.kind:
         yield from ((line, True) for line in _in_plug(table, values, unknown, place))
         return
+    elsewhere = None if place or not unknown else keys_of_tables(tables)
     for key, value in unknown.items():
-        elsewhere = None if place else keys_of_tables(tables)
         yield unknown_key_error(prefix + key, value, nearest_key(key, table.keys, place, elsewhere)), False
 
 

@@ -146,13 +146,10 @@ def compare(
         by: the number of the last round that is compared, in place of the test accuracy: "test_loss",
             "metrics.personal_worker_accuracy_mean", ... A higher one is better, except of losses,
             errors, perplexity, seconds and bytes, and of a name that begins with `-`: "-metrics.drift".
-        skip_invalid: leave out the combinations that are invalid experiments, such as krum with more Byzantine workers
-            than it allows, and say so; else they are an error.
+        skip_invalid: leave out the combinations that are invalid experiments, and say so; else they are an error.
         heatmap: two axes besides the first, such as "partition.alpha,attack.fraction", down and across: the heat maps
             are over these, with the best value of the first axis in each cell. By default the first two axes.
-        rounds_by_halving: successive halving (Jamieson and Talwalkar 2016) along the axis `tune`: all n values run for
-            `rounds` / 2^k rounds, k = log2(n) rounded up; the better half by validation result runs for twice as many,
-            and so on, until one value has all rounds. A continued run has the bits of a run without a pause.
+        rounds_by_halving: successive halving (Jamieson and Talwalkar 2016) along the axis `tune`.
         progress: print a line for each run, as the command line does; None: show a bar in a notebook, else nothing.
         allow_imports: allow a file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
