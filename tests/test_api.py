@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import fedsim
@@ -51,3 +53,25 @@ def test_the_old_name_of_a_renamed_class_leads_to_the_new_one():
         fedsim.Workshop  # noqa: B018
     with pytest.raises(fedsim.ExperimentError, match=r"^workshop = None: .* session=s"):
         fedsim.run(workshop=None)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fedsim.run(rounds=-1),
+        lambda: fedsim.run(model="absent"),
+        lambda: fedsim.run(workers=5000, engine="serial"),
+        lambda: fedsim.load_experiment({"roundz": 1}),
+        lambda: fedsim.load_experiment("mnist_sync_sgd", ["roundz=1"]),
+        lambda: fedsim.Experiment(rounds=-1),
+        lambda: fedsim.compare({"rounds": -1}, {"seed": [0, 1]}),
+    ],
+)
+def test_a_wrong_setting_has_one_frame_of_fedsim_in_its_traceback(call):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        call()
+    package = str(Path(fedsim.__file__).parent)
+    frames = [entry.path for entry in caught.traceback]
+    assert sum(str(path).startswith(package) for path in frames) == 1
+    assert str(frames[-1]).startswith(package)
+    assert caught.value.__cause__ is None

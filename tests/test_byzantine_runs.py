@@ -11,7 +11,7 @@ import torch
 
 import fedsim
 from fedsim.byzantine.attackers import draw_attackers
-from fedsim.config.experiment import PLUG_TABLES
+from fedsim.config.source_catalog import plug_tables, source_plugs
 from fedsim.core.randomness import Draws, numpy_generator, sample_cohort
 from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
 from fedsim.models import logistic
@@ -248,10 +248,10 @@ def test_a_backdoor_is_learnt_and_its_success_is_measured(tables):
 
 
 def test_no_plug_has_a_parameter_that_its_table_has_as_a_key():
-    for table in PLUG_TABLES.values():
-        own_updates = set(table.model_fields) - {table.named_by, "f"}  # f is meant to be both
-        for plug in table.registry:
-            assert not own_updates & set(plug.parameters.model_fields), (table.place, plug.name)
+    for place, table in plug_tables().items():
+        own_keys = set(table.keys) - {table.named_by, "f"}  # f is meant to be both
+        for plug in source_plugs(table.kind).values():
+            assert not own_keys & set(plug.parameter_names), (place, plug.name)
 
 
 def test_fltrust_ignores_rows_opposite_to_the_update_on_the_servers_data(tables):
@@ -294,8 +294,14 @@ def test_root_samples_are_drawn_by_the_seed_and_bounded(tables):
         ({"aggregate": {"rule": ["krum", "mean"]}}, r'aggregate.rule\[0\] = "krum": a rule must be last'),
         ({"aggregate": {"rule": ["nnm", "weighted_mean"]}}, "needs weights, which pre-aggregated rows do not have"),
         ({"aggregate": {"rule": []}}, r"aggregate.rule = \[\]: needs a rule"),
-        ({"aggregate": {"rule": ["nnm", "mean"], "s": 2}}, r"\(the rule is nnm \+ mean\); s goes with bucketing$"),
-        ({"aggregate": {"rule": "krum", "m": 2}}, r"unknown key \(the rule is krum\); m goes with multi_krum$"),
+        (
+            {"aggregate": {"rule": ["nnm", "mean"], "s": 2}},
+            r"\(the aggregation rule is nnm \+ mean\); s goes with bucketing$",
+        ),
+        (
+            {"aggregate": {"rule": "krum", "m": 2}},
+            r"unknown key \(the aggregation rule is krum\); m goes with multi_krum$",
+        ),
         ({"partition": ["iid"]}, r'^partition = \["iid"\]: must be a name or a table'),
     ],
 )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
     assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
     assert lines[2].split()[0] == "round"
     assert re.match(r"final test accuracy 0\.\d{4} after 2 rounds in \d", lines[-2])
-    assert "tests.plugs:tiny (203 train, 90 test), 2nn (199,210 parameters)" in lines[0]
+    assert "tests.plugs:tiny (203 train, 90 test), 2nn (199,210 parameters)" in lines[1]
 
 
 def test_quiet_prints_the_folder_alone(cli):
@@ -53,6 +54,7 @@ def test_quick_commands_import_no_heavy_package(tmp_path):
     outputs = {
         "--help": "Usage: fedsim",
         "--version": f"fedsim {fedsim.__version__}",
+        "list": "krum",
         "list experiments": "mnist_sync_sgd",
         "new my_study": "next: cd my_study",
         "list my_study/my_study.py": "softmedian",
@@ -123,13 +125,38 @@ def test_a_failed_worker_is_exit_code_1_with_its_traceback(cli):
     done = cli("run", *QUICK, "model=tests.models:Fails", "--out", "x")
     assert done.exit_code == 1
     assert done.stderr.startswith("error: worker 0 in round 1 failed: ZeroDivisionError: this model divides by zero")
-    assert "models.py" in done.stderr
+    files = re.findall(r'^  File "(.+)", line', done.stderr, re.M)
+    assert files
+    assert all(file.endswith("/tests/models.py") for file in files), "frames of fedsim and PyTorch are left out"
 
 
-def test_list_shows_every_plug_with_parameters_and_description(cli):
-    done = cli("list")
-    assert done.exit_code == 0
+@pytest.mark.parametrize("words", ["aggregate=mine:fail", "attack=mine:fail attack.workers=[0]", "partition=mine:fail"])
+def test_an_error_in_a_users_function_shows_the_users_lines_alone(cli, tmp_path, monkeypatch, words):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (tmp_path / "mine.py").write_text("def fail():\n    return inner()\n\n\ndef inner():\n    raise KeyError('x')\n")
+    done = cli("run", *QUICK, *words.split())
+    assert done.exit_code == 1
+    first, *lines = done.stderr.splitlines()
+    assert first.startswith("error: ")
+    assert first.endswith("KeyError: 'x'")
+    assert [line.split()[3] for line in lines if line.startswith("  File")] == ["2,", "6,"]
+    assert lines[-1].startswith("KeyError") or lines[-2].startswith("KeyError")
+
+
+def test_list_has_a_line_for_each_kind_with_its_names(cli):
+    lines = cli("list").stdout.splitlines()
+    for kind in PLUGS:
+        (line,) = [line for line in lines if line.startswith(f"{kind} ")]
+        assert sorted(line.removeprefix(kind).strip().split(", ")) == sorted(registry_of(kind).names())
+    assert any(line.startswith("experiments ") and "which_rule" in line for line in lines)
+    assert len(lines) <= len(PLUGS) + 3
+
+
+def test_list_shows_every_plug_of_a_kind_with_parameters_and_description(cli):
     for kind, (key, _) in PLUGS.items():
+        done = cli("list", kind)
+        assert done.exit_code == 0
         assert f"{kind} ({key})" in done.stdout
         for plug in registry_of(kind):
             assert plug.summary, f"{plug.name} has no description"
@@ -197,6 +224,13 @@ def test_list_shows_the_functions_and_classes_of_a_file_without_running_it(cli, 
     (tmp_path / "mine" / "plugs.py").write_text(text)
     expected = ["mine/plugs.py", "  mine.plugs:rule   One.", "  mine.plugs:Attack no docstring"]
     assert cli("list", "mine/plugs.py").stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize("command", ["", "run", "compare", "tune", "replay", "report", "plot", "list", "doctor", "new"])
+def test_every_command_has_a_short_option_for_help(cli, command):
+    short, long = cli(*command.split(), "-h"), cli(*command.split(), "--help")
+    assert (short.exit_code, short.stdout) == (0, long.stdout)
+    assert "Usage:" in short.stdout
 
 
 def test_all_entry_points_are_one_program(tmp_path):

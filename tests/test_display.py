@@ -86,6 +86,14 @@ def test_an_interrupted_run_tells_where_a_resumed_one_starts(every, told, tiny_e
     assert told in capsys.readouterr().out
 
 
+def test_the_first_line_comes_before_the_first_step_of_the_setup(tiny_experiment, capsys):
+    printed = []
+    fedsim.run(tiny_experiment, progress=True, on_setup=lambda step: printed.append(capsys.readouterr().out))
+    (first,) = printed[0].splitlines()
+    assert "3 workers; 2 rounds" in first
+    assert not any(printed[1:])
+
+
 def test_a_run_reports_each_step_of_its_setup(tiny_experiment):
     steps, started = [], []
     fedsim.run(tiny_experiment, on_setup=steps.append, on_start=lambda prepared: started.append(len(steps)))

@@ -68,7 +68,7 @@ WRONG = [
     ("race.runs=3", "race: needs mode=race; omit [race]"),
     ("mode=race policy=hogwild batched.width=3", "batched.width = 3: a race does not stack rows; omit it"),
     ("mode=race policy=hogwild clock.base=2.0", "clock: needs mode=clock; omit [clock]"),
-    ("clock.speed=fast mode=clock", 'clock.speed.name = "fast": no such speed; allowed: equal, list, linear, geometr'),
+    ("clock.speed=fast mode=clock", 'clock.speed.name = "fast": no such speed; allowed: equal, geometric, linear'),
     ("clock.noise.name=pareto clock.noise.alpha=1.0 mode=clock", "clock.noise.alpha = 1.0: must be greater than 1"),
     ("policy=asgd sync=gradients mode=clock", 'sync: is not used with policy.name = "asgd", since workers are not sy'),
     ("policy=asgd aggregate=median mode=clock", 'aggregate: is not used with policy.name = "asgd", since the policy '),

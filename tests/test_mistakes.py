@@ -36,7 +36,7 @@ WORDS = [
     ("partition=noniid", 'did you mean "dirichlet"?'),
     ("partition=lda", 'did you mean "dirichlet"?'),
     ("model=mlp", 'did you mean "2nn"?'),
-    ("model=MyNet", f'{ALLOWED}net, cnn, 2nn, 2nn_bn, logistic, or your own as "package.module:name"'),
+    ("model=MyNet", f'{ALLOWED}2nn, 2nn_bn, cnn, logistic, net, or your own as "package.module:name"'),
     ("data=emnist", 'write a function that returns it, data="package.module:function"'),
     # options that are keys
     ("--rounds 3", "--rounds: no such option; did you mean rounds=3?"),
@@ -57,6 +57,8 @@ WORDS = [
     ("aggregate.rule=[nnm,median]", """names in it need double quotes, and a shell single ones around it: '["nnm","""),
     ('model={name="net"', "is neither a list nor a table of TOML"),
     ("seed=0, 1, 2", '"1,": expected key=value; several values are written seed=0,1,2'),
+    ("seed=0..3", "must be a valid integer; with fedsim compare write 0,1,2,3"),
+    ("mode=hogwild", "mode=race policy=hogwild"),
     ("seed=0,1,2", "for several values use fedsim compare"),
     ("aggregate.rule=nnm,median", 'for several values use fedsim compare, for a list write ["nnm","median"]'),
     ("attack.workers=0,1", 'attack.workers = "0,1": must be a list; write [0,1]'),
@@ -95,7 +97,9 @@ FILES = [
 
 COMPARED = [
     ("local.lr=[0.1,0.2]", "local.lr has one value, a list; for several values write local.lr=0.1,0.2"),
-    ("seed=0..3", "every key has one value; write several with commas, such as seed=0,1,2"),
+    ("seed=0..3", "0..3 is not a number; write seed=0,1,2,3"),
+    ("aggregate=mean,median seed=0..2", "write seed=0,1,2"),
+    ("local.lr=0.1", "every key has one value; write several with commas, such as seed=0,1,2"),
     ("seed=0 1 2", '"1": expected key=value; several values are written seed=0,1,2'),
     ("", "nothing to compare"),
 ]
@@ -138,6 +142,20 @@ def test_a_mistake_in_a_file_is_one_line_that_helps(cli, tmp_path, text, hint):
 @pytest.mark.parametrize(("words", "hint"), COMPARED)
 def test_a_mistake_in_what_to_compare_is_one_line_that_helps(cli, words, hint):
     assert hint in line_of(cli("compare", *words.split(), "--dry-run"))
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("resume runs/x", "fedsim run --resume runs/x"),
+        ("rum", 'did you mean "run"?'),
+        ("mnist_sync_sgd rounds=3", "fedsim run mnist_sync_sgd rounds=3"),
+        ("rounds=3", "fedsim run rounds=3"),
+        ("xyzxyz", f"{ALLOWED}run, compare"),
+    ],
+)
+def test_a_word_that_is_no_command_is_one_line_that_helps(cli, words, hint):
+    assert hint in line_of(cli(*words.split()))
 
 
 @pytest.mark.parametrize(("words", "hint"), FOLDERS)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import fedsim
 from fedsim.cli.main import app
+from fedsim.errors import plural
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -49,6 +50,9 @@ def test_the_first_run_shows_what_the_readme_shows(rounds, tmp_path):
     """To three decimals; times differ."""
     done = CliRunner().invoke(app, ["run", "engine=serial", f"rounds={rounds}", "--out", str(tmp_path / "run")])
     shown = next(code for language, code in BLOCKS if language == "text")
+    assert done.stdout.splitlines()[:2] == [
+        line.replace("10 rounds", plural(rounds, "round")) for line in shown.splitlines()[:2]
+    ]
     lines = [line.split() for line in shown.splitlines() if re.match(r" +\d+ ", line)]
     lines = [words for words in lines if int(words[0]) <= rounds]
     assert lines

@@ -277,7 +277,7 @@ def metrics_table(name: str, metrics: dict[str, str]) -> str:
     """A table of the last round: metrics by heading, means over the seeds. FEDSIM_DOCS_RUN=no builds without it."""
     if os.environ.get("FEDSIM_DOCS_RUN") == "no":
         return ""
-    from fedsim.comparison.axes import label
+    from fedsim.records.axes import label
     from fedsim.records.reader import read_grid
 
     with unpacked(name) as folder:

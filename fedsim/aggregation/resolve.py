@@ -8,10 +8,10 @@ from typing import Any
 
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.rule import bind_rule, pre_aggregator, rule
+from fedsim.core.name_errors import parameter_errors
 from fedsim.core.objects import plain
-from fedsim.core.registry import Plug, goes_with
-from fedsim.core.suggestions import nearest_key
-from fedsim.errors import MAX_PROBLEMS, ExperimentError, show
+from fedsim.core.registry import Plug
+from fedsim.errors import ExperimentError, show
 
 Stage = str | dict[str, Any]
 
@@ -50,8 +50,9 @@ def resolve(
     names = [table.pop("rule") for table in tables]
     plugs = [_pre_aggregator_plug(name, where) for name, where in zip(names[:-1], wheres[:-1], strict=True)]
     plugs.append(_rule_plug(names[-1], wheres[-1]))
-    table_place = "" if place == "rule" else f"{place}."
-    _refuse_unknown(params, plugs, table_place, beside)
+    table = "" if place == "rule" else place
+    if lines := parameter_errors(params, plugs, rule.kind, [*rule, *pre_aggregator], table, beside):
+        raise ExperimentError(*lines)
     resolved = []
     for plug, own, where in zip(plugs, tables, wheres, strict=True):
         fields = plug.parameters.model_fields
@@ -60,13 +61,13 @@ def resolve(
             for name, value in (background or {}).items()
             if name in fields and (value or fields[name].is_required())
         }
-        shared |= {name: value for name, value in params.items() if _accepts_any(plug) or name in fields}
+        shared |= {name: value for name, value in params.items() if plug.accepts_any or name in fields}
         try:
             resolved.append((plug, plug.check({**shared, **own}, beside=["rule"])))
         except ExperimentError as error:  # each line begins with a parameter
             is_own = [re.split(r"\W", line, maxsplit=1)[0] in own for line in error.lines]
-            lines = zip(is_own, error.lines, strict=True)
-            raise ExperimentError(*(f"{where}.{line}" if own else table_place + line for own, line in lines)) from None
+            places = [f"{where}." if own else f"{table}." if table else "" for own in is_own]
+            raise ExperimentError(*map("".join, zip(places, error.lines, strict=True))) from None
     if len(plugs) > 1 and plugs[-1].takes.get("weights"):
         raise ExperimentError(f"{key}: {plugs[-1].name} needs weights, which pre-aggregated rows do not have; use mean")
     return resolved
@@ -94,24 +95,6 @@ def _rule_plug(name: str, where: str) -> Plug:
             f'{where} = {show(name)}: a pre-aggregator returns rows; put a rule after it, as in ["{name}", "mean"]'
         )
     return rule.get(name, where)
-
-
-def _accepts_any(plug: Plug) -> bool:
-    return plug.parameters.model_config.get("extra") == "allow"
-
-
-def _refuse_unknown(params: dict[str, Any], plugs: list[Plug], place: str, beside: Sequence[str]) -> None:
-    """Raise ExperimentError if no stage has a parameter."""
-    known = {name for plug in plugs for name in plug.parameters.model_fields}
-    unknown = [] if any(map(_accepts_any, plugs)) else [name for name in params if name not in known]
-    kind = f"the rule is {' + '.join(plug.name for plug in plugs)}"
-    keys = list(dict.fromkeys([*beside, *sorted(known)]))
-    lines = []
-    for name in unknown[:MAX_PROBLEMS]:
-        hint = goes_with(name, [*rule, *pre_aggregator]) or nearest_key(name, keys, place.removesuffix("."))
-        lines.append(f"{place}{name} = {show(params[name])}: unknown key ({kind}); {hint}")
-    if lines:
-        raise ExperimentError(*lines)
 
 
 def make_pipeline(resolved: Sequence[tuple[Plug, dict[str, Any]]]) -> Pipeline:

@@ -9,15 +9,19 @@ from typing import Annotated
 import typer
 
 from fedsim.cli.completion import complete_plugs
+from fedsim.cli.early_check import check_names_of_run
 from fedsim.cli.program import errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, Words, source_and_overrides
-from fedsim.config.catalog import list_experiments
+from fedsim.config.catalog import experiments, list_experiments
 from fedsim.config.plugs import PLUGS, describe_plug, list_module, list_plugs
-from fedsim.core.text_wrapping import terminal_columns
+from fedsim.config.source_catalog import source_plugs
+from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import ExperimentError, plural, show
+from fedsim.records.file_descriptions import experiment_of_run
 
 EXPERIMENTS, KEYS = "experiments", "keys"
 KINDS = (*PLUGS, EXPERIMENTS, KEYS)
+KIND_COLUMNS = max(map(len, KINDS))
 
 
 def run(
@@ -42,20 +46,22 @@ def run(
     allow_imports: AllowImports = False,
 ) -> None:
     """Run an experiment and write its records to a folder."""
+    with errors_as_lines(quick=True):
+        if resume and out:
+            raise ExperimentError("--resume and --out: --resume already names the output folder; omit --out")
+        source, overrides = source_and_overrides(words or [], context)
+        if resume and not source:
+            source = str(experiment_of_run(resume))
+        check_names_of_run(source, overrides)
     with errors_as_lines(), contextlib.ExitStack() as stack:
         import fedsim
         from fedsim.config.load import load_experiment
         from fedsim.config.toml import to_toml
         from fedsim.engines import engine as engines
-        from fedsim.records.run_folder import experiment_of_run, new_folder
+        from fedsim.records.run_folder import new_folder
         from fedsim.runs.setup import check_run
 
-        source, overrides = source_and_overrides(words or [], context)
-        if resume and out:
-            raise ExperimentError("--resume and --out: --resume already names the output folder; omit --out")
-        experiment = load_experiment(
-            source or (resume and experiment_of_run(resume)), overrides, allow_imports=allow_imports
-        )
+        experiment = load_experiment(source, overrides, allow_imports=allow_imports)
         if dry_run:
             check_run(experiment)
             print(to_toml(experiment), end="")
@@ -70,12 +76,14 @@ def run(
 
 def tune(context: typer.Context, words: Words = None, allow_imports: AllowImports = False) -> None:
     """Measure which engine is fastest for an experiment here, and print the lines to put into its file."""
+    with errors_as_lines(quick=True):
+        source, overrides = source_and_overrides(words or [], context)
+        check_names_of_run(source, overrides)
     with errors_as_lines():
         from fedsim.config.load import load_experiment
         from fedsim.runs.tuning import Candidate, lines_for_file
         from fedsim.runs.tuning import tune as measure
 
-        source, overrides = source_and_overrides(words or [], context)
         experiment = load_experiment(source, overrides, allow_imports=allow_imports)
 
         def show_candidate(candidate: Candidate) -> None:
@@ -106,8 +114,8 @@ def replay(
 ) -> None:
     """Apply other rules to a recorded round of a run (records.updates=[1,5]), and compare their results."""
     with errors_as_lines():
-        from fedsim.comparison.axes import split_at_commas
         from fedsim.config.toml import parse_value
+        from fedsim.records.axes import split_at_commas
         from fedsim.runs.rule_replay import applicable_rules, load_round, replay_json, replay_table
         from fedsim.runs.rule_replay import replay as replay_rules
 
@@ -149,13 +157,16 @@ def list_command(
         str, typer.Option(help="Only what has these words in its name or documentation.", show_default=False)
     ] = "",
 ) -> None:
-    """List all plugs with their parameters and defaults, the built-in experiments, or the keys of an experiment."""
+    """List the names of all plugs and built-in experiments; those of a kind, or one of them, with their parameters."""
     with errors_as_lines(quick=True):
         columns = terminal_columns()
         if what is not None and what not in KINDS:
             if search:
                 raise ExperimentError(f"--search: searches all, or a kind: {', '.join(KINDS)}; {show(what)} is none")
             print(list_module(Path(what), columns) if what.endswith(".py") else describe_plug(what, KINDS))
+            return
+        if what is None and not search:
+            print(_overview(columns))
             return
         blocks = []
         if plugs := [each for each in PLUGS if what in (None, each)]:
@@ -169,3 +180,11 @@ def list_command(
         if not any(blocks):
             raise ExperimentError(f"--search {show(search)}: nothing has these words; fedsim list shows all")
         print("\n\n".join(filter(None, blocks)))
+
+
+def _overview(columns: int | None) -> str:
+    """A line for each kind with its names, wrapped to the columns of a terminal; PyTorch is not imported."""
+    names = {kind: ", ".join(source_plugs(kind)) for kind in PLUGS} | {EXPERIMENTS: ", ".join(experiments())}
+    lines = [hang(f"{kind:<{KIND_COLUMNS}} ", text, columns) for kind, text in names.items()]
+    more = "fedsim list KIND or NAME describes them, fedsim list keys the keys of an experiment; --search finds words"
+    return "\n".join([*lines, "", hang("", more, columns)])

@@ -10,8 +10,10 @@ from typing import Annotated
 import typer
 
 from fedsim.cli.completion import complete_words
+from fedsim.cli.early_check import check_names_of_comparison
 from fedsim.cli.program import FAILED, errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, is_folder, source_and_overrides
+from fedsim.config.catalog import experiments
 from fedsim.errors import ExperimentError, show
 
 Words = Annotated[
@@ -110,18 +112,24 @@ def compare(
     allow_imports: AllowImports = False,
 ) -> None:
     """Run an experiment with every combination of values, and compare the results: table, CSV and figures."""
+    key, values = (tune or "").partition("=")[::2]
+    given = [*(words or []), *([tune] if tune and values else [])]
+    with errors_as_lines(quick=True):
+        if tune is not None and not key.strip():
+            raise ExperimentError(f"--tune {show(tune)}: must be a key and its values, such as local.lr=0.03,0.1")
+        folders = [Path(word) for word in given if _is_comparison(word)]
+        if not folders:
+            source, changes = source_and_overrides(given, context)
+            check_names_of_comparison(source, changes, skip_invalid=skip_invalid)
     with errors_as_lines(), contextlib.ExitStack() as stack:
         from fedsim.comparison import plan_grid, run_grid
-        from fedsim.comparison.axes import describe_point
         from fedsim.comparison.folder import Shard
         from fedsim.comparison.grid_terminal import GridDisplay
         from fedsim.comparison.merging import merge
+        from fedsim.records.axes import describe_point
         from fedsim.records.comparison_settings import ComparisonSettings
         from fedsim.records.run_folder import new_folder
 
-        key, values = (tune or "").partition("=")[::2]
-        if tune is not None and not key.strip():
-            raise ExperimentError(f"--tune {show(tune)}: must be a key and its values, such as local.lr=0.03,0.1")
         settings = ComparisonSettings(
             target=target,
             tune=key or None,
@@ -130,8 +138,6 @@ def compare(
             skip_invalid=skip_invalid or None,
             heatmap=heatmap,
         )
-        given = [*(words or []), *([tune] if tune and values else [])]
-        folders = [Path(word) for word in given if _is_comparison(word)]
         if folders:
             if len(folders) < len(given) or shard or dry_run:
                 raise ExperimentError(
@@ -143,7 +149,6 @@ def compare(
             )
             comparison = merge(folders, folder, settings, allow_imports=allow_imports)
         else:
-            source, changes = source_and_overrides(given, context)
             grid = plan_grid(source, None, changes, settings, allow_imports=allow_imports)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
@@ -169,10 +174,9 @@ def compare(
 
 def _is_comparison(word: str) -> bool:
     """Whether a word is the path of a folder; one with the name of an experiment of fedsim must hold a comparison."""
+    if not is_folder(word) or word not in experiments():
+        return is_folder(word)
     from fedsim.comparison.folder import SHARDS
-    from fedsim.config.catalog import experiments
     from fedsim.records.reader import GRID
 
-    return is_folder(word) and (
-        word not in experiments() or any((Path(word) / name).exists() for name in (GRID, SHARDS))
-    )
+    return any((Path(word) / name).exists() for name in (GRID, SHARDS))

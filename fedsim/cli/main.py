@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from fedsim.cli.commands import list_command, replay, report, run, tune
 from fedsim.cli.compare_command import compare
 from fedsim.cli.doctor import doctor
 from fedsim.cli.new import new
 from fedsim.cli.plot_command import plot
-from fedsim.cli.program import run_program
+from fedsim.cli.program import errors_as_lines, run_program
 from fedsim.cli.words import WORDS_LIKE_OPTIONS
+from fedsim.config.catalog import experiments
+from fedsim.core.suggestions import nearest
+from fedsim.errors import ExperimentError, cut, printable, show
+from fedsim.system.files import is_file
 from fedsim.version import __version__
+
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+class Commands(TyperGroup):
+    """The commands of `fedsim`. A word that is none of them is one line with what to write instead."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands and not ctx.resilient_parsing:
+            with errors_as_lines(quick=True):
+                raise ExperimentError(f"{show(args[0])}: no such command; {self._instead(*args)}")
+        return super().resolve_command(ctx, args)
+
+    def _instead(self, word: str, *others: str) -> str:
+        """The hint for a word that is no command: `write fedsim run --resume X` for `resume X`."""
+        for name, command in self.commands.items():
+            if any(f"--{word}" in parameter.opts for parameter in command.params):
+                return cut(printable(f"write fedsim {' '.join((name, f'--{word}', *others))}"))
+        if word in experiments() or "=" in word or is_file(Path(word)):
+            return cut(printable(f"write fedsim run {' '.join((word, *others))}"))
+        return nearest(word, self.commands)
+
 
 app = typer.Typer(
     name="fedsim",
+    cls=Commands,
+    context_settings=HELP,
     help="Simulate distributed and federated SGD with N workers on one GPU or CPU.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -54,5 +84,5 @@ def main() -> None:
 def run_main() -> None:
     """The script `run_experiment.py`: `fedsim run` without the word `run`."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    single.command(context_settings=WORDS_LIKE_OPTIONS)(run)
+    single.command(context_settings={**WORDS_LIKE_OPTIONS, **HELP})(run)
     run_program(single)

@@ -55,8 +55,8 @@ def plot(
 ) -> None:
     """Draw a figure for a paper of runs or of a comparison, and print a caption for it."""
     with errors_as_lines():
-        from fedsim.comparison.axes import split_at_commas
         from fedsim.comparison.paper_figure import plot as draw
+        from fedsim.records.axes import split_at_commas
 
         folders, only = [], {}
         for word in words:

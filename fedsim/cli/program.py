@@ -13,7 +13,7 @@ import typer
 
 from fedsim.errors import FedsimError, WorkerError, printable, warnings_as_lines
 from fedsim.system.interrupts import Terminated, signals_as_exceptions
-from fedsim.system.limits import describe_os_error
+from fedsim.system.limits import describe_os_error, format_failure, frames_of_user
 
 if TYPE_CHECKING:
     from fedsim.engines.distributed.process_group import RankGroup
@@ -31,8 +31,7 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
     try:
         with warnings_as_lines(), contextlib.ExitStack() as stack:
             if not quick:
-                import fedsim.comparison  # noqa: F401  # not earlier: `--help` is fast
-
+                _import_everything()
                 stack.enter_context(signals_as_exceptions())
             yield
     except FedsimError as error:
@@ -42,8 +41,8 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
         raise typer.Exit(FAILED if is_worker_error else BAD_INPUT) from None
     except BrokenPipeError:
         raise  # typer ends the program without a message
-    except (OSError, MemoryError, RuntimeError) as error:
-        described = describe_os_error(error)
+    except Exception as error:
+        described = describe_os_error(error) or (format_failure(error) if frames_of_user(error) else None)
         if described is None:
             raise
         _print_error(described)
@@ -54,6 +53,17 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
     except Terminated:
         print("terminated", file=sys.stderr)
         raise typer.Exit(TERMINATED) from None
+
+
+def _import_everything() -> None:
+    """Import what commands need; a terminal shows a line meanwhile."""
+    watched = "torch" not in sys.modules and sys.stderr.isatty()
+    if watched:
+        print("importing PyTorch", end="\r", file=sys.stderr, flush=True)
+    import fedsim.comparison  # noqa: F401  # not earlier: `--help` is fast
+
+    if watched:
+        print("\x1b[K", end="", file=sys.stderr, flush=True)  # erases the line
 
 
 def _print_error(line: str) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from fedsim.cli.completion import complete_words
 from fedsim.config.catalog import experiments
+from fedsim.config.source_catalog import experiment_table, keys_called
 from fedsim.core.suggestions import closest, nearest
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.system.files import is_file
@@ -63,8 +64,6 @@ def is_folder(word: str) -> bool:
 
 def _refuse_spaces(words: list[str]) -> None:
     """Raise ExperimentError for key=value with spaces, which a shell splits: `rounds = 3`, `x=[0, 1]`."""
-    from fedsim.config.experiment import keys_called
-
     for index, word in enumerate(words):
         rest = words[index:]
         apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
@@ -86,12 +85,10 @@ def _is_open(word: str) -> bool:
 
 def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
     """The error for an unknown option, with the key (`--rounds 3`) or the option that was meant."""
-    from fedsim.config.experiment import Experiment, keys_called
-
     option, equals, value = word.partition("=")
     name = option.lstrip("-").replace("-", "_")
     options = [each for parameter in context.command.params for each in parameter.opts if each.startswith("--")]
-    keys = keys_called(name) or ([] if closest(name, options) else closest(name, Experiment.model_fields))
+    keys = keys_called(name) or ([] if closest(name, options) else closest(name, experiment_table().keys))
     if not keys:
         return f"{option}: no such option; {nearest(name, [*options, '--help'])}"
     value = value if equals else next_word

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedsim.comparison.axes import label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult, to_csv
 from fedsim.comparison.value_figure import curves_along
+from fedsim.records.axes import label
 from fedsim.records.combinations import score_of
 from fedsim.records.value_curves import BreakingPoint, breaking_point, numeric_axes
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedsim.comparison.axes import Axes
 from fedsim.comparison.grid import Grid, PlannedRun, common_tables, keys_set_in
 from fedsim.config.toml import read_toml
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show
+from fedsim.records.axes import Axes
 from fedsim.records.combinations import canonical
 from fedsim.records.early_stopping import stop_reason
 from fedsim.records.history import read_history

@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from fedsim.comparison.axes import (
+from fedsim.comparison.settings_check import check_settings
+from fedsim.config.experiment import Experiment, default_name
+from fedsim.config.load import GRID, describe, drop_default_name, experiment_of, file_of
+from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word, plug_table
+from fedsim.core.import_policy import untrusted_config
+from fedsim.core.input_limits import leaves_of
+from fedsim.core.objects import plain
+from fedsim.errors import ExperimentError, show
+from fedsim.records.axes import (
     Axes,
     axes_of_tables,
     changes_of,
@@ -23,14 +31,8 @@ from fedsim.comparison.axes import (
     label,
     readable_id,
     split_words,
+    with_points,
 )
-from fedsim.comparison.settings_check import check_settings
-from fedsim.config.experiment import Experiment, default_name
-from fedsim.config.load import GRID, describe, drop_default_name, experiment_of, file_of
-from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word, plug_table
-from fedsim.core.import_policy import untrusted_config
-from fedsim.core.input_limits import leaves_of
-from fedsim.errors import ExperimentError, cut, show
 from fedsim.records.combinations import SEED, canonical
 from fedsim.records.comparison_settings import NO_SETTINGS, SETTINGS, ComparisonSettings
 from fedsim.runs.setup import task_of
@@ -113,7 +115,7 @@ def plan_grid(
     axes, given = _axes_and_settings([description.pop(GRID, {}), grid or {}])
     settings = ComparisonSettings(**given | settings.given)
     word_axes, words = split_words(words)
-    in_all = [parse_word(word) for word in words] + changes_in(changes)
+    in_all = [parse_word(word) for word in words] + changes_in(plain(changes))
     set_in_all = {".".join(keys) for keys, _ in in_all}
     axes = {key: values for key, values in axes.items() if key not in set_in_all} | word_axes
     axes = {key: axes[key] for key in sorted(axes, key=lambda key: key == SEED)}  # a stable sort: the seed last
@@ -179,7 +181,7 @@ def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
 def _naming_key(key: str) -> str | None:
     """The key that names the plug of which `key` is a parameter; None if it is none."""
     table, within = plug_table(key.split("."))
-    if table is None or within[0] in table.model_fields:
+    if table is None or within[0] in table.keys:
         return None
     return f"{key.removesuffix('.' + '.'.join(within))}.{table.named_by}"
 
@@ -245,7 +247,7 @@ def _experiments(
         for line in lines:
             problems.setdefault(line, []).append(point)
         engine_chosen |= not {"engine", "processes"}.isdisjoint(tables) or tables.get("mode") == "race"
-    left_out = [_with_points(line, found, len(points)) for line, found in problems.items()]
+    left_out = [with_points(line, found, len(points)) for line, found in problems.items()]
     if left_out and not (skip_invalid and valid):
         raise ExperimentError(*left_out)
     name = default_name(experiments[0], varied)
@@ -283,14 +285,6 @@ def _refuse_contradictions(in_all: list[Change], own: list[Change]) -> None:
     for path, value in in_all:
         if (key := key_changed(path, value)) in keys:
             raise ExperimentError(f"{key} = {show(value)}: an axis sets that too")
-
-
-def _with_points(line: str, points: list[dict[str, Any]], total: int) -> str:
-    """Return a problem with the first point that has it, unless all have it."""
-    if len(points) == total:
-        return line
-    more = f" (and {len(points) - 1} more of {total} runs)" if len(points) > 1 else ""
-    return f"{cut(describe_point(points[0]))}: {line}{more}"
 
 
 def _refuse_equal_runs(experiments: Iterable[Experiment], points: Iterable[dict[str, Any]]) -> None:

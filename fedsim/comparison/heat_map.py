@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedsim.comparison.axes import label
 from fedsim.comparison.plots import AnyGrid, AnyRun
 from fedsim.core.confidence import fixed
 from fedsim.core.plotting import SCREEN, FigureStyle
+from fedsim.records.axes import label
 from fedsim.records.best import best_of
 from fedsim.records.combinations import SEED, Combination, canonical, groups_of
 from fedsim.records.formatting import MISSING, comparison_title, key_name

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from fedsim.comparison.axes import label
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.heat_panels import draw_panels
 from fedsim.comparison.plots import draw_curves
@@ -16,6 +15,7 @@ from fedsim.comparison.value_figure import draw_values
 from fedsim.core.plotting import STYLES, UNDATED, encode, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
+from fedsim.records.axes import label
 from fedsim.records.combinations import SEED
 from fedsim.records.progress import SCALES
 from fedsim.records.reader import GridRun, Run, StoredGrid, read_records

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedsim.comparison.axes import label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
 from fedsim.core.plotting import SCREEN, FigureStyle, grid_shape, line_style, prepare_axes
+from fedsim.records.axes import label
 from fedsim.records.combinations import SEED, Combination, MeanCurve, canonical, groups_of, mean_curve
 from fedsim.records.formatting import comparison_title, key_name
 from fedsim.records.progress import SCALES

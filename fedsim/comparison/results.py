@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedsim.comparison.axes import label
 from fedsim.comparison.folder import GridRecords
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.config.experiment import Experiment
+from fedsim.records.axes import label
 from fedsim.records.combinations import canonical
 from fedsim.records.dataframe import round_rows
 from fedsim.records.history import read_history

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from fedsim.comparison.axes import label
-from fedsim.config.experiment import PLUG_TABLES
+from fedsim.config.source_catalog import plug_tables
 from fedsim.core.input_limits import leaves_of
+from fedsim.records.axes import label
 from fedsim.records.combinations import SEED, canonical
 from fedsim.records.reader import Run
 
@@ -22,7 +22,7 @@ def run_names(runs: Sequence[Run]) -> list[str]:
     tables = [{key: value for key, value in leaves_of(run.experiment) if not _is_neutral(key)} for run in runs]
     keys = list(dict.fromkeys(key for table in tables for key in table))
     differing = [key for key in keys if len({canonical(table.get(key)) for table in tables}) > 1]
-    plugs = {f"{place}.{table.named_by}" for place, table in PLUG_TABLES.items()}
+    plugs = {f"{place}.{table.named_by}" for place, table in plug_tables().items()}
 
     def text(key: str, value: object) -> str:
         return label(value) if key in plugs else f"{key.rpartition('.')[2]}={label(value)}"

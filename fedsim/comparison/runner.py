@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedsim.comparison.axes import label
 from fedsim.comparison.breaking_points import breaking_points, breaking_points_csv
 from fedsim.comparison.compared_number import require_number
 from fedsim.comparison.folder import GridFolder, GridRecords, Shard
@@ -36,6 +35,7 @@ from fedsim.core.plotting import encode
 from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, SettingWarning, plural, show
+from fedsim.records.axes import label
 from fedsim.records.combinations import score_of
 from fedsim.records.comparison_settings import ComparisonSettings
 from fedsim.records.dataframe import to_frame
@@ -168,7 +168,10 @@ def compare(
     settings = ComparisonSettings(
         target=target, tune=tune, worst=worst, by=by, skip_invalid=skip_invalid or None, heatmap=heatmap
     )
-    planned = plan_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
+    try:
+        planned = plan_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
+    except ExperimentError as error:
+        raise error.with_traceback(None) from error.__cause__  # frames within fedsim are of no help
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(display_of(None if out is None else folder, progress))

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from fedsim.comparison.axes import Axes
 from fedsim.comparison.compared_number import check_number
 from fedsim.config.experiment import Experiment
 from fedsim.core.learning_task import correct_of
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
+from fedsim.records.axes import Axes
 from fedsim.records.combinations import SEED, canonical
 from fedsim.records.comparison_settings import ComparisonSettings
 from fedsim.runs.setup import task_of

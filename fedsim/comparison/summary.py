@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedsim.comparison.axes import describe_point, label
 from fedsim.comparison.breaking_points import breaking_lines, breaking_points
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult, names_in, to_csv
 from fedsim.core.confidence import Estimate, fixed
 from fedsim.core.text_wrapping import note
 from fedsim.errors import plural
+from fedsim.records.axes import describe_point, label
 from fedsim.records.best import answer, best_of
 from fedsim.records.combinations import Combination, canonical, groups_of, score_of, time_to_target
 from fedsim.records.metric import Metric

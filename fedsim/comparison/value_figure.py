@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fedsim.comparison.axes import label
 from fedsim.comparison.plots import MOST_PANELS, AnyGrid, AnyRun, draw_line, draw_panels, remark_on_seeds, write_remarks
 from fedsim.core.plotting import SCREEN, FigureStyle, mark_values
+from fedsim.records.axes import label
 from fedsim.records.combinations import SEED, canonical
 from fedsim.records.formatting import comparison_title, key_name
 from fedsim.records.value_curves import ValueCurve, value_curves

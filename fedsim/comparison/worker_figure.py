@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedsim.comparison.axes import label
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult
 from fedsim.core.plotting import COLOURS
 from fedsim.engines.worker_evaluation import WorkerResults
+from fedsim.records.axes import label
 from fedsim.records.combinations import Combination
 from fedsim.records.formatting import comparison_title
 from fedsim.records.worker_results import LABELS, newest_table, read_csv

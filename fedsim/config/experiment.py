@@ -6,7 +6,7 @@ Its tables are in `schema.py`; `validation.py` checks combinations of settings.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,11 +20,12 @@ from pydantic import (
 )
 
 from fedsim.aggregation import Pipeline
+from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.attackers import draw_attackers
 from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
 from fedsim.config.clock_schema import AsyncPolicy, Clock, Race
 from fedsim.config.local_schema import Local
-from fedsim.config.plugs import keys_of_plug
+from fedsim.config.overrides import DEFAULT_ENGINE
 from fedsim.config.sampling import Sampling
 from fedsim.config.schema import (
     Aggregate,
@@ -41,15 +42,14 @@ from fedsim.config.schema import (
     Server,
     WorkerEvaluation,
 )
+from fedsim.config.source_catalog import keys_of_tables
 from fedsim.config.task_tables import EvaluationMetric, Stop, Task
 from fedsim.config.validation import problems_with
-from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.base_table import Table
 from fedsim.core.objects import Name, plain
-from fedsim.core.suggestions import VOCABULARY
 from fedsim.core.validation_errors import explain
 from fedsim.engines import Engine, engine
 from fedsim.errors import MAX_NAME, ExperimentError, show
-from fedsim.synonyms import KEYS
 from fedsim.system.precision import PRECISIONS
 
 Processes = Annotated[int, Field(gt=0, le=1024)]  # or threads; more could overload the machine
@@ -92,7 +92,7 @@ class Experiment(Table):
     """Number of workers."""
     cohort: Amount | None = None
     """Number of workers that take part in a round; unset: all."""
-    engine: Name = "auto"
+    engine: Name = DEFAULT_ENGINE
     """Where and how rows are trained: one process (`serial`), several (`spawn`), stacks of rows (`batched`), ranks of a
     launcher (`distributed`), or the best of these here (`auto`); `fedsim list engines` describes each."""
     processes: Processes | None = None
@@ -166,6 +166,16 @@ class Experiment(Table):
         if not (isinstance(target, type) and issubclass(target, Engine)):
             raise ExperimentError(f"engine = {show(name)}: must be a subclass of fedsim.engines.Engine")
         return name
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _mode_is_no_policy(cls, mode: Any) -> Any:
+        if mode in policy.names():
+            raise ExperimentError(
+                f"mode = {show(mode)}: is a policy; write mode=race policy={mode} for processes that race, or "
+                f"mode=clock policy={mode} for virtual time"
+            )
+        return mode
 
     @model_validator(mode="after")
     def _name_by_content(self) -> Experiment:
@@ -281,50 +291,3 @@ def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
     ]
     name = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(filter(None, words))).lstrip("._-")
     return name[:MAX_NAME] or "experiment"
-
-
-def keys_called(name: str) -> list[str]:
-    """The dotted keys that `name` may mean: the key itself, the last part of a key, or a synonym of one."""
-    if name.partition(".")[0] in Experiment.model_fields:
-        return [name]
-    return list(KEYS.get(name) or keys_of_tables({}).get(name, []))
-
-
-def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The dotted keys of each key in a table, for hints: {"lr": ["local.lr", "server.lr"], ...}.
-
-    Parameters of plugs that `tables` do not name are listed only if no named plug has such a parameter.
-    """
-    with_these: dict[str, list[str]] = {}
-    with_others: dict[str, list[str]] = {}
-    for place, table in _tables(Experiment):
-        for key in table.model_fields:
-            with_these.setdefault(key, []).append(f"{place}.{key}")
-        if issubclass(table, PlugTable):
-            named = tables.get(place)
-            named = named.get(table.named_by) if isinstance(named, Mapping) else named
-            chosen = named if named in table.registry.names() else table.model_fields[table.named_by].default
-            for plug in table.registry:
-                for key in set(plug.parameters.model_fields) - set(table.model_fields):
-                    found = (with_these if plug.name == chosen else with_others).setdefault(key, [])
-                    found.extend({f"{place}.{key}"} - set(found))
-    return {**with_others, **with_these}
-
-
-def _tables(table: type[Table]) -> Iterator[tuple[str, type[Table]]]:
-    """The tables directly in a table, by key."""
-    for key, field in table.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Table):
-            yield key, field.annotation
-
-
-def _plug_tables(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[PlugTable]]]:
-    for key, inner in _tables(table):
-        if issubclass(inner, PlugTable):
-            yield f"{prefix}{key}", inner
-        yield from _plug_tables(inner, f"{prefix}{key}.")
-
-
-PLUG_TABLES = dict(_plug_tables(Experiment))  # by dotted key: `local`, ..., `clock.speed`
-
-VOCABULARY.keys_called, VOCABULARY.keys_of_plug = keys_called, keys_of_plug

@@ -59,7 +59,7 @@ def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
     inner: list[tuple[type[Table], str]] = []
     for name, field in table.model_fields.items():
         place = f"{path}.{name}" if path else name
-        below = _table_of(field.annotation)
+        below = table_of(field.annotation)
         if below is not None:
             in_list = field.annotation is not below
             inner.append((below, f"{place}[]" if in_list else place))
@@ -75,7 +75,7 @@ def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
         yield from _tables(below, place)
 
 
-def _table_of(annotation: Any) -> type[Table] | None:
+def table_of(annotation: Any) -> type[Table] | None:
     """The table that an annotation is, or is a list of; None for other annotations."""
     for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, Table):

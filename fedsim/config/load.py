@@ -9,19 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.config.catalog import find_experiment
+from fedsim.config.description import GRID, describe_file, nested, take_grid
 from fedsim.config.experiment import Experiment
 from fedsim.config.overrides import changes_in, override, parse_word
 from fedsim.config.schema import Distributed
-from fedsim.config.toml import read_toml
-from fedsim.config.yaml_file import YAML_SUFFIXES, read_yaml
 from fedsim.core.import_policy import is_untrusted, untrusted_config
-from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import plain
 from fedsim.data.sources import lacks_files
 from fedsim.errors import ExperimentError, show
 from fedsim.system.files import is_outside
-
-GRID = "grid"  # the table of the axes of a comparison
 
 
 def load_experiment(
@@ -48,7 +44,7 @@ def load_experiment(
     >>> load_experiment("mnist_sync_sgd", ["local.lr=0.5"], rounds=3).rounds
     3
     """
-    words = [parse_word(word) for word in overrides] + changes_in(changes)
+    words = [parse_word(word) for word in overrides] + changes_in(plain(changes))
     if isinstance(source, Experiment) and not words:
         return source
     description = describe(source)
@@ -63,7 +59,7 @@ def load_experiment(
             return experiment_of(description)
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
-            raise
+            raise error.with_traceback(None) from error.__cause__  # frames within fedsim are of no help
         raise ExperimentError(*error.lines, source=source) from None
 
 
@@ -75,38 +71,14 @@ def file_of(source: object) -> Path | None:
 def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """The settings in `source` as nested tables, without defaults."""
     if isinstance(source, (str, Path)):
-        path = find_experiment(source)
-        if path.suffix.lower() not in YAML_SUFFIXES:
-            return read_toml(path)
-        source = read_yaml(path)
+        return describe_file(source)
     if isinstance(source, Experiment):
         return source.model_dump(exclude_none=True, exclude_unset=True)
     if source is not None and not isinstance(source, Mapping):
         raise ExperimentError(f"{show(source)}: must be an Experiment, a table (dict) or the path of a file")
     tables = dict(source or {})
-    grid = _take_grid(tables)
-    tables = plain(tables)
-    if any("." in str(key) for key in tables):
-        changes, tables = changes_in(tables), {}
-        override(tables, changes)
-    return {**tables, **grid}
-
-
-def _take_grid(tables: dict[str, Any]) -> dict[str, Any]:
-    """Remove the axes of a comparison from tables; returns {"grid": {dotted key: values}}, or {} if there are none.
-
-    They stay flat, since both `attack` and `attack.fraction` may be axes.
-    """
-    keys = [key for key in tables if str(key).partition(".")[0] == GRID]
-    if not keys or (keys == [GRID] and not isinstance(tables[GRID], Mapping)):
-        return {}
-    axes: dict[str, Any] = {}
-    for key, values in leaves_of({key: tables.pop(key) for key in keys}):
-        axis = key.partition(".")[2]
-        if axis in axes:
-            raise ExperimentError(f"{key}: is given twice")
-        axes[axis] = values
-    return {GRID: axes}
+    grid = take_grid(tables)
+    return {**nested(plain(tables)), **grid}
 
 
 def drop_default_name(description: dict[str, Any]) -> None:

@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from fedsim.config.experiment import PLUG_TABLES, Experiment
+from fedsim.config.source_catalog import SourceTable, plug_tables
 from fedsim.config.toml import parse_value
-from fedsim.core.base_table import PlugTable
 from fedsim.core.input_limits import MAX_DEPTH, is_harmless, leaves_of
-from fedsim.core.objects import plain
-from fedsim.engines import Engine
-from fedsim.engines import engine as engines
-from fedsim.engines.traits import SETTINGS
+from fedsim.core.name_errors import both_given_error
 from fedsim.errors import MAX_TEXT, ExperimentError, printable, show
+
+DEFAULT_ENGINE = "auto"
+
+# Top-level keys of an experiment that only some engines use.
+SETTINGS = frozenset(
+    ("processes", "timeout", "on_worker_failure", "worker_retries", "batched", "cuda_graphs", "distributed")
+)
 
 Change = tuple[list[str], Any]  # the parts of a dotted key, and its new value
 
@@ -44,7 +47,7 @@ def changes_in(tables: Mapping[str, Any]) -> list[Change]:
 
     Raises ExperimentError if two of them set the same key.
     """
-    changes = [(key.split("."), value) for key, value in leaves_of(plain(tables))]
+    changes = [(key.split("."), value) for key, value in leaves_of(tables)]
     count = Counter(key_changed(*change) for change in changes)
     lines = [f"{key}: is given twice" for key in count if count[key] > 1]
     for keys, value in changes:
@@ -63,19 +66,25 @@ def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
 
     Raises ExperimentError if the changes contradict each other, such as local.epochs and local.steps.
     """
-    changes = sorted(changes, key=lambda change: not _names_plug(change[0]))
-    _refuse_alternatives(changes)
-    engine_before = _engine_named(description)
-    for keys, value in changes:
-        _set(description, keys, value)
-    if _engine_named(description) != engine_before:
+    changes = list(changes)
+    if merge(description, changes):
         _drop_unused_settings(description, {keys[0] for keys, _ in changes})
 
 
-def plug_table(keys: Sequence[str]) -> tuple[type[PlugTable] | None, list[str]]:
+def merge(description: dict[str, Any], changes: Iterable[Change]) -> bool:
+    """Apply changes as `override` does, except for settings of the engine; whether they change the engine."""
+    changes = sorted(changes, key=lambda change: not _names_plug(change[0]))
+    _refuse_alternatives(changes)
+    engine_before = description.get("engine", DEFAULT_ENGINE)
+    for keys, value in changes:
+        _set(description, keys, value)
+    return bool(description.get("engine", DEFAULT_ENGINE) != engine_before)
+
+
+def plug_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]:
     """The plug table that holds a key, or None, and the key within it; [] if the key is the table itself."""
     for depth in range(len(keys), 0, -1):
-        if table := PLUG_TABLES.get(".".join(keys[:depth])):
+        if table := plug_tables().get(".".join(keys[:depth])):
             return table, list(keys[depth:])
     return None, []
 
@@ -97,9 +106,9 @@ def _refuse_alternatives(changes: Iterable[Change]) -> None:
     given = {".".join(keys[:depth]) for keys, _ in changes for depth in (2, len(keys))}
     tables = ((keys[0], value) for keys, value in changes if len(keys) == 1 and isinstance(value, dict))
     given |= {f"{table}.{key}" for table, value in tables for key in value}
-    for place, table in PLUG_TABLES.items():
+    for place, table in plug_tables().items():
         if len(given & {f"{place}.{key}" for key in table.alternatives}) > 1:
-            raise table.not_both()
+            raise ExperimentError(both_given_error(place, table.alternatives))
 
 
 def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
@@ -111,7 +120,7 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
         keys, within = [*keys, of_plug.named_by], [of_plug.named_by]
     table = description
     for depth, key in enumerate(keys[:-1], start=1):
-        holder = PLUG_TABLES.get(".".join(keys[:depth]))
+        holder = plug_tables().get(".".join(keys[:depth]))
         if holder and holder.is_name(table.get(key)):
             table[key] = {holder.named_by: table[key]}
         table = table.setdefault(key, {})
@@ -119,8 +128,8 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
             raise ExperimentError(f"{'.'.join(keys)} = {show(value)}: {'.'.join(keys[:depth])} is not a table")
     key = keys[-1]
     if of_plug and len(within) == 1:
-        if key == of_plug.named_by and value != table.get(key, of_plug.model_fields[key].default):
-            for parameter in set(table) - set(of_plug.model_fields):
+        if key == of_plug.named_by and value != table.get(key, of_plug.default):
+            for parameter in set(table) - set(of_plug.keys):
                 del table[parameter]
         if key in of_plug.alternatives:
             for other in of_plug.alternatives:
@@ -128,22 +137,19 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
     table[key] = value
 
 
-def _engine_named(description: Mapping[str, Any]) -> Any:
-    return description.get("engine", _default("engine"))
-
-
-def _default(key: str) -> Any:
-    return Experiment.model_fields[key].default
-
-
 def _drop_unused_settings(description: dict[str, Any], given: Collection[str]) -> None:
     """Remove settings that the engine does not use. `given` settings stay, and the validation refuses them."""
+    from fedsim.config.experiment import Experiment
+    from fedsim.engines import Engine
+    from fedsim.engines import engine as engines
+
     try:
-        target = engines.get(_engine_named(description), "engine").target
+        target = engines.get(description.get("engine", DEFAULT_ENGINE), "engine").target
     except ExperimentError:  # no such engine: the validation reports it
         return
     values = [description.get(key) for key in ("processes", "cohort", "workers")]
     sizes = [value for value in values if isinstance(value, int)]
     if isinstance(target, type) and issubclass(target, Engine):
-        for key in SETTINGS - target.traits.settings(min(sizes, default=_default("workers"))) - set(given):
+        used = target.traits.settings(min(sizes, default=Experiment.model_fields["workers"].default))
+        for key in SETTINGS - used - set(given):
             description.pop(key, None)

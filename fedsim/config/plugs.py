@@ -88,11 +88,6 @@ def registry_of(kind: str) -> Registry:
     return getattr(importlib.import_module(module), attribute)
 
 
-def keys_of_plug(name: str) -> list[str]:
-    """The keys of experiments that may name a plug."""
-    return [key for kind, (key, _) in PLUGS.items() if name in registry_of(kind).names()]
-
-
 def _configuration(plug: Plug) -> inspect.Signature:
     parameters = inspect.signature(plug.target, eval_str=True).parameters.values()
     return inspect.Signature([p for p in parameters if p.name in plug.parameters.model_fields])
@@ -144,14 +139,14 @@ def describe_plug(name: str, kinds: Iterable[str] = PLUGS) -> str:
     """
     if ":" in name:
         return _described(*_imported(name))
-    found = [(kind, plug) for kind in PLUGS for plug in registry_of(kind)]
+    from fedsim.config.source_catalog import source_plugs  # which imports this module
+
+    plugs = {kind: registry_of(kind).get(name) for kind in PLUGS if name in source_plugs(kind)}
     blocks = [
-        _described(f"{name} ({PLUGS[kind][0]})", plug.target, _parameter_lines(plug))
-        for kind, plug in found
-        if plug.name == name
+        _described(f"{name} ({PLUGS[kind][0]})", plug.target, _parameter_lines(plug)) for kind, plug in plugs.items()
     ]
     if not blocks:
-        hint = nearest(name, dict.fromkeys([*kinds, *(plug.name for _, plug in found)]))
+        hint = nearest(name, dict.fromkeys([*kinds, *(each for kind in PLUGS for each in source_plugs(kind))]))
         hint = hint if hint.startswith("did you mean") else nearest(name, kinds)  # the list of all plugs is too long
         raise ExperimentError(f"{show(name)}: no such kind or plug; {hint}")
     return "\n\n".join(blocks)

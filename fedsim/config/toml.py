@@ -7,12 +7,11 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
 from fedsim.config.catalog import hint
-from fedsim.config.experiment import Experiment
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, problem_with_words, refuse_long_chains
 from fedsim.errors import MAX_TEXT, ExperimentError, cut, printable, show
 from fedsim.system.files import read_bounded
@@ -21,6 +20,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+if TYPE_CHECKING:
+    from fedsim.config.experiment import Experiment
 
 MAX_BYTES = 8 * 2**20  # of an experiment file: enough for a weight for each of a million workers
 

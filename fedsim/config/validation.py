@@ -10,12 +10,12 @@ import torch
 
 from fedsim.asynchronous.policies import Policy
 from fedsim.config.local_validation import check_local_work
+from fedsim.config.overrides import SETTINGS
 from fedsim.config.sampling import check_sampling
 from fedsim.config.schema import Aggregate, Checkpoint, Hook, Server
 from fedsim.config.task_tables import check_evaluation, check_metrics, check_stop
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines import Engine, engine
-from fedsim.engines.traits import SETTINGS
 from fedsim.errors import ExperimentError, show
 from fedsim.system.devices import free_memory
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from fedsim.core.name_errors import both_given_error
 from fedsim.core.registry import Plug, Registry
 from fedsim.errors import ExperimentError
 
@@ -67,7 +68,7 @@ class PlugTable(Table):
     @classmethod
     def not_both(cls) -> ExperimentError:
         """The error for more than one of the `alternatives`."""
-        return ExperimentError(f"{cls.place}: give {' or '.join(cls.alternatives)}, not both")
+        return ExperimentError(both_given_error(cls.place, cls.alternatives))
 
     @model_validator(mode="after")
     def _check(self) -> PlugTable:

@@ -26,10 +26,10 @@ import torch
 from pydantic import BaseModel, WrapValidator
 from torch import Tensor, nn
 
+from fedsim.core.name_errors import NOTE
 from fedsim.errors import one_line, show
 
 LONGEST_NOTE = 60  # characters
-NOTE = re.compile(r"<[\w, ]+>")  # the name of an object without an import path
 NUMBER = re.compile(r" \d+(?=>$)")
 
 

@@ -18,19 +18,17 @@ import functools
 import inspect
 import json
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.core.import_policy import ImportRefusedError, import_object
-from fedsim.core.objects import NOTE, ObjectName, holds_objects, name_of, names_in, plain
-from fedsim.core.suggestions import VOCABULARY, nearest, nearest_key
+from fedsim.core.name_errors import parameter_errors, plug_name_error
+from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, plain
 from fedsim.core.validation_errors import explain
-from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, one_line, show
+from fedsim.errors import ExperimentError, cut, one_line, show
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,15 @@ class Plug:
         return _parameters(self.target, () if dataclasses.is_dataclass(self.target) else self.takes)
 
     @property
+    def parameter_names(self) -> Sequence[str]:
+        return list(self.parameters.model_fields)
+
+    @property
+    def accepts_any(self) -> bool:
+        """Whether it has a parameter `**params`."""
+        return self.parameters.model_config.get("extra") == "allow"
+
+    @property
     def summary(self) -> str:
         """The first line of the docstring."""
         return (inspect.getdoc(self.target) or "").split("\n", 1)[0]
@@ -73,17 +80,14 @@ class Plug:
         """
         values, fields = plain(values), self.parameters.model_fields
         where = f"{place}." if place else ""
-        accepts_any = self.parameters.model_config.get("extra") == "allow"
-        unknown = [] if accepts_any else [name for name in values if name not in fields]
+        unknown = [] if self.accepts_any else [name for name in values if name not in fields]
         objects = [name for name, value in values.items() if any(names_in(value)) and name not in unknown]
         lines = [
             f"{where}{name} = {show(values[name])}: a parameter cannot be an object; "
             f"give the {self.kind} as a function that sets it"
             for name in objects
         ]
-        for name in unknown[:MAX_PROBLEMS]:
-            hint = goes_with(name, self.siblings) or nearest_key(name, [*beside, *fields], place)
-            lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {self.kind} is {self.name}); {hint}")
+        lines += parameter_errors({k: values[k] for k in unknown}, [self], self.kind, self.siblings, place, beside)
         try:
             checked = self._validated({k: value for k, value in values.items() if k not in {*unknown, *objects}})
         except ValidationError as error:
@@ -113,12 +117,6 @@ class Plug:
     def given(self, **inputs: Any) -> dict[str, Any]:
         """The inputs that this plug takes."""
         return {name: inputs[name] for name in self.takes}
-
-
-def goes_with(name: str, plugs: Iterable[Plug]) -> str:
-    """`m goes with multi_krum`: the hint that other plugs have a parameter; "" if none has it."""
-    owners = dict.fromkeys(plug.name for plug in plugs if name in plug.parameters.model_fields)
-    return f"{name} goes with {', '.join(owners)}" if owners else ""
 
 
 class Imported:
@@ -199,8 +197,8 @@ class Registry:
             raise ExperimentError(f"{where}: must be a name")
         if name in self._plugs:
             return self._plugs[name]
-        if not isinstance(name, ObjectName):
-            self._require_path(name, where)
+        if not isinstance(name, ObjectName) and (line := plug_name_error(self.kind, name, where, self._plugs)):
+            raise ExperimentError(line)
         try:
             target = import_object(name)
             plug = self._plug(name_of(target) if name.startswith("__main__:") else name, target)
@@ -213,23 +211,6 @@ class Registry:
         except Exception as error:
             verb = "used" if isinstance(name, ObjectName) else "imported"
             raise ExperimentError(f"{where}: cannot be {verb}: {one_line(error)}") from error
-
-    def _require_path(self, name: str, where: str) -> None:
-        """Raise ExperimentError, with the right name, unless `name` is an import path."""
-        if path := _as_import_path(name):
-            raise ExperimentError(f"{where}: write {cut(path)}")
-        if NOTE.fullmatch(name):
-            raise ExperimentError(
-                f"{where}: stands for an object of a Python program, which a file cannot hold; use Python and give the "
-                "object: fedsim.run(experiment, folder, resume=True)"
-            )
-        if ":" not in name:
-            hint = nearest(name, self._plugs)
-            if hint.startswith("allowed"):
-                hint = f'{hint}, or your own as "package.module:name"'
-                if keys := VOCABULARY.keys_of_plug(name):
-                    hint = f"{name} goes with {' or '.join(keys)}"
-            raise ExperimentError(f"{where}: no such {self.kind}; {hint}")
 
     def _plug(self, name: str, target: Any) -> Plug:
         kind = target if isinstance(target, type) else type(target)
@@ -277,23 +258,6 @@ def taken_by_name(target: Callable[..., Any], given: Sequence[str]) -> dict[str,
             "parameters that configure it come after *"
         )
     return takes
-
-
-def _as_import_path(name: str) -> str | None:
-    """The import path for a name that is a path of a file or has a dot instead of the colon; None for other names."""
-    file, _, attribute = name.rpartition(":")
-    if not attribute.isidentifier():
-        file, attribute = name, "NAME"
-    if ":" not in name and "." in name and not re.search(r"[/\\]|\.py$", name):
-        module, _, attribute = name.rpartition(".")
-        return f"{module}:{attribute}, with a colon"
-    if not re.search(r"[/\\]|\.py$", file):
-        return None
-    path = PureWindowsPath(file)  # accepts slashes of both kinds
-    inside = PurePosixPath(os.path.relpath(path.as_posix()))
-    if path.drive or ".." in inside.parts:
-        return f"{path.stem}:{attribute}, and start fedsim in {path.parent.as_posix()} or add that folder to PYTHONPATH"
-    return f"{'.'.join(inside.with_suffix('').parts)}:{attribute}, without slashes and .py"
 
 
 def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[BaseModel]:

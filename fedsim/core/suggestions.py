@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fedsim.errors import MAX_NAME, cut, show
 from fedsim.synonyms import KEYS, NAMES, NOTES
 
+MOST_IN_RANGE = 100  # numbers that a hint writes for 0..99
 SHORT = 4  # characters: below, one wrong letter is a large part of a name
 CUTOFF, CUTOFF_SHORT = 0.75, 0.65  # difflib's ratio from which a name counts as a misspelling
 
@@ -19,7 +20,7 @@ KeyFinder = Callable[[str], list[str]]  # from a name to dotted keys of experime
 
 @dataclass
 class Vocabulary:
-    """The keys and plugs of experiments, for hints; `fedsim.config.experiment`, which knows them, sets both functions.
+    """The keys and plugs of experiments, for hints; `fedsim.config.source_catalog` sets both functions.
 
     Attributes:
         keys_called: the dotted keys that a name may mean.
@@ -98,6 +99,13 @@ def normalized(name: str) -> str:
 def _initials(name: str) -> str | None:
     """`bs` for `batch_size`; None for a single word."""
     return "".join(word[:1] for word in name.split("_")) if "_" in name else None
+
+
+def as_range(text: str) -> str | None:
+    """`0,1,2` for `0..2`; None for other texts, and for more than MOST_IN_RANGE numbers."""
+    ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text.strip())
+    numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
+    return ",".join(map(str, numbers)) if 0 < len(numbers) <= MOST_IN_RANGE else None
 
 
 def as_list(text: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from fedsim.core.suggestions import as_list, nearest_key
+from fedsim.core.name_errors import unknown_key_error
+from fedsim.core.suggestions import as_list, as_range, nearest_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, plural, show
 
 
@@ -41,7 +42,7 @@ def explain(
         elif kind == "extra_forbidden":
             table = _dotted([place, *path])
             hint = nearest_key(str(last), _keys_at(model, path), table, None if table else elsewhere)
-            lines.append(f"{where} = {show(value)}: unknown key; {hint}")
+            lines.append(unknown_key_error(where, value, hint))
         elif kind == "missing":
             field = model.model_fields.get(str(last))
             example = f", such as {last} = {show(field.examples[0])}" if field and field.examples else ""
@@ -63,6 +64,8 @@ def _hint(value: Any, wanted: Sequence[str]) -> str:
     has_comma = isinstance(value, str) and "," in value
     if wanted == ["a list"] or (has_comma and "a list" in wanted):
         return f"; write {cut(as_list(str(value)))}" if isinstance(value, (str, int)) else ""
+    if isinstance(value, str) and (numbers := as_range(value)):
+        return f"; with fedsim compare write {numbers}"
     return "; for several values use fedsim compare" if has_comma else ""
 
 

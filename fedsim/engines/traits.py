@@ -8,10 +8,6 @@ import torch
 
 from fedsim.system.devices import default_processes
 
-# Top-level keys of an experiment that only some engines use.
-SETTINGS = frozenset(
-    ("processes", "timeout", "on_worker_failure", "worker_retries", "batched", "cuda_graphs", "distributed")
-)
 SETTINGS_OF_POOLS = frozenset(("timeout", "on_worker_failure", "worker_retries"))
 
 
@@ -20,7 +16,7 @@ class EngineTraits:
     """Facts about an engine for the checks of an experiment.
 
     Attributes:
-        own_settings: the keys of SETTINGS that it uses, besides those of process pools.
+        own_settings: the keys of `fedsim.config.overrides.SETTINGS` that it uses, besides those of process pools.
         pool_from: the number of processes from which it starts a pool, whose processes may die; None: never.
         one_process_on_gpu: whether one process is the default on an accelerator.
         stacks: whether it may train stacks of rows.
@@ -42,7 +38,7 @@ class EngineTraits:
         return self.pool_from is not None and processes >= self.pool_from
 
     def settings(self, processes: int) -> frozenset[str]:
-        """The keys of SETTINGS that the engine uses with at most so many processes."""
+        """The keys of `fedsim.config.overrides.SETTINGS` that the engine uses with at most so many processes."""
         return self.own_settings | (SETTINGS_OF_POOLS if self.may_lose_processes(processes) else frozenset())
 
     def default_processes(self, device: torch.device, cohort: int, threads: int) -> int:

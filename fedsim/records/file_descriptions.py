@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from fedsim.errors import RecordError
+
+EXPERIMENT = "experiment.toml"
+
 FILES = {
-    "experiment.toml": "The experiment as it was run, with all its settings. `fedsim run` accepts it again.",
+    EXPERIMENT: "The experiment as it was run, with all its settings. `fedsim run` accepts it again.",
     "environment.json": "Versions, machine, engine and the reason for its choice, numbers of parameters and samples.",
     "metrics.jsonl": "One JSON object for each round; its fields are below.",
     "events.jsonl": "One JSON object for each event: a lost process, an early end, a resumed run.",
@@ -20,3 +26,12 @@ FILES = {
     "error.txt": "In a comparison: why this run failed.",
     "report.html": "What `fedsim report` writes.",
 }
+
+
+def experiment_of_run(folder: Path) -> Path:
+    """The experiment file of a run folder. Raises RecordError if there is none."""
+    if not (folder / EXPERIMENT).is_file():
+        raise RecordError(
+            f"{folder}: is not a run folder (no {EXPERIMENT}); to start a new run there, name an experiment file too"
+        )
+    return folder / EXPERIMENT

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedsim.config.experiment import PLUG_TABLES
+from fedsim.config.source_catalog import plug_tables
 from fedsim.core.confidence import fixed
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import show_bytes
 from fedsim.records.record import RoundRecord, score_in
 
-PLUG_KEYS = {table.named_by for table in PLUG_TABLES.values()}  # keys whose values are names of plugs
+PLUG_KEYS = {table.named_by for table in plug_tables().values()}  # keys whose values are names of plugs
 MISSING = "\N{EN DASH}"
 
 # Plain names of keys.

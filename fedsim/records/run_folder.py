@@ -26,6 +26,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.toml import to_toml
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimError, RecordError
+from fedsim.records.file_descriptions import EXPERIMENT
 from fedsim.records.history import EVENTS, METRICS, read_object, to_line
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import to_csv
@@ -42,7 +43,7 @@ from fedsim.system.files import (
 )
 from fedsim.version import __version__
 
-EXPERIMENT, ENVIRONMENT = "experiment.toml", "environment.json"
+ENVIRONMENT = "environment.json"
 ERROR = "error.txt"
 MODEL, PARTITION = "model.safetensors", "partition.json"
 WORKERS = "workers-{round:05d}.csv"
@@ -228,15 +229,6 @@ class RunFolder:
                     path.unlink(missing_ok=True)  # a file may have been written more than once
                 for path in self._made:
                     path.rmdir()
-
-
-def experiment_of_run(folder: Path) -> Path:
-    """The experiment file of a run folder. Raises RecordError if there is none."""
-    if not (folder / EXPERIMENT).is_file():
-        raise RecordError(
-            f"{folder}: is not a run folder (no {EXPERIMENT}); to start a new run there, name an experiment file too"
-        )
-    return folder / EXPERIMENT
 
 
 def describe_environment() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fedsim.config.experiment import PLUG_TABLES
+from fedsim.config.source_catalog import plug_tables
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import show
 
@@ -36,10 +36,10 @@ def differences_of(
     keys = [key for key in {**one, **other} if one.get(key) != other.get(key) and key not in ignored]
     of_plugs = {
         key
-        for place, table in PLUG_TABLES.items()
+        for place, table in plug_tables().items()
         if f"{place}.{table.named_by}" in keys
         for key in keys
-        if key.startswith(f"{place}.") and key.removeprefix(f"{place}.").partition(".")[0] not in table.model_fields
+        if key.startswith(f"{place}.") and key.removeprefix(f"{place}.").partition(".")[0] not in table.keys
     }
     return [f"{key}: {_shown(one, key)} there, {_shown(other, key)} here" for key in keys if key not in of_plugs]
 

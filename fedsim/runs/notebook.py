@@ -16,7 +16,7 @@ from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import workers_line
 from fedsim.runs.terminal import Display
-from fedsim.runs.text_table import draw_curve, headline
+from fedsim.runs.text_table import announcement, draw_curve, headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,13 +86,17 @@ class CellOutput:
 
 
 class NotebookDisplay:
-    """Shows the headline, the bar and the curve of a run in the output of a cell; a context manager around the run."""
+    """Shows what is run, the bar and the curve of a run in the output of a cell; a context manager around the run."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment, self._cell = experiment, CellOutput()
         self._history: list[RoundRecord] = []
         self._lines: list[str] = []
         self._done, self._step = 0, ""
+
+    def announce(self) -> None:
+        """Show what is run."""
+        self._lines.append(announcement(self._experiment))
 
     def setup(self, step: str) -> None:
         """Show the step of the preparation that begins."""

@@ -140,7 +140,10 @@ def run(
         RecordError: the folder holds something else, or cannot be written.
         WorkerError: a worker failed, or processes were lost more often than `worker_retries` allows.
     """
-    experiment = load_experiment(experiment, allow_imports=allow_imports, **changes)
+    try:
+        experiment = load_experiment(experiment, allow_imports=allow_imports, **changes)
+    except ExperimentError as error:
+        raise error.with_traceback(None) from error.__cause__  # frames within fedsim are of no help
     if resume and out is None:
         raise ExperimentError("resume = True: needs `out`, the folder of the run to resume")
     host = engines.get(experiment.engine).target
@@ -152,6 +155,7 @@ def run(
         if folder:
             stack.enter_context(folder)
         past = ResumeState(folder, experiment)
+        display.announce()
         session = session or stack.enter_context(Session())
         note = folder.event if folder else None
 
@@ -162,7 +166,10 @@ def run(
 
         ended = stop_reason(past.records, experiment.stop)  # in an earlier session, perhaps after the last checkpoint
         experiment_here, scratch = past.with_earlier_choices(experiment), str(folder.path) if folder else None
-        prepared, engine = stack.enter_context(prepare(experiment_here, session, note, setup, scratch=scratch))
+        try:
+            prepared, engine = stack.enter_context(prepare(experiment_here, session, note, setup, scratch=scratch))
+        except ExperimentError as error:
+            raise error.with_traceback(None) from error.__cause__
         results: list[WorkerResults] = []
         loop = loop_of(prepared, engine, folder.race_log if folder else None, results.append)
         loop = recovering(loop, prepared, engine, note)

@@ -20,7 +20,7 @@ from fedsim.records.worker_results import workers_line
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.loops.race_loop import caveat
 from fedsim.runs.setup import PreparedRun
-from fedsim.runs.text_table import columns_of, headline, table_header, table_line
+from fedsim.runs.text_table import announcement, columns_of, headline, table_header, table_line
 
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
 
@@ -41,7 +41,7 @@ def progress_bar(rounds: int, *, quiet: bool) -> ProgressBar:
 
 
 class Display:
-    """Prints a headline, a line of a table per round, and a progress bar; a context manager around the run.
+    """Prints what is run, a line of a table per round, and a progress bar; a context manager around the run.
 
     Args:
         experiment: what is run.
@@ -56,6 +56,12 @@ class Display:
         self._columns: list[Metric] = []  # known from the first record on
         self._begun = time.perf_counter()
         self._bar = progress_bar(experiment.rounds, quiet=quiet)
+
+    def announce(self) -> None:
+        """Print what is run, before the preparation, which may take long."""
+        self._print(announcement(self._experiment))
+        if self._experiment.mode == "race":
+            self._print(caveat(self._experiment.race.runs))
 
     def setup(self, step: str) -> None:
         """Show the step of the preparation that begins."""
@@ -115,8 +121,6 @@ class Display:
                 print(line, flush=True)
 
     def __enter__(self) -> Display:
-        if self._experiment.mode == "race":
-            self._print(caveat(self._experiment.race.runs))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

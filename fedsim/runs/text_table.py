@@ -45,28 +45,30 @@ def _attack(experiment: Experiment) -> str:
     return attack.name + others + (f", from round {attack.start_round}" if attack.start_round > 1 else "")
 
 
-def headline(prepared: PreparedRun) -> str:
-    """Two lines that describe the run."""
-    experiment = prepared.experiment
-    smallest, largest = min(prepared.shard_sizes), max(prepared.shard_sizes)
-    shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
-    seen = "" if prepared.sampled_workers is None else f", estimated from {len(prepared.sampled_workers):,} workers"
+def announcement(experiment: Experiment) -> str:
+    """The line that describes a run before anything is prepared: name, workers, rounds and algorithm."""
     at_work = "per round" if experiment.policy.bind().in_rounds else "at a time"
     cohort = f", {experiment.cohort_size:,} {at_work}" if experiment.cohort_size < experiment.workers else ""
     byzantine = experiment.attack.count(experiment.workers)
     attackers = f", {byzantine} of them Byzantine ({_attack(experiment)})" if byzantine else ""
+    workers = f"{experiment.workers:,} worker{'s' * (experiment.workers > 1)}{attackers}{cohort}"
+    return f"{experiment.name}: {workers}; {plural(experiment.rounds, 'round')}; {_algorithm(experiment)}"
+
+
+def headline(prepared: PreparedRun) -> str:
+    """The line that describes a prepared run: data, model, partition, engine and device."""
+    experiment = prepared.experiment
+    smallest, largest = min(prepared.shard_sizes), max(prepared.shard_sizes)
+    shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
+    seen = "" if prepared.sampled_workers is None else f", estimated from {len(prepared.sampled_workers):,} workers"
     processes = f", {prepared.how['processes']} processes" if prepared.how["processes"] > 1 else ""
     width = f", stacks of {prepared.how['width']} rows" if "width" in prepared.how else ""
     held_out = f"{prepared.validation_samples:,} validation, " if prepared.validation_samples else ""
     samples = f"{prepared.train_samples:,} train, {held_out}{prepared.test_samples:,} test"
     return (
-        f"{experiment.name}: {experiment.data.dataset} ({samples}), "
-        f"{experiment.model.name} ({prepared.parameters:,} parameters)\n"
-        f"{experiment.workers:,} worker{'s' * (experiment.workers > 1)}{attackers}{cohort}, {shards} samples each "
-        f"({experiment.partition.strategy}{seen}); "
-        f"{_algorithm(experiment)}; "
-        f"{prepared.how.get('engine', experiment.engine)}{processes}{width} "
-        f"on {prepared.device}"
+        f"{experiment.data.dataset} ({samples}), {experiment.model.name} ({prepared.parameters:,} parameters); "
+        f"{shards} samples each ({experiment.partition.strategy}{seen}); "
+        f"{prepared.how.get('engine', experiment.engine)}{processes}{width} on {prepared.device}"
     )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import tomli_w
 
 from fedsim.config.experiment import Experiment
+from fedsim.config.overrides import SETTINGS
 from fedsim.engines import engine as engines
-from fedsim.engines.traits import SETTINGS
 from fedsim.errors import ExperimentError, FedsimError
 from fedsim.runs.run import run
 from fedsim.runs.setup import PreparedRun, schedule_of

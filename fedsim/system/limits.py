@@ -6,8 +6,10 @@ import contextlib
 import errno
 import math
 import os
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from fedsim.errors import WorkerError, one_line, show_bytes
@@ -21,6 +23,8 @@ FILES_OF_CHILD = 6  # open files of this process for each child: its pipe, and w
 FILES_OF_START = 16  # further open files while processes start and receive the shared memory
 FILES_WITHIN = 48  # open files of a process itself, libraries included, generously
 MEMORY_RAN_OUT = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # in messages of PyTorch
+INSTALLED = {"site-packages", "dist-packages"}
+LIBRARIES = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")  # where paths of other files begin
 USUAL_FILES = 24  # open files before a process is started, if they cannot be counted
 
 
@@ -74,8 +78,25 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def format_failure(error: Exception) -> str:
-    """An exception as one line with its traceback below; no traceback if memory ran out."""
-    return describe_os_error(error) or "" if is_out_of_memory(error) else f"{one_line(error)}\n{traceback.format_exc()}"
+    """An exception as one line with its traceback below; no traceback if memory ran out.
+
+    The traceback shows the lines of the user's files alone, if there are any.
+    """
+    if is_out_of_memory(error):
+        return describe_os_error(error) or ""
+    shown = traceback.TracebackException.from_exception(error)
+    if frames := frames_of_user(error):
+        shown.stack = traceback.StackSummary.from_list(frames)
+    return f"{one_line(error)}\n{''.join(shown.format())}"
+
+
+def frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of a traceback that are neither in fedsim nor in Python or an installed package."""
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(LIBRARIES) and not INSTALLED & set(Path(frame.filename).parts)
+    ]
 
 
 def require_files(processes: int, instead: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fedsim.comparison import ComparisonSettings
-from fedsim.comparison.axes import label
+from fedsim.records.axes import label
 from fedsim.records.best import answer
 from tests.comparison.made_up import grid_of, results_of
 

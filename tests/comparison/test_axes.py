@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedsim import ExperimentError
-from fedsim.comparison.axes import (
+from fedsim.records.axes import (
     axes_of_tables,
     changes_of,
     label,

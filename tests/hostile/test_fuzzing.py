@@ -25,8 +25,9 @@ from fedsim.asynchronous.race.log import FILE, read_log
 from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.merging import merge
-from fedsim.config.experiment import Experiment, keys_of_tables
+from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
+from fedsim.config.source_catalog import keys_of_tables
 from fedsim.config.toml import to_toml
 from fedsim.errors import FedsimError
 from fedsim.records.history import read_history

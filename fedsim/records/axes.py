@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedsim.config.experiment import PLUG_TABLES
 from fedsim.config.overrides import Change, split_word
+from fedsim.config.source_catalog import plug_tables
 from fedsim.config.toml import parse_value
 from fedsim.core.input_limits import leaves_of
-from fedsim.core.objects import plain
-from fedsim.errors import ExperimentError, show
+from fedsim.core.suggestions import as_range
+from fedsim.errors import ExperimentError, cut, show
 from fedsim.records.combinations import canonical
 
 VARIANT = "variant"  # the axis whose values are tables of the whole experiment
@@ -46,6 +46,8 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
         key, pieces = ".".join(keys), split_at_commas(text)
         axes.pop(key, None)
         others.pop(key, None)
+        if numbers := as_range(text):
+            raise ExperimentError(f"{show(word)}: {text} is not a number; write {key}={numbers}")
         if len(pieces) == 1:
             others[key] = word
             continue
@@ -97,7 +99,7 @@ def label(value: Any) -> str:
         return str(value)
     if isinstance(value.get(LABEL), str):
         return value[LABEL]
-    plug_keys = {table.named_by for table in PLUG_TABLES.values()}
+    plug_keys = {table.named_by for table in plug_tables().values()}
     keys = sorted(value, key=lambda key: key not in plug_keys)  # the plug's name first
     return ",".join(label(value[key]) if key in plug_keys else f"{key}={label(value[key])}" for key in keys) or "base"
 
@@ -105,6 +107,14 @@ def label(value: Any) -> str:
 def describe_point(point: Mapping[str, Any]) -> str:
     """Return a point as on the command line: aggregate.rule=krum seed=0."""
     return " ".join(f"{key}={label(value)}" for key, value in point.items())
+
+
+def with_points(line: str, points: list[dict[str, Any]], total: int) -> str:
+    """Return a problem with the first point that has it, unless all have it."""
+    if len(points) == total:
+        return line
+    more = f" (and {len(points) - 1} more of {total} runs)" if len(points) > 1 else ""
+    return f"{cut(describe_point(points[0]))}: {line}{more}"
 
 
 def readable_id(point: Mapping[str, Any]) -> str:
@@ -121,7 +131,11 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
     """Return the values of an axis as JSON values. Raises ExperimentError for other and for repeated values."""
     if not all(part.strip() for part in key.split(".")):
         raise ExperimentError(f"{place}: is not a key of an experiment")
-    values = plain(list(values) if isinstance(values, tuple) else values)
+    values = list(values) if isinstance(values, tuple) else values
+    if not _is_json(values, exact=True):  # of a Python program
+        from fedsim.core.objects import plain  # here, since it imports PyTorch
+
+        values = plain(values)
     if not isinstance(values, list) or not values:
         raise ExperimentError(f"{place} = {show(values)}: must be a list of one or more values, such as [1, 2]")
     names = set()
@@ -144,10 +158,10 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
     return values
 
 
-def _is_json(value: Any) -> bool:
-    """Whether a value is JSON without null."""
+def _is_json(value: Any, *, exact: bool = False) -> bool:
+    """Whether a value is JSON without null; with `exact`, of Python's own types and not of subclasses."""
     if isinstance(value, list):
-        return all(map(_is_json, value))
+        return all(_is_json(each, exact=exact) for each in value)
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
-    return isinstance(value, (str, bool, int, float))
+        return all(isinstance(key, str) and _is_json(each, exact=exact) for key, each in value.items())
+    return type(value) in (str, bool, int, float) if exact else isinstance(value, (str, bool, int, float))

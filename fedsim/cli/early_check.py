@@ -1,0 +1,128 @@
+"""A check of keys and names before PyTorch is imported, which takes seconds: most mistakes are in these.
+
+It knows keys and plugs from fedsim's source, and leaves what it cannot decide to the check of the experiment itself:
+values, their combinations, and all plugs of an experiment that imports one, since an import may register others. Both
+give an error the same words.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from fedsim.config.description import GRID, describe_file
+from fedsim.config.overrides import DEFAULT_ENGINE, SETTINGS, Change, merge, parse_word
+from fedsim.config.source_catalog import (
+    SourceTable,
+    experiment_table,
+    keys_of_tables,
+    source_plugs,
+    title_of,
+)
+from fedsim.core.name_errors import parameter_errors, plug_name_error, unknown_key_error
+from fedsim.core.suggestions import nearest_key
+from fedsim.errors import MAX_PROBLEMS, ExperimentError, show
+
+REMOVED = ("compile", "data.verify")  # keys of earlier versions, which experiments may still have
+MOST_POINTS = 2000  # of a comparison; larger ones are left to the later check
+
+
+def check_names_of_run(source: str | None, words: Iterable[str]) -> None:
+    """Raise ExperimentError if the experiment cannot be read, or if a key or a name of a plug does not exist."""
+    changes = [parse_word(word) for word in words]
+    description = {} if source is None else describe_file(source)
+    description.pop(GRID, None)
+    if lines := problems_with_names(description, changes):
+        raise ExperimentError(*lines, source=source)
+
+
+def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_invalid: bool) -> None:
+    """As `check_names_of_run`, for all combinations of the values of a comparison.
+
+    `skip_invalid`: combinations with an error are left out, so that they are no errors.
+    """
+    from fedsim.records.axes import axes_of_tables, changes_of, split_words, with_points
+    from fedsim.records.comparison_settings import SETTINGS as GRID_SETTINGS
+
+    description = {} if source is None else describe_file(source)
+    grid, skipping = description.pop(GRID, {}), False
+    if isinstance(grid, Mapping):
+        skipping = bool(grid.get("skip_invalid"))
+        grid = {key: values for key, values in grid.items() if key not in GRID_SETTINGS}
+    axes = axes_of_tables(grid)
+    word_axes, words = split_words(words)
+    in_all = [parse_word(word) for word in words]
+    set_in_all = {".".join(keys) for keys, _ in in_all}
+    axes = {key: values for key, values in axes.items() if key not in set_in_all} | word_axes
+    count = math.prod(map(len, axes.values()))
+    if skip_invalid or skipping or count > MOST_POINTS:
+        return
+    problems: dict[str, list[dict[str, Any]]] = {}  # by line: the points that have it
+    for values in itertools.product(*axes.values()):
+        point = dict(zip(axes, values, strict=True))
+        own = [change for key, value in point.items() for change in changes_of(key, copy.deepcopy(value))]
+        for line in problems_with_names(copy.deepcopy(description), [*in_all, *own]):
+            problems.setdefault(line, []).append(point)
+    if problems:
+        raise ExperimentError(*(with_points(line, points, count) for line, points in problems.items()))
+
+
+def problems_with_names(description: dict[str, Any], changes: list[Change]) -> list[str]:
+    """The error lines for the keys and names in nested tables, which the changes alter."""
+    if merge(description, changes):
+        for key in SETTINGS - {keys[0] for keys, _ in changes}:  # the later check removes some of these
+            description.pop(key, None)
+    findings = list(itertools.islice(_in_table(experiment_table(), description, "", description), MAX_PROBLEMS))
+    imports = len(findings) == MAX_PROBLEMS or any(line is None for line, _ in findings)  # or may import
+    return [line for line, of_plug in findings if line is not None and not (of_plug and imports)]
+
+
+# An error line, and whether it is about a plug; the line is None for a plug that is imported.
+Finding = tuple[str | None, bool]
+
+
+def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check a table of an experiment, and all tables in it."""
+    if table.kind and table.is_name(values):
+        values = {table.named_by: values}
+    if not isinstance(values, dict):
+        return
+    prefix = f"{place}." if place else ""
+    unknown = {}
+    for key, value in values.items():
+        if key in table.tables:
+            yield from _in_table(table.tables[key], value, f"{prefix}{key}", tables)
+        elif key in table.lists:
+            for index, each in enumerate(value if isinstance(value, list) else ()):
+                yield from _in_table(table.lists[key], each, f"{prefix}{key}[{index}]", tables)
+        elif key not in table.keys and f"{prefix}{key}" not in REMOVED:
+            unknown[key] = value
+    engine = tables.get("engine", DEFAULT_ENGINE)
+    if not place and isinstance(engine, str) and engine not in source_plugs("engines"):
+        yield plug_name_error(title_of("engines"), engine, f"engine = {show(engine)}", source_plugs("engines")), True
+    if table.kind:
+        yield from ((line, True) for line in _in_plug(table, values, unknown, place))
+        return
+    elsewhere = None if place or not unknown else keys_of_tables(tables)
+    for key, value in unknown.items():
+        yield unknown_key_error(prefix + key, value, nearest_key(key, table.keys, place, elsewhere)), False
+
+
+def _in_plug(table: SourceTable, values: dict[str, Any], params: dict[str, Any], place: str) -> Iterator[str | None]:
+    """Check the name of a plug and its parameters; None if the name is an import path."""
+    kind, name, unnumbered = str(table.kind), values.get(table.named_by, table.default), re.sub(r"\[\d+\]", "", place)
+    plugs, stages = source_plugs(kind), source_plugs("pre-aggregators")  # stages of a rule have errors of their own
+    if isinstance(name, str) and name in plugs:
+        siblings = [*plugs.values(), *(stages.values() if table.takes_list else ())]
+        beside = [table.named_by, *(key for key in table.keys if key != table.named_by)]
+        for line in parameter_errors(params, [plugs[name]], title_of(kind), siblings, unnumbered, beside):
+            yield place + line.removeprefix(unnumbered)
+    elif isinstance(name, str) and name not in stages:
+        yield plug_name_error(title_of(kind), name, f"{place}.{table.named_by} = {show(name)}", plugs)
+    elif isinstance(name, list):  # stages, which the later check reports
+        names = [each.get(table.named_by) if isinstance(each, dict) else each for each in name]
+        yield from (None for each in names if ":" in str(each))

@@ -1,0 +1,171 @@
+"""The check before PyTorch is imported: what it finds has the words of the later check, and it refuses nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+import fedsim
+from fedsim.cli.early_check import check_names_of_comparison, check_names_of_run, problems_with_names
+from fedsim.comparison import plan_grid
+from fedsim.config.catalog import experiments
+from fedsim.errors import MAX_PROBLEMS
+from tests import test_frozen_numbers
+from tests.commands import start_python
+
+MISTAKES = [
+    "roundz=3",
+    "rounds.x=3",
+    "learning-rate=0.1",
+    "xyzzy=3",
+    "clock.xyzzy=3",
+    "race.run=3 mode=race policy=hogwild",
+    "checkpoint.evry=3",
+    "local.momentun=0.9",
+    "local={momentun=0.9}",
+    "local.schedule.wramup=3",
+    "local.lr=0.1 local=ditto local.lamda=3",
+    "partition.alpha=0.1",
+    "partition=dirichlet partition.alfa=0.1",
+    "attack.scale=3 attack=sign_flipping attack.fraction=0.2 attack.scael=2",
+    "aggregate.ff=1",
+    "aggregate=krum aggregate.m=1",
+    "aggregate=multi_krum aggregate.xyzzy=1",
+    "aggregate.rule=medain",
+    "aggregate=fedbuff",
+    "aggregate=nnm",
+    "aggregate=<f>",
+    'aggregate=["nmm","median"]',
+    "model=MyNet",
+    "model=net.py",
+    "model.lr=0.1",
+    "data=emnist",
+    "data.augment=['flop']",
+    "data.augment=[{name='flip',pixels=3}]",
+    "processors=['sing']",
+    "processors=[{name='clip',norm=1.0}]",
+    "metrics=['top5']",
+    "records.loggers=['wanbd']",
+    "engine=sreial",
+    "engine=batched batched.widht=3",
+    "distributed.hook=fp61",
+    "clock.speed=equel mode=clock",
+    "server.schedule=cosin",
+    "server.betta=0.9",
+    "task=classify",
+    "sampling=unifrom",
+    "policy.kk=3 mode=clock policy=fedbuff",
+]
+LEFT_TO_THE_LATER_CHECK = {"rounds.x=3", "aggregate=nnm", 'aggregate=["nmm","median"]'}
+
+
+def lines_of(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except fedsim.ExperimentError as error:
+        return set(error.lines)
+    return set()
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_wrong_key_or_name_has_the_words_of_the_later_check(words):
+    late = lines_of(fedsim.load_experiment, None, words.split())
+    early = lines_of(check_names_of_run, None, words.split())
+    assert late
+    assert early <= late
+    assert bool(early) == (words not in LEFT_TO_THE_LATER_CHECK)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "aggregate.rule=medain,krum seed=0,1",
+        "seed=0,1 roundz=3",
+        "local.lrr=0.1,0.2",
+        "aggregate.rule=mean,trimmed_mean aggregate.m=1",
+        "aggregate={rule='krum',ff=1},mean",
+    ],
+)
+def test_a_wrong_key_or_name_in_a_comparison_has_the_words_of_the_later_check(words):
+    late = lines_of(plan_grid, None, None, words.split())
+    early = lines_of(check_names_of_comparison, None, words.split(), skip_invalid=False)
+    assert early
+    assert early <= late
+
+
+def test_the_keys_and_axes_of_a_file_are_checked(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[local]\nmomentun = 0.9\n")
+    assert lines_of(check_names_of_run, str(file), []) == lines_of(fedsim.load_experiment, file)
+    assert lines_of(check_names_of_run, str(file), ["local=adam"]) == set(), "another solver drops its parameters"
+    (tmp_path / "mine.yaml").write_text("local.momentun: 0.9\n")
+    assert len(lines_of(check_names_of_run, str(tmp_path / "mine.yaml"), [])) == 1
+    file.write_text('[grid]\naggregate.rule = ["krumm", "mean"]\nskip_invalid = true\n')
+    assert lines_of(check_names_of_comparison, str(file), [], skip_invalid=False) == set()
+    file.write_text('[grid]\naggregate.rule = ["krumm", "mean"]\nworst = "aggregate.rule"\n')
+    assert lines_of(check_names_of_comparison, str(file), [], skip_invalid=False) == lines_of(plan_grid, file)
+    assert (
+        lines_of(check_names_of_comparison, str(file), ["aggregate.rule=mean", "seed=0,1"], skip_invalid=False) == set()
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "data.verify=true compile=false",
+        "model=tests.models:sized model.anything=3 aggregate=registered_by_that_import",
+        "device=cuda:1 engine=serial local={solver='adam',lr=0.1} local.schedule=cosine local.schedule.warmup=1",
+        "local.epochs={uniform=[1,5]} clock.departures={3=1.0} mode=clock policy=asgd",
+        "data.augment=['flip',{name='shift',pixels=2}] processors=['sign'] metrics=[{name='top_k',label='t'}]",
+        'aggregate=[{rule="nnm",f=1},"krum"] aggregate.f=1',
+        "distributed.hook.name=powersgd distributed.hook.matrix_approximation_rank=2 engine=distributed",
+    ],
+)
+def test_what_is_right_or_cannot_be_decided_passes(words):
+    assert lines_of(check_names_of_run, None, words.split()) == set()
+
+
+def test_of_very_many_wrong_keys_the_first_are_reported():
+    assert len(problems_with_names({f"key{number}": 1 for number in range(50_000)}, [])) == MAX_PROBLEMS
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_all_experiments_of_fedsim_pass(name):
+    check_names_of_comparison(name, [], skip_invalid=False)
+    check_names_of_run(name, [])
+    check_names_of_run(name, ["engine=serial", "model=2nn"])
+
+
+def test_the_experiments_of_the_frozen_numbers_pass():
+    for name, tables in test_frozen_numbers.experiments().items():
+        local = {key: value for key, value in tables.items() if "tests." not in json.dumps(value)}
+        assert problems_with_names(copy.deepcopy(local), []) == [], name
+        wrong = copy.deepcopy(local)
+        wrong["attack"] = {**wrong.get("attack", {}), "xyzzy": 1}
+        assert len(problems_with_names(wrong, [])) == 1, name
+
+
+def test_pytorch_is_not_imported_before_a_wrong_key_or_name_is_reported(tmp_path):
+    (tmp_path / "broken.toml").write_text("rounds = [")
+    (tmp_path / "wrong.toml").write_text("roundz = 3")
+    mistakes = [
+        "run roundz=3",
+        "run model=mlp",
+        "compare local.lrr=0.1,0.2",
+        "compare attack=aile,none",
+        "tune roundz=1",
+    ]
+    mistakes += ["run absent.toml", "run broken.toml", "compare broken.toml", "run wrong.toml", "run --rounds 3"]
+    mistakes += ["run rounds 3", "run local.lr", "run --resume absent"]
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from fedsim.cli.main import app\n"
+        f"for words in {mistakes}:\n"
+        "    print(CliRunner().invoke(app, words.split()).exit_code, 'torch' in sys.modules)\n"
+    )
+    out, error = start_python("-c", code, cwd=tmp_path).communicate(timeout=60)
+    assert out.splitlines() == ["2 False"] * len(mistakes), error
