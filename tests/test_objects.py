@@ -182,6 +182,57 @@ def test_rules_attacks_partitions_and_augmentations_can_be_functions(short):
     assert result.experiment.resolved()["data"]["dataset"] == "tests.plugs:tiny"
 
 
+class Remembering:
+    """A momentum of means, and the number of batches that a metric saw."""
+
+    def __init__(self):
+        self.last = None
+
+    def __call__(self, updates):
+        self.last = updates.mean(0) + (0 if self.last is None else 0.9 * self.last)
+        return self.last
+
+
+class Counting:
+    calls = 0
+
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        return self.calls
+
+
+def momentum(updates, state):
+    result = updates.mean(0) + 0.9 * state.get("last", 0)
+    return result, {"last": result}
+
+
+@pytest.mark.parametrize("engine", ["serial", "spawn"])
+def test_what_an_object_keeps_belongs_to_one_run(short, engine):
+    """No check calls it, and no run sees what another one kept."""
+    rule, metric, seen = Remembering(), Counting(), []
+
+    def noted(updates):
+        seen.append(updates.shape)
+        return updates.mean(0)
+
+    own = {"aggregate": rule, "metrics": [{"name": metric, "label": "calls"}]}
+    tables = {**short, **own, "rounds": 2, "engine": engine}
+    first, second = fedsim.run(tables), fedsim.run(tables)
+    assert same(first, second)
+    assert same(first, fedsim.run({**tables, "aggregate": momentum}))
+    assert (rule.last, metric.calls) == (None, 0)
+    assert [record.metrics["calls"] for record in (*first.history, *second.history)] == [1, 2, 1, 2]
+    fedsim.run({**short, "aggregate": noted})
+    assert seen == [(3, first.global_row.numel())], "only with the rows of the run"
+
+
+def test_an_object_that_cannot_be_copied_is_one_line(short):
+    rule = Remembering()
+    rule.last = threading.Lock()
+    with pytest.raises(ExperimentError, match="cannot be copied .*lock.*; give a function that calls it$"):
+        fedsim.run({**short, "aggregate": rule})
+
+
 def test_functions_that_work_without_an_experiment_take_objects():
     updates = torch.randn(7, 5)
     assert torch.equal(fedsim.aggregate(updates, rule=lambda updates: updates.median(0).values), updates.median(0)[0])
