@@ -8,7 +8,7 @@ from typing import Any
 
 from fedsim.config.experiment import PLUG_TABLES, Experiment
 from fedsim.config.toml import parse_value
-from fedsim.core.base_table import PlugTable
+from fedsim.core.base_table import PlugTable, with_key
 from fedsim.core.input_limits import MAX_DEPTH, is_harmless, leaves_of
 from fedsim.core.objects import plain
 from fedsim.engines import Engine
@@ -63,7 +63,9 @@ def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
 
     Raises ExperimentError if the changes contradict each other, such as local.epochs and local.steps.
     """
-    changes = sorted(changes, key=lambda change: not _names_plug(change[0]))
+    changes = sorted(
+        ((naming_key(keys), value) for keys, value in changes), key=lambda change: not _names_plug(change[0])
+    )
     _refuse_alternatives(changes)
     engine_before = _engine_named(description)
     for keys, value in changes:
@@ -80,8 +82,15 @@ def plug_table(keys: Sequence[str]) -> tuple[type[PlugTable] | None, list[str]]:
     return None, []
 
 
+def naming_key(keys: Sequence[str]) -> list[str]:
+    """The key that names a plug, for the key `name` of its table: `server.optimizer` for `server.name`."""
+    table, within = plug_table(keys)
+    return [*keys[:-1], table.named_by] if table and within == ["name"] else list(keys)
+
+
 def key_changed(keys: Sequence[str], value: Any) -> str:
-    """The dotted key that a change sets: `partition=iid` sets `partition.strategy`."""
+    """The dotted key that a change sets: `partition=iid` and `partition.name=iid` set `partition.strategy`."""
+    keys = naming_key(keys)
     table, within = plug_table(keys)
     if table and not within and not isinstance(value, dict):
         keys = [*keys, table.named_by]
@@ -114,9 +123,12 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
         holder = PLUG_TABLES.get(".".join(keys[:depth]))
         if holder and holder.is_name(table.get(key)):
             table[key] = {holder.named_by: table[key]}
-        table = table.setdefault(key, {})
-        if not isinstance(table, dict):
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
             raise ExperimentError(f"{'.'.join(keys)} = {show(value)}: {'.'.join(keys[:depth])} is not a table")
+        if holder:
+            inner = table[key] = with_key(inner, holder.named_by, holder.place)
+        table = inner
     key = keys[-1]
     if of_plug and len(within) == 1:
         if key == of_plug.named_by and value != table.get(key, of_plug.model_fields[key].default):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast, get_args
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from fedsim.core.registry import Plug, Registry
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
 
 
 class Table(BaseModel):
@@ -23,7 +23,8 @@ class Table(BaseModel):
 class PlugTable(Table):
     """A table whose key `named_by` names a plug; its other keys are parameters of that plug.
 
-    A name stands for the table with only that name: `partition = "iid"`, `aggregate = ["nnm", "mean"]`.
+    A name stands for the table with only that name: `partition = "iid"`, `aggregate = ["nnm", "mean"]`. In every table
+    the key `name` stands for `named_by`: `{name = "momentum"}` is `{optimizer = "momentum"}`.
 
     Attributes:
         place: the dotted key of the table.
@@ -47,6 +48,7 @@ class PlugTable(Table):
             return table
         if not isinstance(table, dict):
             raise ValueError("a name or a table")
+        table = with_key(table, cls.named_by, cls.place)
         name = table.get(cls.named_by)
         if isinstance(name, str) and name.startswith("__main__:"):  # other processes have another __main__
             table = {**table, cls.named_by: cls.registry.get(name, f"{cls.place}.{cls.named_by}").name}
@@ -76,7 +78,7 @@ class PlugTable(Table):
 
     def check_parameters(self) -> None:
         """Check the plug's parameters, and add their defaults."""
-        own = [key for key in type(self).model_fields if key != self.named_by]
+        own = [key for key in ("name", *type(self).model_fields) if key != self.named_by]
         clash = sorted(set(own) & set(self.plug.parameters.model_fields))
         if clash:
             raise ExperimentError(
@@ -102,3 +104,17 @@ class PlugTable(Table):
     def bind(self) -> Any:
         """The plug with its parameters."""
         return self.plug.bind(self.params)
+
+
+def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:
+    """A table that names a plug by the key `named_by`, where it may have the key `name` instead.
+
+    Raises ExperimentError if the table has both keys.
+    """
+    if named_by == "name" or "name" not in table:
+        return table
+    if named_by in table:
+        raise ExperimentError(
+            f"{place}.name = {show(table['name'])}: stands for {place}.{named_by}, which is given too; omit one of them"
+        )
+    return {named_by if key == "name" else key: value for key, value in table.items()}

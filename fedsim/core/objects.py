@@ -18,7 +18,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -26,7 +26,9 @@ import torch
 from pydantic import BaseModel, WrapValidator
 from torch import Tensor, nn
 
-from fedsim.errors import one_line, show
+from fedsim.errors import ExperimentError, one_line, show
+
+Value = TypeVar("Value")
 
 LONGEST_NOTE = 60  # characters
 NOTE = re.compile(r"<[\w, ]+>")  # the name of an object without an import path
@@ -148,6 +150,20 @@ def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:
         return value
 
     return replaced(value)
+
+
+def own_copy(value: Value) -> Value:
+    """A deep copy with copies of the objects in it, so that what they keep belongs to one run.
+
+    Raises ExperimentError if an object cannot be copied.
+    """
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise ExperimentError(
+            f"an object of the experiment cannot be copied ({one_line(error)}), and each run works with a copy; give a "
+            "function that calls it"
+        ) from error
 
 
 def why_unsendable(names: Iterable[ObjectName]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from fedsim.byzantine import Attackers
 from fedsim.clients import as_algorithm
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import what_needs_rows
-from fedsim.core.objects import names_in, why_unsendable
+from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout
 from fedsim.data import Shards, TensorData, label_counts, transforms_of_workers
@@ -31,7 +30,7 @@ from fedsim.engines.out_of_memory import explain_oom
 from fedsim.engines.pool.retry import Note, announce, retried
 from fedsim.engines.schedule import Amount, DrawnAmount
 from fedsim.engines.task import SharedState, buffer_bytes
-from fedsim.errors import ExperimentError, FedsimWarning, one_line, show
+from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.runs import checks
 from fedsim.runs.samples import attackers_of, cohorts_of, server_samples, shards_of, workers_to_describe
 from fedsim.runs.session import Session
@@ -198,8 +197,7 @@ def _with_data(
     data = experiment.data
     on_setup(f"loading the data set {show(data.dataset)}")
     train, test = session.data(data.dataset, data.root, data.params, device)
-    checked = own_copy(task)  # the objects of the run are first called in the run
-    checks.check_outputs_of_model(experiment, checked, train, test)
+    checks.check_outputs_of_model(experiment, own_copy(task), train, test)  # calls objects that may keep what they see
     fewest = 1 if "worker" in experiment.partition.plug.takes else experiment.workers  # virtual shards may overlap
     train, validation = split_validation(train, data.validation, experiment.seed, fewest)
 
@@ -258,20 +256,6 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
     task = replace(task, solver=task.solver.for_model(task.new_module()))
     checks.check_client_algorithm(experiment, task)
     return own_copy(task)
-
-
-def own_copy(task: TaskSpec) -> TaskSpec:
-    """A copy with copies of all objects that the user gave, so that what they keep belongs to one run.
-
-    Raises ExperimentError if an object cannot be copied.
-    """
-    try:
-        return copy.deepcopy(task)
-    except Exception as error:
-        raise ExperimentError(
-            f"an object of the experiment cannot be copied ({one_line(error)}), and each run works with a copy; give a "
-            "function that calls it"
-        ) from error
 
 
 def schedule_of(experiment: Experiment) -> Schedule:
