@@ -88,6 +88,9 @@ NAMES: dict[str, tuple[str, ...]] = _each(
         "sam sharpness_aware": ("fedsam",),
         "mime_lite": ("mimelite",),
         "perfedavg fomaml maml": ("per_fedavg",),
+        "bce logits binary_cross_entropy": ("binary",),
+        "ce nll nll_loss crossentropy": ("classification",),
+        "mse_loss l1 l1_loss mae huber huber_loss smooth_l1": ("regression",),
         "fashion fmnist fashionmnist": ("fashion_mnist",),
         "signflip signflipping sf reverse_sign": ("sign_flipping",),
         "labelflip labelflipping lf": ("label_flipping",),
@@ -145,7 +148,9 @@ NOTES: dict[str, str] = _each(
             """write processors='["sign"]', or another of `fedsim list processors`"""
         ),
         "wandb use_wandb mlflow": "in Python, fedsim.run(..., on_round=f) calls f after every round",
-        "loss criterion loss_fn loss_function": "the loss belongs to the task: task=binary or task=my_plugs:MyTask",
+        "loss criterion loss_fn loss_function": (
+            "the loss belongs to the task: task=binary, or a loss such as task=torch.nn.functional:mse_loss"
+        ),
         "metric": """write metrics='["top_k"]', or others of `fedsim list metrics`""",
         "workshop": "in Python, fedsim.run(..., session=s) takes a fedsim.Session",
         "shuffle": "there is no key for it; samples are shuffled in every epoch",
