@@ -115,6 +115,30 @@ def test_a_pair_of_datasets_is_a_data_set(short, pair):
     assert (len(train), len(test)) == (60, 30)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda images, targets: (images, targets),
+        lambda images, targets: [images, targets],
+        lambda images, targets: (images.numpy(), targets.numpy()),
+        lambda images, targets: (images.double().numpy()[:], targets.int().numpy()),
+        lambda images, targets: list(zip(images, targets, strict=True)),
+        lambda images, targets: [{"label": int(y), "image": x} for x, y in zip(images, targets, strict=True)],
+    ],
+    ids=["tensors", "list of tensors", "arrays", "other dtypes", "samples", "dicts"],
+)
+def test_pairs_of_arrays_and_lists_of_samples_are_data_sets(short, pair, form):
+    train, test = (form(*part.tensors) for part in pair)
+    result = fedsim.run({**short, "data": (train, test)})
+    assert same(result, fedsim.run({**short, "data": pair}))
+    assert same(result, fedsim.run({**short, "data": lambda root: (train, test)}))
+
+
+def test_pairs_of_arrays_go_to_processes(short, pair):
+    tables = {**short, "data": tuple(part.tensors for part in pair)}
+    assert same(fedsim.run({**tables, "engine": "spawn", "processes": 1}), fedsim.run({**tables, "engine": "serial"}))
+
+
 def test_a_data_set_may_have_parameters_train_and_test(short):
     def part(root, *, train: int, test: int):
         parts = zip(tiny(root), (train, test), strict=True)
@@ -259,11 +283,11 @@ def test_functions_that_work_without_an_experiment_take_objects():
             {"data": [TensorDataset(torch.zeros(3)), TensorDataset(torch.zeros(3))]},
             r"data: must be .* tuple \(train, test\)",
         ),
-        ({"data": {"train": [1], "test": [2]}}, r"data: must be .* tuple \(train, test\) .*fedsim.TensorData"),
         (
-            {"data": ((torch.zeros(3, 1), torch.zeros(3)), (torch.zeros(3, 1), torch.zeros(3)))},
-            "data: must be .*TensorData",
+            {"data": {"train": [1], "test": [2]}},
+            r"data: must be .* tuple \(train, test\), .* tuples \(inputs, targets\)",
         ),
+        ({"data": (torch.zeros(3, 1), torch.zeros(3))}, r"data: must be .* tuple \(train, test\), "),
         (
             {"local": {"solver": torch.optim.SGD}},
             r'local.solver = ".*:SGD": cannot be used: is an opt.* did you mean "sgd"',

@@ -86,8 +86,8 @@ class Data(PlugTable):
         pair = isinstance(value, dict) and {"train", "test"} <= value.keys() and "dataset" not in value
         if pair or isinstance(value, list):
             raise ExperimentError(
-                "data: must be a name, a table, or a tuple (train, test) of two data sets, not a list or a dict; "
-                "of tensors make data sets by fedsim.TensorData(inputs, targets)"
+                "data: must be a name, a table, or a tuple (train, test), not a list or a dict; train and test are "
+                "data sets, tuples (inputs, targets) of tensors or arrays, or lists of samples (input, target)"
             )
         return value
 

@@ -95,7 +95,8 @@ def plain(value: Any) -> Any:
     """A value as a file would hold it: dicts, lists, Python's numbers, and names of objects.
 
     NumPy arrays and tensors become numbers or lists of numbers, a Mapping a dict, a Sequence a list. A tuple of two
-    objects that are not callable, such as data sets, is one object. Other values stay as they are.
+    data sets is one object: objects that are not callable, pairs (inputs, targets), or lists of samples. Other values
+    stay as they are.
 
     >>> plain({"seed": np.int64(3), "weights": torch.ones(2)})
     {'seed': 3, 'weights': [1.0, 1.0]}
@@ -106,7 +107,7 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, tuple) and len(value) == 2 and all(_is_object(part) and not callable(part) for part in value):
+    if isinstance(value, tuple) and len(value) == 2 and all(map(_is_data, value)):
         return name_of(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [plain(each) for each in value]
@@ -184,6 +185,16 @@ def _is_object(value: Any) -> bool:
     return not own and not isinstance(value, (BaseModel, enum.Enum, Path, Mapping, np.generic, np.ndarray, Tensor))
 
 
+def _is_data(value: Any) -> bool:
+    """Whether a value may be a data set: an object, inputs and targets in arrays, or a list of samples."""
+    if not isinstance(value, (tuple, list)):
+        return _is_object(value) and not callable(value)
+    arrays = all(isinstance(part, (Tensor, np.ndarray)) or (_is_object(part) and not callable(part)) for part in value)
+    return (arrays and len(value) == 2) or (
+        isinstance(value, list) and isinstance(next(iter(value), None), (tuple, dict))
+    )
+
+
 def _import_path(target: Any) -> str | None:
     """`module:name`, if this path gives the same object in every process; otherwise None."""
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
@@ -196,6 +207,8 @@ def _import_path(target: Any) -> str | None:
 
 
 def _word_for(target: Any) -> str:
+    if isinstance(target, (tuple, list)):
+        return "samples"
     target = target.func if isinstance(target, functools.partial) else target
     word = getattr(target, "__name__", None) or type(target).__name__
     return re.sub(r"\W+", "_", str(word)).strip("_") or "object"
