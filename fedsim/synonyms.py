@@ -158,10 +158,18 @@ NOTES: dict[str, str] = _each(
         "config config_file": "name the file itself: fedsim run CONFIG.toml",
         "callback callbacks on_round": "in Python, fedsim.run(..., on_round=f) calls f after every round",
         "scaffold feddyn fednova moon ditto fedbn pfedme": "it is not part of fedsim",
-        "cifar cifar10 cifar_10 cifar100 emnist femnist svhn imagenet shakespeare celeba": (
+        "cifar cifar10 cifar_10": (
+            'write into my_data.py "from torchvision.datasets import CIFAR10" and '
+            '"def cifar10(root): return [CIFAR10(root, train, download=True) for train in (True, False)]", '
+            "then data=my_data:cifar10 model=torchvision.models:resnet18 model.num_classes=10"
+        ),
+        "cifar100 emnist femnist svhn imagenet shakespeare celeba": (
             'write a function that returns it, data="package.module:function"'
         ),
-        "resnet resnet18 resnet20 resnet50 vgg vgg11 vgg16 mobilenet transformer lstm rnn gru vit "
-        "bert": 'write your own, model="package.module:Class"',
+        "resnet resnet18 resnet20 resnet34 resnet50 vgg vgg11 vgg16 mobilenet": (
+            "for images with 3 channels write model=torchvision.models:resnet18 model.num_classes=10, or another "
+            "function of torchvision.models"
+        ),
+        "transformer lstm rnn gru vit bert": 'write your own, model="package.module:Class"',
     }
 )
